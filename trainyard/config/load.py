@@ -1,0 +1,227 @@
+"""From YAML and `key=value` words to a Config, or to one line that says what is wrong and what would work."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from trainyard.config.base import Section
+from trainyard.config.hf import from_hf
+from trainyard.config.model import BertModel, GptModel, LinearRope, Llama3Rope, LlamaModel
+from trainyard.config.recipes import find
+from trainyard.config.schema import Config
+from trainyard.errors import UserError
+
+FAMILIES: dict[str, type[Section]] = {"llama": LlamaModel, "gpt": GptModel, "bert": BertModel}
+TAGS: dict[str, dict[str, type[Section]]] = {
+    "model": FAMILIES,
+    "model.rope_scaling": {"linear": LinearRope, "llama3": Llama3Rope},
+}
+WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two mends: 3e-4 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        twice = {key for key in keys if keys.count(key) > 1}
+        if twice:
+            raise yaml.MarkedYAMLError(problem=f"key {sorted(map(str, twice))[0]} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a file or a recipe by name, apply `key=value` words, check everything."""
+    path = find(source)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise UserError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: not a configuration: a mapping of sections was expected")
+    return parse(data, overrides, where=str(path))
+
+
+def parse(data: dict[str, Any], overrides: Iterable[str] = (), where: str = "") -> Config:
+    """A Config from plain data; the first mistake is raised as one line."""
+    for word in overrides:
+        _override(data, word)
+    model = data.get("model")
+    if isinstance(model, dict) and "from_hf" in model:
+        rest = {key: value for key, value in model.items() if key != "from_hf"}
+        data = {**data, "model": {**from_hf(str(model["from_hf"])).model_dump(mode="json"), **rest}}
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        prefix = f"{where}: " if where else ""
+        raise UserError(prefix + _line(error.errors()[0], data)) from None
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML that `load` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every (dotted key, default, docstring) of the schema."""
+    for name, field in section.model_fields.items():
+        dotted = prefix + name
+        inner = field.annotation
+        if dotted in TAGS:
+            for tag, option in TAGS[dotted].items():
+                label = f"{dotted}[{tag}]" if dotted == "model" else dotted
+                yield from keys(option, f"{label}.")
+        elif isinstance(inner, type) and issubclass(inner, Section):
+            yield from keys(inner, f"{dotted}.")
+        else:
+            default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+            yield dotted, default, " ".join((field.description or "").split())
+
+
+def _override(data: dict[str, Any], word: str) -> None:
+    dotted, equals, text = word.partition("=")
+    if not equals or not re.fullmatch(r"[\w.]+", dotted):
+        raise UserError(f"{word}: not an override; write section.key=value, for instance train.steps=100")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        value = text
+    *parents, leaf = dotted.split(".")
+    node = data
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"{word}: {parent} is a value, not a section")
+        node = child
+    node[leaf] = value
+
+
+def _line(error: ErrorDetails, data: dict[str, Any]) -> str:
+    """One line for one pydantic error: the key, the value, the nearest valid one."""
+    kind, context = error["type"], error.get("ctx", {})
+    key, section = _locate(error["loc"])
+    value = error["input"]
+    shown = f"{key}={_plain(value)}"
+    if kind == "extra_forbidden":
+        return f"{key}={_plain(value)}: unknown key; nearest: {_nearest_key(key, section)}"
+    if kind == "missing":
+        return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
+    if kind == "union_tag_not_found":
+        tag = "family" if key == "model" else "kind"
+        return f"{key}.{tag}: missing; one of {', '.join(TAGS[key])}"
+    if kind == "union_tag_invalid":
+        name = "family" if key == "model" else "kind"
+        return f"{key}.{name}={context['tag']}: not one of {', '.join(TAGS[key])}; nearest: " + _closest(
+            str(context["tag"]), list(TAGS[key])
+        )
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", str(context["expected"]))
+        return f"{shown}: not one of {', '.join(choices)}; nearest: {_closest(str(value), choices)}"
+    if kind == "value_error":
+        message = str(context["error"])
+        if message.split("=")[0].isidentifier():  # a section's own check names its key without the section
+            return f"{key}.{message}" if key else message
+        return message if not key else f"{shown}: {message}"
+    for bound, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below")):
+        if bound in context:
+            limit = context[bound]
+            return f"{shown}: must be {words} {limit}; nearest: {_inside(section, key, bound, limit)}"
+    if kind == "string_pattern_mismatch":
+        example = "my_module:my_function" if ":" in str(context["pattern"]) else "my-run.1"
+        return f"{shown}: not of the form wanted; nearest: {example}"
+    wanted = WANTED.get(kind.split("_")[0], error["msg"])
+    return f"{shown}: not {wanted}; nearest: {_default(section, key, value)}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
+    """Dotted key without the union tags, and the section that holds its last part."""
+    parts: list[str] = []
+    section: type[Section] | None = Config
+    for item in loc:
+        dotted = ".".join(parts)
+        if dotted in TAGS and item in TAGS[dotted]:
+            section = TAGS[dotted][str(item)]
+            continue
+        parts.append(str(item))
+        inner = section.model_fields[str(item)].annotation if section and str(item) in section.model_fields else None
+        if isinstance(inner, type) and issubclass(inner, Section) and item != loc[-1]:
+            section = inner
+    return ".".join(parts), section
+
+
+def _nearest_key(key: str, section: type[Section] | None) -> str:
+    prefix, _, leaf = key.rpartition(".")
+    siblings = list(section.model_fields) if section else []
+    close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
+    if close:
+        return f"{prefix}.{close[0]}" if prefix else close[0]
+    everywhere = [re.sub(r"\[\w+\]", "", dotted) for dotted, _, _ in keys()]
+    same = [dotted for dotted in everywhere if dotted.split(".")[-1] == leaf]
+    return (same or [_closest(key, everywhere)])[0]
+
+
+def _describe(section: type[Section] | None, key: str) -> str:
+    field = section.model_fields.get(key.split(".")[-1]) if section else None
+    if field is None:
+        return "see trainyard config --keys"
+    if field.description:
+        return " ".join(field.description.split())
+    doc = getattr(field.annotation, "__doc__", None) if isinstance(field.annotation, type) else None
+    return f"the section. {doc}" if doc else "the section"
+
+
+def _default(section: type[Section] | None, key: str, value: object) -> str:
+    """A valid value near a wrong one: the same number read as the right type, else the default, else the docstring."""
+    field = section.model_fields.get(key.split(".")[-1]) if section else None
+    if field is None:
+        return "see trainyard config --keys"
+    types = get_args(field.annotation) or (field.annotation,)
+    number = next((kind for kind in types if kind in (int, float)), None)
+    if number and isinstance(value, str | float) and not isinstance(value, bool):
+        try:
+            return _plain(number(float(value)))
+        except (ValueError, OverflowError):
+            pass
+    if not field.is_required():
+        return _plain(field.get_default(call_default_factory=True))
+    return _describe(section, key)
+
+
+def _inside(section: type[Section] | None, key: str, bound: str, limit: float) -> str:
+    if bound in ("ge", "le"):
+        return _plain(limit)
+    default = _default(section, key, None)
+    return f"{default} (the default)" if default[:1].isdigit() else f"any number {'above' if bound == 'gt' else 'below'} {limit}"
+
+
+def _closest(word: str, choices: list[str]) -> str:
+    return (difflib.get_close_matches(word, choices, 1, 0.0) or choices)[0]
+
+
+def _plain(value: object) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

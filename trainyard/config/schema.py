@@ -1,0 +1,276 @@
+"""The whole configuration: what a YAML file may say, with unit and range beside each field.
+
+Checks that need no device and no rank count live here; those that need the number of ranks live in parallel/layout.py.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, Strict, field_validator, model_validator
+
+from trainyard import devices
+from trainyard.config.base import Section, nearest_multiples
+from trainyard.config.model import BertModel, ModelSection, Size
+
+Count = Annotated[int, Field(ge=0)]
+Dotted = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+"""`module:function`, imported when the run starts; the current directory is on the path."""
+
+
+class DataSection(Section):
+    """Where samples come from. Their order is a function of train.seed and the step alone."""
+
+    source: Literal["text", "synthetic"] = "text"
+    """text: files through a tokenizer; synthetic: generated tokens (masked sentence pairs for BERT)."""
+    paths: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Text files or globs. None: a small text that trainyard writes itself (only with tokenizer=bytes)."""
+    tokenizer: str = "bytes"
+    """bytes, the path of a Hugging Face tokenizer.json, or gpt2 (with vocab_file and merges_file)."""
+    vocab_file: str | None = None
+    """GPT-2 vocab.json, for tokenizer=gpt2."""
+    merges_file: str | None = None
+    """GPT-2 merges.txt, for tokenizer=gpt2."""
+    end_of_text: str | None = None
+    """Token put after each document; default: the tokenizer's own (<|endoftext|>, </s>, ...)."""
+    sequence: Size = 1024
+    """Tokens per sample."""
+    validation: float = Field(0.0, ge=0, le=0.5)
+    """Part of the samples held out for evaluation, 0 to 0.5; taken from the end."""
+    predictions: Size = 20
+    """Masked places per sample (BERT), at most data.sequence."""
+
+    @model_validator(mode="after")
+    def _tokenizer_files(self) -> Self:
+        if self.tokenizer == "gpt2" and not (self.vocab_file and self.merges_file):
+            raise ValueError("tokenizer=gpt2: needs data.vocab_file and data.merges_file")
+        return self
+
+
+class TrainSection(Section):
+    """How long, how much at a time, and by which loss."""
+
+    steps: Size
+    """Optimizer steps."""
+    global_batch: Size = 8
+    """Samples per optimizer step over all ranks."""
+    micro_batch: Size = 1
+    """Samples per forward pass on one rank."""
+    seed: int = Field(1234, ge=0, lt=2**63)
+    """Decides weights, sample order and dropout; 0 to 2^63 - 1."""
+    loss: Dotted | None = None
+    """Your own loss, `module:function`: takes (output, batch), gives (sum, count). Default: the family's."""
+    max_skipped: Size = 5
+    """Steps in a row with a non-finite loss or gradient (each skipped) after which the run stops."""
+
+
+class OptimizerSection(Section):
+    """The update rule. Weight decay leaves out norms and biases, as each model's blueprint says."""
+
+    kind: Literal["adamw", "lamb"] = "adamw"
+    """adamw, or lamb (layer-wise trust ratio, for very large batches)."""
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment, 0 to below 1."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment, 0 to below 1."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay."""
+    clip: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0: no clipping."""
+    trust_clip: bool = False
+    """lamb: never let the trust ratio exceed 1."""
+
+
+class ScheduleSection(Section):
+    """Learning rate over steps."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """cosine and linear fall from the peak to the floor; constant stays; wsd stays, then falls linearly at the end."""
+    warmup: Count = 0
+    """Steps of linear rise from 0."""
+    decay_steps: Size | None = None
+    """cosine, linear: step at which the floor is reached; wsd: length of the final fall. Default: train.steps (wsd: a
+    tenth of it)."""
+    floor: float = Field(0.0, ge=0)
+    """Lowest learning rate after the warm-up (absolute, not a fraction)."""
+
+
+class PrecisionSection(Section):
+    """In which numbers the run computes."""
+
+    kind: Literal["fp32", "bf16", "bf16_sr"] = "fp32"
+    """fp32; bf16: bf16 compute with fp32 master weights; bf16_sr: bf16 weights updated with stochastic rounding. Optimizer
+    state is fp32 in all three."""
+    gradients: Literal["fp32", "bf16"] | None = None
+    """In what gradients are summed over micro batches. Default: fp32 for fp32 and bf16, bf16 for bf16_sr."""
+
+    @property
+    def accumulate(self) -> str:
+        return self.gradients or ("bf16" if self.kind == "bf16_sr" else "fp32")
+
+    @model_validator(mode="after")
+    def _gradients_fit(self) -> Self:
+        if self.kind == "fp32" and self.gradients == "bf16":
+            raise ValueError("gradients=bf16: with kind=fp32 gradients are fp32; nearest: gradients=fp32")
+        return self
+
+
+class LayoutSection(Section):
+    """How the model and the batch are spread over ranks. Data parallel takes what is left: ranks / (tp * pp * cp)."""
+
+    tp: Size = 1
+    """Tensor parallel ranks."""
+    sequence_parallel: bool = False
+    """Split activations over the tp ranks between the parts of a block."""
+    pp: Size = 1
+    """Pipeline stages."""
+    vpp: Size = 1
+    """Virtual stages per pipeline rank (interleaved schedule)."""
+    cuts: Annotated[tuple[int, ...], Strict(False)] = ()
+    """Last layer of each pipeline stage but the last one; default: even stages."""
+    cp: Size = 1
+    """Context parallel ranks (the sequence is split)."""
+    zero: int = Field(0, ge=0, le=3)
+    """What data parallel ranks share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    ranks: Size | None = None
+    """Ranks the file was written for. Default: whatever the run has."""
+
+    @model_validator(mode="after")
+    def _cuts_match(self) -> Self:
+        stages = self.pp * self.vpp
+        if self.cuts and (len(self.cuts) != stages - 1 or list(self.cuts) != sorted(set(self.cuts))):
+            raise ValueError(
+                f"cuts={list(self.cuts)}: needs {stages - 1} rising layer numbers for pp={self.pp} x vpp={self.vpp}; "
+                "nearest: leave it out for even stages"
+            )
+        return self
+
+
+class RecomputeSection(Section):
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    kind: Literal["none", "attention", "parts", "full"] = "none"
+    """none; attention: the core attention alone; parts: the parts named below; full: whole blocks."""
+    parts: Annotated[tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False)] = ()
+    """With kind=parts: which parts of a block. `activation` is the SwiGLU or GELU between the MLP's matrices."""
+
+    @model_validator(mode="after")
+    def _parts_named(self) -> Self:
+        if (self.kind == "parts") != bool(self.parts):
+            raise ValueError(f"parts={list(self.parts)}: goes with kind=parts and needs at least one name, such as mlp")
+        return self
+
+
+class CompileSection(Section):
+    """torch.compile, block by block, of the loss and of the optimizer update."""
+
+    enabled: bool = False
+    """Compile (the first step takes longer, the others are faster). Needs a C++ compiler on a CPU."""
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """How hard the compiler searches."""
+
+
+class CheckpointSection(Section):
+    """What the run leaves behind to be used again."""
+
+    final: bool = True
+    """At the end write the weights in Hugging Face form (config.json, model.safetensors) to the run directory."""
+
+
+class EvaluateSection(Section):
+    """Loss on held-out samples during training."""
+
+    every: Count = 0
+    """Steps between evaluations; 0: none. Needs data.validation above 0."""
+    batches: Size = 8
+    """Global batches per evaluation, at most."""
+    function: Dotted | None = None
+    """Your own evaluation, `module:function`: takes the trainer, gives {name: number}. Replaces the built-in one."""
+    metrics: dict[str, Dotted] = {}
+    """Your own metrics by name, `module:function`: each takes (output, batch), gives (sum, count)."""
+
+
+class LogSection(Section):
+    """What is written where."""
+
+    every: Size = 10
+    """Steps between logged lines."""
+    name: str = Field("run", pattern=r"^[\w.\-]+$")
+    """Name of the run; its directory is log.directory/NAME."""
+    directory: str = "runs"
+    """Parent of run directories."""
+    tensorboard: bool = True
+    """Write TensorBoard files too."""
+
+
+class DeviceSection(Section):
+    """What to run on."""
+
+    name: str = "auto"
+    """auto takes the best device of this machine."""
+    threads: Size | None = None
+    """CPU threads for tensor work; default: torch's choice."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in devices.NAMES:
+            raise ValueError(f"not one of {', '.join(devices.NAMES)}; nearest: {devices.NAMES[0]}")
+        return name
+
+
+class Config(Section):
+    """One run, whole."""
+
+    description: str = ""
+    """One line for `trainyard recipes`."""
+    needs: str = ""
+    """What hardware the file is meant for, in words."""
+    model: ModelSection
+    data: DataSection = DataSection()
+    train: TrainSection
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    precision: PrecisionSection = PrecisionSection()
+    layout: LayoutSection = LayoutSection()
+    recompute: RecomputeSection = RecomputeSection()
+    compile: CompileSection = CompileSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    log: LogSection = LogSection()
+    device: DeviceSection = DeviceSection()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        model, data, train = self.model, self.data, self.train
+        if train.global_batch % train.micro_batch:
+            near = nearest_multiples(train.global_batch, train.micro_batch)
+            raise ValueError(
+                f"train.global_batch={train.global_batch}: not a multiple of train.micro_batch={train.micro_batch}; "
+                f"nearest: {near}"
+            )
+        if data.sequence > model.max_positions:
+            raise ValueError(
+                f"data.sequence={data.sequence}: longer than model.max_positions={model.max_positions}; "
+                f"nearest: {model.max_positions}"
+            )
+        if isinstance(model, BertModel):
+            if data.source != "synthetic":
+                raise ValueError(f"data.source={data.source}: BERT reads masked sentence pairs; nearest: synthetic")
+            if data.predictions > data.sequence - 3:
+                raise ValueError(
+                    f"data.predictions={data.predictions}: more than a sample of data.sequence={data.sequence} holds; "
+                    f"nearest: {max(data.sequence - 3, 1)}"
+                )
+        if self.schedule.floor > self.optimizer.lr:
+            raise ValueError(
+                f"schedule.floor={self.schedule.floor:g}: above optimizer.lr={self.optimizer.lr:g}; "
+                f"nearest: {self.optimizer.lr:g}"
+            )
+        if self.evaluate.every and not data.validation and not self.evaluate.function:
+            raise ValueError(
+                f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation, say 0.05"
+            )
+        return self

@@ -1,0 +1,69 @@
+"""`--smoke`: the same recipe, tiny. Structure and features stay (family, grouped heads, fused parts, rope scaling,
+recompute, precision, schedule, optimizer); sizes, steps and layout shrink to what a laptop does in seconds."""
+
+from typing import Any
+
+from trainyard.config.load import parse
+from trainyard.config.schema import Config
+
+SEQUENCE = 64
+PREDICTIONS = 8
+STEPS = 8
+HEAD = 16
+
+
+def smoke(config: Config, ranks: int = 1) -> Config:
+    """A small trial of `config` on the ranks at hand."""
+    data: dict[str, Any] = config.model_dump(mode="json")
+    model, layout = data["model"], data["layout"]
+    bert = model["family"] == "bert"
+    for key in ("tp", "pp", "vpp", "cp"):
+        layout[key] = _shrink(layout[key], ranks if key == "tp" else ranks // _product(layout, key))
+    layout["cuts"], layout["ranks"] = [], None
+    group = model["heads"] // (model.get("kv_heads") or model["heads"])
+    model["heads"] = group * 2 if group > 1 else 4
+    if model.get("kv_heads"):
+        model["kv_heads"] = model["heads"] // group
+    if model.get("head_dim"):
+        model["head_dim"] = HEAD
+    model["hidden"] = model["heads"] * HEAD
+    model["ffn"] = 4 * model["hidden"] if model.get("ffn") else None
+    model["layers"] = max(2, layout["pp"] * layout["vpp"])
+    model["vocab"] = 320
+    model["max_positions"] = 2 * SEQUENCE
+    scaling = model.get("rope_scaling")
+    if scaling and "original_positions" in scaling:
+        scaling["original_positions"] = SEQUENCE
+    data["data"] |= {
+        "source": "synthetic" if bert else "text",
+        "paths": [],
+        "tokenizer": "bytes",
+        "vocab_file": None,
+        "merges_file": None,
+        "end_of_text": None,
+        "sequence": SEQUENCE,
+        "predictions": PREDICTIONS,
+    }
+    accumulate = min(config.train.global_batch // config.train.micro_batch, 2)
+    micro = min(config.train.micro_batch, 4)
+    data["train"] |= {"steps": STEPS, "micro_batch": micro, "global_batch": micro * accumulate * ranks}
+    data["schedule"] |= {"warmup": min(config.schedule.warmup, 2), "decay_steps": None}
+    if data["evaluate"]["every"]:
+        data["evaluate"] |= {"every": STEPS // 2, "batches": 2}
+    data["log"] |= {"every": 1, "name": f"{config.log.name}-smoke"}
+    return parse(data)
+
+
+def _product(layout: dict[str, Any], stop: str) -> int:
+    """Ranks already given to the axes before `stop`."""
+    total = 1
+    for key in ("tp", "pp", "cp"):
+        if key == stop:
+            break
+        total *= layout[key]
+    return total if stop != "vpp" else 10**9
+
+
+def _shrink(size: int, ranks: int) -> int:
+    """The largest divisor of `ranks` that is at most `size`."""
+    return max((d for d in range(1, max(ranks, 1) + 1) if ranks % d == 0 and d <= size), default=1)

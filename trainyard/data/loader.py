@@ -1,0 +1,41 @@
+"""Global batches by step number: asking for step 5,000 costs the same as asking for step 0."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainyard.data.order import shuffled
+from trainyard.data.sources import Source
+
+
+class Loader:
+    def __init__(self, source: Source, global_batch: int, seed: int, shuffle: bool = True) -> None:
+        self.source = source
+        self.global_batch = global_batch
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The samples of one optimizer step, in host memory. `sample` numbers them within the global batch."""
+        index = np.arange(self.global_batch, dtype=np.int64) + step * self.global_batch
+        numbers = shuffled(self.seed, index, len(self.source)) if self.shuffle else index
+        return self._stack(numbers)
+
+    def once(self) -> Iterator[dict[str, Tensor]]:
+        """Every sample exactly once, in order; the last batch is filled up with labels that count nowhere."""
+        for first in range(0, len(self.source), self.global_batch):
+            numbers = np.arange(first, first + self.global_batch, dtype=np.int64)
+            batch = self._stack(numbers % len(self.source))
+            extra = torch.from_numpy(numbers >= len(self.source))
+            for name in ("labels", "next_sentence"):
+                if name in batch:
+                    batch[name][extra] = -100
+            yield batch
+
+    def _stack(self, numbers: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> dict[str, Tensor]:
+        arrays = self.source.samples(numbers)
+        batch = {name: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)) for name, array in arrays.items()}
+        batch["sample"] = torch.arange(self.global_batch, dtype=torch.int32)
+        return batch

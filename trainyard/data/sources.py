@@ -1,0 +1,177 @@
+"""Where samples come from. A source numbers its samples and gives any of them by number; their order is not its business."""
+
+import glob
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.config.schema import Config
+from trainyard.data.story import stories
+from trainyard.data.tokenizer import load_tokenizer
+from trainyard.errors import UserError
+from trainyard.random import key64
+
+Sample = dict[str, NDArray[np.int32]]
+Say = Callable[[str], None]
+
+CLS, SEP, MASK, FIRST_WORD = 1, 2, 3, 4
+"""Numbers with a meaning in synthetic masked samples; 0 is padding."""
+STORIES = 1500
+
+
+class Source(Protocol):
+    def __len__(self) -> int: ...
+
+    def samples(self, numbers: NDArray[np.int64]) -> Sample:
+        """The samples of these numbers, stacked: each array is [len(numbers), ...]."""
+
+
+class Tokens:
+    """One long row of tokens, cut into samples of `sequence` inputs and as many labels, one further on."""
+
+    def __init__(self, tokens: NDArray[np.int32], sequence: int) -> None:
+        self.tokens = tokens
+        self.sequence = sequence
+
+    def __len__(self) -> int:
+        return max((len(self.tokens) - 1) // self.sequence, 0)
+
+    def samples(self, numbers: NDArray[np.int64]) -> Sample:
+        rows = self.tokens[numbers[:, None] * self.sequence + np.arange(self.sequence + 1)]
+        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+class SyntheticTokens:
+    """Token rows without files: each follows from its number. Part of every next token is predictable."""
+
+    def __init__(self, config: Config) -> None:
+        self.vocab, self.sequence = config.model.vocab, config.data.sequence
+        self.seed = config.train.seed
+
+    def __len__(self) -> int:
+        return 1 << 24
+
+    def samples(self, numbers: NDArray[np.int64]) -> Sample:
+        rows = np.empty((len(numbers), self.sequence + 1), dtype=np.int32)
+        for row, number in zip(rows, numbers, strict=True):
+            draw = np.random.Generator(np.random.Philox(key64(self.seed, "tokens", number) % 2**64))
+            row[:] = draw.integers(0, self.vocab, self.sequence + 1)
+            row[1::2] = (row[:-1:2] * 7 + 1) % self.vocab
+        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+class SyntheticPairs:
+    """Masked sentence pairs without files, shaped like BERT's: [CLS] a [SEP] b [SEP] and padding; 80 % of the chosen
+    places masked, 10 % random, 10 % kept. In a true pair, b goes on where a ended."""
+
+    def __init__(self, config: Config) -> None:
+        if config.model.vocab < 2 * FIRST_WORD:
+            raise UserError(f"model.vocab={config.model.vocab}: too small for masked samples; nearest: {2 * FIRST_WORD}")
+        self.words = config.model.vocab - FIRST_WORD
+        self.sequence, self.places = config.data.sequence, config.data.predictions
+        self.seed = config.train.seed
+
+    def __len__(self) -> int:
+        return 1 << 24
+
+    def samples(self, numbers: NDArray[np.int64]) -> Sample:
+        made = [self._sample(int(number)) for number in numbers]
+        return {name: np.stack([each[name] for each in made]) for name in made[0]}
+
+    def _sample(self, number: int) -> Sample:
+        draw = np.random.Generator(np.random.Philox(key64(self.seed, "pairs", number) % 2**64))
+        room = self.sequence - 3
+        words = int(draw.integers(max(room // 2, min(2, room)), room + 1))
+        cut = words // 2
+        text = (draw.integers(self.words) + np.arange(words)) % self.words  # runs of neighbouring words
+        apart = int(draw.integers(2))
+        text[cut:] = (text[cut:] + apart * draw.integers(1, self.words)) % self.words
+        text = text + FIRST_WORD
+        row = np.zeros(self.sequence, dtype=np.int32)
+        row[: words + 3] = np.concatenate(([CLS], text[:cut], [SEP], text[cut:], [SEP]))
+        used = np.arange(self.sequence) < words + 3
+        segments = used & (np.arange(self.sequence) >= cut + 2)
+        choices = np.flatnonzero(row >= FIRST_WORD)
+        count = min(max(round(0.15 * len(choices)), 1), self.places, len(choices))
+        chosen = np.sort(draw.permutation(choices)[:count])
+        places = np.zeros(self.places, dtype=np.int32)
+        labels = np.full(self.places, -100, dtype=np.int32)
+        places[:count], labels[:count] = chosen, row[chosen]
+        what = draw.random(count)
+        row[chosen[what < 0.8]] = MASK
+        changed = chosen[what >= 0.9]
+        row[changed] = draw.integers(FIRST_WORD, FIRST_WORD + self.words, len(changed))
+        return {
+            "tokens": row,
+            "segments": segments.astype(np.int32),
+            "mask": used.astype(np.int32),
+            "places": places,
+            "labels": labels,
+            "next_sentence": np.int32(apart),  # type: ignore[dict-item]
+        }
+
+
+class Part:
+    """The samples of another source from `first` on: one side of a split."""
+
+    def __init__(self, source: Source, first: int, count: int) -> None:
+        self.source, self.first, self.count = source, first, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def samples(self, numbers: NDArray[np.int64]) -> Sample:
+        return self.source.samples(numbers + self.first)
+
+
+def open_sources(config: Config, say: Say = lambda line: None) -> tuple[Source, Source | None]:
+    """The training samples, and the held-out ones if data.validation asks for them."""
+    whole: Source
+    if config.data.source == "synthetic":
+        whole = SyntheticPairs(config) if config.model.family == "bert" else SyntheticTokens(config)
+    else:
+        whole = Tokens(read_tokens(config, say), config.data.sequence)
+    held = round(len(whole) * config.data.validation)
+    if config.data.validation:
+        held = max(held, 1)
+    if len(whole) - held < 1:
+        raise UserError(f"data.sequence={config.data.sequence}: the text gives {len(whole)} samples; use more text or a shorter one")
+    return Part(whole, 0, len(whole) - held), Part(whole, len(whole) - held, held) if held else None
+
+
+def read_tokens(config: Config, say: Say) -> NDArray[np.int32]:
+    """Every document through the tokenizer, the end token after each."""
+    data = config.data
+    tokenizer = load_tokenizer(data)
+    if tokenizer.vocab > config.model.vocab:
+        raise UserError(
+            f"model.vocab={config.model.vocab}: the tokenizer has {tokenizer.vocab} tokens; nearest: {tokenizer.vocab}"
+        )
+    pieces: list[NDArray[np.int32]] = []
+    end = np.asarray([tokenizer.end], dtype=np.int32)
+    if not data.paths:
+        if data.tokenizer != "bytes":
+            raise UserError("data.paths: missing; name the text files (or use data.tokenizer=bytes for the built-in text)")
+        for row in tokenizer.encode(stories(STORIES)):
+            pieces += [row, end]
+    for path in _files(data.paths):
+        say(f"reading {path}")
+        try:
+            pieces += [*tokenizer.encode([path.read_text(encoding="utf-8")]), end]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    return np.concatenate(pieces)
+
+
+def _files(paths: tuple[str, ...]) -> list[Path]:
+    found: list[Path] = []
+    for pattern in paths:
+        matches = sorted(glob.glob(str(Path(pattern).expanduser())))
+        files = [Path(match) for match in matches if Path(match).is_file()]
+        if not files:
+            raise UserError(f"data.paths={pattern}: no such file; give text files, or --smoke for a trial without data")
+        found += files
+    return found

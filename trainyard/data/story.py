@@ -1,0 +1,42 @@
+"""A text that trainyard writes itself, so that a first run needs no download: small stories with a grammar, some
+arithmetic that is right, and recurring names, enough structure for a small model to learn visibly."""
+
+import random
+
+NAMES = ["Ada", "Grace", "Alan", "Edsger", "Barbara", "Claude", "Emmy", "Kurt", "Sofia", "Leonhard", "Mary", "Noor"]
+PLACES = ["the yard", "the harbour", "the old station", "the library", "the workshop", "the bridge", "the market"]
+THINGS = ["engine", "lantern", "map", "notebook", "bell", "compass", "kettle", "wagon", "ladder", "clock"]
+COLOURS = ["red", "green", "blue", "grey", "yellow", "black", "white"]
+TIMES = ["In the morning", "At noon", "Before dusk", "After the rain", "Late at night", "On the third day"]
+VERBS = ["found", "mended", "carried", "painted", "counted", "hid", "measured", "borrowed", "cleaned"]
+FEELINGS = ["glad", "tired", "curious", "quiet", "proud", "careful", "hungry"]
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def story(seed: int) -> str:
+    """One story of a dozen sentences, the same for the same seed."""
+    draw = random.Random(seed)
+    hero, friend = draw.sample(NAMES, 2)
+    place, thing, colour = draw.choice(PLACES), draw.choice(THINGS), draw.choice(COLOURS)
+    lines = [f"{hero} and {friend} worked at {place}.", f"There was a {colour} {thing} in {place}."]
+    for _ in range(draw.randint(6, 12)):
+        who, other = draw.sample([hero, friend], 2)
+        kind = draw.randrange(5)
+        if kind == 0:
+            lines.append(f"{draw.choice(TIMES)} {who} {draw.choice(VERBS)} the {colour} {thing}.")
+        elif kind == 1:
+            lines.append(f'"Where is the {thing}?" asked {who}. "It is at {place}," said {other}.')
+        elif kind == 2:
+            a, b = draw.randint(0, 5), draw.randint(0, 5)
+            lines.append(f"{who} had {NUMBERS[a]} {thing}s and {other} had {NUMBERS[b]}; together {NUMBERS[a + b]}.")
+        elif kind == 3:
+            lines.append(f"{who} was {draw.choice(FEELINGS)}, and so was {other}.")
+        else:
+            place = draw.choice(PLACES)
+            lines.append(f"Then they walked to {place} with the {thing}.")
+    lines.append(f"That evening {hero} and {friend} went home.")
+    return " ".join(lines) + "\n"
+
+
+def stories(count: int, seed: int = 0) -> list[str]:
+    return [story(seed * 1_000_003 + i) for i in range(count)]

@@ -1,0 +1,60 @@
+"""What a device answers. Everything else in the tree asks these questions instead of naming a device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense matrix throughput that MFU is measured against."""
+
+    flops: float
+    """FLOP/s."""
+    source: str
+    """Where the number comes from: a data sheet, or a measurement made now."""
+
+
+class Device(ABC):
+    name: str
+    process_group: str
+    """Backend name for torch.distributed."""
+    synchronous: bool
+    """Work is finished when the call returns (no queue to wait for)."""
+
+    @property
+    def handle(self) -> torch.device:
+        return torch.device(self.name)
+
+    @classmethod
+    @abstractmethod
+    def available(cls) -> bool:
+        """Whether this machine has one."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One phrase for people: what the run is on."""
+
+    @abstractmethod
+    def peak(self, dtype: torch.dtype) -> Peak | None:
+        """Dense matrix throughput in `dtype`; None where it is unknown."""
+
+    @abstractmethod
+    def memory_peak(self) -> int:
+        """Most bytes this process has held on the device so far."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done."""
+        return
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Attention kernels in the order in which they pay on this device."""
+        yield
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """Copy a host tensor to the device without waiting for it."""
+        return host.to(self.handle)

@@ -1,0 +1,50 @@
+"""The CPU: where everything must run and where everything is tested."""
+
+import sys
+import time
+from functools import cache
+
+import psutil
+import torch
+
+from trainyard.devices.base import Device, Peak
+
+
+class Cpu(Device):
+    name = "cpu"
+    process_group = "gloo"
+    synchronous = True
+
+    @classmethod
+    def available(cls) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"CPU, {torch.get_num_threads()} threads"
+
+    def peak(self, dtype: torch.dtype) -> Peak | None:
+        return Peak(_matmul_flops(dtype), "measured now by a matrix product")
+
+    def memory_peak(self) -> int:
+        info = psutil.Process().memory_info()
+        if sys.platform != "win32":
+            import resource
+
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return int(info.rss)
+
+
+@cache
+def _matmul_flops(dtype: torch.dtype) -> float:
+    """No data sheet covers the cores a container happens to get, so the peak is measured (about 0.2 s)."""
+    n = 1024
+    a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+    a @ b
+    best = 0.0
+    stop = time.perf_counter() + 0.2
+    while time.perf_counter() < stop:
+        start = time.perf_counter()
+        a @ b
+        best = max(best, 2 * n**3 / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,70 @@
+"""Model families by name, and how to build one: structure first (no memory), then values from anywhere."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainyard.config.model import BertModel, GptModel, LlamaModel
+from trainyard.models import bert, gpt, llama
+from trainyard.models.blueprint import Blueprint
+from trainyard.models.init import Values
+from trainyard.models.layers import Batch, Maker
+from trainyard.models.names import Names
+from trainyard.models.output import Output
+from trainyard.parallel.axes import Axes
+
+__all__ = ["FAMILIES", "AnyModel", "Batch", "Blueprint", "Family", "Output", "Values", "assign", "build", "family", "fill"]
+
+AnyModel = LlamaModel | GptModel | BertModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: one model, one blueprint, one name map."""
+
+    model: type[nn.Module]
+    blueprint: Callable[[Any], Blueprint]
+    names: Callable[[Any], Names]
+
+
+FAMILIES = {
+    "llama": Family(llama.Llama, llama.blueprint, llama.names),
+    "gpt": Family(gpt.Gpt, gpt.blueprint, gpt.names),
+    "bert": Family(bert.Bert, bert.blueprint, bert.names),
+}
+
+
+def family(c: AnyModel) -> Family:
+    return FAMILIES[c.family]
+
+
+def build(c: AnyModel, device: torch.device | str = "cpu", axes: Axes | None = None) -> nn.Module:
+    """The model of one rank: its structure and constants; the parameters have shapes but no memory yet."""
+    axes = axes or Axes()
+    model = family(c).model(c, Maker(family(c).blueprint(c), axes.tp), axes)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+    return model
+
+
+def assign(model: nn.Module, tensor: Callable[[str], torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Put memory behind every parameter (a tied one stays one). Returns them by name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    made: dict[str, nn.Parameter] = {}
+    for owner in list(model.modules()):
+        for key, parameter in list(owner.named_parameters(recurse=False)):
+            name = names[parameter]
+            if name not in made:
+                made[name] = nn.Parameter(tensor(name))
+            owner.register_parameter(key, made[name])
+    return made
+
+
+def fill(model: nn.Module, values: Values, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Give every parameter its values, for use without an optimizer."""
+    assign(model, lambda name: values(name).to(dtype))
+    return model

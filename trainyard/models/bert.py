@@ -1,0 +1,128 @@
+"""BERT with its masked-token and next-sentence heads. B batch, T tokens, P masked places, D hidden."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainyard.config.model import BertModel
+from trainyard.models.blueprint import Blueprint, Row
+from trainyard.models.gpt import MLP, Attention, block_rows
+from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker
+from trainyard.models.names import Hf, Names
+from trainyard.models.output import Output
+from trainyard.parallel.axes import Axes
+
+
+class Block(nn.Module):
+    """LayerNorm comes after the residual sum."""
+
+    def __init__(self, c: BertModel, make: Maker, axes: Axes, name: str) -> None:
+        super().__init__()
+        self.attention = Attention(c, make, axes, f"{name}.attention", causal=False)
+        self.attention_norm = make.layer_norm(f"{name}.attention_norm", c.norm_eps)
+        self.mlp = MLP(c, make, axes, f"{name}.mlp")
+        self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
+
+    def forward(self, x_BTD: Tensor, draw: Draw, keep: Tensor | None) -> Tensor:
+        x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, draw, keep))
+        return self.mlp_norm(x_BTD + self.mlp(x_BTD, draw))  # type: ignore[no-any-return]
+
+
+class Heads(nn.Module):
+    """From the last hidden states to what the two losses need; the masked-token head at the masked places only."""
+
+    bias: nn.Parameter
+
+    def __init__(self, c: BertModel, make: Maker) -> None:
+        super().__init__()
+        self.dense: Linear = make.linear("mlm.dense")
+        self.activation = Activation(c.activation)
+        self.norm: LayerNorm = make.layer_norm("mlm.norm", c.norm_eps)
+        self.bias = make.parameter("mlm.bias")
+
+    def forward(self, x_BTD: Tensor, place_BP: Tensor) -> Tensor:
+        index_BPD = place_BP.long().unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
+        return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))  # type: ignore[no-any-return]
+
+
+class Bert(nn.Module):
+    def __init__(self, c: BertModel, make: Maker, axes: Axes) -> None:
+        super().__init__()
+        self.embedding = make.embedding("embedding")
+        self.position = make.embedding("position")
+        self.segment = make.embedding("segment")
+        self.embedding_norm = make.layer_norm("embedding_norm", c.norm_eps)
+        self.dropout = Dropout(c.hidden_dropout, "embedding")
+        self.layers = nn.ModuleDict({str(i): Block(c, make, axes, f"layers.{i}") for i in range(c.layers)})
+        self.mlm = Heads(c, make)
+        self.pooler = make.linear("pooler")
+        self.nsp = make.linear("nsp")
+
+    def forward(self, batch: Batch) -> Output:
+        """`mask` is 0 at padding; `places` [B, P] are the masked positions."""
+        tokens_BT = batch["tokens"]
+        position_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
+        draw = Draw(batch["key"], batch["sample"], position_T)
+        keep = batch["mask"][:, None, None, :].bool() if "mask" in batch else None
+        x_BTD = self.embedding(tokens_BT) + self.position(position_T) + self.segment(batch["segments"])
+        x_BTD = self.dropout(self.embedding_norm(x_BTD), draw)
+        for block in self.layers.values():
+            x_BTD = block(x_BTD, draw, keep)
+        first_BD = F.tanh(self.pooler(x_BTD[:, 0]))
+        return Output(self.mlm(x_BTD, batch["places"]), self.embedding.weight, self.mlm.bias, self.nsp(first_BD))
+
+
+def blueprint(c: BertModel) -> Blueprint:
+    D, V, std = c.hidden, c.vocab, c.init_std
+    return Blueprint(
+        (
+            Row("embedding.weight", (V, D), 0, place="both", std=std, decay=True),
+            Row("position.weight", (c.max_positions, D), place="first", std=std, decay=True),
+            Row("segment.weight", (c.segments, D), place="first", std=std, decay=True),
+            Row("embedding_norm.weight", (D,), place="first", fill=1.0),
+            Row("embedding_norm.bias", (D,), place="first"),
+            *block_rows(c),
+            Row("mlm.dense.weight", (D, D), place="last", std=std, decay=True, sees="masked"),
+            Row("mlm.dense.bias", (D,), place="last"),
+            Row("mlm.norm.weight", (D,), place="last", fill=1.0),
+            Row("mlm.norm.bias", (D,), place="last"),
+            Row("mlm.bias", (V,), 0, place="last"),
+            Row("pooler.weight", (D, D), place="last", std=std, decay=True, sees="first"),
+            Row("pooler.bias", (D,), place="last"),
+            Row("nsp.weight", (2, D), place="last", std=std, decay=True, sees="first"),
+            Row("nsp.bias", (2,), place="last"),
+        ),
+        c.layers,
+        (V, D, "masked"),
+    )
+
+
+def names(c: BertModel) -> Names:
+    ours, hf = "layers.*.", "bert.encoder.layer.*."
+    table = {
+        "embedding.weight": Hf("bert.embeddings.word_embeddings.weight"),
+        "position.weight": Hf("bert.embeddings.position_embeddings.weight"),
+        "segment.weight": Hf("bert.embeddings.token_type_embeddings.weight"),
+        "mlm.bias": Hf("cls.predictions.bias"),
+    }
+    for kind in ("weight", "bias"):
+        table |= {
+            f"embedding_norm.{kind}": Hf(f"bert.embeddings.LayerNorm.{kind}"),
+            f"{ours}attention.q.{kind}": Hf(f"{hf}attention.self.query.{kind}"),
+            f"{ours}attention.k.{kind}": Hf(f"{hf}attention.self.key.{kind}"),
+            f"{ours}attention.v.{kind}": Hf(f"{hf}attention.self.value.{kind}"),
+            f"{ours}attention.output.{kind}": Hf(f"{hf}attention.output.dense.{kind}"),
+            f"{ours}attention_norm.{kind}": Hf(f"{hf}attention.output.LayerNorm.{kind}"),
+            f"{ours}mlp.up.{kind}": Hf(f"{hf}intermediate.dense.{kind}"),
+            f"{ours}mlp.down.{kind}": Hf(f"{hf}output.dense.{kind}"),
+            f"{ours}mlp_norm.{kind}": Hf(f"{hf}output.LayerNorm.{kind}"),
+            f"pooler.{kind}": Hf(f"bert.pooler.dense.{kind}"),
+            f"mlm.dense.{kind}": Hf(f"cls.predictions.transform.dense.{kind}"),
+            f"mlm.norm.{kind}": Hf(f"cls.predictions.transform.LayerNorm.{kind}"),
+            f"nsp.{kind}": Hf(f"cls.seq_relationship.{kind}"),
+        }
+    ties = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    return Names(table, ties)

@@ -1,0 +1,125 @@
+"""The blueprint: one table per model family that says how every parameter is laid out.
+
+    name pattern | global shape | tensor-parallel dim | fused parts | pipeline place | init | weight decay
+
+Initialisation, local shapes, optimizer groups, checkpoints, conversion and the memory plan read this table and nothing
+else. In a pattern `*` stands for the layer number.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+Place = Literal["first", "block", "last", "both"]
+Sees = Literal["tokens", "masked", "first", "nothing"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a fused matrix along its first dim, split over tensor-parallel ranks on its own.
+
+    Its name is what the parameter would be called unfused; weights are a function of that name, so fusing does not
+    change them.
+    """
+
+    name: str
+    size: int
+    units: int
+    """Indivisible pieces (heads). Fewer than tp ranks: each rank holds one, copied to tp / units ranks."""
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    """Dim that tensor-parallel ranks share; None: every rank has it whole."""
+    parts: tuple[Part, ...] = ()
+    """Empty for a matrix that is not fused."""
+    place: Place = "block"
+    std: float | None = None
+    """Normal initial values with this standard deviation; None: all `fill`."""
+    fill: float = 0.0
+    decay: bool = False
+    sees: Sees = "nothing"
+    """Which tokens this matrix multiplies (for FLOP counts); nothing: a look-up or a vector."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one rank holds of one part: [start, stop) along `dim` of a whole tensor of `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    rows: tuple[Row, ...]
+    layers: int
+    tied_head: tuple[int, int, Sees] | None = None
+    """(vocab, hidden, tokens seen) of an output head that shares the embedding's matrix."""
+
+    @cached_property
+    def _by_pattern(self) -> dict[str, Row]:
+        return {row.name: row for row in self.rows}
+
+    def names(self) -> Iterator[str]:
+        """Every parameter of the whole model."""
+        for row in self.rows:
+            yield from (row.name.replace("*", str(i)) for i in range(self.layers if "*" in row.name else 1))
+
+    def row(self, name: str) -> Row:
+        return self._by_pattern[pattern(name)]
+
+    def __contains__(self, name: str) -> bool:
+        return pattern(name) in self._by_pattern
+
+    def slices(self, name: str, tp: int = 1, rank: int = 0) -> list[Slice]:
+        """What tensor-parallel rank `rank` of `tp` holds of `name`: a slice of each part, in order."""
+        row, layer = self.row(name), _layer(name)
+        parts = row.parts or (Part(row.name, row.shape[row.split or 0], row.shape[row.split or 0]),)
+        out = []
+        for part in parts:
+            start, stop = (0, part.size) if row.split is None else _share(part, tp, rank)
+            shape = (part.size, *row.shape[1:]) if row.parts else row.shape
+            out.append(Slice(part.name.replace("*", layer), shape, row.split or 0, start, stop))
+        return out
+
+    def local_shape(self, name: str, tp: int = 1, rank: int = 0) -> tuple[int, ...]:
+        row = self.row(name)
+        shape = list(row.shape)
+        if row.split is not None:
+            shape[row.split] = sum(piece.stop - piece.start for piece in self.slices(name, tp, rank))
+        return tuple(shape)
+
+    def parameters(self) -> int:
+        """Number of weights in the whole model."""
+        return sum(prod(row.shape) * (self.layers if "*" in row.name else 1) for row in self.rows)
+
+
+def pattern(name: str) -> str:
+    """`layers.3.mlp.up.weight` -> `layers.*.mlp.up.weight`."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _layer(name: str) -> str:
+    match = re.search(r"\.(\d+)\.", name)
+    return match.group(1) if match else ""
+
+
+def _share(part: Part, tp: int, rank: int) -> tuple[int, int]:
+    unit = part.size // part.units
+    if part.units >= tp:
+        assert part.units % tp == 0, f"{part.name}: {part.units} units on {tp} ranks"
+        each = part.units // tp
+        return rank * each * unit, (rank + 1) * each * unit
+    assert tp % part.units == 0, f"{part.name}: {tp} ranks on {part.units} units"
+    place = rank // (tp // part.units)
+    return place * unit, (place + 1) * unit

@@ -1,0 +1,41 @@
+"""Initial weights as a function of (seed, parameter name, element index).
+
+A rank makes just its own slice, at any layout, and gets the same bits as one rank would.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from trainyard.models.blueprint import Blueprint, Slice
+from trainyard.random import key64, normal
+
+Values = Callable[[str], Tensor]
+"""From a parameter's name to this rank's fp32 values of it."""
+
+
+def initial(blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", tp: int = 1, rank: int = 0) -> Values:
+    def values(name: str) -> Tensor:
+        row = blueprint.row(name)
+        if row.std is None:
+            return torch.full(blueprint.local_shape(name, tp, rank), row.fill, device=device)
+        std = row.std
+        pieces = [_draw(piece, seed, device).mul_(std) for piece in blueprint.slices(name, tp, rank)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    return values
+
+
+def _draw(piece: Slice, seed: int, device: torch.device | str) -> Tensor:
+    columns = prod(piece.shape[1:])
+    rows, cols = slice(0, piece.shape[0]), slice(0, columns)
+    held = slice(piece.start, piece.stop)
+    if piece.dim == 0:
+        rows = held
+    else:
+        assert piece.dim == 1 and len(piece.shape) == 2
+        cols = held
+    values = normal(key64(seed, piece.name), columns, rows, cols, device)
+    return values.view(-1, *piece.shape[1:]) if piece.dim == 0 else values

@@ -1,0 +1,193 @@
+"""The pieces that the model families share. Shapes: B batch, T tokens, D hidden, H heads, G kv heads, K head size."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainyard.config.model import LinearRope, Llama3Rope, LlamaModel
+from trainyard.models.blueprint import Blueprint
+from trainyard.parallel.axes import Axis
+from trainyard.random import cell32, key32
+
+Batch = dict[str, Tensor]
+"""What a forward pass gets: `tokens`, `labels`, `sample` (each sample's place in the global batch), `key`, ..."""
+
+
+class Draw(NamedTuple):
+    """What dropout needs to know: which random numbers (seed and step), and which global samples and positions."""
+
+    key: Tensor
+    sample_B: Tensor
+    position_T: Tensor
+
+
+class Linear(nn.Module):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class RMSNorm(nn.Module):
+    part = "norm"
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    part = "norm"
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Maker:
+    """Makes modules whose parameters have the local shapes that the blueprint says, without memory behind them yet."""
+
+    def __init__(self, blueprint: Blueprint, tp: Axis) -> None:
+        self.blueprint = blueprint
+        self.tp = tp
+
+    def parameter(self, name: str) -> nn.Parameter:
+        shape = self.blueprint.local_shape(name, self.tp.size, self.tp.rank)
+        return nn.Parameter(torch.empty(shape, device="meta"))
+
+    def linear(self, name: str) -> Linear:
+        bias = f"{name}.bias"
+        return Linear(self.parameter(f"{name}.weight"), self.parameter(bias) if bias in self.blueprint else None)
+
+    def embedding(self, name: str) -> Embedding:
+        return Embedding(self.parameter(f"{name}.weight"))
+
+    def rms_norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self.parameter(f"{name}.weight"), eps)
+
+    def layer_norm(self, name: str, eps: float) -> LayerNorm:
+        return LayerNorm(self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias"), eps)
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, site, global element index): no layout changes it."""
+
+    site: Tensor
+
+    def __init__(self, p: float, site: str) -> None:
+        super().__init__()
+        self.p = p
+        # A buffer, not a constant: blocks then share one compiled graph.
+        self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
+
+    def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
+        if not self.training or self.p == 0:
+            return x_BTD
+        return drop(x_BTD, self.p, draw.key, self.site, draw.sample_B[:, None], draw.position_T)
+
+
+def drop(x: Tensor, p: float, key: Tensor, site: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
+    """Zero each element of the last dim of `x` with probability p; outer and inner number its other dims globally."""
+    bits = cell32(key, site, outer, inner, x.shape[-1]) & 0x7FFFFFFF
+    return torch.where(bits >= round(p * 2**31), x / (1 - p), 0.0)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k / sqrt(K)) v. The causal mask is a constant of the graph, never an input."""
+
+    part = "core_attention"
+    site: Tensor
+
+    def __init__(self, causal: bool, dropout: float, site: str, first_head: int, heads: int) -> None:
+        super().__init__()
+        self.causal = causal
+        self.p = dropout
+        self.heads = heads  # of the whole model: masks are drawn by global head
+        self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
+        self.register_buffer("first_head", torch.tensor(first_head, dtype=torch.int32), persistent=False)
+
+    def forward(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, keep: Tensor | None = None, draw: Draw | None = None
+    ) -> Tensor:
+        """`keep` [B, 1, 1, T] is false at padding."""
+        if not self.training or self.p == 0:
+            grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
+            return F.scaled_dot_product_attention(
+                q_BHTK, k_BGTK, v_BGTK, keep, is_causal=self.causal, enable_gqa=grouped
+            )
+        assert draw is not None
+        tokens = q_BHTK.shape[2]
+        score_BHTT = (q_BHTK @ k_BGTK.transpose(2, 3)).float() * q_BHTK.shape[3] ** -0.5
+        if self.causal:
+            future = torch.ones(tokens, tokens, dtype=torch.bool, device=score_BHTT.device).triu(1)
+            score_BHTT = score_BHTT.masked_fill(future, -torch.inf)
+        if keep is not None:
+            score_BHTT = score_BHTT.masked_fill(~keep, -torch.inf)
+        head_H = torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.first_head
+        outer_BH1 = (draw.sample_B[:, None] * self.heads + head_H)[:, :, None]
+        weight_BHTT = drop(score_BHTT.softmax(-1), self.p, draw.key, self.site, outer_BH1, draw.position_T)
+        return weight_BHTT.to(v_BGTK.dtype) @ v_BGTK
+
+
+class Activation(nn.Module):
+    """What stands between the two matrices of an MLP."""
+
+    part = "activation"
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
+
+
+class SwiGLU(nn.Module):
+    part = "activation"
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+def rope_frequencies(c: LlamaModel) -> Tensor:
+    """Radians per position of each pair of dims, [K / 2], scaled as the configuration says."""
+    frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_size, 2, dtype=torch.float32) / c.head_size)
+    scaling = c.rope_scaling
+    if isinstance(scaling, LinearRope):
+        return frequency / scaling.factor
+    if isinstance(scaling, Llama3Rope):
+        turns = scaling.original_positions * frequency / (2 * torch.pi)
+        smooth = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+        smooth = smooth.clamp(0, 1)
+        return frequency * ((1 - smooth) / scaling.factor + smooth)
+    return frequency
+
+
+def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Rotary positions on halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32."""
+    x = x_BHTK.float()
+    x1, x2 = x.chunk(2, -1)
+    return (x * cos_TK + torch.cat((-x2, x1), -1) * sin_TK).to(x_BHTK.dtype)

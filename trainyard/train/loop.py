@@ -1,0 +1,298 @@
+"""The Trainer: builds everything from a Config, runs the steps, tells the hooks.
+
+    from trainyard import Trainer, load
+    Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
+"""
+
+import gc
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from trainyard import devices, models
+from trainyard.checkpoint.hf import save_hf
+from trainyard.config.load import dump
+from trainyard.config.schema import Config
+from trainyard.data.loader import Loader
+from trainyard.data.sources import open_sources
+from trainyard.errors import RunStopped, UserError
+from trainyard.files import write_whole
+from trainyard.models.flops import per_sample
+from trainyard.models.init import initial
+from trainyard.parallel import recompute
+from trainyard.parallel.layout import Layout
+from trainyard.train.compile import compiler
+from trainyard.train.evaluate import Metric, evaluate
+from trainyard.train.hooks import Hook
+from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, import_function, softmax_chunk
+from trainyard.train.optimizers import Optimizer
+from trainyard.train.schedules import rate
+from trainyard.train.step import Step, StepResult
+from trainyard.watch.meter import Meter
+from trainyard.watch.writers import Writers, new_directory
+
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_sr": torch.bfloat16}
+
+
+@dataclass
+class Summary:
+    """How a run ended."""
+
+    directory: Path
+    steps: int
+    first_loss: float
+    loss: float
+    seconds: float
+    skipped: int
+    interrupted: bool
+    weights: Path | None
+    evaluation: dict[str, float]
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        loss: LossFunction | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        evaluate: "Callable[[Trainer], Mapping[str, float]] | None" = None,
+        hooks: Iterable[Hook] = (),
+        weights: models.Values | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`loss` and each metric take (output, batch) and give (sum, count); `evaluate` takes the trainer."""
+        self.config = config
+        self.hooks = list(hooks)
+        self.layout = Layout.of(config, world=1)
+        self.device = devices.select(config.device.name)
+        if config.device.threads:
+            torch.set_num_threads(config.device.threads)
+        compile_ = compiler(config.compile)
+        own = config.train.loss
+        function = loss or (import_function(own, "train.loss") if own else None)
+        chunk = compile_(softmax_chunk) if compile_ else softmax_chunk
+        family_loss = BertLoss if config.model.family == "bert" else CausalLoss
+        self.loss: Loss = OwnLoss(function) if function else family_loss(chunk)
+        dotted = config.evaluate.metrics.items()
+        self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(metrics or {})
+        own_evaluation = config.evaluate.function
+        self.evaluation = evaluate or (import_function(own_evaluation, "evaluate.function") if own_evaluation else None)
+
+        train, held_out = open_sources(config, say)
+        self.loader = Loader(train, config.train.global_batch, config.train.seed)
+        self.held_out = Loader(held_out, config.train.global_batch, config.train.seed, shuffle=False) if held_out else None
+        self.blueprint = models.family(config.model).blueprint(config.model)
+        say(f"making {self.blueprint.parameters():,} weights")
+        self.model = models.build(config.model, self.device.handle)
+        values = weights or initial(self.blueprint, config.train.seed, self.device.handle)
+        self.optimizer = Optimizer(
+            self.model,
+            self.blueprint,
+            values,
+            config.optimizer,
+            config.precision,
+            self.device.handle,
+            config.train.seed,
+            compile_,
+        )
+        # One fixed order: split (build), recompute, compile.
+        blocks = list(self.model.get_submodule("layers").children())
+        recompute.apply(blocks, config.recompute)
+        if compile_:
+            for block in blocks:
+                block.compile(mode=config.compile.mode, dynamic=False)
+        self.step = Step(
+            self.model, self.loss, self.optimizer, self.device, config.train.micro_batch, config.train.seed
+        )
+        flops = per_sample(config.model, self.blueprint, config.data.sequence, config.data.predictions)
+        self.meter = Meter(config, flops, self.device.peak(COMPUTE[config.precision.kind]))
+        self.directory: Path | None = None
+        self.number = 0
+        """Updates done."""
+        self.interrupted = False
+        self.last: dict[str, Any] = {}
+        """The newest logged record."""
+        self.last_evaluation: dict[str, float] = {}
+
+    def run(self) -> Summary:
+        """Train to config.train.steps, or until a signal; leave a run directory behind."""
+        config = self.config
+        self.directory = new_directory(Path(config.log.directory).expanduser(), config.log.name)
+        write_whole(self.directory / "config.yaml", dump(config))
+        writers = Writers(self.directory, config.log.tensorboard)
+        start = time.perf_counter()
+        losses: list[float] = []
+        weights: Path | None = None
+        with _finish_step_on_signal(self), _quiet_garbage_collector():
+            try:
+                self._tell("on_start")
+                for record in self._steps():
+                    losses.append(record["loss"])
+                    writers.write(record)
+                    self._tell("on_log", record)
+                    if evaluation := self._evaluate_now(record):
+                        writers.write(evaluation)
+                        self._tell("on_evaluate", evaluation)
+                if config.checkpoint.final:
+                    weights = self.directory / "model"
+                    save_hf(weights, config.model, self.values, str(COMPUTE[config.precision.kind]).split(".")[1])
+            finally:
+                writers.close()
+                self._tell("on_end")
+        return Summary(
+            directory=self.directory,
+            steps=self.number,
+            first_loss=losses[0] if losses else float("nan"),
+            loss=losses[-1] if losses else float("nan"),
+            seconds=time.perf_counter() - start,
+            skipped=int(self.optimizer.skipped[0]),
+            interrupted=self.interrupted,
+            weights=weights,
+            evaluation=self.last_evaluation,
+        )
+
+    def values(self, name: str) -> torch.Tensor:
+        """A parameter's weights at the best precision held."""
+        return self.optimizer.view(self.optimizer.master, name).detach()
+
+    def evaluate(self) -> dict[str, float]:
+        """The user's own evaluation function, or loss, perplexity and metrics on the held-out samples."""
+        if self.evaluation:
+            result = self.evaluation(self)
+            if not isinstance(result, Mapping):
+                raise UserError(f"evaluation function: gave {type(result).__name__}; it gives a mapping of name to number")
+            return {str(name): float(value) for name, value in result.items()}
+        if self.held_out is None:
+            raise UserError("data.validation=0: no samples are held out to evaluate on; nearest: 0.05")
+        config = self.config
+        return evaluate(
+            self.model,
+            self.loss,
+            self.metrics,
+            self.held_out,
+            self.device,
+            config.train.micro_batch,
+            config.evaluate.batches,
+            lambda: self.interrupted,
+        )
+
+    def _steps(self) -> Iterator[dict[str, Any]]:
+        """Run the steps; yield a record for each that is logged or evaluated at.
+
+        Where the device has a queue, a step is read only after the next one has been sent: the host never makes it wait.
+        """
+        pending: StepResult | None = None
+        due = True
+        self.model.train()
+        self.meter.start()
+        while self.number < self.config.train.steps and not self.interrupted:
+            batch = self.loader.batch(self.number)
+            result = self.step(batch, self.number + 1, rate(self.config, self.number + 1))
+            self.number += 1
+            self._tell("on_step", self.number)
+            due = self._due(self.number)
+            if pending is not None:
+                self._check(pending)
+            pending = result
+            if self.device.synchronous or due:
+                self._check(result)
+                pending = None
+            if due:
+                yield self._record(result)
+                self.meter.start()
+        if not due:  # a signal came: the last step is logged too
+            yield self._record(result)
+
+    def _due(self, number: int) -> bool:
+        every = self.config.evaluate.every
+        logged = number % self.config.log.every == 0 or number in (1, self.config.train.steps)
+        return logged or bool(every and number % every == 0)
+
+    def _check(self, result: StepResult) -> None:
+        """Stop after too many skipped steps in a row, naming what was not finite."""
+        in_a_row = int(result.skipped[1])
+        if in_a_row >= self.config.train.max_skipped:
+            raise RunStopped(
+                f"step {result.number}: {in_a_row} steps in a row were not finite and were skipped (train.max_skipped="
+                f"{self.config.train.max_skipped}); {self._named(float(result.loss))}; "
+                "try a lower optimizer.lr or a longer schedule.warmup"
+            )
+
+    def _named(self, loss: float) -> str:
+        bad = self.optimizer.bad()
+        what = f"gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "") if bad else "no gradient"
+        return f"loss {loss}, not finite: {what}"
+
+    def _record(self, result: StepResult) -> dict[str, Any]:
+        total, in_a_row = result.skipped.tolist()
+        record: dict[str, Any] = {
+            "step": result.number,
+            "consumed_samples": result.number * self.config.train.global_batch,
+            **self.meter.read(result.number),
+            "lr": result.lr,
+            "global_batch": self.config.train.global_batch,
+            "loss": float(result.loss),
+            **({f"loss/{name}": float(value) for name, value in result.terms.items()} if len(result.terms) > 1 else {}),
+            "grad_norm": float(result.grad_norm),
+            "param_norm": float(self.optimizer.weight_norm()),
+            "skipped": total,
+            "memory_bytes": self.device.memory_peak(),
+        }
+        if in_a_row:
+            record["not_finite"] = self._named(record["loss"])
+        self.last = record
+        return record
+
+    def _evaluate_now(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        every, number = self.config.evaluate.every, record["step"]
+        if not every or self.interrupted or (number % every and number != self.config.train.steps):
+            return None
+        result = self.evaluate()
+        self.meter.start()
+        if self.interrupted:  # cut short: not a number to keep
+            return None
+        self.last_evaluation = result
+        return {"step": number, **{f"evaluate/{name}": value for name, value in self.last_evaluation.items()}}
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, what)(self, *arguments)
+
+
+@contextmanager
+def _finish_step_on_signal(trainer: Trainer) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after the step; a second Ctrl-C ends it at once."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if trainer.interrupted:
+            raise KeyboardInterrupt
+        trainer.interrupted = True
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def _quiet_garbage_collector() -> Iterator[None]:
+    """A collection in the middle of a step stalls it; what exists now stays, so it need not be scanned again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,90 @@
+"""The run as a person sees it: a bar in a terminal, one plain line per logged step elsewhere."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+
+class Screen:
+    def __init__(self, steps: int, console: Console) -> None:
+        self.steps = steps
+        self.console = console
+        self.bar: Progress | None = None
+        self.seconds_per_step: float | None = None
+        self.seen = 0.0
+        if console.is_terminal:
+            self.bar = Progress(
+                TextColumn("[bold]step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[numbers]}"),
+                console=console,
+                transient=False,
+            )
+            self.task = self.bar.add_task("train", total=steps, numbers="first step (compiling, if asked to) ...")
+
+    def start(self) -> None:
+        self.seen = time.perf_counter()
+        if self.bar:
+            self.bar.start()
+
+    def step(self, number: int) -> None:
+        if self.bar:
+            self.bar.update(self.task, completed=number)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["step"] > 1 or self.steps == 1:  # the first step includes warming up
+            self.seconds_per_step = record["ms_per_iteration"] / 1000
+        if self.bar:
+            self.bar.update(self.task, completed=record["step"], numbers=self._numbers(record))
+        else:
+            self.console.print(line(record, self.steps), soft_wrap=True, highlight=False, markup=False)
+        if "not_finite" in record:
+            self.console.print(f"step {record['step']} skipped: {record['not_finite']}", soft_wrap=True, markup=False)
+
+    def evaluate(self, record: dict[str, Any]) -> None:
+        words = [f"{name.removeprefix('evaluate/')} {value:.4f}" for name, value in record.items() if name != "step"]
+        text = f"evaluation at step {record['step']} | " + " | ".join(words)
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def end(self) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def _numbers(self, record: dict[str, Any]) -> str:
+        words = [
+            f"loss [bold]{record['loss']:.4f}[/]",
+            f"lr {record['lr']:.2e}",
+            f"grad {record['grad_norm']:.2f}",
+            f"{record['tokens_per_second']:,.0f} tok/s",
+        ]
+        if "mfu" in record:
+            words.append(f"MFU {record['mfu']:.0%}")
+        if self.seconds_per_step:
+            left = (self.steps - record["step"]) * self.seconds_per_step
+            words.append(f"{timedelta(seconds=round(left))} left")
+        return "  ".join(words)
+
+
+def line(record: dict[str, Any], steps: int) -> str:
+    """One logged step in plain words, for files and Slurm logs."""
+    words = [
+        f"step {record['step']}/{steps}",
+        f"consumed samples {record['consumed_samples']}",
+        f"{record['ms_per_iteration']:.1f} ms/iteration",
+        f"lr {record['lr']:.3e}",
+        f"global batch {record['global_batch']}",
+        f"loss {record['loss']:.6f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"param norm {record['param_norm']:.3f}",
+        f"{record['tokens_per_second']:.1f} tokens/s",
+        f"{record['sequences_per_second']:.2f} seq/s",
+    ]
+    if "mfu" in record:
+        words.append(f"MFU {record['mfu']:.1%}")
+    if record["skipped"]:
+        words.append(f"skipped {record['skipped']}")
+    return " | ".join(words)
