@@ -10,7 +10,16 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.models.init import initial
 
-LLAMA = {"family": "llama", "vocab": 260, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "max_positions": 64}
+LLAMA = {
+    "family": "llama",
+    "vocab": 260,
+    "hidden": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 48,
+    "max_positions": 64,
+}
 GPT = {"family": "gpt", "vocab": 260, "hidden": 32, "layers": 2, "heads": 4, "max_positions": 64}
 BERT = {"family": "bert", "vocab": 128, "hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "max_positions": 64}
 FAMILIES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}

@@ -1,3 +1,35 @@
-"""Trainyard: pre-train language models on any number of devices from one YAML file."""
+"""Trainyard: pre-train language models on any number of devices from one YAML file.
+
+from trainyard import Trainer, load
+Trainer(load("tiny-llama", ["train.steps=50"])).run()
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainyard.checkpoint.hf import load_model
+    from trainyard.config.hf import from_hf
+    from trainyard.config.load import load
+    from trainyard.config.schema import Config
+    from trainyard.train.hooks import Hook
+    from trainyard.train.loop import Trainer
 
 __version__ = "0.1.0"
+__all__ = ["Config", "Hook", "Trainer", "from_hf", "load", "load_model"]
+
+_HOME = {
+    "Config": "trainyard.config.schema",
+    "Hook": "trainyard.train.hooks",
+    "Trainer": "trainyard.train.loop",
+    "from_hf": "trainyard.config.hf",
+    "load": "trainyard.config.load",
+    "load_model": "trainyard.checkpoint.hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used: `trainyard --help` need not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'trainyard' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -26,7 +26,15 @@ LLAMA = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,
 }
-GPT = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+GPT = {
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 GPT |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 BERT = {
     "vocab_size": 97,
@@ -102,7 +110,13 @@ def batch_for(family: str) -> dict[str, Tensor]:
     mask[2, 20:] = 0
     tokens[2, 20:] = 0
     segments = (torch.arange(24) > 10).int().expand(3, 24).contiguous()
-    return batch | {"places": places, "labels": labels, "mask": mask, "segments": segments, "next_sentence": torch.tensor([0, 1, 1])}
+    return batch | {
+        "places": places,
+        "labels": labels,
+        "mask": mask,
+        "segments": segments,
+        "next_sentence": torch.tensor([0, 1, 1]),
+    }
 
 
 def reference_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -148,7 +162,9 @@ def test_logits_loss_and_gradients(variant: str, fused: bool) -> None:
     wanted = {name: parameter.grad for name, parameter in hf.named_parameters()}
     assert set(mapped) == set(wanted)
     for name, gradient in wanted.items():
-        torch.testing.assert_close(mapped[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mapped[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainyard import models
+from trainyard import devices, models
 from trainyard.config.hf import from_hf as config_from_hf
 from trainyard.config.hf import to_hf as config_to_hf
 from trainyard.errors import UserError
@@ -24,7 +24,8 @@ def save_hf(directory: Path, config: models.AnyModel, values: models.Values, dty
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     tensors = {
-        name: getattr(tensor.cpu(), DTYPES[dtype])() for name, tensor in to_hf(family.blueprint(config), family.names(config), values)
+        name: getattr(tensor.cpu(), DTYPES[dtype])()
+        for name, tensor in to_hf(family.blueprint(config), family.names(config), values)
     }
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
     (part / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2) + "\n", encoding="utf-8")
@@ -39,6 +40,14 @@ def load_hf(directory: str | Path) -> tuple[models.AnyModel, models.Values]:
     return config, values_of(root, config)
 
 
+def load_model(directory: str | Path, device: str = "auto") -> tuple[models.AnyModel, nn.Module]:
+    """A model ready for use (evaluation mode, fp32), and its configuration, from a Hugging Face directory."""
+    config, values = load_hf(directory)
+    handle = devices.select(device).handle
+    model = models.build(config, handle)
+    return config, models.fill(model, lambda name: values(name).to(handle)).eval()
+
+
 def values_of(directory: Path, config: models.AnyModel) -> models.Values:
     family = models.family(config)
     index = directory / "model.safetensors.index.json"
@@ -49,7 +58,7 @@ def values_of(directory: Path, config: models.AnyModel) -> models.Values:
 
     def read(name: str) -> Tensor:
         with _open(directory / where[name]) as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
+            return file.get_tensor(name)
 
     return from_hf(family.blueprint(config), family.names(config), where, read)
 

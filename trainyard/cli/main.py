@@ -1,12 +1,16 @@
 """The `trainyard` command: one thin file per verb; user mistakes become one line and exit code 2."""
 
 import sys
+from typing import Annotated
 
-import click
 import typer
 
+from trainyard import __version__
 from trainyard.cli import config, recipes, train
 from trainyard.errors import RunStopped, UserError
+
+USAGE_ERROR = typer.BadParameter.__mro__[1]
+"""click's UsageError, whichever click typer was built with."""
 
 app = typer.Typer(
     help="Pre-train language models on any number of devices from one YAML file.",
@@ -15,6 +19,17 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"trainyard {__version__}")
+        raise typer.Exit
+
+
 app.command("train")(train.train)
 app.command("config")(config.config)
 app.command("recipes")(recipes.recipes)
@@ -25,12 +40,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UserError as error:
         _fail(str(error), 2)
-    except click.UsageError as error:
-        hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-        _fail(error.format_message() + hint, 2)
+    except USAGE_ERROR as error:
+        _fail(f"{error} (see trainyard --help)", 2)
     except RunStopped as error:
         _fail(str(error), 1)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     else:
         sys.exit(code if isinstance(code, int) else 0)

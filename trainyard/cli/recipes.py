@@ -15,7 +15,9 @@ def recipes() -> None:
     """
     table = Table(box=None, pad_edge=False)
     for heading in ("recipe", "weights", "sequence", "global batch", "layout", "needs", "what"):
-        table.add_column(heading, no_wrap=heading != "what", justify="right" if heading in ("weights", "sequence") else "left")
+        table.add_column(
+            heading, no_wrap=heading != "what", justify="right" if heading in ("weights", "sequence") else "left"
+        )
     for name in names():
         config = load(name)
         weights = models.family(config.model).blueprint(config.model).parameters()

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trainyard.config.load import load
+from trainyard.config.load import load, parse
 from trainyard.config.smoke import smoke as shrink
 from trainyard.train.hooks import Hook
 from trainyard.train.loop import Summary, Trainer
@@ -39,7 +39,9 @@ class Watch(Hook):
 def train(
     source: Annotated[str, typer.Argument(metavar="[FILE|RECIPE]", help="A YAML file or a recipe's name.")] = DEFAULT,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny trial: same structure and features, a few steps.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A tiny trial: same structure and features, a few steps.")
+    ] = False,
 ) -> int:
     """Train a model. With no argument: a small Llama on a text that trainyard writes itself.
 
@@ -54,16 +56,8 @@ def train(
     words = list(overrides or [])
     if "=" in source:  # only overrides were given
         source, words = DEFAULT, [source, *words]
-    if smoke:
-        # Overrides come last, so that a trial can be adjusted too.
-        config = load(source)
-        config = shrink(config)
-        if words:
-            from trainyard.config.load import parse
-
-            config = parse(config.model_dump(mode="json"), words)
-    else:
-        config = load(source, words)
+    # For a trial the overrides come last, so that it can be adjusted too.
+    config = parse(shrink(load(source)).model_dump(mode="json"), words) if smoke else load(source, words)
     console = Console(highlight=False)
     screen = Screen(config.train.steps, console)
     say = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)  # noqa: E731
@@ -71,11 +65,14 @@ def train(
     peak = trainer.meter.peak
     console.print(
         f"{config.model.family} with {trainer.blueprint.parameters():,} weights on {trainer.device.describe()}; "
-        f"{config.precision.kind}, {config.train.steps} steps of {config.train.global_batch} x {config.data.sequence} tokens"
+        f"{config.precision.kind}, {config.train.steps} steps of "
+        f"{config.train.global_batch} x {config.data.sequence} tokens"
         + (f"; peak {peak.flops / 1e12:.2f} TFLOP/s ({peak.source})" if peak else ""),
         soft_wrap=True,
         markup=False,
     )
+    if config.layout.ranks and config.layout.ranks != trainer.layout.world:
+        console.print(f"note: the file was written for {config.layout.ranks} ranks; this run has {trainer.layout.world}")
     summary = trainer.run()
     for line in closing(summary):
         console.print(line, soft_wrap=True, markup=False)

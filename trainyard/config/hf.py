@@ -5,6 +5,7 @@ forms are read, and what is written can be read by both.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def from_hf(source: str | Path | dict[str, Any]) -> AnyModel:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: not a readable config.json: {error}") from None
-    readers = {"llama": _llama, "gpt2": _gpt, "bert": _bert}
+    readers: dict[Any, Callable[[dict[str, Any]], AnyModel]] = {"llama": _llama, "gpt2": _gpt, "bert": _bert}
     kind = data.get("model_type")
     if kind not in readers:
         raise UserError(f"{where}: model_type={kind}: not supported; one of {', '.join(readers)}")

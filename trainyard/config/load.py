@@ -37,10 +37,12 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 with two mends: 3e-4 is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = {key for key in keys if keys.count(key) > 1}
         if twice:
-            raise yaml.MarkedYAMLError(problem=f"key {sorted(map(str, twice))[0]} is given twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"key {sorted(map(str, twice))[0]} is given twice", problem_mark=node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
@@ -215,7 +217,11 @@ def _inside(section: type[Section] | None, key: str, bound: str, limit: float) -
     if bound in ("ge", "le"):
         return _plain(limit)
     default = _default(section, key, None)
-    return f"{default} (the default)" if default[:1].isdigit() else f"any number {'above' if bound == 'gt' else 'below'} {limit}"
+    return (
+        f"{default} (the default)"
+        if default[:1].isdigit()
+        else f"any number {'above' if bound == 'gt' else 'below'} {limit}"
+    )
 
 
 def _closest(word: str, choices: list[str]) -> str:

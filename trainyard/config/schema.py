@@ -101,8 +101,8 @@ class PrecisionSection(Section):
     """In which numbers the run computes."""
 
     kind: Literal["fp32", "bf16", "bf16_sr"] = "fp32"
-    """fp32; bf16: bf16 compute with fp32 master weights; bf16_sr: bf16 weights updated with stochastic rounding. Optimizer
-    state is fp32 in all three."""
+    """fp32; bf16: bf16 compute with fp32 master weights; bf16_sr: bf16 weights updated with stochastic rounding.
+    Optimizer state is fp32 in all three."""
     gradients: Literal["fp32", "bf16"] | None = None
     """In what gradients are summed over micro batches. Default: fp32 for fp32 and bf16, bf16 for bf16_sr."""
 
@@ -153,7 +153,9 @@ class RecomputeSection(Section):
 
     kind: Literal["none", "attention", "parts", "full"] = "none"
     """none; attention: the core attention alone; parts: the parts named below; full: whole blocks."""
-    parts: Annotated[tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False)] = ()
+    parts: Annotated[
+        tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False)
+    ] = ()
     """With kind=parts: which parts of a block. `activation` is the SwiGLU or GELU between the MLP's matrices."""
 
     @model_validator(mode="after")
@@ -188,7 +190,7 @@ class EvaluateSection(Section):
     """Global batches per evaluation, at most."""
     function: Dotted | None = None
     """Your own evaluation, `module:function`: takes the trainer, gives {name: number}. Replaces the built-in one."""
-    metrics: dict[str, Dotted] = {}
+    metrics: dict[str, Dotted] = Field(default_factory=dict)
     """Your own metrics by name, `module:function`: each takes (output, batch), gives (sum, count)."""
 
 

@@ -1,7 +1,7 @@
 """The order of samples: a function of (seed, global index), in constant memory, for any number of epochs and ranks.
 
-Each epoch is a permutation made by a small block cipher over the sample numbers, so any position can be asked for without
-the ones before it.
+Each epoch is a permutation made by a small block cipher over the sample numbers, so any position can be asked for
+without the ones before it.
 """
 
 import numpy as np

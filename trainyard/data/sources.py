@@ -1,4 +1,4 @@
-"""Where samples come from. A source numbers its samples and gives any of them by number; their order is not its business."""
+"""Where samples come from. A source numbers its samples and gives any of them; their order is not its business."""
 
 import glob
 from collections.abc import Callable
@@ -69,7 +69,9 @@ class SyntheticPairs:
 
     def __init__(self, config: Config) -> None:
         if config.model.vocab < 2 * FIRST_WORD:
-            raise UserError(f"model.vocab={config.model.vocab}: too small for masked samples; nearest: {2 * FIRST_WORD}")
+            raise UserError(
+                f"model.vocab={config.model.vocab}: too small for masked samples; nearest: {2 * FIRST_WORD}"
+            )
         self.words = config.model.vocab - FIRST_WORD
         self.sequence, self.places = config.data.sequence, config.data.predictions
         self.seed = config.train.seed
@@ -138,7 +140,9 @@ def open_sources(config: Config, say: Say = lambda line: None) -> tuple[Source, 
     if config.data.validation:
         held = max(held, 1)
     if len(whole) - held < 1:
-        raise UserError(f"data.sequence={config.data.sequence}: the text gives {len(whole)} samples; use more text or a shorter one")
+        raise UserError(
+            f"data.sequence={config.data.sequence}: the text gives {len(whole)} samples; use more text or a shorter one"
+        )
     return Part(whole, 0, len(whole) - held), Part(whole, len(whole) - held, held) if held else None
 
 
@@ -154,7 +158,9 @@ def read_tokens(config: Config, say: Say) -> NDArray[np.int32]:
     end = np.asarray([tokenizer.end], dtype=np.int32)
     if not data.paths:
         if data.tokenizer != "bytes":
-            raise UserError("data.paths: missing; name the text files (or use data.tokenizer=bytes for the built-in text)")
+            raise UserError(
+                "data.paths: missing; name the text files (or use data.tokenizer=bytes for the built-in text)"
+            )
         for row in tokenizer.encode(stories(STORIES)):
             pieces += [row, end]
     for path in _files(data.paths):

@@ -63,13 +63,15 @@ def load_tokenizer(data: DataSection) -> Tokenizer:
     if data.tokenizer == "bytes":
         return Bytes()
     if data.tokenizer == "gpt2":
-        vocab, merges = (_existing(path, key) for path, key in ((data.vocab_file, "vocab_file"), (data.merges_file, "merges_file")))
+        vocab, merges = (
+            _existing(path, key) for path, key in ((data.vocab_file, "vocab_file"), (data.merges_file, "merges_file"))
+        )
         try:
             fast = Fast(models.BPE.from_file(str(vocab), str(merges)))
         except Exception as error:  # the library raises plain Exception for a bad file
             raise UserError(f"data.vocab_file={vocab}, data.merges_file={merges}: not GPT-2 files: {error}") from None
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-        fast.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
         return FastTokenizer(fast, data.end_of_text, str(vocab))
     path = _existing(data.tokenizer, "tokenizer")
     path = path / "tokenizer.json" if path.is_dir() else path

@@ -1,10 +1,10 @@
 """The CPU: where everything must run and where everything is tested."""
 
+import resource
 import sys
 import time
 from functools import cache
 
-import psutil
 import torch
 
 from trainyard.devices.base import Device, Peak
@@ -26,13 +26,8 @@ class Cpu(Device):
         return Peak(_matmul_flops(dtype), "measured now by a matrix product")
 
     def memory_peak(self) -> int:
-        info = psutil.Process().memory_info()
-        if sys.platform != "win32":
-            import resource
-
-            unit = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return int(info.rss)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @cache

@@ -16,7 +16,19 @@ from trainyard.models.names import Names
 from trainyard.models.output import Output
 from trainyard.parallel.axes import Axes
 
-__all__ = ["FAMILIES", "AnyModel", "Batch", "Blueprint", "Family", "Output", "Values", "assign", "build", "family", "fill"]
+__all__ = [
+    "FAMILIES",
+    "AnyModel",
+    "Batch",
+    "Blueprint",
+    "Family",
+    "Output",
+    "Values",
+    "assign",
+    "build",
+    "family",
+    "fill",
+]
 
 AnyModel = LlamaModel | GptModel | BertModel
 

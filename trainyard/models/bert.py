@@ -25,7 +25,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, draw: Draw, keep: Tensor | None) -> Tensor:
         x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, draw, keep))
-        return self.mlp_norm(x_BTD + self.mlp(x_BTD, draw))  # type: ignore[no-any-return]
+        return self.mlp_norm(x_BTD + self.mlp(x_BTD, draw))
 
 
 class Heads(nn.Module):
@@ -42,7 +42,7 @@ class Heads(nn.Module):
 
     def forward(self, x_BTD: Tensor, place_BP: Tensor) -> Tensor:
         index_BPD = place_BP.long().unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
-        return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))  # type: ignore[no-any-return]
+        return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))
 
 
 class Bert(nn.Module):

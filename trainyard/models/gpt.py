@@ -1,7 +1,6 @@
 """GPT-2 and GPT-3. B batch, T tokens, D hidden, H heads, K head size."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.config.model import BertModel, GptModel
@@ -37,8 +36,7 @@ class Attention(nn.Module):
         q_BHTK, k_BHTK, v_BHTK = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in flat)
         y_BTD = self.core_attention(q_BHTK, k_BHTK, v_BHTK, keep, draw).transpose(1, 2).flatten(2)
         # The bias is added after the ranks' products are summed, once.
-        y_BTD = self.tp.scatter(F.linear(y_BTD, self.output.weight)) + self.output.bias
-        return self.dropout(y_BTD, draw)
+        return self.dropout(self.output.add_bias(self.tp.scatter(self.output.product(y_BTD))), draw)
 
 
 class MLP(nn.Module):
@@ -54,7 +52,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
         y_BTF = self.activation(self.up(self.tp.gather(x_BTD)))
-        return self.dropout(self.tp.scatter(F.linear(y_BTF, self.down.weight)) + self.down.bias, draw)
+        return self.dropout(self.down.add_bias(self.tp.scatter(self.down.product(y_BTF))), draw)
 
 
 class Block(nn.Module):

@@ -35,7 +35,7 @@ def _draw(piece: Slice, seed: int, device: torch.device | str) -> Tensor:
     if piece.dim == 0:
         rows = held
     else:
-        assert piece.dim == 1 and len(piece.shape) == 2
+        assert (piece.dim, len(piece.shape)) == (1, 2)
         cols = held
     values = normal(key64(seed, piece.name), columns, rows, cols, device)
     return values.view(-1, *piece.shape[1:]) if piece.dim == 0 else values

@@ -32,6 +32,13 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def product(self, x: Tensor) -> Tensor:
+        """Without the bias: under tensor parallelism a row-split product is summed over ranks first."""
+        return F.linear(x, self.weight)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias
+
 
 class Embedding(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
@@ -120,6 +127,7 @@ class CoreAttention(nn.Module):
 
     part = "core_attention"
     site: Tensor
+    first_head: Tensor
 
     def __init__(self, causal: bool, dropout: float, site: str, first_head: int, heads: int) -> None:
         super().__init__()

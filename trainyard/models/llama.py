@@ -70,8 +70,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    cos: Tensor
-    sin: Tensor
+    frequency: Tensor
 
     def __init__(self, c: LlamaModel, make: Maker, axes: Axes) -> None:
         super().__init__()
@@ -80,13 +79,13 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(c, make, axes, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tied else make.linear("output")
-        angle_TK = torch.outer(torch.arange(c.max_positions).float(), rope_frequencies(c)).repeat(1, 2)
-        self.register_buffer("cos", angle_TK.cos(), persistent=False)
-        self.register_buffer("sin", angle_TK.sin(), persistent=False)
+        self.register_buffer("frequency", rope_frequencies(c), persistent=False)
 
     def forward(self, batch: Batch) -> Output:
         tokens_BT = batch["tokens"]
-        cos_TK, sin_TK = self.cos[: tokens_BT.shape[1]], self.sin[: tokens_BT.shape[1]]
+        position_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).float()
+        angle_TK = torch.outer(position_T, self.frequency).repeat(1, 2)
+        cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         x_BTD = self.embedding(tokens_BT)
         for block in self.layers.values():
             x_BTD = block(x_BTD, cos_TK, sin_TK)

@@ -4,7 +4,7 @@
 block. On one rank every crossing is the identity, so the same model code runs on a laptop and on a cluster.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,5 +26,5 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    tp: Axis = Axis()
-    cp: Axis = Axis()
+    tp: Axis = field(default_factory=Axis)
+    cp: Axis = field(default_factory=Axis)

@@ -15,12 +15,12 @@ def apply(blocks: list[nn.Module], config: RecomputeSection) -> int:
     """Wrap the chosen parts of each block in place (names stay). Returns how many modules were wrapped."""
     if config.kind == "none":
         return 0
-    parts = {"core_attention"} if config.kind == "attention" else set(config.parts)
+    parts: set[str] = {"core_attention"} if config.kind == "attention" else set(config.parts)
     wrapped = 0
     for block in blocks:
         chosen = [block] if config.kind == "full" else _outermost(block, parts)
         for module in chosen:
-            module.forward = functools.partial(  # type: ignore[method-assign]
+            module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
             )
         wrapped += len(chosen)

@@ -17,7 +17,9 @@ def compiler(config: CompileSection) -> Compiler | None:
     if not config.enabled:
         return None
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        raise UserError("compile.enabled=true: no C++ compiler (g++) on this machine; install one, or compile.enabled=false")
+        raise UserError(
+            "compile.enabled=true: no C++ compiler (g++) on this machine; install one, or compile.enabled=false"
+        )
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, mode=config.mode, dynamic=False)

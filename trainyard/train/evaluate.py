@@ -29,7 +29,7 @@ def evaluate(
     batches: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Loss, each of its terms, perplexity and the user's metrics over the held-out samples (at most `batches` batches)."""
+    """Loss, its terms, perplexity and the user's metrics over the held-out samples (at most `batches` batches)."""
     was_training = model.training
     model.eval()
     sums: dict[str, tuple[Tensor, Tensor]] = {}

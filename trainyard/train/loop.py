@@ -1,17 +1,13 @@
 """The Trainer: builds everything from a Config, runs the steps, tells the hooks.
 
-    from trainyard import Trainer, load
-    Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
+from trainyard import Trainer, load
+Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 """
 
-import gc
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +31,7 @@ from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, Own
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.schedules import rate
 from trainyard.train.step import Step, StepResult
+from trainyard.train.stop import Stop, quiet_garbage_collector
 from trainyard.watch.meter import Meter
 from trainyard.watch.writers import Writers, new_directory
 
@@ -81,13 +78,17 @@ class Trainer:
         family_loss = BertLoss if config.model.family == "bert" else CausalLoss
         self.loss: Loss = OwnLoss(function) if function else family_loss(chunk)
         dotted = config.evaluate.metrics.items()
-        self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(metrics or {})
+        self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(
+            metrics or {}
+        )
         own_evaluation = config.evaluate.function
         self.evaluation = evaluate or (import_function(own_evaluation, "evaluate.function") if own_evaluation else None)
 
         train, held_out = open_sources(config, say)
         self.loader = Loader(train, config.train.global_batch, config.train.seed)
-        self.held_out = Loader(held_out, config.train.global_batch, config.train.seed, shuffle=False) if held_out else None
+        self.held_out = (
+            Loader(held_out, config.train.global_batch, config.train.seed, shuffle=False) if held_out else None
+        )
         self.blueprint = models.family(config.model).blueprint(config.model)
         say(f"making {self.blueprint.parameters():,} weights")
         self.model = models.build(config.model, self.device.handle)
@@ -116,7 +117,7 @@ class Trainer:
         self.directory: Path | None = None
         self.number = 0
         """Updates done."""
-        self.interrupted = False
+        self.stop = Stop()
         self.last: dict[str, Any] = {}
         """The newest logged record."""
         self.last_evaluation: dict[str, float] = {}
@@ -130,7 +131,7 @@ class Trainer:
         start = time.perf_counter()
         losses: list[float] = []
         weights: Path | None = None
-        with _finish_step_on_signal(self), _quiet_garbage_collector():
+        with self.stop.on_signal(), quiet_garbage_collector():
             try:
                 self._tell("on_start")
                 for record in self._steps():
@@ -153,10 +154,14 @@ class Trainer:
             loss=losses[-1] if losses else float("nan"),
             seconds=time.perf_counter() - start,
             skipped=int(self.optimizer.skipped[0]),
-            interrupted=self.interrupted,
+            interrupted=self.stopping(),
             weights=weights,
             evaluation=self.last_evaluation,
         )
+
+    def stopping(self) -> bool:
+        """Whether a signal asked for the end; the step in progress is finished first."""
+        return self.stop.asked
 
     def values(self, name: str) -> torch.Tensor:
         """A parameter's weights at the best precision held."""
@@ -167,7 +172,9 @@ class Trainer:
         if self.evaluation:
             result = self.evaluation(self)
             if not isinstance(result, Mapping):
-                raise UserError(f"evaluation function: gave {type(result).__name__}; it gives a mapping of name to number")
+                raise UserError(
+                    f"evaluation function: gave {type(result).__name__}; it gives a mapping of name to number"
+                )
             return {str(name): float(value) for name, value in result.items()}
         if self.held_out is None:
             raise UserError("data.validation=0: no samples are held out to evaluate on; nearest: 0.05")
@@ -180,19 +187,19 @@ class Trainer:
             self.device,
             config.train.micro_batch,
             config.evaluate.batches,
-            lambda: self.interrupted,
+            self.stopping,
         )
 
     def _steps(self) -> Iterator[dict[str, Any]]:
         """Run the steps; yield a record for each that is logged or evaluated at.
 
-        Where the device has a queue, a step is read only after the next one has been sent: the host never makes it wait.
+        Where the device has a queue, a step is read only after the next one has been sent: it never waits for the host.
         """
         pending: StepResult | None = None
         due = True
         self.model.train()
         self.meter.start()
-        while self.number < self.config.train.steps and not self.interrupted:
+        while self.number < self.config.train.steps and not self.stopping():
             batch = self.loader.batch(self.number)
             result = self.step(batch, self.number + 1, rate(self.config, self.number + 1))
             self.number += 1
@@ -252,11 +259,11 @@ class Trainer:
 
     def _evaluate_now(self, record: dict[str, Any]) -> dict[str, Any] | None:
         every, number = self.config.evaluate.every, record["step"]
-        if not every or self.interrupted or (number % every and number != self.config.train.steps):
+        if not every or self.stopping() or (number % every and number != self.config.train.steps):
             return None
         result = self.evaluate()
         self.meter.start()
-        if self.interrupted:  # cut short: not a number to keep
+        if self.stopping():  # cut short: not a number to keep
             return None
         self.last_evaluation = result
         return {"step": number, **{f"evaluate/{name}": value for name, value in self.last_evaluation.items()}}
@@ -264,35 +271,3 @@ class Trainer:
     def _tell(self, what: str, *arguments: Any) -> None:
         for hook in self.hooks:
             getattr(hook, what)(self, *arguments)
-
-
-@contextmanager
-def _finish_step_on_signal(trainer: Trainer) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after the step; a second Ctrl-C ends it at once."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        if trainer.interrupted:
-            raise KeyboardInterrupt
-        trainer.interrupted = True
-
-    try:
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: the caller handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        for number, previous in old.items():
-            signal.signal(number, previous)
-
-
-@contextmanager
-def _quiet_garbage_collector() -> Iterator[None]:
-    """A collection in the middle of a step stalls it; what exists now stays, so it need not be scanned again."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Losses as (sum, count) pairs: the loss of a step is each term's sum over its count in the whole global batch, in fp32.
+"""Losses as (sum, count) pairs: a step's loss is each term's sum over its count in the whole global batch, in fp32.
 
 Means of micro batches are never averaged, so neither micro batch size nor rank count changes the number. Labels of -100
 count nowhere.
@@ -65,7 +65,7 @@ class BertLoss:
 
 
 class OwnLoss:
-    """A user's function (output, batch) -> (sum, count). Its count is known only afterwards: gradients are divided last."""
+    """A user's function (output, batch) -> (sum, count). Its count is known only afterwards and divides last."""
 
     def __init__(self, function: LossFunction) -> None:
         self.function = function
@@ -96,7 +96,7 @@ def counted(labels: Tensor) -> Tensor:
 def cross_entropy(output: Output, labels: Tensor, chunk: Chunk | None = None) -> Tensor:
     """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time."""
     hidden = output.hidden.flatten(0, -2)
-    return _ChunkedCrossEntropy.apply(  # type: ignore[no-any-return, no-untyped-call]
+    return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, output.weight, output.bias, labels.flatten(), chunk or softmax_chunk, torch.is_grad_enabled()
     )
 
@@ -166,4 +166,4 @@ def import_function(dotted: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}={dotted}: cannot import {module}: {error}") from None
     if not callable(function):
         raise UserError(f"{key}={dotted}: {module} has no function {name}")
-    return function  # type: ignore[no-any-return]
+    return function

@@ -1,10 +1,11 @@
 """AdamW and LAMB over flat memory.
 
-All parameters of a rank are views of one buffer, and so are gradients, fp32 master weights and the two moments: clipping,
-update and the copy to the compute dtype are then few long passes over memory instead of many short ones. Parameters with
-weight decay (as the blueprint says) come first in the buffer.
+All parameters of a rank are views of one buffer, and so are gradients, fp32 master weights and the two moments:
+clipping, update and the copy to the compute dtype are then few long passes over memory instead of many short ones.
+Parameters with weight decay (as the blueprint says) come first in the buffer.
 
-A step whose gradient norm or loss is not finite changes nothing; that is decided on the device, without asking the host.
+A step whose gradient norm or loss is not finite changes nothing; that is decided on the device, without asking the
+host.
 """
 
 from collections.abc import Callable
@@ -86,10 +87,12 @@ class Optimizer:
         """Steps skipped in all, and in a row."""
         self.bad_norms = torch.zeros(len(self.names), device=device)
         """Norms of each gradient at the last step that was skipped."""
-        self.pieces = {name: list(self._pieces(blueprint, name, device)) for name in self.names} if self.rounding else {}
+        self.pieces = (
+            {name: list(self._pieces(blueprint, name, device)) for name in self.names} if self.rounding else {}
+        )
         self.compiled = compiler is not None
-        self._adamw = compiler(adamw_) if compiler else adamw_
-        self._rounded = compiler(adamw_rounded_) if compiler else adamw_rounded_
+        self._adamw: Callable[..., None] = compiler(adamw_) if compiler else adamw_
+        self._rounded: Callable[..., None] = compiler(adamw_rounded_) if compiler else adamw_rounded_
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         start, shape = self.spans[name]
@@ -126,7 +129,9 @@ class Optimizer:
 
     def bad(self) -> list[str]:
         """Parameters whose gradient was not finite at the last skipped step (asks the device)."""
-        return [name for name, norm in zip(self.names, self.bad_norms.tolist(), strict=True) if not abs(norm) < float("inf")]
+        return [
+            name for name, norm in zip(self.names, self.bad_norms.tolist(), strict=True) if not abs(norm) < float("inf")
+        ]
 
     def _flat(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor) -> None:
         c = self.config
@@ -200,4 +205,4 @@ def _accumulate_into(parameter: nn.Parameter, total: Tensor) -> None:
         total.add_(parameter.grad)
         parameter.grad = None
 
-    parameter.register_post_accumulate_grad_hook(add)
+    parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]

@@ -28,7 +28,9 @@ class StepResult:
 
 
 class Step:
-    def __init__(self, model: nn.Module, loss: Loss, optimizer: Optimizer, device: Device, micro_batch: int, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss, optimizer: Optimizer, device: Device, micro_batch: int, seed: int
+    ) -> None:
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
@@ -47,7 +49,9 @@ class Step:
         with self.device.attention():
             for micro in micro_batches(batch, self.micro_batch):
                 terms = self.loss.terms(self.model({**micro, "key": key}), micro)
-                part = sum((total / at_least_one(ahead[name]) if ahead else total) for name, (total, _) in terms.items())
+                part = sum(
+                    (total / at_least_one(ahead[name]) if ahead else total) for name, (total, _) in terms.items()
+                )
                 assert isinstance(part, Tensor)
                 part.backward()  # type: ignore[no-untyped-call]
                 for name, (total, count) in terms.items():

@@ -7,7 +7,14 @@ from trainyard.random import cell32
 
 
 def moments(
-    gradient: Tensor, first: Tensor, second: Tensor, scale: Tensor, correct: Tensor, beta1: float, beta2: float, eps: float
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    scale: Tensor,
+    correct: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """New first and second moment, and Adam's direction."""
     g = gradient.float() * scale

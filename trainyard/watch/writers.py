@@ -30,7 +30,7 @@ class Writers:
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter  # takes two seconds to import
 
-            self.board = SummaryWriter(str(directory / "tensorboard"))  # type: ignore[no-untyped-call]
+            self.board = SummaryWriter(str(directory / "tensorboard"))
 
     def write(self, record: dict[str, Any]) -> None:
         plain = {name: _json(value) for name, value in record.items()}
@@ -39,12 +39,12 @@ class Writers:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":
                     tag = name if "/" in name else f"train/{name}"
-                    self.board.add_scalar(tag, value, record["step"])  # type: ignore[no-untyped-call]
+                    self.board.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
         self.file.close()
         if self.board:
-            self.board.close()  # type: ignore[no-untyped-call]
+            self.board.close()
 
 
 def _json(value: Any) -> Any:

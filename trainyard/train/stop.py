@@ -1,0 +1,43 @@
+"""What surrounds the steps: an orderly end when a signal comes, and no garbage collection in between."""
+
+import gc
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Stop:
+    """Set by the first Ctrl-C or SIGTERM: the run ends after the step. A second signal ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def on_signal(self) -> Iterator[None]:
+        def handler(number: int, frame: FrameType | None) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        try:
+            old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not in the main thread: the caller handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, previous in old.items():
+                signal.signal(number, previous)
+
+
+@contextmanager
+def quiet_garbage_collector() -> Iterator[None]:
+    """A collection in the middle of a step stalls it; what exists now stays, so it need not be scanned again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
