@@ -48,17 +48,25 @@ def mix32(x: Tensor) -> Tensor:
     return x ^ ((x >> 15) & 0x1FFFF)
 
 
-def cell32(key: Tensor, site: Tensor, outer: Tensor, inner: Tensor, width: int, first: Tensor | int = 0) -> Tensor:
-    """Random int32 for each column in [first, first + width) of each row; a row is numbered by (outer, inner).
+def row32(key: Tensor, outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Two random words for each row numbered by (outer, inner), say (sample, position).
 
-    `key` holds two int32 (for instance of seed and step), `site` says where in the model this is. Outer and inner
-    (sample and position, say) are mixed one after the other, twice over with different keys, so that no two rows share
-    their numbers although each word has 32 bits only.
+    `key` holds two int32, for instance of seed and step. The numbers are mixed in one after the other, twice over with
+    different keys, so that no two rows share both words although each has 32 bits only.
     """
-    a = mix32(mix32(outer ^ (key[0] + site * -0x61C88647)) + inner * 0x2545F491)
-    b = mix32(mix32(outer + (key[1] ^ site * 0x7F4A7C15)) ^ inner * -0x7A143589)
-    column = torch.arange(width, dtype=torch.int32, device=outer.device) + first
-    return mix32(mix32(a.unsqueeze(-1) + column * -0x61C88647) ^ b.unsqueeze(-1))
+    a = mix32(mix32(outer ^ key[0]) + inner * 0x2545F491)
+    b = mix32(mix32(outer + key[1]) ^ inner * -0x7A143589)
+    return a, b
+
+
+def cell32(row: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
+    """A random int32 for each column (an int32 tensor that broadcasts) of each row (its words from `row32`).
+
+    `site` tells uses of the same rows apart. Kept short on purpose: a compiler that inlines it repeats each step twice,
+    so the rows' words are made outside, once, and not here.
+    """
+    a, b = row
+    return mix32(mix32(a + (column * -0x61C88647 + site)) ^ (b + site * 0x7F4A7C15))
 
 
 def normal(key: int, columns: int, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor:

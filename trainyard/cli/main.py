@@ -9,12 +9,11 @@ from trainyard import __version__
 from trainyard.cli import config, recipes, train
 from trainyard.errors import RunStopped, UserError
 
-USAGE_ERROR = typer.BadParameter.__mro__[1]
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError, whichever click typer was built with."""
 
 app = typer.Typer(
     help="Pre-train language models on any number of devices from one YAML file.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -37,7 +36,7 @@ app.command("recipes")(recipes.recipes)
 
 def main() -> None:
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UserError as error:
         _fail(str(error), 2)
     except USAGE_ERROR as error:

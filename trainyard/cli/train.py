@@ -72,7 +72,9 @@ def train(
         markup=False,
     )
     if config.layout.ranks and config.layout.ranks != trainer.layout.world:
-        console.print(f"note: the file was written for {config.layout.ranks} ranks; this run has {trainer.layout.world}")
+        console.print(
+            f"note: the file was written for {config.layout.ranks} ranks; this run has {trainer.layout.world}"
+        )
     summary = trainer.run()
     for line in closing(summary):
         console.print(line, soft_wrap=True, markup=False)

@@ -78,7 +78,9 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), where: str = "") 
         return Config.model_validate(data)
     except ValidationError as error:
         prefix = f"{where}: " if where else ""
-        raise UserError(prefix + _line(error.errors()[0], data)) from None
+        # A misspelt key often leaves another one missing: it is the one to name.
+        found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise UserError(prefix + _line(found[0])) from None
 
 
 def dump(config: Config) -> str:
@@ -122,7 +124,7 @@ def _override(data: dict[str, Any], word: str) -> None:
     node[leaf] = value
 
 
-def _line(error: ErrorDetails, data: dict[str, Any]) -> str:
+def _line(error: ErrorDetails) -> str:
     """One line for one pydantic error: the key, the value, the nearest valid one."""
     kind, context = error["type"], error.get("ctx", {})
     key, section = _locate(error["loc"])

@@ -1,6 +1,7 @@
 """`--smoke`: the same recipe, tiny. Structure and features stay (family, grouped heads, fused parts, rope scaling,
 recompute, precision, schedule, optimizer); sizes, steps and layout shrink to what a laptop does in seconds."""
 
+from math import gcd
 from typing import Any
 
 from trainyard.config.load import parse
@@ -17,9 +18,6 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     data: dict[str, Any] = config.model_dump(mode="json")
     model, layout = data["model"], data["layout"]
     bert = model["family"] == "bert"
-    for key in ("tp", "pp", "vpp", "cp"):
-        layout[key] = _shrink(layout[key], ranks if key == "tp" else ranks // _product(layout, key))
-    layout["cuts"], layout["ranks"] = [], None
     group = model["heads"] // (model.get("kv_heads") or model["heads"])
     model["heads"] = group * 2 if group > 1 else 4
     if model.get("kv_heads"):
@@ -28,6 +26,11 @@ def smoke(config: Config, ranks: int = 1) -> Config:
         model["head_dim"] = HEAD
     model["hidden"] = model["heads"] * HEAD
     model["ffn"] = 4 * model["hidden"] if model.get("ffn") else None
+    layout["tp"] = _shrink(layout["tp"], gcd(ranks, model["heads"]))
+    layout["pp"] = _shrink(layout["pp"], ranks // layout["tp"])
+    layout["cp"] = _shrink(layout["cp"], ranks // (layout["tp"] * layout["pp"]))
+    layout["vpp"] = layout["vpp"] if layout["pp"] > 1 else 1
+    layout["cuts"], layout["ranks"] = [], None
     model["layers"] = max(2, layout["pp"] * layout["vpp"])
     model["vocab"] = 320
     model["max_positions"] = 2 * SEQUENCE
@@ -54,16 +57,6 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     return parse(data)
 
 
-def _product(layout: dict[str, Any], stop: str) -> int:
-    """Ranks already given to the axes before `stop`."""
-    total = 1
-    for key in ("tp", "pp", "cp"):
-        if key == stop:
-            break
-        total *= layout[key]
-    return total if stop != "vpp" else 10**9
-
-
 def _shrink(size: int, ranks: int) -> int:
     """The largest divisor of `ranks` that is at most `size`."""
-    return max((d for d in range(1, max(ranks, 1) + 1) if ranks % d == 0 and d <= size), default=1)
+    return max(d for d in range(1, size + 1) if ranks % d == 0)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from trainyard.config.model import BertModel
 from trainyard.models.blueprint import Blueprint, Row
 from trainyard.models.gpt import MLP, Attention, block_rows
-from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker
+from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker, make_draw
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.parallel.axes import Axes
@@ -62,7 +62,7 @@ class Bert(nn.Module):
         """`mask` is 0 at padding; `places` [B, P] are the masked positions."""
         tokens_BT = batch["tokens"]
         position_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
-        draw = Draw(batch["key"], batch["sample"], position_T)
+        draw = make_draw(batch, position_T)
         keep = batch["mask"][:, None, None, :].bool() if "mask" in batch else None
         x_BTD = self.embedding(tokens_BT) + self.position(position_T) + self.segment(batch["segments"])
         x_BTD = self.dropout(self.embedding_norm(x_BTD), draw)

@@ -5,16 +5,14 @@ from torch import Tensor, nn
 
 from trainyard.config.model import BertModel, GptModel
 from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.layers import Activation, Batch, CoreAttention, Draw, Dropout, Maker
+from trainyard.models.layers import Activation, Batch, CoreAttention, Draw, Dropout, Maker, make_draw
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.parallel.axes import Axes
 
 
 class Attention(nn.Module):
-    """Multi-head attention with biases; the causal one of GPT and the open one of BERT."""
-
-    part = "attention"
+    part = "attention"  # BERT's too, which is not causal
 
     def __init__(self, c: GptModel | BertModel, make: Maker, axes: Axes, name: str, causal: bool) -> None:
         super().__init__()
@@ -25,8 +23,8 @@ class Attention(nn.Module):
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        first = axes.tp.rank * c.heads // axes.tp.size
-        self.core_attention = CoreAttention(causal, c.attention_dropout, f"{name}.core", first, c.heads)
+        first_head = axes.tp.rank * c.heads // axes.tp.size
+        self.core_attention = CoreAttention(causal, c.attention_dropout, f"{name}.core", first_head)
         self.output = make.linear(f"{name}.output")
         self.dropout = Dropout(c.hidden_dropout, name)
 
@@ -35,7 +33,6 @@ class Attention(nn.Module):
         flat = self.qkv(x_BTD).chunk(3, -1) if self.fused else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         q_BHTK, k_BHTK, v_BHTK = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in flat)
         y_BTD = self.core_attention(q_BHTK, k_BHTK, v_BHTK, keep, draw).transpose(1, 2).flatten(2)
-        # The bias is added after the ranks' products are summed, once.
         return self.dropout(self.output.add_bias(self.tp.scatter(self.output.product(y_BTD))), draw)
 
 
@@ -81,7 +78,7 @@ class Gpt(nn.Module):
     def forward(self, batch: Batch) -> Output:
         tokens_BT = batch["tokens"]
         position_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
-        draw = Draw(batch["key"], batch["sample"], position_T)
+        draw = make_draw(batch, position_T)
         x_BTD = self.dropout(self.embedding(tokens_BT) + self.position(position_T), draw)
         for block in self.layers.values():
             x_BTD = block(x_BTD, draw)

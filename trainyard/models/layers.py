@@ -9,18 +9,22 @@ from torch import Tensor, nn
 from trainyard.config.model import LinearRope, Llama3Rope, LlamaModel
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.axes import Axis
-from trainyard.random import cell32, key32
+from trainyard.random import cell32, key32, row32
 
 Batch = dict[str, Tensor]
 """What a forward pass gets: `tokens`, `labels`, `sample` (each sample's place in the global batch), `key`, ..."""
 
 
 class Draw(NamedTuple):
-    """What dropout needs to know: which random numbers (seed and step), and which global samples and positions."""
+    """What dropout draws by: two random words for each (sample, position), a function of seed and step."""
 
-    key: Tensor
-    sample_B: Tensor
-    position_T: Tensor
+    first_BT: Tensor
+    second_BT: Tensor
+
+
+def make_draw(batch: Batch, position_T: Tensor) -> Draw:
+    """`sample` are places in the global batch and positions are global too, so no layout changes a mask."""
+    return Draw(*row32(batch["key"], batch["sample"][:, None], position_T))
 
 
 class Linear(nn.Module):
@@ -113,12 +117,13 @@ class Dropout(nn.Module):
     def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
         if not self.training or self.p == 0:
             return x_BTD
-        return drop(x_BTD, self.p, draw.key, self.site, draw.sample_B[:, None], draw.position_T)
+        column_D = torch.arange(x_BTD.shape[-1], dtype=torch.int32, device=x_BTD.device)
+        return drop(x_BTD, self.p, Draw(draw.first_BT[..., None], draw.second_BT[..., None]), self.site, column_D)
 
 
-def drop(x: Tensor, p: float, key: Tensor, site: Tensor, outer: Tensor, inner: Tensor) -> Tensor:
-    """Zero each element of the last dim of `x` with probability p; outer and inner number its other dims globally."""
-    bits = cell32(key, site, outer, inner, x.shape[-1]) & 0x7FFFFFFF
+def drop(x: Tensor, p: float, draw: Draw, site: Tensor, column: Tensor) -> Tensor:
+    """Zero each element with probability p. Draw and column, broadcast to x's shape, say which element it is."""
+    bits = cell32(draw, site, column) & 0x7FFFFFFF
     return torch.where(bits >= round(p * 2**31), x / (1 - p), 0.0)
 
 
@@ -129,11 +134,10 @@ class CoreAttention(nn.Module):
     site: Tensor
     first_head: Tensor
 
-    def __init__(self, causal: bool, dropout: float, site: str, first_head: int, heads: int) -> None:
+    def __init__(self, causal: bool, dropout: float, site: str, first_head: int) -> None:
         super().__init__()
         self.causal = causal
         self.p = dropout
-        self.heads = heads  # of the whole model: masks are drawn by global head
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
         self.register_buffer("first_head", torch.tensor(first_head, dtype=torch.int32), persistent=False)
 
@@ -154,9 +158,13 @@ class CoreAttention(nn.Module):
             score_BHTT = score_BHTT.masked_fill(future, -torch.inf)
         if keep is not None:
             score_BHTT = score_BHTT.masked_fill(~keep, -torch.inf)
-        head_H = torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.first_head
-        outer_BH1 = (draw.sample_B[:, None] * self.heads + head_H)[:, :, None]
-        weight_BHTT = drop(score_BHTT.softmax(-1), self.p, draw.key, self.site, outer_BH1, draw.position_T)
+        # A weight is numbered by its query's sample and position, and by head and key position within that row.
+        head_H11 = (torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.first_head)[
+            :, None, None
+        ]
+        column_H1T = head_H11 * 0x10001 + torch.arange(tokens, dtype=torch.int32, device=q_BHTK.device)
+        draw = Draw(draw.first_BT[:, None, :, None], draw.second_BT[:, None, :, None])
+        weight_BHTT = drop(score_BHTT.softmax(-1), self.p, draw, self.site, column_H1T)
         return weight_BHTT.to(v_BGTK.dtype) @ v_BGTK
 
 

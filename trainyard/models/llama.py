@@ -23,7 +23,7 @@ class Attention(nn.Module):
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        self.core_attention = CoreAttention(True, 0.0, name, axes.tp.rank * c.heads // axes.tp.size, c.heads)
+        self.core_attention = CoreAttention(True, 0.0, name, axes.tp.rank * c.heads // axes.tp.size)
         self.output = make.linear(f"{name}.output")
         self.fused = c.fuse_qkv
 

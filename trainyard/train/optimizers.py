@@ -18,7 +18,7 @@ from trainyard.compat import foreach_norm
 from trainyard.config.schema import OptimizerSection, PrecisionSection
 from trainyard.models import Values, assign
 from trainyard.models.blueprint import Blueprint
-from trainyard.random import key32
+from trainyard.random import key32, row32
 from trainyard.train.updates import adamw_, adamw_rounded_, moments, round_to_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,13 +29,13 @@ CHUNK = 1 << 24
 
 
 class Piece(NamedTuple):
-    """A stretch of a parameter with global element numbers: what stochastic rounding draws by."""
+    """A stretch of a parameter with global row and column numbers: what stochastic rounding draws by."""
 
     weight: Tensor
     """[rows, columns] view."""
     site: Tensor
-    first_row: int
-    first_column: int
+    row: Tensor
+    column: Tensor
 
 
 class Optimizer:
@@ -118,11 +118,12 @@ class Optimizer:
             scale = scale * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         beta1, beta2 = self.config.beta1, self.config.beta2
         correct = torch.stack((1 - beta1**self.updates, 1 - beta2**self.updates)).clamp(min=1e-30)
+        key = torch.tensor(key32(self.seed, "rounding", number), dtype=torch.int32).to(lr.device)
         if self.config.kind == "lamb":
-            self._lamb(lr, scale, correct, ok, number)
+            self._lamb(lr, scale, correct, ok, key)
         elif self.rounding:
             for name in self.names:
-                self._round(name, lr, scale, correct, ok, number)
+                self._round(name, lr, scale, correct, ok, key)
         else:
             self._flat(lr, scale, correct, ok)
         return norm
@@ -142,19 +143,19 @@ class Optimizer:
                 flats = (self.weights, self.master, self.gradients, self.first, self.second)
                 self._adamw(*(flat[part] for flat in flats), lr, scale, correct, ok, decay, c.beta1, c.beta2, c.eps)
 
-    def _round(self, name: str, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, number: int) -> None:
+    def _round(self, name: str, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor) -> None:
         c, (start, _) = self.config, self.spans[name]
-        key = torch.tensor(key32(self.seed, "rounding", number), dtype=torch.int32).to(lr.device)
         decay = c.weight_decay if start < self.decayed else 0.0
         for piece in self.pieces[name]:
             at, count = piece.weight.storage_offset(), piece.weight.numel()
-            rest = (flat[at : at + count].view_as(piece.weight) for flat in (self.gradients, self.first, self.second))
-            self._rounded(*piece, key, *rest, lr, scale, correct, ok, decay, c.beta1, c.beta2, c.eps)
+            flats = (self.gradients, self.first, self.second)
+            rest = (flat[at : at + count].view_as(piece.weight) for flat in flats)
+            draw = (_rows(piece, key), piece.site, piece.column)
+            self._rounded(piece.weight, *draw, *rest, lr, scale, correct, ok, decay, c.beta1, c.beta2, c.eps)
 
-    def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, number: int) -> None:
+    def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor) -> None:
         """Each matrix moves by lr times its own norm (weights without decay: plain Adam)."""
         c = self.config
-        key = torch.tensor(key32(self.seed, "rounding", number), dtype=torch.int32).to(lr.device)
         for name in self.names:
             weight, master, gradient, first, second = (
                 self.view(flat, name) for flat in (self.weights, self.master, self.gradients, self.first, self.second)
@@ -173,7 +174,8 @@ class Optimizer:
                 for piece in self.pieces[name]:
                     at = piece.weight.storage_offset() - weight.storage_offset()
                     values = new.flatten()[at : at + piece.weight.numel()].view_as(piece.weight)
-                    piece.weight.copy_(torch.where(ok, round_to_bf16(values, *piece[1:], key), piece.weight))
+                    rounded = round_to_bf16(values, _rows(piece, key), piece.site, piece.column)
+                    piece.weight.copy_(torch.where(ok, rounded, piece.weight))
             else:
                 master.copy_(new)
                 weight.copy_(new)
@@ -189,9 +191,16 @@ class Optimizer:
             site = torch.tensor(key32("rounding", held.name)[0], dtype=torch.int32, device=device)
             by_row = held.dim == 0 and len(shape) > 1
             view = self.weights[start : start + count].view(rows, -1)
-            out.append(Piece(view, site, held.start if by_row else 0, 0 if by_row else held.start))
+            row, column = (torch.arange(n, dtype=torch.int32, device=device) for n in view.shape)
+            row, column = row + (held.start if by_row else 0), column + (0 if by_row else held.start)
+            out.append(Piece(view, site, row, column))
             start += count
         return out
+
+
+def _rows(piece: Piece, key: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = row32(key, piece.row, torch.zeros_like(piece.row))
+    return first[:, None], second[:, None]
 
 
 def _accumulate_into(parameter: nn.Parameter, total: Tensor) -> None:

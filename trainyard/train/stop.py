@@ -1,6 +1,7 @@
 """What surrounds the steps: an orderly end when a signal comes, and no garbage collection in between."""
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ class Stop:
             if self.asked:
                 raise KeyboardInterrupt
             self.asked = True
+            os.write(2, b"\nstopping after this step (a second signal stops at once)\n")  # print is not safe here
 
         try:
             old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -50,10 +50,9 @@ def adamw_(
 
 def adamw_rounded_(
     weight: Tensor,
+    rows: tuple[Tensor, Tensor],
     site: Tensor,
-    first_row: int,
-    first_column: int,
-    key: Tensor,
+    column: Tensor,
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
@@ -69,14 +68,13 @@ def adamw_rounded_(
     """AdamW on bf16 weights without a master copy: the new value is rounded up or down at random, right on average."""
     new_first, new_second, update = moments(gradient, first, second, scale, correct, beta1, beta2, eps)
     old = weight.float()
-    new = round_to_bf16(old - lr * (update + decay * old), site, first_row, first_column, key)
+    new = round_to_bf16(old - lr * (update + decay * old), rows, site, column)
     first.copy_(torch.where(ok, new_first, first))
     second.copy_(torch.where(ok, new_second, second))
     weight.copy_(torch.where(ok, new, weight))
 
 
-def round_to_bf16(x: Tensor, site: Tensor, first_row: int, first_column: int, key: Tensor) -> Tensor:
-    """Stochastic rounding of an fp32 matrix, by random numbers of (key, site, global row, global column)."""
-    row = torch.arange(x.shape[0], dtype=torch.int32, device=x.device) + first_row
-    noise = cell32(key, site, row, torch.zeros_like(row), x.shape[1], first_column) & 0xFFFF
+def round_to_bf16(x: Tensor, rows: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
+    """Stochastic rounding of an fp32 matrix, by the random numbers of its global rows and columns."""
+    noise = cell32(rows, site, column) & 0xFFFF
     return ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32).bfloat16()

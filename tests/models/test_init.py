@@ -1,0 +1,76 @@
+"""Initial weights do not depend on the layout or on what is fused."""
+
+import pytest
+import torch
+
+from tests import tiny
+from trainyard import models
+from trainyard.models.blueprint import Blueprint, Part, Row
+from trainyard.models.init import initial
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_ranks_hold_slices_of_the_whole(family: str, tp: int) -> None:
+    section = tiny.config(family).model
+    blueprint = models.family(section).blueprint(section)
+    whole = initial(blueprint, 3)
+    for name in blueprint.names():
+        row = blueprint.row(name)
+        ranks = [initial(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
+        assert all(tuple(value.shape) == blueprint.local_shape(name, tp, rank) for rank, value in enumerate(ranks))
+        pieces = {part.name: [] for part in row.parts} if row.parts else {row.name: []}
+        for rank, value in enumerate(ranks):
+            start = 0
+            for pattern, held in zip(pieces, blueprint.slices(name, tp, rank), strict=True):
+                size = held.stop - held.start
+                pieces[pattern].append((held.start, value.narrow(held.dim, start, size)))
+                start += size
+        dim = row.split or 0
+        parts = []
+        for found in pieces.values():
+            distinct = dict(found)  # copies of a kv head start at the same place
+            assert all(torch.equal(distinct[start], value) for start, value in found)
+            parts.append(torch.cat([distinct[start] for start in sorted(distinct)], dim))
+        assert torch.equal(torch.cat(parts, 0 if row.parts else dim), whole(name)), name
+
+
+def test_fusing_does_not_change_weights() -> None:
+    values = {}
+    for fused in (True, False):
+        section = tiny.config({**tiny.LLAMA, "fuse_qkv": fused, "fuse_gate_up": fused}).model
+        values[fused] = initial(models.family(section).blueprint(section), 0)
+    fused, apart = values[True], values[False]
+    assert torch.equal(
+        fused("layers.1.attention.qkv.weight"), torch.cat([apart(f"layers.1.attention.{x}.weight") for x in "qkv"])
+    )
+    assert torch.equal(
+        fused("layers.0.mlp.gate_up.weight"), torch.cat([apart(f"layers.0.mlp.{x}.weight") for x in ("gate", "up")])
+    )
+
+
+def test_names_and_seeds_matter() -> None:
+    section = tiny.config().model
+    blueprint = models.family(section).blueprint(section)
+    a, b = initial(blueprint, 0), initial(blueprint, 1)
+    name = "layers.{}.mlp.down.weight"
+    assert not torch.equal(a(name.format(0)), a(name.format(1)))
+    assert not torch.equal(a(name.format(0)), b(name.format(0)))
+    assert torch.equal(a(name.format(0)), a(name.format(0)))
+
+
+def test_standard_deviations_follow_the_blueprint() -> None:
+    section = tiny.config({**tiny.LLAMA, "hidden": 256, "ffn": 512, "layers": 8}).model
+    blueprint = models.family(section).blueprint(section)
+    values = initial(blueprint, 0)
+    assert values("layers.0.attention.qkv.weight").std() == pytest.approx(0.02, rel=0.02)
+    assert values("layers.0.mlp.down.weight").std() == pytest.approx(0.02 / 4, rel=0.02)
+    assert torch.equal(values("norm.weight"), torch.ones(256))
+
+
+def test_kv_heads_are_copied_when_ranks_outnumber_them() -> None:
+    row = Row("k", (8, 3), 0, (Part("k", 8, 2),), std=1.0)
+    blueprint = Blueprint((row,), 1)
+    starts = [blueprint.slices("k", 4, rank)[0].start for rank in range(4)]
+    assert starts == [0, 0, 4, 4]
+    assert blueprint.local_shape("k", 4) == (4, 3)

@@ -1,0 +1,115 @@
+"""Dropout by global element index, recompute without random state, and FLOP counts against torch's counter."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import tiny
+from tests.models.test_parity import batch_for
+from trainyard import models
+from trainyard.config.schema import RecomputeSection
+from trainyard.models.flops import per_sample
+from trainyard.models.layers import CoreAttention, Draw, Dropout, make_draw
+from trainyard.parallel import recompute
+from trainyard.random import key32
+
+
+def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> Draw:
+    key = torch.tensor(key32(0, "step", step), dtype=torch.int32)
+    batch = {"key": key, "sample": torch.tensor(samples, dtype=torch.int32)}
+    return make_draw(batch, torch.tensor(tokens, dtype=torch.int32))
+
+
+def test_masks_follow_the_sample_not_its_place_in_the_micro_batch() -> None:
+    dropout = Dropout(0.3, "site")
+    x = torch.ones(4, 16, 32)
+    whole = dropout(x, draw([0, 1, 2, 3]))
+    assert torch.equal(dropout(x[:2], draw([2, 3])), whole[2:])
+    assert torch.equal(dropout(x, draw([3, 2, 1, 0])), whole.flip(0))
+    halves = [dropout(x[:, :8], draw([0, 1, 2, 3], part)) for part in (range(8), range(8, 16))]
+    assert torch.equal(torch.cat(halves, 1), whole)
+
+
+def test_masks_change_with_step_site_and_sample() -> None:
+    x = torch.ones(2, 16, 64)
+    a = Dropout(0.5, "a")(x, draw([0, 1]))
+    for other in (Dropout(0.5, "b")(x, draw([0, 1])), Dropout(0.5, "a")(x, draw([0, 1], step=2))):
+        assert 0.4 < (a == other).float().mean() < 0.6
+    assert not torch.equal(a[0], a[1])
+    assert 0.4 < (a[0] == a[1]).float().mean() < 0.6
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_keeps_the_mean(p: float) -> None:
+    y = Dropout(p, "s")(torch.ones(8, 16, 4096), draw(list(range(8))))
+    assert (y == 0).float().mean() == pytest.approx(p, abs=3e-3)
+    assert y.mean() == pytest.approx(1.0, abs=5e-3)
+    assert torch.equal(Dropout(p, "s").eval()(torch.ones(1, 16, 4), draw([0])), torch.ones(1, 16, 4))
+
+
+def test_attention_dropout_follows_global_heads_and_matches_its_mean() -> None:
+    q, k, v = (torch.randn(3, 4, 16, 8) for _ in range(3))
+    whole = CoreAttention(True, 0.2, "s", 0)
+    y = whole(q, k, v, draw=draw([0, 1, 2]))
+    upper = CoreAttention(True, 0.2, "s", 2)
+    assert torch.equal(upper(q[:, 2:], k[:, 2:], v[:, 2:], draw=draw([0, 1, 2])), y[:, 2:])
+    mean = torch.stack([whole(q, k, v, draw=draw([0, 1, 2], step=step)) for step in range(400)]).mean(0)
+    torch.testing.assert_close(mean, whole.eval()(q, k, v), atol=0.15, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["attention", "full", "norm", "mlp", "activation", "core_attention", "attention+mlp"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_recompute_changes_no_bit(family: str, kind: str) -> None:
+    section = tiny.config(
+        {**tiny.FAMILIES[family], **({} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1})}
+    ).model
+    gradients = []
+    for recomputed in (False, True):
+        model = tiny.model(section)
+        if recomputed:
+            config = (
+                RecomputeSection(kind=kind)
+                if kind in ("attention", "full")
+                else RecomputeSection(kind="parts", parts=kind.split("+"))
+            )
+            assert recompute.apply(list(model.layers.children()), config) >= 2
+        output = model(batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60})
+        output.logits().square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is None or torch.equal(gradient, gradients[1][name]), name
+
+
+def test_recompute_saves_memory() -> None:
+    section = tiny.config({**tiny.LLAMA, "layers": 4}).model
+    saved = {}
+    for kind in ("none", "attention", "full"):
+        model = tiny.model(section)
+        recompute.apply(list(model.layers.children()), RecomputeSection(kind=kind))
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(batch_for("llama"))
+        saved[kind] = sum(sizes)
+    assert saved["full"] < 0.3 * saved["none"]
+    assert saved["attention"] < saved["none"]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_flops_match_torchs_counter(family: str) -> None:
+    section = tiny.config(family).model
+    model = tiny.model(section)
+    batch = batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it knows no CPU flash kernel
+        output = model.eval()(batch)
+        output.logits()
+    blueprint = models.family(section).blueprint(section)
+    flops = per_sample(section, blueprint, 24, 6)
+    samples, forward = 3, flops.full / 3
+    assert counter.get_total_flops() == pytest.approx(samples * forward, rel=1e-6)
+    assert flops.causal == flops.full if family == "bert" else flops.causal < flops.full
