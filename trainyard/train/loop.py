@@ -27,7 +27,16 @@ from trainyard.parallel.layout import Layout
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.hooks import Hook
-from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, import_function, softmax_chunk
+from trainyard.train.losses import (
+    BertLoss,
+    CausalLoss,
+    Loss,
+    LossFunction,
+    OwnLoss,
+    import_function,
+    softmax_chunk,
+    softmax_chunk_fusible,
+)
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.schedules import rate
 from trainyard.train.step import Step, StepResult
@@ -74,7 +83,7 @@ class Trainer:
         compile_ = compiler(config.compile)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
-        chunk = compile_(softmax_chunk) if compile_ else softmax_chunk
+        chunk = compile_(softmax_chunk_fusible) if compile_ else softmax_chunk
         family_loss = BertLoss if config.model.family == "bert" else CausalLoss
         self.loss: Loss = OwnLoss(function) if function else family_loss(chunk)
         dotted = config.evaluate.metrics.items()

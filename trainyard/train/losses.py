@@ -17,7 +17,7 @@ from trainyard.errors import UserError
 from trainyard.models import Batch, Output
 
 IGNORED = -100
-LOGITS_BYTES = 1 << 27
+LOGITS_BYTES = 1 << 26
 """fp32 logits held at a time, roughly; but never fewer than LEAST tokens' worth, so that products stay efficient."""
 LEAST = 1024
 
@@ -102,14 +102,28 @@ def cross_entropy(output: Output, labels: Tensor, chunk: Chunk | None = None) ->
 
 
 def softmax_chunk(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss summed over a chunk, and its gradient with respect to the logits (in their dtype)."""
+    """Loss summed over a chunk, and its gradient with respect to the logits (in their dtype). One fp32 buffer."""
+    x = logits.float()  # fp32 logits are overwritten: nobody else reads them
+    counts = (labels != IGNORED)[:, None]
+    target = torch.where(counts, labels[:, None], 0).long()
+    x.sub_(x.amax(-1, keepdim=True))
+    picked = x.gather(1, target)
+    total = x.exp_().sum(-1, keepdim=True)
+    loss = torch.where(counts, total.log() - picked, 0.0).sum()
+    x.mul_(counts / total).scatter_add_(1, target, -counts.float())
+    return loss, x.to(logits.dtype)
+
+
+def softmax_chunk_fusible(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without writing in place and without a scatter: a compiler makes it two passes over the logits."""
     x = logits.float()
-    counts = labels != IGNORED
-    target = torch.where(counts, labels, 0).long()[:, None]
-    total = x.logsumexp(-1, keepdim=True)
-    loss = torch.where(counts, (total - x.gather(1, target)).squeeze(1), 0.0).sum()
-    hit = torch.arange(x.shape[1], device=x.device) == target
-    gradient = torch.where(counts[:, None], (x - total).exp() - hit.float(), 0.0)
+    counts = (labels != IGNORED)[:, None]
+    hit = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) == labels[:, None]
+    x = x - x.amax(-1, keepdim=True)
+    total = x.exp().sum(-1, keepdim=True)
+    picked = torch.where(hit, x, 0.0).sum(-1, keepdim=True)
+    loss = torch.where(counts, total.log() - picked, 0.0).sum()
+    gradient = torch.where(counts, x.exp() / total - hit.float(), 0.0)
     return loss, gradient.to(logits.dtype)
 
 

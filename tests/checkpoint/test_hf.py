@@ -1,0 +1,98 @@
+"""What a run leaves behind loads in transformers with the same logits, and loads back here bit for bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+from tests.models.test_parity import batch_for
+from trainyard import Trainer, load_model
+from trainyard.checkpoint.hf import load_hf, save_hf
+from trainyard.errors import UserError
+
+AUTO = {
+    "llama": transformers.AutoModelForCausalLM,
+    "gpt": transformers.AutoModelForCausalLM,
+    "bert": transformers.BertForPreTraining,
+}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> None:
+    model = {**tiny.FAMILIES[family], **({"tied": False} if family == "llama" else {})}
+    config = tiny.config(model, checkpoint={"final": True}, log={"directory": str(tmp_path)})
+    trainer = Trainer(config)
+    summary = trainer.run()
+    theirs = AUTO[family].from_pretrained(summary.weights).eval()
+    section, ours = load_model(summary.weights, "cpu")
+    spelt_out = {key: getattr(section, key) for key in ("scaled_init", "ffn", "head_dim") if hasattr(section, key)}
+    assert section == config.model.model_copy(update=spelt_out)
+    batch = batch_for(family)
+    batch["tokens"] = batch["tokens"] % 60 + 1
+    tokens = batch["tokens"].long()
+    if family == "bert":
+        out = theirs(input_ids=tokens, attention_mask=batch["mask"], token_type_ids=batch["segments"].long())
+        logits = out.prediction_logits.gather(1, batch["places"].long().unsqueeze(-1).expand(-1, -1, 128))
+    else:
+        logits = theirs(input_ids=tokens).logits
+    for model in (ours, trainer.model.eval()):
+        torch.testing.assert_close(model(batch).logits(), logits, atol=1e-5, rtol=1e-5)
+    for name in trainer.optimizer.names:
+        assert torch.equal(ours.get_parameter(name), trainer.values(name))
+
+
+def test_sharded_directories_are_read(tmp_path: Path) -> None:
+    section = tiny.config().model
+    model = tiny.model(section)
+    save_hf(tmp_path / "one", section, model.state_dict().__getitem__)
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    sharded = tmp_path / "two"
+    sharded.mkdir()
+    (sharded / "config.json").write_text((tmp_path / "one" / "config.json").read_text())
+    where = {}
+    for number, name in enumerate(tensors):
+        file = f"model-{number % 2 + 1:05d}-of-00002.safetensors"
+        where[name] = file
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, sharded / file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    _, values = load_hf(sharded)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(values(name), tensor)
+
+
+def test_saving_again_replaces_whole(tmp_path: Path) -> None:
+    section = tiny.config().model
+    for seed in (0, 1):
+        save_hf(tmp_path / "model", section, tiny.model(section, seed).state_dict().__getitem__)
+    _, values = load_hf(tmp_path / "model")
+    assert torch.equal(values("norm.weight"), tiny.model(section, 1).state_dict()["norm.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_checkpoints_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    section = tiny.config().model
+    save_hf(tmp_path / "model", section, tiny.model(section).state_dict().__getitem__)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+
+    def changed(words: str, **changes: torch.Tensor | None) -> None:
+        new = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        save_file(new, file)
+        with pytest.raises(UserError, match=words) as caught:
+            load_hf(tmp_path / "model")[1]("norm.weight")
+        assert "\n" not in str(caught.value)
+
+    changed("model.norm.weight is missing", **{"model.norm.weight": None})
+    changed("extra has no place", extra=torch.zeros(1))
+    changed(r"model.norm.weight is \[3\], wanted \[32\]", **{"model.norm.weight": torch.zeros(3)})
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_hf(tmp_path / "model")
+    file.unlink()
+    with pytest.raises(UserError, match="no such file"):
+        load_hf(tmp_path / "model")

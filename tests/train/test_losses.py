@@ -1,0 +1,157 @@
+"""The chunked cross entropy equals the plain one, ignores -100, and never holds the full logits."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tests import tiny
+from trainyard.errors import UserError
+from trainyard.models.output import Output
+from trainyard.train import losses
+from trainyard.train.losses import cross_entropy, import_function, pair
+
+
+def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(2, tokens // 2, hidden, generator=generator).to(dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    b = torch.randn(vocab, generator=generator).to(dtype).requires_grad_() if bias else None
+    labels = torch.randint(0, vocab, (2, tokens // 2), generator=generator, dtype=torch.int32)
+    labels[0, ::3] = -100
+    return h, w, b, labels
+
+
+@pytest.mark.parametrize("chunk", [losses.softmax_chunk, losses.softmax_chunk_fusible])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [7, 25, 1000])
+def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool, chunk) -> None:
+    monkeypatch.setattr(losses, "LEAST", chunk_tokens)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
+    h, w, b, labels = case(bias=bias)
+    inputs = [x for x in (h, w, b) if x is not None]
+    own = cross_entropy(Output(h, w, b), labels, chunk)
+    plain = F.cross_entropy(
+        F.linear(h, w, b).flatten(0, 1), labels.flatten().long(), ignore_index=-100, reduction="sum"
+    )
+    torch.testing.assert_close(own, plain, rtol=1e-6, atol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad(own * 0.3, inputs), torch.autograd.grad(plain * 0.3, inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "LEAST", 8)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
+    h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)
+    own = cross_entropy(Output(h, w), labels)
+    assert own.dtype == torch.float32
+    exact_h, exact_w = h.detach().float().requires_grad_(), w.detach().float().requires_grad_()
+    exact = cross_entropy(Output(exact_h, exact_w), labels)
+    assert own.item() == pytest.approx(exact.item(), rel=5e-3)
+    own.backward()
+    exact.backward()
+    for mine, theirs in ((h.grad, exact_h.grad), (w.grad, exact_w.grad)):
+        assert mine is not None
+        assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_nothing_counts_is_zero() -> None:
+    h, w, _, labels = case()
+    loss = cross_entropy(Output(h, w), torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert h.grad is not None
+    assert not h.grad.any()
+    assert not w.grad.any()
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensor memory alive at once, by watching every operator's results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.seen:
+                    self.seen.add(key)
+                    size = storage.nbytes()
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._free, key, size)
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def peak(chunked: bool) -> int:
+    h, w = torch.randn(8192, 64, requires_grad=True), torch.randn(8192, 64, requires_grad=True)
+    labels = torch.randint(0, 8192, (8192,))
+    with Live() as live:
+        if chunked:
+            cross_entropy(Output(h, w), labels).backward()
+        else:
+            F.cross_entropy(h @ w.T, labels).backward()
+    return live.peak
+
+
+def test_the_full_logits_never_exist() -> None:
+    logits = 8192 * 8192 * 4
+    assert peak(chunked=False) > 2 * logits  # the measure sees them where they do exist
+    assert peak(chunked=True) < logits
+
+
+def test_loss_is_the_same_for_every_micro_batch_size_and_not_a_mean_of_means() -> None:
+    """Ignored labels are spread unevenly, so averaging micro batches would be wrong, and is seen to be."""
+    config = tiny.config()
+    model = tiny.model(config.model)
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 260, (4, 16), dtype=torch.int32)
+    labels = torch.randint(0, 260, (4, 16), dtype=torch.int32)
+    labels[0, 1:] = -100
+    labels[1, 4:] = -100
+    loss = losses.CausalLoss()
+
+    def terms(rows: slice):
+        batch = {"tokens": tokens[rows], "labels": labels[rows]}
+        return loss.terms(model(batch), batch)["lm"]
+
+    whole = terms(slice(None))
+    parts = [terms(slice(i, i + 1)) for i in range(4)]
+    total = sum(part[0] for part in parts) / sum(part[1] for part in parts)
+    torch.testing.assert_close(total, whole[0] / whole[1], rtol=1e-6, atol=0)
+    mean_of_means = sum(part[0] / part[1] for part in parts) / 4
+    assert abs(mean_of_means - total) > 1e-3
+
+
+def test_own_functions_must_give_sum_and_count() -> None:
+    def mean(output, batch):
+        return torch.zeros(())
+
+    with pytest.raises(UserError, match=r"mean.*\(sum, count\)"):
+        pair(mean(None, None), mean)
+    with pytest.raises(UserError, match=r"shape \[3\]"):
+        pair((torch.zeros(3), 3), mean)
+    total, count = pair((torch.ones((), dtype=torch.bfloat16), 3), mean)
+    assert (total.dtype, count.item()) == (torch.float32, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "words"), [("no_such_module:f", "cannot import"), ("math:nope", "no function nope")]
+)
+def test_functions_that_are_not_there(dotted: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        import_function(dotted, "train.loss")

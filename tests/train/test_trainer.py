@@ -1,0 +1,305 @@
+"""The Trainer: same seed same losses, layouts of the batch that change nothing, and the user's own functions."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import tiny
+from trainyard import Hook, Trainer
+from trainyard.errors import RunStopped, UserError
+from trainyard.train import losses
+
+
+def losses_of(config, tmp_path: Path, **arguments) -> list[float]:
+    trainer = Trainer(
+        config.model_copy(update={"log": config.log.model_copy(update={"directory": str(tmp_path)})}), **arguments
+    )
+    summary = trainer.run()
+    lines = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def with_dropout(family: str) -> dict:
+    return {**tiny.FAMILIES[family], **({} if family == "llama" else DROPOUT)}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_sr"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_same_seed_same_losses_bit_for_bit(family: str, kind: str, tmp_path: Path) -> None:
+    config = tiny.config(with_dropout(family), precision={"kind": kind})
+    first, second = losses_of(config, tmp_path), losses_of(config, tmp_path)
+    assert first == second
+    assert len(first) == 4
+    other = tiny.config(with_dropout(family), precision={"kind": kind}, train={"seed": 5})
+    assert losses_of(other, tmp_path) != first
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_micro_batch_size_changes_nothing(family: str, tmp_path: Path) -> None:
+    """With dropout on: masks follow the sample, the loss is a global sum over a global count."""
+    runs = [losses_of(tiny.config(with_dropout(family), train={"micro_batch": size}), tmp_path) for size in (1, 2, 4)]
+    for other in runs[1:]:
+        assert other == pytest.approx(runs[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recompute", [{"kind": "attention"}, {"kind": "full"}, {"kind": "parts", "parts": ["mlp", "norm"]}]
+)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_recompute_changes_nothing(family: str, recompute: dict, tmp_path: Path) -> None:
+    plain = losses_of(tiny.config(with_dropout(family)), tmp_path)
+    assert losses_of(tiny.config(with_dropout(family), recompute=recompute), tmp_path) == plain
+
+
+def test_precisions_agree_roughly_and_learn(tmp_path: Path) -> None:
+    sections = {
+        "train": {"steps": 30, "global_batch": 8, "micro_batch": 4},
+        "optimizer": {"lr": 1e-2},
+        "data": {"source": "text", "sequence": 32},
+    }
+    runs = {
+        kind: losses_of(tiny.config(**sections, precision={"kind": kind}), tmp_path)
+        for kind in ("fp32", "bf16", "bf16_sr")
+    }
+    for run in runs.values():
+        assert run[-1] < run[0] - 1.0
+        assert run[0] == pytest.approx(runs["fp32"][0], rel=2e-3)
+        assert run[-1] == pytest.approx(runs["fp32"][-1], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "kind"), [("llama", "fp32"), ("gpt", "bf16"), ("bert", "bf16_sr")])
+def test_compiled_matches_eager(family: str, kind: str, tmp_path: Path) -> None:
+    eager = losses_of(tiny.config(with_dropout(family), precision={"kind": kind}), tmp_path)
+    compiled = losses_of(
+        tiny.config(with_dropout(family), precision={"kind": kind}, compile={"enabled": True}), tmp_path
+    )
+    assert compiled == pytest.approx(eager, rel=1e-5 if kind == "fp32" else 5e-3)
+
+
+def test_blocks_share_one_compiled_graph(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    Trainer(
+        tiny.config({**tiny.GPT, **DROPOUT, "layers": 6}, compile={"enabled": True}, log={"directory": str(tmp_path)})
+    ).run()
+    block, loss, update_decay, update_rest = 1, 1, 1, 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == block + loss + update_decay + update_rest
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_own_loss_is_used_and_divided_by_its_own_count(tmp_path: Path) -> None:
+    calls = []
+
+    def half(output, batch):
+        calls.append(output.logits().shape)
+        labels = batch["labels"].long()[:, ::2]
+        logits = output.logits()[:, ::2]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+
+    config = tiny.config(train={"steps": 1})
+    own = losses_of(config, tmp_path, loss=half)
+    assert calls == [(2, 16, 260)] * 2
+    assert own != losses_of(config, tmp_path)
+    # gradients too: one big micro batch gives the same update as two small ones
+    weights = []
+    for size in (2, 4):
+        trainer = Trainer(
+            tiny.config(train={"steps": 1, "micro_batch": size}, log={"directory": str(tmp_path)}), loss=half
+        )
+        trainer.run()
+        weights.append(trainer.optimizer.master.clone())
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+
+
+def test_own_loss_equal_to_the_built_in_gives_the_same_run(tmp_path: Path) -> None:
+    def same(output, batch):
+        return losses.cross_entropy(output, batch["labels"]), (batch["labels"] != -100).sum()
+
+    config = tiny.config()
+    assert losses_of(config, tmp_path, loss=same) == pytest.approx(losses_of(config, tmp_path), rel=1e-5)
+
+
+MINE = """
+import torch
+
+def loss(output, batch):
+    return output.hidden.float().square().sum() * 0 + 42.0 * batch["labels"].numel(), batch["labels"].numel()
+
+def accuracy(output, batch):
+    hit = output.logits().argmax(-1) == batch["labels"]
+    return hit.sum(), hit.numel()
+
+def evaluation(trainer):
+    return {"answer": 41.0 + trainer.number * 0.01}
+"""
+
+
+def test_yaml_names_the_users_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_1.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    config = tiny.config(
+        train={"loss": "mine_1:loss", "steps": 2},
+        data={"validation": 0.001},
+        evaluate={"every": 1, "batches": 2, "metrics": {"accuracy": "mine_1:accuracy"}},
+    )
+    assert losses_of(config, tmp_path) == [42.0, 42.0]
+    trainer = Trainer(config)
+    result = trainer.evaluate()
+    assert result["loss"] == 42.0
+    assert 0 <= result["accuracy"] <= 1
+    config = tiny.config(evaluate={"every": 2, "function": "mine_1:evaluation"})
+    trainer = Trainer(config.model_copy(update={"log": config.log.model_copy(update={"directory": str(tmp_path)})}))
+    assert trainer.run().evaluation == {"answer": 41.04}
+
+
+def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
+    """Against one plain pass over the same samples, with a last batch that is not full."""
+    config = tiny.config(
+        data={"source": "text", "sequence": 16, "validation": 0.0005},
+        train={"global_batch": 8, "micro_batch": 4},
+        evaluate={"every": 1, "batches": 100},
+    )
+
+    def right(output, batch):
+        counts = batch["labels"] != -100
+        return ((output.logits().argmax(-1) == batch["labels"]) & counts).sum(), counts.sum()
+
+    trainer = Trainer(config, metrics={"right": right})
+    result = trainer.evaluate()
+    held = trainer.held_out.source
+    assert len(held) % 8
+    samples = held.samples(torch.arange(len(held)).numpy())
+    tokens, labels = torch.from_numpy(samples["tokens"].copy()), torch.from_numpy(samples["labels"].copy()).long()
+    with torch.no_grad():
+        logits = trainer.model.eval()({"tokens": tokens}).logits()
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert result["loss"] == pytest.approx(plain.item(), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(plain.exp().item(), rel=1e-4)
+    assert result["right"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item(), rel=1e-6)
+
+
+def test_evaluation_needs_samples() -> None:
+    with pytest.raises(UserError, match=r"data\.validation=0"):
+        Trainer(tiny.config()).evaluate()
+
+
+def test_bert_reports_both_terms(tmp_path: Path) -> None:
+    config = tiny.config("bert", log={"directory": str(tmp_path)})
+    trainer = Trainer(config)
+    trainer.run()
+    assert trainer.last["loss"] == pytest.approx(trainer.last["loss/mlm"] + trainer.last["loss/nsp"], rel=1e-6)
+
+
+class Record(Hook):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_start(self, trainer):
+        self.seen.append("start")
+
+    def on_step(self, trainer, number):
+        self.seen.append(f"step {number}")
+
+    def on_log(self, trainer, record):
+        self.seen.append(f"log {record['step']}")
+
+    def on_evaluate(self, trainer, record):
+        self.seen.append(f"evaluate {record['step']}")
+
+    def on_end(self, trainer):
+        self.seen.append("end")
+
+
+def test_hooks_come_in_order(tmp_path: Path) -> None:
+    hook = Record()
+    config = tiny.config(
+        data={"validation": 0.0001}, evaluate={"every": 2, "batches": 1}, log={"every": 2, "directory": str(tmp_path)}
+    )
+    Trainer(config, hooks=[hook]).run()
+    assert hook.seen == [
+        "start", "step 1", "log 1", "step 2", "log 2", "evaluate 2", "step 3", "step 4", "log 4", "evaluate 4", "end",
+    ]  # fmt: skip
+
+
+FIELDS = {
+    "step", "consumed_samples", "ms_per_iteration", "lr", "global_batch", "loss", "grad_norm", "param_norm",
+    "tokens_per_second", "sequences_per_second", "mfu", "mfu_causal", "skipped",
+}  # fmt: skip
+
+
+def test_the_run_directory(tmp_path: Path) -> None:
+    from trainyard.config.load import load
+
+    config = tiny.config(log={"directory": str(tmp_path), "tensorboard": True, "every": 2}, checkpoint={"final": True})
+    first, second = Trainer(config).run(), Trainer(config).run()
+    assert (first.directory.name, second.directory.name) == ("run", "run-2")
+    assert load(first.directory / "config.yaml") == config
+    lines = [json.loads(line) for line in (first.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 4]
+    assert all(set(line) >= FIELDS for line in lines)
+    assert [line["consumed_samples"] for line in lines] == [4, 8, 16]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(first.directory / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 4]
+    assert not [path.name for path in first.directory.iterdir() if path.name.startswith(".")]
+
+
+def test_not_finite_is_skipped_counted_named_and_stops(tmp_path: Path) -> None:
+    broken = {"on": False}
+
+    def fragile(output, batch):
+        total = losses.cross_entropy(output, batch["labels"])
+        return (total * float("nan") if broken["on"] else total), (batch["labels"] != -100).sum()
+
+    class Break(Hook):
+        def on_log(self, trainer, record):
+            broken["on"] = record["step"] in (2, 5, 6, 7)
+
+    config = tiny.config(train={"steps": 20, "max_skipped": 3}, log={"directory": str(tmp_path), "every": 1})
+    trainer = Trainer(config, loss=fragile, hooks=[Break()])
+    with pytest.raises(RunStopped, match=r"step 8: 3 steps in a row.*not finite.*gradient of"):
+        trainer.run()
+    lines = [json.loads(line) for line in (trainer.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 1, 1, 2, 3]
+    assert "not_finite" in lines[2]
+    assert lines[2]["loss"] == "nan"
+    assert "not_finite" not in lines[3]
+    assert torch.isfinite(trainer.optimizer.master).all()
+
+
+def test_a_signal_finishes_the_step_and_writes_what_there_is(tmp_path: Path) -> None:
+    class Interrupt(Hook):
+        def on_step(self, trainer, number):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    config = tiny.config(train={"steps": 50}, log={"directory": str(tmp_path), "every": 10}, checkpoint={"final": True})
+    summary = Trainer(config, hooks=[Interrupt()]).run()
+    assert summary.interrupted
+    assert summary.steps == 3
+    assert summary.weights
+    assert (summary.weights / "model.safetensors").is_file()
+    lines = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_layout_for_more_ranks_is_one_line() -> None:
+    for layout, words in (
+        ({"tp": 2}, "multiple of 2 ranks, this run has 1"),
+        ({"tp": 3}, r"layout\.tp=3: does not divide model\.heads=4; nearest: 2"),
+        ({"pp": 4}, r"layout\.pp=4.*2 layers"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Trainer(tiny.config(layout=layout))
