@@ -25,15 +25,13 @@ def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False
     return h, w, b, labels
 
 
-@pytest.mark.parametrize("chunk", [losses.softmax_chunk, losses.softmax_chunk_fusible])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [7, 25, 1000])
-def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool, chunk) -> None:
+def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool) -> None:
     monkeypatch.setattr(losses, "LEAST", chunk_tokens)
-    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
     h, w, b, labels = case(bias=bias)
     inputs = [x for x in (h, w, b) if x is not None]
-    own = cross_entropy(Output(h, w, b), labels, chunk)
+    own = cross_entropy(Output(h, w, b), labels, logits_bytes=1)
     plain = F.cross_entropy(
         F.linear(h, w, b).flatten(0, 1), labels.flatten().long(), ignore_index=-100, reduction="sum"
     )
@@ -46,9 +44,8 @@ def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
 
 def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LEAST", 8)
-    monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
     h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)
-    own = cross_entropy(Output(h, w), labels)
+    own = cross_entropy(Output(h, w), labels, logits_bytes=1)
     assert own.dtype == torch.float32
     exact_h, exact_w = h.detach().float().requires_grad_(), w.detach().float().requires_grad_()
     exact = cross_entropy(Output(exact_h, exact_w), labels)

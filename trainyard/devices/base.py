@@ -24,6 +24,8 @@ class Device(ABC):
     """Backend name for torch.distributed."""
     synchronous: bool
     """Work is finished when the call returns (no queue to wait for)."""
+    logits_bytes: int
+    """fp32 logits that the loss holds at a time: enough for efficient products, no more."""
 
     @property
     def handle(self) -> torch.device:

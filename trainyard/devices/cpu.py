@@ -14,6 +14,7 @@ class Cpu(Device):
     name = "cpu"
     process_group = "gloo"
     synchronous = True
+    logits_bytes = 1 << 25  # more would come from fresh pages each time
 
     @classmethod
     def available(cls) -> bool:

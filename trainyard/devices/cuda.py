@@ -24,6 +24,7 @@ class Cuda(Device):
     name = "cuda"
     process_group = "nccl"
     synchronous = False
+    logits_bytes = 1 << 29
 
     @classmethod
     def available(cls) -> bool:

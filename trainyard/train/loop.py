@@ -27,16 +27,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.hooks import Hook
-from trainyard.train.losses import (
-    BertLoss,
-    CausalLoss,
-    Loss,
-    LossFunction,
-    OwnLoss,
-    import_function,
-    softmax_chunk,
-    softmax_chunk_fusible,
-)
+from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, import_function, softmax_
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.schedules import rate
 from trainyard.train.step import Step, StepResult
@@ -83,9 +74,9 @@ class Trainer:
         compile_ = compiler(config.compile)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
-        chunk = compile_(softmax_chunk_fusible) if compile_ else softmax_chunk
+        softmax = compile_(softmax_) if compile_ else softmax_
         family_loss = BertLoss if config.model.family == "bert" else CausalLoss
-        self.loss: Loss = OwnLoss(function) if function else family_loss(chunk)
+        self.loss: Loss = OwnLoss(function) if function else family_loss(softmax, self.device.logits_bytes)
         dotted = config.evaluate.metrics.items()
         self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(
             metrics or {}

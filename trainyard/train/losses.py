@@ -7,6 +7,7 @@ count nowhere.
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,13 @@ from trainyard.errors import UserError
 from trainyard.models import Batch, Output
 
 IGNORED = -100
-LOGITS_BYTES = 1 << 26
-"""fp32 logits held at a time, roughly; but never fewer than LEAST tokens' worth, so that products stay efficient."""
-LEAST = 1024
+LOGITS_BYTES = 1 << 25
+"""fp32 logits held at a time unless the device asks for another size; but never fewer than LEAST tokens' worth."""
+LEAST = 256
 
 Terms = dict[str, tuple[Tensor, Tensor]]
 LossFunction = Callable[[Output, Batch], tuple[Tensor, Tensor]]
-Chunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Softmax = Callable[[Tensor, Tensor], Tensor]
 
 
 class Loss(Protocol):
@@ -37,21 +38,21 @@ class Loss(Protocol):
 class CausalLoss:
     """Next-token cross entropy."""
 
-    def __init__(self, chunk: Chunk | None = None) -> None:
-        self.chunk = chunk or softmax_chunk
+    def __init__(self, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
+        self.head = partial(cross_entropy, softmax=softmax or softmax_, logits_bytes=logits_bytes)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"lm": counted(batch["labels"])}
 
     def terms(self, output: Output, batch: Batch) -> Terms:
-        return {"lm": (cross_entropy(output, batch["labels"], self.chunk), counted(batch["labels"]))}
+        return {"lm": (self.head(output, batch["labels"]), counted(batch["labels"]))}
 
 
 class BertLoss:
     """Masked-token cross entropy plus next-sentence cross entropy, each divided by its own count."""
 
-    def __init__(self, chunk: Chunk | None = None) -> None:
-        self.chunk = chunk or softmax_chunk
+    def __init__(self, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
+        self.head = partial(cross_entropy, softmax=softmax or softmax_, logits_bytes=logits_bytes)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"mlm": counted(batch["labels"]), "nsp": counted(batch["next_sentence"])}
@@ -61,7 +62,7 @@ class BertLoss:
         assert output.next_sentence is not None
         target = batch["next_sentence"].long()
         nsp = F.cross_entropy(output.next_sentence.float(), target, ignore_index=IGNORED, reduction="sum")
-        return {"mlm": (cross_entropy(output, batch["labels"], self.chunk), counts["mlm"]), "nsp": (nsp, counts["nsp"])}
+        return {"mlm": (self.head(output, batch["labels"]), counts["mlm"]), "nsp": (nsp, counts["nsp"])}
 
 
 class OwnLoss:
@@ -93,64 +94,78 @@ def counted(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum().float()
 
 
-def cross_entropy(output: Output, labels: Tensor, chunk: Chunk | None = None) -> Tensor:
+def cross_entropy(
+    output: Output, labels: Tensor, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES
+) -> Tensor:
     """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time."""
     hidden = output.hidden.flatten(0, -2)
+    size = max(LEAST, logits_bytes // (4 * output.weight.shape[0]))
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, output.weight, output.bias, labels.flatten(), chunk or softmax_chunk, torch.is_grad_enabled()
+        hidden, output.weight, output.bias, labels.flatten(), softmax or softmax_, size, torch.is_grad_enabled()
     )
 
 
-def softmax_chunk(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss summed over a chunk, and its gradient with respect to the logits (in their dtype). One fp32 buffer."""
-    x = logits.float()  # fp32 logits are overwritten: nobody else reads them
+def softmax_(logits: Tensor, counts: Tensor) -> Tensor:
+    """Overwrite each row with its softmax (zeros where `counts` is false); gives the log of its sum of exponentials.
+    The one part of the loss with many passes over the logits, and so the one worth compiling."""
+    x = logits.float()  # fp32 logits themselves, or one fp32 copy
+    most = x.amax(-1, keepdim=True)
+    total = x.sub_(most).exp_().sum(-1, keepdim=True)
+    x.mul_(counts / total)
+    if x is not logits:
+        logits.copy_(x)
+    return total.log() + most
+
+
+def _chunk_loss(logits: Tensor, labels: Tensor, softmax: Softmax) -> Tensor:
+    """Loss summed over a chunk; the logits are overwritten with the loss's gradient with respect to them."""
     counts = (labels != IGNORED)[:, None]
     target = torch.where(counts, labels[:, None], 0).long()
-    x.sub_(x.amax(-1, keepdim=True))
-    picked = x.gather(1, target)
-    total = x.exp_().sum(-1, keepdim=True)
-    loss = torch.where(counts, total.log() - picked, 0.0).sum()
-    x.mul_(counts / total).scatter_add_(1, target, -counts.float())
-    return loss, x.to(logits.dtype)
-
-
-def softmax_chunk_fusible(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without writing in place and without a scatter: a compiler makes it two passes over the logits."""
-    x = logits.float()
-    counts = (labels != IGNORED)[:, None]
-    hit = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) == labels[:, None]
-    x = x - x.amax(-1, keepdim=True)
-    total = x.exp().sum(-1, keepdim=True)
-    picked = torch.where(hit, x, 0.0).sum(-1, keepdim=True)
-    loss = torch.where(counts, total.log() - picked, 0.0).sum()
-    gradient = torch.where(counts, x.exp() / total - hit.float(), 0.0)
-    return loss, gradient.to(logits.dtype)
+    picked = logits.gather(1, target).float()
+    total = softmax(logits, counts)
+    logits.scatter_add_(1, target, -counts.to(logits.dtype))
+    return torch.where(counts, total - picked, 0.0).sum()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Output head and cross entropy in one: gradients are made in the forward pass, chunk by chunk of tokens, so that
-    each logit is computed once and dropped."""
+    each logit is computed once and dropped. One buffer of logits serves all chunks."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: Chunk, train: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        softmax: Softmax,
+        most: int,
+        train: bool,
     ) -> Tensor:
         tokens, vocab = hidden.shape[0], weight.shape[0]
-        pieces = -(-tokens // max(LEAST, LOGITS_BYTES // (4 * vocab)))
+        size = -(-tokens // -(-tokens // most))  # all chunks of one size but perhaps the last
+        buffer = hidden.new_empty(size, vocab)
         loss = torch.zeros((), device=hidden.device)
+        # Summed over chunks in fp32: many bf16 sums would lose the small ones.
         d_hidden = torch.empty_like(hidden) if train else None
-        d_weight: Tensor | None = None
-        d_bias: Tensor | None = None
-        start = 0
-        for h, y in zip(hidden.chunk(pieces), labels.chunk(pieces), strict=True):
-            total, d_logits = chunk(F.linear(h, weight, bias), y)
-            loss += total
-            if d_hidden is not None:
-                d_hidden[start : start + len(h)] = d_logits @ weight
-                d_weight = _accumulate(d_weight, d_logits, h)
-                if bias is not None:
-                    d_bias = d_logits.float().sum(0) + (d_bias if d_bias is not None else 0)
-            start += len(h)
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if train else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if train and bias is not None else None
+        for start in range(0, tokens, size):
+            h, y = hidden[start : start + size], labels[start : start + size]
+            logits = buffer[: len(h)]
+            if bias is None:
+                torch.mm(h, weight.T, out=logits)
+            else:
+                torch.addmm(bias, h, weight.T, out=logits)
+            loss += _chunk_loss(logits, y, softmax)
+            if d_hidden is not None and d_weight is not None:
+                torch.mm(logits, weight, out=d_hidden[start : start + size])
+                if h.dtype == torch.float32:
+                    d_weight.addmm_(logits.T, h)
+                else:
+                    d_weight.add_(logits.T @ h)
+            if d_bias is not None:
+                d_bias += logits.sum(0, dtype=torch.float32)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         return loss
@@ -158,15 +173,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(d.mul(grads[0]).to(dtype) if d is not None else None for d, dtype in saved), None, None, None)
-
-
-def _accumulate(total: Tensor | None, d_logits: Tensor, hidden: Tensor) -> Tensor:
-    """Add this chunk's gradient of the head. Summed in fp32: many bf16 sums would lose the small ones."""
-    if hidden.dtype == torch.float32:
-        return torch.addmm(total, d_logits.T, hidden) if total is not None else d_logits.T @ hidden
-    piece = d_logits.T @ hidden
-    return total.add_(piece) if total is not None else piece.float()
+        return (*(d.mul(grads[0]).to(dtype) if d is not None else None for d, dtype in saved), None, None, None, None)
 
 
 def import_function(dotted: str, key: str) -> Callable[..., Any]:

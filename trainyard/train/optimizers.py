@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainyard.compat import foreach_norm
+from trainyard.compat import foreach_norm, fused_adamw_
 from trainyard.config.schema import OptimizerSection, PrecisionSection
 from trainyard.models import Values, assign
 from trainyard.models.blueprint import Blueprint
@@ -24,8 +24,6 @@ from trainyard.train.updates import adamw_, adamw_rounded_, moments, round_to_bf
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALIGN = 64
 """Elements: views start at multiples of 128 bytes or more."""
-CHUNK = 1 << 24
-"""Elements per pass when the update is not compiled, so that its temporaries stay small."""
 
 
 class Piece(NamedTuple):
@@ -118,10 +116,12 @@ class Optimizer:
             scale = scale * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         beta1, beta2 = self.config.beta1, self.config.beta2
         correct = torch.stack((1 - beta1**self.updates, 1 - beta2**self.updates)).clamp(min=1e-30)
-        key = torch.tensor(key32(self.seed, "rounding", number), dtype=torch.int32).to(lr.device)
+        key = None
+        if self.rounding:
+            key = torch.tensor(key32(self.seed, "rounding", number), dtype=torch.int32).to(lr.device)
         if self.config.kind == "lamb":
             self._lamb(lr, scale, correct, ok, key)
-        elif self.rounding:
+        elif key is not None:
             for name in self.names:
                 self._round(name, lr, scale, correct, ok, key)
         else:
@@ -136,12 +136,20 @@ class Optimizer:
 
     def _flat(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor) -> None:
         c = self.config
-        for start, stop, decay in ((0, self.decayed, c.weight_decay), (self.decayed, len(self.master), 0.0)):
-            step = max(stop - start, 1) if self.compiled else CHUNK
-            for at in range(start, stop, step):
-                part = slice(at, min(at + step, stop))
-                flats = (self.weights, self.master, self.gradients, self.first, self.second)
-                self._adamw(*(flat[part] for flat in flats), lr, scale, correct, ok, decay, c.beta1, c.beta2, c.eps)
+        copied = self.weights is not self.master
+        flats = (self.weights, self.master, self.gradients, self.first, self.second)
+        for span, decay in ((slice(self.decayed), c.weight_decay), (slice(self.decayed, None), 0.0)):
+            weight, master, gradient, first, second = (flat[span] for flat in flats)
+            betas = c.beta1, c.beta2
+            if not len(master):
+                continue
+            # torch's own kernel is one pass too, but knows neither bf16 gradients nor the copy to bf16 weights.
+            if self.gradients.dtype == torch.float32 and not (self.compiled and copied):
+                fused_adamw_(master, gradient, first, second, self.updates, lr, scale, ok, decay, betas, c.eps)
+                if copied:
+                    weight.copy_(master)
+            else:
+                self._adamw(weight, master, gradient, first, second, lr, scale, correct, ok, decay, *betas, c.eps)
 
     def _round(self, name: str, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor) -> None:
         c, (start, _) = self.config, self.spans[name]
@@ -153,7 +161,7 @@ class Optimizer:
             draw = (_rows(piece, key), piece.site, piece.column)
             self._rounded(piece.weight, *draw, *rest, lr, scale, correct, ok, decay, c.beta1, c.beta2, c.eps)
 
-    def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor) -> None:
+    def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor | None) -> None:
         """Each matrix moves by lr times its own norm (weights without decay: plain Adam)."""
         c = self.config
         for name in self.names:
@@ -170,7 +178,7 @@ class Optimizer:
             new = torch.where(ok, old - lr * update, old)
             first.copy_(torch.where(ok, new_first, first))
             second.copy_(torch.where(ok, new_second, second))
-            if self.rounding:
+            if key is not None:
                 for piece in self.pieces[name]:
                     at = piece.weight.storage_offset() - weight.storage_offset()
                     values = new.flatten()[at : at + piece.weight.numel()].view_as(piece.weight)
