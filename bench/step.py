@@ -123,6 +123,8 @@ def measure(makers: list[Callable[[], Side]], device: devices.Device, warm_up: i
     groups = [makers] if device.synchronous else [[maker] for maker in makers]
     done = []
     for group in groups:
+        if not device.synchronous:
+            torch.cuda.reset_peak_memory_stats()
         sides = [maker() for maker in group]
         for side in sides:
             for _ in range(warm_up):

@@ -45,6 +45,23 @@ def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> No
         assert torch.equal(ours.get_parameter(name), trainer.values(name))
 
 
+def test_a_run_starts_from_a_directory(tmp_path: Path) -> None:
+    """Continued pre-training: the first loss is the old weights' loss, whatever is fused."""
+    sections = {"log": {"directory": str(tmp_path)}, "optimizer": {"lr": 1e-2}, "train": {"steps": 20}}
+    text = {"source": "text", "sequence": 16}
+    first = Trainer(tiny.config(**sections, data=text, checkpoint={"final": True})).run()
+    changed = {**tiny.LLAMA, "fuse_qkv": False}
+    again = Trainer(tiny.config(changed, **sections, data=text, checkpoint={"start": str(first.weights)}))
+    batch = {**again.loader.batch(0), "key": torch.zeros(2, dtype=torch.int32)}
+    total, count = again.loss.terms(again.model(batch), batch)["lm"]
+    _, model = load_model(first.weights, "cpu")
+    expected, _ = again.loss.terms(model(batch), batch)["lm"]
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert total / count < first.first_loss - 1
+    with pytest.raises(UserError, match="no such file"):
+        Trainer(tiny.config(**sections, checkpoint={"start": str(tmp_path)}))
+
+
 def test_sharded_directories_are_read(tmp_path: Path) -> None:
     section = tiny.config().model
     model = tiny.model(section)

@@ -1,6 +1,8 @@
 """Configuration: what is accepted, and that every mistake is one line with key, value and the nearest valid one."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,10 +158,24 @@ def test_model_from_a_config_json(tmp_path: Path) -> None:
         parse({"model": {"from_hf": "nowhere/config.json"}, "train": {"steps": 1}})
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_says_what_it_means_and_what_it_takes() -> None:
     rows = list(keys())
     assert len(rows) > 80
-    for name, _, meaning in rows:
-        assert len(meaning) > 10, name
-    sections = {name.split(".")[0].split("[")[0] for name, _, _ in rows if "." in name}
+    for key in rows:
+        assert len(key.meaning) > 10, key.name
+        assert key.allowed, key.name
+    by_name = {key.name: key for key in rows}
+    assert by_name["train.steps"].allowed == "whole number, >= 1"
+    assert by_name["optimizer.beta1"].allowed == "number, >= 0, < 1"
+    assert by_name["schedule.kind"].allowed == "cosine, linear, constant, wsd"
+    assert "model[llama].rope_scaling[linear].factor" in by_name
+    sections = {name.split(".")[0].split("[")[0] for name in by_name if "." in name}
     assert sections == set(Config.model_fields) - {"description", "needs"}
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "scripts/reference.py", "/dev/stdout"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (root / "docs" / "keys.md").read_text(), "run: python scripts/reference.py"

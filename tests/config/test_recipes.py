@@ -75,3 +75,15 @@ def test_smoke_layout_fits_the_ranks_at_hand(ranks: int) -> None:
         small = smoke(load(name), ranks)
         assert ranks % (small.layout.tp * small.layout.pp * small.layout.cp) == 0
         assert Layout.of(small, ranks).world == ranks
+
+
+def test_the_readme_lists_every_recipe_with_its_size() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for name in names():
+        model = load(name).model
+        weights = models.family(model).blueprint(model).parameters()
+        size = f"{weights / 1e9:.2f}B" if weights > 1e9 else f"{weights / 1e6:.1f}M"
+        assert f"| `{name}` | " in readme
+        line = next(line for line in readme.splitlines() if line.startswith(f"| `{name}` | "))
+        assert size in line
+        assert load(name).needs in line

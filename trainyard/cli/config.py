@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from trainyard.config.load import dump, keys, load
 from trainyard.config.smoke import smoke as shrink
@@ -22,9 +23,9 @@ def config(
     """
     console = Console(soft_wrap=True, highlight=False)
     if show_keys:
-        for name, default, meaning in keys():
-            console.print(f"[bold]{name.replace('[', chr(92) + '[')}[/] ({default})", markup=True)
-            console.print(f"    {meaning}", markup=False)
+        for each in keys():
+            console.print(f"[bold]{escape(each.name)}[/]  {escape(each.allowed)}; default: {escape(each.default)}")
+            console.print(f"    {each.meaning}", markup=False)
         return
     if source is None:
         raise UserError("config: name a file or a recipe (trainyard recipes lists them), or use --keys")

@@ -3,11 +3,13 @@
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainyard.config.base import Section
@@ -31,6 +33,9 @@ WANTED = {
     "dict": "a mapping",
     "model": "a mapping",
 }
+
+
+KINDS: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -88,20 +93,55 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Every (dotted key, default, docstring) of the schema."""
+@dataclass(frozen=True)
+class Key:
+    """One line of the reference."""
+
+    name: str
+    """Dotted; `model[llama].tied` where it depends on the family."""
+    allowed: str
+    default: str
+    meaning: str
+
+
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
+    """Every key of the schema."""
     for name, field in section.model_fields.items():
         dotted = prefix + name
-        inner = field.annotation
-        if dotted in TAGS:
-            for tag, option in TAGS[dotted].items():
-                label = f"{dotted}[{tag}]" if dotted == "model" else dotted
-                yield from keys(option, f"{label}.")
-        elif isinstance(inner, type) and issubclass(inner, Section):
-            yield from keys(inner, f"{dotted}.")
+        options = TAGS.get(_untagged(dotted))
+        if options:
+            for tag, option in options.items():
+                yield from keys(option, f"{dotted}[{tag}].")
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from keys(field.annotation, f"{dotted}.")
         else:
-            default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
-            yield dotted, default, " ".join((field.description or "").split())
+            default = "required" if field.is_required() else _plain(field.get_default(call_default_factory=True))
+            yield Key(dotted, _allowed(field), default, " ".join((field.description or "").split()))
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Which values a field takes, in words: its choices, or its type and range."""
+    words: list[str] = []
+    bounds: list[str] = []
+    todo: list[Any] = [field.annotation, *field.metadata]
+    while todo:
+        each = todo.pop(0)
+        if get_origin(each) is Literal:
+            words += [_plain(choice) for choice in get_args(each)]
+        elif get_args(each):
+            todo += get_args(each)
+        elif isinstance(each, FieldInfo):
+            todo += each.metadata
+        elif each in KINDS:
+            words.append(KINDS[each])
+        else:
+            signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+            bounds += [f"{sign} {getattr(each, name)}" for name, sign in signs if hasattr(each, name)]
+    return ", ".join(dict.fromkeys(words + bounds))
+
+
+def _untagged(dotted: str) -> str:
+    return re.sub(r"\[\w+\]", "", dotted)
 
 
 def _override(data: dict[str, Any], word: str) -> None:
@@ -183,7 +223,7 @@ def _nearest_key(key: str, section: type[Section] | None) -> str:
     close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
     if close:
         return f"{prefix}.{close[0]}" if prefix else close[0]
-    everywhere = [re.sub(r"\[\w+\]", "", dotted) for dotted, _, _ in keys()]
+    everywhere = [_untagged(each.name) for each in keys()]
     same = [dotted for dotted in everywhere if dotted.split(".")[-1] == leaf]
     return (same or [_closest(key, everywhere)])[0]
 

@@ -175,8 +175,11 @@ class CompileSection(Section):
 
 
 class CheckpointSection(Section):
-    """What the run leaves behind to be used again."""
+    """What the run starts from and what it leaves behind."""
 
+    start: str | None = None
+    """Hugging Face directory (safetensors) whose weights the run starts from (continued pre-training). Default: fresh
+    weights."""
     final: bool = True
     """At the end write the weights in Hugging Face form (config.json, model.safetensors) to the run directory."""
 

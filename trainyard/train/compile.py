@@ -2,14 +2,17 @@
 
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from trainyard.config.schema import CompileSection
 from trainyard.errors import UserError
 
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+class Compiler(Protocol):
+    def __call__(self, function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
+        """The function, compiled when first called; `dynamic` where one graph should serve many shapes."""
 
 
 def compiler(config: CompileSection) -> Compiler | None:
@@ -21,7 +24,7 @@ def compiler(config: CompileSection) -> Compiler | None:
             "compile.enabled=true: no C++ compiler (g++) on this machine; install one, or compile.enabled=false"
         )
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, mode=config.mode, dynamic=False)
+    def wrap(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
+        return torch.compile(function, mode=config.mode, dynamic=dynamic)
 
     return wrap

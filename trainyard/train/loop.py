@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainyard import devices, models
-from trainyard.checkpoint.hf import save_hf
+from trainyard.checkpoint.hf import save_hf, values_of
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.data.loader import Loader
@@ -92,6 +92,10 @@ class Trainer:
         self.blueprint = models.family(config.model).blueprint(config.model)
         say(f"making {self.blueprint.parameters():,} weights")
         self.model = models.build(config.model, self.device.handle)
+        start = config.checkpoint.start
+        if start and not weights:
+            say(f"reading weights from {start}")
+            weights = values_of(Path(start).expanduser(), config.model)
         values = weights or initial(self.blueprint, config.train.seed, self.device.handle)
         self.optimizer = Optimizer(
             self.model,

@@ -167,13 +167,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.used = False
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        assert not ctx.used, "the gradients were scaled in place: one backward pass only"
+        ctx.used = True
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(d.mul(grads[0]).to(dtype) if d is not None else None for d, dtype in saved), None, None, None, None)
+        return (*(d.mul_(grads[0]).to(dtype) if d is not None else None for d, dtype in saved), None, None, None, None)
 
 
 def import_function(dotted: str, key: str) -> Callable[..., Any]:

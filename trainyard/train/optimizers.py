@@ -19,6 +19,7 @@ from trainyard.config.schema import OptimizerSection, PrecisionSection
 from trainyard.models import Values, assign
 from trainyard.models.blueprint import Blueprint
 from trainyard.random import key32, row32
+from trainyard.train.compile import Compiler
 from trainyard.train.updates import adamw_, adamw_rounded_, moments, round_to_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -46,7 +47,7 @@ class Optimizer:
         precision: PrecisionSection,
         device: torch.device,
         seed: int = 0,
-        compiler: Callable[[Callable[..., None]], Callable[..., None]] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
@@ -90,7 +91,7 @@ class Optimizer:
         )
         self.compiled = compiler is not None
         self._adamw: Callable[..., None] = compiler(adamw_) if compiler else adamw_
-        self._rounded: Callable[..., None] = compiler(adamw_rounded_) if compiler else adamw_rounded_
+        self._rounded: Callable[..., None] = compiler(adamw_rounded_, dynamic=True) if compiler else adamw_rounded_
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         start, shape = self.spans[name]
