@@ -56,6 +56,7 @@ MISTAKES = [
     (["recompute.parts=[mlp]"], ["recompute.parts", "kind=parts"]),
     (["recompute.kind=parts", "recompute.parts=[mlps]"], ["recompute.parts.0=mlps", "nearest: mlp"]),
     (["layout.pp=4", "layout.cuts=[1,1,2]"], ["layout.cuts", "rising"]),
+    (["layout.vpp=2"], ["layout.vpp=2", "pp above 1", "nearest: 1"]),
     (["device.name=gpu"], ["device.name=gpu", "auto"]),
     (["precision.gradients=bf16"], ["precision.gradients=bf16", "nearest: gradients=fp32"]),
     (["evaluate.every=10"], ["evaluate.every=10", "data.validation"]),

@@ -140,6 +140,8 @@ class LayoutSection(Section):
     @model_validator(mode="after")
     def _cuts_match(self) -> Self:
         stages = self.pp * self.vpp
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp}: virtual stages need pp above 1; nearest: 1")
         if self.cuts and (len(self.cuts) != stages - 1 or list(self.cuts) != sorted(set(self.cuts))):
             raise ValueError(
                 f"cuts={list(self.cuts)}: needs {stages - 1} rising layer numbers for pp={self.pp} x vpp={self.vpp}; "
@@ -217,6 +219,8 @@ class DeviceSection(Section):
     """auto takes the best device of this machine."""
     threads: Size | None = None
     """CPU threads for tensor work; default: torch's choice."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time (slower on a GPU; a CPU always does)."""
 
     @field_validator("name")
     @classmethod

@@ -48,6 +48,10 @@ class Device(ABC):
     def memory_peak(self) -> int:
         """Most bytes this process has held on the device so far."""
 
+    def prepare(self, deterministic: bool) -> None:
+        """Before the first work: settings that hold for the whole run."""
+        return
+
     def synchronize(self) -> None:
         """Wait until everything queued is done."""
         return

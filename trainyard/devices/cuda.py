@@ -1,5 +1,6 @@
 """NVIDIA GPUs."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,6 +44,12 @@ class Cuda(Device):
 
     def memory_peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.handle)
+
+    def prepare(self, deterministic: bool) -> None:
+        # The fastest backward passes of attention add in no fixed order. cuBLAS reads its variable when first used.
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(deterministic)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.handle)

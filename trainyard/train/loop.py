@@ -69,6 +69,7 @@ class Trainer:
         self.hooks = list(hooks)
         self.layout = Layout.of(config, world=1)
         self.device = devices.select(config.device.name)
+        self.device.prepare(config.device.deterministic)
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
         compile_ = compiler(config.compile)

@@ -123,7 +123,7 @@ def _chunk_loss(logits: Tensor, labels: Tensor, softmax: Softmax) -> Tensor:
     target = torch.where(counts, labels[:, None], 0).long()
     picked = logits.gather(1, target).float()
     total = softmax(logits, counts)
-    logits.scatter_add_(1, target, -counts.to(logits.dtype))
+    logits.scatter_(1, target, logits.gather(1, target) - counts.to(logits.dtype))
     return torch.where(counts, total - picked, 0.0).sum()
 
 

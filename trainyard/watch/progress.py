@@ -1,6 +1,5 @@
 """The run as a person sees it: a bar in a terminal, one plain line per logged step elsewhere."""
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,6 @@ class Screen:
         self.console = console
         self.bar: Progress | None = None
         self.seconds_per_step: float | None = None
-        self.seen = 0.0
         if console.is_terminal:
             self.bar = Progress(
                 TextColumn("[bold]step"),
@@ -27,7 +25,6 @@ class Screen:
             self.task = self.bar.add_task("train", total=steps, numbers="first step (compiling, if asked to) ...")
 
     def start(self) -> None:
-        self.seen = time.perf_counter()
         if self.bar:
             self.bar.start()
 
