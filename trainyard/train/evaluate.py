@@ -47,10 +47,11 @@ def evaluate(
                 sums[name] = (old[0] + total, old[1] + count)
     model.train(was_training)
     means = {name: (total / count).item() if count.item() else 0.0 for name, (total, count) in sums.items()}
-    result = {"loss": sum(means[name] for name in names), **means}
+    result = {"loss": sum(means[name] for name in names)}
     for name in names & set(PERPLEXITY):
         result["perplexity"] = exp(min(means[name], 700.0))
-    return result
+    # A single term is the loss and need not be said twice.
+    return result | {name: mean for name, mean in means.items() if names != {name}}
 
 
 def _micros(batches: Iterable[Batch], device: Device, size: int) -> Iterable[Batch]:
