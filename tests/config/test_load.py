@@ -57,6 +57,7 @@ MISTAKES = [
     (["recompute.kind=parts", "recompute.parts=[mlps]"], ["recompute.parts.0=mlps", "nearest: mlp"]),
     (["layout.pp=4", "layout.cuts=[1,1,2]"], ["layout.cuts", "rising"]),
     (["layout.vpp=2"], ["layout.vpp=2", "pp above 1", "nearest: 1"]),
+    (["data.paths=a.txt"], ["data.paths=a.txt", "not a list", "nearest: [a.txt]"]),
     (["device.name=gpu"], ["device.name=gpu", "auto"]),
     (["precision.gradients=bf16"], ["precision.gradients=bf16", "nearest: gradients=fp32"]),
     (["evaluate.every=10"], ["evaluate.every=10", "data.validation"]),

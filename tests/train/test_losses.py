@@ -12,7 +12,8 @@ from tests import tiny
 from trainyard.errors import UserError
 from trainyard.models.output import Output
 from trainyard.train import losses
-from trainyard.train.losses import cross_entropy, import_function, pair
+from trainyard.train.losses import cross_entropy
+from trainyard.train.own import import_function, pair
 
 
 def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32):

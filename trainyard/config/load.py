@@ -197,6 +197,8 @@ def _line(error: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch":
         example = "my_module:my_function" if ":" in str(context["pattern"]) else "my-run.1"
         return f"{shown}: not of the form wanted; nearest: {example}"
+    if kind == "tuple_type" and isinstance(value, str | int | float):
+        return f"{shown}: not a list; nearest: [{_plain(value)}]"
     wanted = WANTED.get(kind.split("_")[0], error["msg"])
     return f"{shown}: not {wanted}; nearest: {_default(section, key, value)}"
 
@@ -271,5 +273,6 @@ def _closest(word: str, choices: list[str]) -> str:
 
 
 def _plain(value: object) -> str:
+    value = list(value) if isinstance(value, tuple) else value
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

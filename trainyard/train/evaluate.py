@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from trainyard.data.loader import Loader
 from trainyard.devices import Device
 from trainyard.models import Batch, Output
-from trainyard.train.losses import Loss, pair
+from trainyard.train.losses import Loss
+from trainyard.train.own import pair
 from trainyard.train.step import micro_batches, send
 
 Metric = Callable[[Output, Batch], tuple[Tensor, Tensor]]

@@ -27,8 +27,9 @@ from trainyard.parallel.layout import Layout
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.hooks import Hook
-from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, import_function, softmax_
+from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, softmax_
 from trainyard.train.optimizers import Optimizer
+from trainyard.train.own import import_function
 from trainyard.train.schedules import rate
 from trainyard.train.step import Step, StepResult
 from trainyard.train.stop import Stop, quiet_garbage_collector

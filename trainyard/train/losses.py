@@ -4,8 +4,6 @@ Means of micro batches are never averaged, so neither micro batch size nor rank 
 count nowhere.
 """
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -14,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.errors import UserError
 from trainyard.models import Batch, Output
+from trainyard.train.own import pair
 
 IGNORED = -100
 LOGITS_BYTES = 1 << 25
@@ -77,17 +75,6 @@ class OwnLoss:
     def terms(self, output: Output, batch: Batch) -> Terms:
         total, count = pair(self.function(output, batch), self.function)
         return {"loss": (total, count)}
-
-
-def pair(result: Any, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-    """What a user's loss or metric must give: (sum, count)."""
-    name = getattr(function, "__name__", str(function))
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-        raise UserError(f"{name}: gave {type(result).__name__}; a loss or metric gives (sum, count), the sum a tensor")
-    total, count = result
-    if total.numel() != 1:
-        raise UserError(f"{name}: its sum has shape {list(total.shape)}; give the sum over all counted elements")
-    return total.float().reshape(()), torch.as_tensor(count, device=total.device).float().reshape(())
 
 
 def counted(labels: Tensor) -> Tensor:
@@ -177,17 +164,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.used = True
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (*(d.mul_(grads[0]).to(dtype) if d is not None else None for d, dtype in saved), None, None, None, None)
-
-
-def import_function(dotted: str, key: str) -> Callable[..., Any]:
-    """The function that `module:function` names; the current directory is searched too."""
-    module, _, name = dotted.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise UserError(f"{key}={dotted}: cannot import {module}: {error}") from None
-    if not callable(function):
-        raise UserError(f"{key}={dotted}: {module} has no function {name}")
-    return function
