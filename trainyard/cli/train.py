@@ -7,7 +7,7 @@ from rich.console import Console
 
 from trainyard.config.load import load, parse
 from trainyard.config.smoke import smoke as shrink
-from trainyard.train.hooks import Hook
+from trainyard.train.hooks import Hook, Run
 from trainyard.train.loop import Summary, Trainer
 from trainyard.watch.progress import Screen
 
@@ -20,19 +20,19 @@ class Watch(Hook):
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: Run) -> None:
         self.screen.start()
 
-    def on_step(self, trainer: Trainer, number: int) -> None:
+    def on_step(self, trainer: Run, number: int) -> None:
         self.screen.step(number)
 
-    def on_log(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
         self.screen.log(record)
 
-    def on_evaluate(self, trainer: Trainer, record: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: Run, record: dict[str, Any]) -> None:
         self.screen.evaluate(record)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: Run) -> None:
         self.screen.end()
 
 
