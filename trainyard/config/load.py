@@ -68,7 +68,7 @@ def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a configuration: a mapping of sections was expected")
-    return parse(data, overrides, where=str(path))
+    return parse(data, overrides, where=str(source))
 
 
 def parse(data: dict[str, Any], overrides: Iterable[str] = (), where: str = "") -> Config:
