@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -14,21 +15,22 @@ from trainyard.config.hf import to_hf as config_to_hf
 from trainyard.errors import UserError
 from trainyard.models.names import from_hf, to_hf
 
-DTYPES = {"float32": "float", "bfloat16": "bfloat16"}
 
-
-def save_hf(directory: Path, config: models.AnyModel, values: models.Values, dtype: str = "float32") -> None:
+def save_hf(
+    directory: Path, config: models.AnyModel, values: models.Values, dtype: torch.dtype = torch.float32
+) -> None:
     """Write weights that transformers' from_pretrained reads. The directory appears whole or not at all."""
     family = models.family(config)
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     tensors = {
-        name: getattr(tensor.cpu(), DTYPES[dtype])()
-        for name, tensor in to_hf(family.blueprint(config), family.names(config), values)
+        name: tensor.to("cpu", dtype) for name, tensor in to_hf(family.blueprint(config), family.names(config), values)
     }
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    (part / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2) + "\n", encoding="utf-8")
+    (part / "config.json").write_text(
+        json.dumps(config_to_hf(config, str(dtype).removeprefix("torch.")), indent=2) + "\n", encoding="utf-8"
+    )
     shutil.rmtree(directory, ignore_errors=True)
     part.rename(directory)
 

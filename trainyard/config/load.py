@@ -170,16 +170,15 @@ def _line(error: ErrorDetails) -> str:
     key, section = _locate(error["loc"])
     value = error["input"]
     shown = f"{key}={_plain(value)}"
+    tag = f"{key}.family" if key == "model" else f"{key}.kind"
     if kind == "extra_forbidden":
-        return f"{key}={_plain(value)}: unknown key; nearest: {_nearest_key(key, section)}"
+        return f"{shown}: unknown key; nearest: {_nearest_key(key, section)}"
     if kind == "missing":
         return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
     if kind == "union_tag_not_found":
-        tag = "family" if key == "model" else "kind"
-        return f"{key}.{tag}: missing; one of {', '.join(TAGS[key])}"
+        return f"{tag}: missing; one of {', '.join(TAGS[key])}"
     if kind == "union_tag_invalid":
-        name = "family" if key == "model" else "kind"
-        return f"{key}.{name}={context['tag']}: not one of {', '.join(TAGS[key])}; nearest: " + _closest(
+        return f"{tag}={context['tag']}: not one of {', '.join(TAGS[key])}; nearest: " + _closest(
             str(context["tag"]), list(TAGS[key])
         )
     if kind == "literal_error":

@@ -1,7 +1,7 @@
 """What a device answers. Everything else in the tree asks these questions instead of naming a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,6 +60,10 @@ class Device(ABC):
     def attention(self) -> Iterator[None]:
         """Attention kernels in the order in which they pay on this device."""
         yield
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start copying to the host now; the call that is returned waits for that copy and for nothing queued later."""
+        return lambda: tensor
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device without waiting for it."""

@@ -1,7 +1,7 @@
 """NVIDIA GPUs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,6 @@ from trainyard.devices.base import Device, Peak
 DATA_SHEET = {
     "H200": (989e12, 67e12),
     "H100": (989e12, 67e12),
-    "B200": (2250e12, 80e12),
     "A100": (312e12, 19.5e12),
     "L40S": (362e12, 91.6e12),
     "L4": (121e12, 30.3e12),
@@ -56,7 +55,7 @@ class Cuda(Device):
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        # cuDNN first: about a tenth of a whole 1.3B step faster than flash on Hopper at sequence 4096.
+        # Compiled 1.3B step, sequence 4096, one H200, one run of each: this order 59,274 tokens/s, flash alone 59,148.
         order = [
             SDPBackend.CUDNN_ATTENTION,
             SDPBackend.FLASH_ATTENTION,
@@ -65,6 +64,18 @@ class Cuda(Device):
         ]
         with sdpa_kernel(order, set_priority=True):
             yield
+
+    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.pin_memory().to(self.handle, non_blocking=True)

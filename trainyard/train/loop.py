@@ -36,8 +36,6 @@ from trainyard.train.stop import Stop, quiet_garbage_collector
 from trainyard.watch.meter import Meter
 from trainyard.watch.writers import Writers, new_directory
 
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_sr": torch.bfloat16}
-
 
 @dataclass
 class Summary:
@@ -119,7 +117,7 @@ class Trainer:
             self.model, self.loss, self.optimizer, self.device, config.train.micro_batch, config.train.seed
         )
         flops = per_sample(config.model, self.blueprint, config.data.sequence, config.data.predictions)
-        self.meter = Meter(config, flops, self.device.peak(COMPUTE[config.precision.kind]))
+        self.meter = Meter(config, flops, self.device.peak(self.optimizer.weights.dtype))
         self.directory: Path | None = None
         self.number = 0
         """Updates done."""
@@ -149,7 +147,7 @@ class Trainer:
                         self._tell("on_evaluate", evaluation)
                 if config.checkpoint.final:
                     weights = self.directory / "model"
-                    save_hf(weights, config.model, self.values, str(COMPUTE[config.precision.kind]).split(".")[1])
+                    save_hf(weights, config.model, self.values, self.optimizer.weights.dtype)
             finally:
                 writers.close()
                 self._tell("on_end")
@@ -230,7 +228,7 @@ class Trainer:
 
     def _check(self, result: StepResult) -> None:
         """Stop after too many skipped steps in a row, naming what was not finite."""
-        in_a_row = int(result.skipped[1])
+        in_a_row = int(result.skipped()[1])
         if in_a_row >= self.config.train.max_skipped:
             raise RunStopped(
                 f"step {result.number}: {in_a_row} steps in a row were not finite and were skipped (train.max_skipped="
@@ -244,7 +242,7 @@ class Trainer:
         return f"loss {loss}, not finite: {what}"
 
     def _record(self, result: StepResult) -> dict[str, Any]:
-        total, in_a_row = result.skipped.tolist()
+        total, in_a_row = result.skipped().tolist()
         record: dict[str, Any] = {
             "step": result.number,
             "consumed_samples": result.number * self.config.train.global_batch,

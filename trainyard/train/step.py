@@ -1,6 +1,6 @@
 """The train step: micro batches forward and backward, then one update. Fixed shapes, no question to the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,9 @@ class StepResult:
     loss: Tensor
     terms: dict[str, Tensor]
     grad_norm: Tensor
-    skipped: Tensor
-    """Steps skipped in all, and in a row."""
+    skipped: Callable[[], Tensor]
+    """Steps skipped in all, and in a row. Its copy to the host was queued with the step: it can be read while the next
+    step runs."""
 
 
 class Step:
@@ -62,7 +63,7 @@ class Step:
         scale = torch.ones_like(loss) if ahead else 1 / at_least_one(counts["loss"])
         rate = self.device.to_device(torch.tensor(lr, dtype=torch.float32))
         norm = self.optimizer.step(rate, scale, loss, number)
-        return StepResult(number, lr, loss, means, norm, self.optimizer.skipped)
+        return StepResult(number, lr, loss, means, norm, self.device.fetch(self.optimizer.skipped))
 
 
 def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
