@@ -15,7 +15,7 @@ ORDER = [
     {"config"},
     {"parallel"},
     {"models"},
-    {"data", "watch", "checkpoint"},
+    {"data", "watch", "checkpoint", "launch"},
     {"train"},
     {"cli"},
 ]

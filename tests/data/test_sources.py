@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests import tiny
-from trainyard.data.sources import MASK, SyntheticPairs, open_sources, read_tokens
+from trainyard.data.sources import MASK, SyntheticPairs, Tokens, open_sources, read_tokens
 from trainyard.data.story import stories, story
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import UserError
@@ -43,7 +43,7 @@ def bpe(path: Path) -> Tokenizer:
 
 
 def test_bytes_with_an_end_after_each_document(text: Path) -> None:
-    tokens = read_tokens(text_config(paths=[str(text / "*.txt")]), quiet)
+    tokens, _ = read_tokens(text_config(paths=[str(text / "*.txt")]), quiet)
     first = f"a.txt {TEXT}" * 20
     assert bytes(tokens[: len(first.encode())].astype(np.uint8)).decode() == first
     assert list(np.flatnonzero(tokens == 256)) == [len(first.encode()), len(tokens) - 1]
@@ -56,10 +56,10 @@ def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]]
     (text / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     paths = [str(text / "a.txt")]
-    one = read_tokens(text_config(paths=paths, tokenizer=str(text / "tokenizer.json")), quiet)
+    one, _ = read_tokens(text_config(paths=paths, tokenizer=str(text / "tokenizer.json")), quiet)
     files = {"vocab_file": str(text / "vocab.json"), "merges_file": str(text / "merges.txt")}
     config = text_config(paths=paths, tokenizer="gpt2", **files)
-    assert np.array_equal(one, read_tokens(config, quiet))
+    assert np.array_equal(one, read_tokens(config, quiet)[0])
     assert one[-1] == tokenizer.token_to_id("<|endoftext|>")
     assert load_tokenizer(config.data).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
@@ -131,3 +131,19 @@ def test_masked_pairs_are_what_bert_expects() -> None:
         assert (mask[row][used] == 1).all()
     assert 0.35 < batch["next_sentence"].mean() < 0.65
     assert (batch["segments"][mask == 0] == 0).all()
+
+
+def test_documents_are_kept_apart() -> None:
+    source = Tokens(np.array([5, 6, 0, 7, 0, 0, 8, 9, 9], dtype=np.int32), 8, end=0)
+    sample = source.samples(np.array([0]))
+    assert sample["documents"].tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
+    assert sample["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
+    assert "documents" not in Tokens(source.tokens, 8).samples(np.array([0]))
+
+
+@pytest.mark.parametrize("source", ["text", "synthetic"])
+def test_separate_documents_reach_the_batch(source: str) -> None:
+    config = tiny.config(data={"source": source, "separate": True, "sequence": 64}, model={**tiny.LLAMA, "vocab": 260})
+    samples = open_sources(config)[0].samples(np.arange(20))
+    assert 0 < samples["documents"].max() < 20
+    assert samples["positions"].max() < 64

@@ -12,6 +12,8 @@ from trainyard.config.schema import RecomputeSection
 from trainyard.models.flops import per_sample
 from trainyard.models.layers import CoreAttention, Draw, Dropout, make_draw
 from trainyard.parallel import recompute
+from trainyard.parallel.axes import ContextAxis, TensorAxis
+from trainyard.parallel.groups import Group
 from trainyard.random import key32
 
 
@@ -50,9 +52,9 @@ def test_dropout_keeps_the_mean(p: float) -> None:
 
 def test_attention_dropout_follows_global_heads_and_matches_its_mean() -> None:
     q, k, v = (torch.randn(3, 4, 16, 8) for _ in range(3))
-    whole = CoreAttention(True, 0.2, "s", 0)
+    whole = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(), ContextAxis())
     y = whole(q, k, v, draw=draw([0, 1, 2]))
-    upper = CoreAttention(True, 0.2, "s", 2)
+    upper = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(Group((0, 1), 1)), ContextAxis())
     assert torch.equal(upper(q[:, 2:], k[:, 2:], v[:, 2:], draw=draw([0, 1, 2])), y[:, 2:])
     mean = torch.stack([whole(q, k, v, draw=draw([0, 1, 2], step=step)) for step in range(400)]).mean(0)
     torch.testing.assert_close(mean, whole.eval()(q, k, v), atol=0.15, rtol=0.1)

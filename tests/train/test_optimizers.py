@@ -8,25 +8,31 @@ from torch import nn
 
 from tests import tiny
 from trainyard import models
-from trainyard.config.schema import OptimizerSection, PrecisionSection
+from trainyard.config.schema import Config
+from trainyard.devices.cpu import Cpu
 from trainyard.models.init import initial
+from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import Mesh
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.schedules import rate
 
-CPU = torch.device("cpu")
-
 
 def make(kind: str = "fp32", family: str = "llama", **options: object) -> tuple[nn.Module, Optimizer]:
-    section = tiny.config(family).model
-    blueprint = models.family(section).blueprint(section)
-    model = models.build(section)
-    config = OptimizerSection(**{"lr": 1e-2, "weight_decay": 0.1, "clip": 0.0, **options})
-    return model, Optimizer(model, blueprint, initial(blueprint, 0), config, PrecisionSection(kind=kind), CPU, seed=7)
+    options = {"lr": 1e-2, "weight_decay": 0.1, "clip": 0.0, **options}
+    config = tiny.config(family, optimizer=options, precision={"kind": kind}, train={"seed": 7})
+    return built(config)
+
+
+def built(config: Config) -> tuple[nn.Module, Optimizer]:
+    blueprint = models.family(config.model).blueprint(config.model)
+    model = models.build(config.model)
+    return model, Optimizer([model], blueprint, initial(blueprint, 0), config, Cpu(), Mesh(Layout()))
 
 
 def gradients(optimizer: Optimizer, seed: int, size: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for view in optimizer.gradient_views:
+    for name in optimizer.names:
+        view = optimizer.view(optimizer.gradients, name)
         view.copy_(torch.randn(view.shape, generator=generator) * size)
 
 
@@ -128,25 +134,22 @@ def test_rounding_is_right_on_average_and_by_element() -> None:
         assert optimizer.weights.dtype == torch.bfloat16
         assert optimizer.first.dtype == torch.float32
     assert torch.equal(*runs)
-    moved = (runs[0].float() - start)[: optimizer.decayed].double()
-    used = start[: optimizer.decayed] != 0
+    moved = (runs[0].float() - start)[: optimizer.flat.split].double()
+    used = start[: optimizer.flat.split] != 0
     assert moved[used].mean().item() == pytest.approx(-40e-6, rel=0.05)
     nearest = start.clone()
     for _ in range(40):
         nearest = (nearest - 1e-6).bfloat16().float()
     assert (
-        abs((nearest - start)[: optimizer.decayed][used].double().mean().item() + 40e-6) > 5e-6
+        abs((nearest - start)[: optimizer.flat.split][used].double().mean().item() + 40e-6) > 5e-6
     )  # plain rounding is not
 
 
 def test_rounding_follows_parts_not_fusing() -> None:
     rounded = []
     for fused in (True, False):
-        section = tiny.config({**tiny.LLAMA, "fuse_qkv": fused}).model
-        blueprint = models.family(section).blueprint(section)
-        model = models.build(section)
-        config, precision = OptimizerSection(lr=1e-2, clip=0.0), PrecisionSection(kind="bf16_sr")
-        optimizer = Optimizer(model, blueprint, initial(blueprint, 0), config, precision, CPU, seed=7)
+        own = {"optimizer": {"lr": 1e-2, "clip": 0.0}, "precision": {"kind": "bf16_sr"}}
+        _, optimizer = built(tiny.config({**tiny.LLAMA, "fuse_qkv": fused}, **own))
         optimizer.gradients.fill_(1.0)
         update(optimizer, 1)
         names = ["layers.0.attention.qkv.weight"] if fused else [f"layers.0.attention.{x}.weight" for x in "qkv"]

@@ -298,7 +298,7 @@ def test_a_signal_finishes_the_step_and_writes_what_there_is(tmp_path: Path) -> 
 def test_a_layout_for_more_ranks_is_one_line() -> None:
     for layout, words in (
         ({"tp": 2}, "multiple of 2 ranks, this run has 1"),
-        ({"tp": 3}, r"layout\.tp=3: does not divide model\.heads=4; nearest: 2"),
+        ({"tp": 3}, r"layout\.tp=3: does not divide model\.heads=4; nearest on 1 rank: tp=1 pp=1 cp=1"),
         ({"pp": 4}, r"layout\.pp=4.*2 layers"),
     ):
         with pytest.raises(UserError, match=words):

@@ -17,16 +17,26 @@ from trainyard.models.names import from_hf, to_hf
 
 
 def save_hf(
-    directory: Path, config: models.AnyModel, values: models.Values, dtype: torch.dtype = torch.float32
+    directory: Path,
+    config: models.AnyModel,
+    values: models.Values,
+    dtype: torch.dtype = torch.float32,
+    write: bool = True,
 ) -> None:
-    """Write weights that transformers' from_pretrained reads. The directory appears whole or not at all."""
+    """Write weights that transformers' from_pretrained reads. The directory appears whole or not at all.
+
+    Where `values` brings ranks together, all call this and one has `write`.
+    """
     family = models.family(config)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in to_hf(family.blueprint(config), family.names(config), values):
+        if write:
+            tensors[name] = tensor.to("cpu", dtype)
+    if not write:
+        return
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    tensors = {
-        name: tensor.to("cpu", dtype) for name, tensor in to_hf(family.blueprint(config), family.names(config), values)
-    }
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
     (part / "config.json").write_text(
         json.dumps(config_to_hf(config, str(dtype).removeprefix("torch.")), indent=2) + "\n", encoding="utf-8"

@@ -8,6 +8,7 @@ import typer
 from trainyard import __version__
 from trainyard.cli import config, recipes, train
 from trainyard.errors import RunStopped, UserError
+from trainyard.launch.child import attached
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError, whichever click typer was built with."""
@@ -36,17 +37,27 @@ app.command("recipes")(recipes.recipes)
 
 def main() -> None:
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        with attached():
+            code = _run()
     except UserError as error:
         _fail(str(error), 2)
-    except USAGE_ERROR as error:
-        _fail(f"{error} (see trainyard --help)", 2)
     except RunStopped as error:
         _fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         _fail("interrupted", 130)
     else:
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(code)
+
+
+def _run() -> int:
+    """The verb's exit code. What click raises becomes what the rest of the tree raises."""
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except USAGE_ERROR as error:
+        raise UserError(f"{error} (see trainyard --help)") from None
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    return code if isinstance(code, int) else 0
 
 
 def _fail(line: str, code: int) -> None:

@@ -1,12 +1,17 @@
 """`trainyard train`: the main job."""
 
+import os
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from trainyard.config.load import load, parse
+from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke as shrink
+from trainyard.launch.local import launch
+from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import world
 from trainyard.train.hooks import Hook, Run
 from trainyard.train.loop import Summary, Trainer
 from trainyard.watch.progress import Screen
@@ -42,6 +47,7 @@ def train(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A tiny trial: same structure and features, a few steps.")
     ] = False,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
 ) -> int:
     """Train a model. With no argument: a small Llama on a text that trainyard writes itself.
 
@@ -52,17 +58,23 @@ def train(
       trainyard train llama2-7b --smoke
 
       trainyard train my.yaml train.steps=1000 optimizer.lr=1e-4
+
+      trainyard train my.yaml layout.tp=2 --nproc 8
     """
     words = list(overrides or [])
     if "=" in source:  # only overrides were given
         source, words = DEFAULT, [source, *words]
-    # For a trial the overrides come last, so that it can be adjusted too.
-    config = parse(shrink(load(source)).model_dump(mode="json"), words) if smoke else load(source, words)
-    console = Console(highlight=False)
+    rank, ranks = world()
+    child = "RANK" in os.environ
+    config = configure(source, words, smoke, ranks if child else nproc)
+    if nproc > 1 and not child:
+        Layout.of(config, nproc)  # a mistake is one line, before any process starts
+        return launch(["train", source, *words, *(["--smoke"] if smoke else [])], nproc)
+    console = Console(highlight=False, quiet=rank > 0)
     screen = Screen(config.train.steps, console)
     say = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)  # noqa: E731
-    trainer = Trainer(config, hooks=[Watch(screen)], say=say)
-    peak = trainer.meter.peak
+    trainer = Trainer(config, hooks=[Watch(screen)] if rank == 0 else [], say=say)
+    peak, layout = trainer.meter.peak, trainer.layout
     console.print(
         f"{config.model.family} with {trainer.blueprint.parameters():,} weights on {trainer.device.describe()}; "
         f"{config.precision.kind}, {config.train.steps} steps of "
@@ -71,14 +83,20 @@ def train(
         soft_wrap=True,
         markup=False,
     )
-    if config.layout.ranks and config.layout.ranks != trainer.layout.world:
-        console.print(
-            f"note: the file was written for {config.layout.ranks} ranks; this run has {trainer.layout.world}"
-        )
+    if layout.world > 1:
+        console.print(f"{layout.world} ranks: {layout.describe()}", soft_wrap=True, markup=False)
+    if config.layout.ranks and config.layout.ranks != layout.world:
+        console.print(f"note: the file was written for {config.layout.ranks} ranks; this run has {layout.world}")
     summary = trainer.run()
     for line in closing(summary):
         console.print(line, soft_wrap=True, markup=False)
+    trainer.mesh.leave()
     return 130 if summary.interrupted else 0
+
+
+def configure(source: str, words: list[str], smoke: bool, ranks: int) -> Config:
+    """The configuration of a run on `ranks` ranks. For a trial the overrides come last, so that it can be adjusted."""
+    return parse(shrink(load(source), ranks).model_dump(mode="json"), words) if smoke else load(source, words)
 
 
 def closing(summary: Summary) -> list[str]:

@@ -63,6 +63,11 @@ class _Transformer(Section):
     def head_size(self) -> int:
         return getattr(self, "head_dim", None) or self.hidden // self.heads
 
+    @property
+    def kv(self) -> int:
+        """Key and value heads."""
+        return self.heads
+
 
 class LlamaModel(_Transformer):
     """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
@@ -89,6 +94,10 @@ class LlamaModel(_Transformer):
     @property
     def kv(self) -> int:
         return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        return self.ffn
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -35,6 +35,8 @@ class DataSection(Section):
     """Tokens per sample."""
     validation: float = Field(0.0, ge=0, le=0.5)
     """Part of the samples held out for evaluation, 0 to 0.5; taken from the end."""
+    separate: bool = False
+    """Keep documents apart: attention does not cross their ends, and positions start anew in each."""
     predictions: Size = 20
     """Masked places per sample (BERT), at most data.sequence."""
 
@@ -105,10 +107,16 @@ class PrecisionSection(Section):
     Optimizer state is fp32 in all three."""
     gradients: Literal["fp32", "bf16"] | None = None
     """In what gradients are summed over micro batches. Default: fp32 for fp32 and bf16, bf16 for bf16_sr."""
+    reduce: Literal["fp32", "bf16"] | None = None
+    """In what gradients are summed over data parallel ranks. Default: as precision.gradients."""
 
     @property
     def accumulate(self) -> str:
         return self.gradients or ("bf16" if self.kind == "bf16_sr" else "fp32")
+
+    @property
+    def travel(self) -> str:
+        return self.reduce or self.accumulate
 
     @model_validator(mode="after")
     def _gradients_fit(self) -> Self:
@@ -130,10 +138,18 @@ class LayoutSection(Section):
     """Virtual stages per pipeline rank (interleaved schedule)."""
     cuts: Annotated[tuple[int, ...], Strict(False)] = ()
     """Last layer of each pipeline stage but the last one; default: even stages."""
+    schedule: Literal["1f1b", "zero_bubble", "zbv"] = "1f1b"
+    """Order of micro batches in the pipeline. 1f1b: one forward, one backward (interleaved with vpp above 1);
+    zero_bubble: backward in two halves, the weights' half fills the gaps; zbv: the same with two stages a rank, placed
+    in a V (needs vpp=2)."""
     cp: Size = 1
     """Context parallel ranks (the sequence is split)."""
+    context: Literal["ring", "all_gather"] = "ring"
+    """How context parallel ranks see each other's keys and values: sent round piece by piece, or gathered once."""
     zero: int = Field(0, ge=0, le=3)
     """What data parallel ranks share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    bucket: Size = 256
+    """MiB of gradients that data parallel ranks sum at a time, while the backward pass goes on."""
     ranks: Size | None = None
     """Ranks the file was written for. Default: whatever the run has."""
 
@@ -142,6 +158,8 @@ class LayoutSection(Section):
         stages = self.pp * self.vpp
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp}: virtual stages need pp above 1; nearest: 1")
+        if self.schedule == "zbv" and self.vpp != 2:
+            raise ValueError(f"vpp={self.vpp}: schedule=zbv has two stages a rank; nearest: 2")
         if self.cuts and (len(self.cuts) != stages - 1 or list(self.cuts) != sorted(set(self.cuts))):
             raise ValueError(
                 f"cuts={list(self.cuts)}: needs {stages - 1} rising layer numbers for pp={self.pp} x vpp={self.vpp}; "
@@ -266,6 +284,8 @@ class Config(Section):
                 f"nearest: {model.max_positions}"
             )
         if isinstance(model, BertModel):
+            if data.separate:
+                raise ValueError("data.separate=true: BERT's samples hold one pair each; nearest: false")
             if data.source != "synthetic":
                 raise ValueError(f"data.source={data.source}: BERT reads masked sentence pairs; nearest: synthetic")
             if data.predictions > data.sequence - 3:

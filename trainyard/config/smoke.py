@@ -1,7 +1,7 @@
 """`--smoke`: the same recipe, tiny. Structure and features stay (family, grouped heads, fused parts, rope scaling,
 recompute, precision, schedule, optimizer); sizes, steps and layout shrink to what a laptop does in seconds."""
 
-from math import gcd
+from math import prod
 from typing import Any
 
 from trainyard.config.load import parse
@@ -26,10 +26,11 @@ def smoke(config: Config, ranks: int = 1) -> Config:
         model["head_dim"] = HEAD
     model["hidden"] = model["heads"] * HEAD
     model["ffn"] = 4 * model["hidden"] if model.get("ffn") else None
-    layout["tp"] = _shrink(layout["tp"], gcd(ranks, model["heads"]))
-    layout["pp"] = _shrink(layout["pp"], ranks // layout["tp"])
-    layout["cp"] = _shrink(layout["cp"], ranks // (layout["tp"] * layout["pp"]))
+    asked = {axis: layout[axis] for axis in ("tp", "pp", "cp")}
+    asked["dp"] = max((layout["ranks"] or ranks) // prod(asked.values()), 1)
+    layout |= _spread(asked, ranks, model["heads"])
     layout["vpp"] = layout["vpp"] if layout["pp"] > 1 else 1
+    layout["schedule"] = layout["schedule"] if layout["pp"] > 1 else "1f1b"
     layout["cuts"], layout["ranks"] = [], None
     model["layers"] = max(2, layout["pp"] * layout["vpp"])
     model["vocab"] = 320
@@ -47,9 +48,10 @@ def smoke(config: Config, ranks: int = 1) -> Config:
         "sequence": SEQUENCE,
         "predictions": PREDICTIONS,
     }
-    accumulate = min(config.train.global_batch // config.train.micro_batch, 2)
+    accumulate = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])
     micro = min(config.train.micro_batch, 4)
-    data["train"] |= {"steps": STEPS, "micro_batch": micro, "global_batch": micro * accumulate * ranks}
+    dp = ranks // prod(layout[axis] for axis in ("tp", "pp", "cp"))
+    data["train"] |= {"steps": STEPS, "micro_batch": micro, "global_batch": micro * accumulate * dp}
     data["schedule"] |= {"warmup": min(config.schedule.warmup, 2), "decay_steps": None}
     if data["evaluate"]["every"]:
         data["evaluate"] |= {"every": STEPS // 2, "batches": 2}
@@ -57,6 +59,18 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     return parse(data)
 
 
-def _shrink(size: int, ranks: int) -> int:
-    """The largest divisor of `ranks` that is at most `size`."""
-    return max(d for d in range(1, size + 1) if ranks % d == 0)
+def _spread(asked: dict[str, int], ranks: int, heads: int) -> dict[str, int]:
+    """A small layout with as many of the asked-for axes as `ranks` allow: each in turn gets a factor."""
+    out = dict.fromkeys(asked, 1)
+    left, grown = ranks, True
+    while grown:
+        grown = False
+        for axis in out:
+            factor = next((p for p in range(2, left + 1) if left % p == 0), 1)
+            fits = axis != "tp" or heads % (out[axis] * factor) == 0
+            if factor > 1 and out[axis] * factor <= asked[axis] and fits:
+                out[axis] *= factor
+                left //= factor
+                grown = True
+    del out["dp"]
+    return out

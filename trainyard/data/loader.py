@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainyard.data.order import shuffled
@@ -17,25 +18,29 @@ class Loader:
         self.seed = seed
         self.shuffle = shuffle
 
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """The samples of one optimizer step, in host memory. `sample` numbers them within the global batch."""
-        index = np.arange(self.global_batch, dtype=np.int64) + step * self.global_batch
+    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """The samples of one optimizer step, or some `rows` of them, in host memory. `sample` numbers them within the
+        global batch."""
+        place = np.arange(self.global_batch, dtype=np.int64)[rows]
+        index = place + step * self.global_batch
         numbers = shuffled(self.seed, index, len(self.source)) if self.shuffle else index
-        return self._stack(numbers)
+        return self._stack(numbers, place)
 
-    def once(self) -> Iterator[dict[str, Tensor]]:
-        """Every sample exactly once, in order; the last batch is filled up with labels that count nowhere."""
+    def once(self, rows: slice = slice(None)) -> Iterator[dict[str, Tensor]]:
+        """Every sample exactly once, in order (some `rows` of each batch); the last batch is filled up with labels that
+        count nowhere."""
+        place = np.arange(self.global_batch, dtype=np.int64)[rows]
         for first in range(0, len(self.source), self.global_batch):
-            numbers = np.arange(first, first + self.global_batch, dtype=np.int64)
-            batch = self._stack(numbers % len(self.source))
+            numbers = first + place
+            batch = self._stack(numbers % len(self.source), place)
             extra = torch.from_numpy(numbers >= len(self.source))
             for name in ("labels", "next_sentence"):
                 if name in batch:
                     batch[name][extra] = -100
             yield batch
 
-    def _stack(self, numbers: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> dict[str, Tensor]:
+    def _stack(self, numbers: NDArray[np.int64], place: NDArray[np.int64]) -> dict[str, Tensor]:
         arrays = self.source.samples(numbers)
         batch = {name: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)) for name, array in arrays.items()}
-        batch["sample"] = torch.arange(self.global_batch, dtype=torch.int32)
+        batch["sample"] = torch.from_numpy(place.astype(np.int32))
         return batch

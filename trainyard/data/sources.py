@@ -20,6 +20,8 @@ Say = Callable[[str], None]
 CLS, SEP, MASK, FIRST_WORD = 1, 2, 3, 4
 """Numbers with a meaning in synthetic masked samples; 0 is padding."""
 STORIES = 1500
+WORDS = 64
+"""Length of synthetic documents, on average."""
 
 
 class Source(Protocol):
@@ -30,26 +32,41 @@ class Source(Protocol):
 
 
 class Tokens:
-    """One long row of tokens, cut into samples of `sequence` inputs and as many labels, one further on."""
+    """One long row of tokens, cut into samples of `sequence` inputs and as many labels, one further on. With `end`,
+    documents that end with that token are kept apart."""
 
-    def __init__(self, tokens: NDArray[np.int32], sequence: int) -> None:
+    def __init__(self, tokens: NDArray[np.int32], sequence: int, end: int | None = None) -> None:
         self.tokens = tokens
         self.sequence = sequence
+        self.end = end
 
     def __len__(self) -> int:
         return max((len(self.tokens) - 1) // self.sequence, 0)
 
     def samples(self, numbers: NDArray[np.int64]) -> Sample:
         rows = self.tokens[numbers[:, None] * self.sequence + np.arange(self.sequence + 1)]
-        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+        return {"tokens": rows[:, :-1], "labels": rows[:, 1:], **apart(rows[:, :-1], self.end)}
+
+
+def apart(tokens: NDArray[np.int32], end: int | None) -> Sample:
+    """Which document of its sample each token is in, and its position there; nothing where `end` is None."""
+    if end is None:
+        return {}
+    starts = np.zeros_like(tokens, dtype=bool)
+    starts[:, 1:] = tokens[:, :-1] == end
+    place = np.arange(tokens.shape[1], dtype=np.int32)
+    first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
+    return {"documents": starts.cumsum(1, dtype=np.int32), "positions": (place - first).astype(np.int32)}
 
 
 class SyntheticTokens:
-    """Token rows without files: each follows from its number. Part of every next token is predictable."""
+    """Token rows without files: each follows from its number. Part of every next token is predictable. Kept apart,
+    documents have 1 / `WORDS` of a chance to end at each token."""
 
     def __init__(self, config: Config) -> None:
         self.vocab, self.sequence = config.model.vocab, config.data.sequence
         self.seed = config.train.seed
+        self.separate = config.data.separate
 
     def __len__(self) -> int:
         return 1 << 24
@@ -60,7 +77,9 @@ class SyntheticTokens:
             draw = np.random.Generator(np.random.Philox(key64(self.seed, "tokens", number) % 2**64))
             row[:] = draw.integers(0, self.vocab, self.sequence + 1)
             row[1::2] = (row[:-1:2] * 7 + 1) % self.vocab
-        return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+            if self.separate:
+                row[draw.random(len(row)) < 1 / WORDS] = 0
+        return {"tokens": rows[:, :-1], "labels": rows[:, 1:], **apart(rows[:, :-1], 0 if self.separate else None)}
 
 
 class SyntheticPairs:
@@ -135,7 +154,8 @@ def open_sources(config: Config, say: Say = lambda line: None) -> tuple[Source, 
     if config.data.source == "synthetic":
         whole = SyntheticPairs(config) if config.model.family == "bert" else SyntheticTokens(config)
     else:
-        whole = Tokens(read_tokens(config, say), config.data.sequence)
+        tokens, end = read_tokens(config, say)
+        whole = Tokens(tokens, config.data.sequence, end if config.data.separate else None)
     held = round(len(whole) * config.data.validation)
     if config.data.validation:
         held = max(held, 1)
@@ -146,8 +166,8 @@ def open_sources(config: Config, say: Say = lambda line: None) -> tuple[Source, 
     return Part(whole, 0, len(whole) - held), Part(whole, len(whole) - held, held) if held else None
 
 
-def read_tokens(config: Config, say: Say) -> NDArray[np.int32]:
-    """Every document through the tokenizer, the end token after each."""
+def read_tokens(config: Config, say: Say) -> tuple[NDArray[np.int32], int]:
+    """Every document through the tokenizer, the end token after each; and that token."""
     data = config.data
     tokenizer = load_tokenizer(data)
     if tokenizer.vocab > config.model.vocab:
@@ -169,7 +189,7 @@ def read_tokens(config: Config, say: Say) -> NDArray[np.int32]:
             pieces += [*tokenizer.encode([path.read_text(encoding="utf-8")]), end]
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    return np.concatenate(pieces)
+    return np.concatenate(pieces), tokenizer.end
 
 
 def _files(paths: tuple[str, ...]) -> list[Path]:

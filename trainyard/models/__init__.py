@@ -14,7 +14,9 @@ from trainyard.models.init import Values
 from trainyard.models.layers import Batch, Maker
 from trainyard.models.names import Names
 from trainyard.models.output import Output
+from trainyard.models.stack import Stack
 from trainyard.parallel.axes import Axes
+from trainyard.parallel.layout import Stage
 
 __all__ = [
     "FAMILIES",
@@ -23,6 +25,7 @@ __all__ = [
     "Blueprint",
     "Family",
     "Output",
+    "Stack",
     "Values",
     "assign",
     "build",
@@ -37,7 +40,7 @@ AnyModel = LlamaModel | GptModel | BertModel
 class Family:
     """A model family: one model, one blueprint, one name map."""
 
-    model: type[nn.Module]
+    model: Callable[[Any, Maker, Axes], Stack]
     blueprint: Callable[[Any], Blueprint]
     names: Callable[[Any], Names]
 
@@ -53,20 +56,28 @@ def family(c: AnyModel) -> Family:
     return FAMILIES[c.family]
 
 
-def build(c: AnyModel, device: torch.device | str = "cpu", axes: Axes | None = None) -> nn.Module:
-    """The model of one rank: its structure and constants; the parameters have shapes but no memory yet."""
+def build(
+    c: AnyModel, device: torch.device | str = "cpu", axes: Axes | None = None, stage: Stage | None = None
+) -> Stack:
+    """The model of one rank, or a stage of it: structure and constants; parameters have shapes but no memory yet."""
     axes = axes or Axes()
-    model = family(c).model(c, Maker(family(c).blueprint(c), axes.tp), axes)
+    blueprint = family(c).blueprint(c)
+    model = family(c).model(c, Maker(blueprint, axes), axes)
+    if stage:
+        model.keep(stage, blueprint)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)
     return model
 
 
-def assign(model: nn.Module, tensor: Callable[[str], torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Put memory behind every parameter (a tied one stays one). Returns them by name."""
+def assign(
+    model: nn.Module, tensor: Callable[[str], torch.Tensor], made: dict[str, nn.Parameter] | None = None
+) -> dict[str, nn.Parameter]:
+    """Put memory behind every parameter (a tied one stays one; those in `made` are taken from there). Returns them by
+    name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    made: dict[str, nn.Parameter] = {}
+    made = dict(made or {})
     for owner in list(model.modules()):
         for key, parameter in list(owner.named_parameters(recurse=False)):
             name = names[parameter]

@@ -1,31 +1,31 @@
 """BERT with its masked-token and next-sentence heads. B batch, T tokens, P masked places, D hidden."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.config.model import BertModel
 from trainyard.models.blueprint import Blueprint, Row
 from trainyard.models.gpt import MLP, Attention, block_rows
-from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker, make_draw
+from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
+from trainyard.models.stack import Stack
 from trainyard.parallel.axes import Axes
 
 
 class Block(nn.Module):
     """LayerNorm comes after the residual sum."""
 
-    def __init__(self, c: BertModel, make: Maker, axes: Axes, name: str) -> None:
+    def __init__(self, c: BertModel, make: Maker, name: str) -> None:
         super().__init__()
-        self.attention = Attention(c, make, axes, f"{name}.attention", causal=False)
+        self.attention = Attention(c, make, f"{name}.attention", causal=False)
         self.attention_norm = make.layer_norm(f"{name}.attention_norm", c.norm_eps)
-        self.mlp = MLP(c, make, axes, f"{name}.mlp")
+        self.mlp = MLP(c, make, f"{name}.mlp")
         self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, keep: Tensor | None) -> Tensor:
-        x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, draw, keep))
-        return self.mlp_norm(x_BTD + self.mlp(x_BTD, draw))
+    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+        x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, draw, own, documents_BT))
+        return self.mlp_norm(x_BTD + self.mlp(x_BTD, own))
 
 
 class Heads(nn.Module):
@@ -45,52 +45,54 @@ class Heads(nn.Module):
         return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))
 
 
-class Bert(nn.Module):
+class Bert(Stack):
     def __init__(self, c: BertModel, make: Maker, axes: Axes) -> None:
-        super().__init__()
-        self.embedding = make.embedding("embedding")
+        super().__init__(axes, c.vocab)
+        self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
         self.segment = make.embedding("segment")
         self.embedding_norm = make.layer_norm("embedding_norm", c.norm_eps)
         self.dropout = Dropout(c.hidden_dropout, "embedding")
-        self.layers = nn.ModuleDict({str(i): Block(c, make, axes, f"layers.{i}") for i in range(c.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
         self.mlm = Heads(c, make)
         self.pooler = make.linear("pooler")
         self.nsp = make.linear("nsp")
 
-    def forward(self, batch: Batch) -> Output:
-        """`mask` is 0 at padding; `places` [B, P] are the masked positions."""
-        tokens_BT = batch["tokens"]
-        position_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
-        draw = make_draw(batch, position_T)
-        keep = batch["mask"][:, None, None, :].bool() if "mask" in batch else None
-        x_BTD = self.embedding(tokens_BT) + self.position(position_T) + self.segment(batch["segments"])
-        x_BTD = self.dropout(self.embedding_norm(x_BTD), draw)
-        for block in self.layers.values():
-            x_BTD = block(x_BTD, draw, keep)
+    def shared(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
+        """`mask` is 0 at padding, which is a document of its own."""
+        return *self.draws(batch), batch.get("mask")
+
+    def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+        position, segment = (self.tp.part(x, self.tp_rank) for x in (self.places(batch), batch["segments"]))
+        x_BTD = self.embedding(batch["tokens"]) + self.position(position) + self.segment(segment)
+        return self.dropout(self.embedding_norm(x_BTD), own)
+
+    def head(self, x_BTD: Tensor, batch: Batch) -> Output:
+        """`places` [B, P] are the masked positions. All ranks repeat the heads but for the product with the words."""
+        x_BTD = self.tp.whole(x_BTD)
         first_BD = F.tanh(self.pooler(x_BTD[:, 0]))
-        return Output(self.mlm(x_BTD, batch["places"]), self.embedding.weight, self.mlm.bias, self.nsp(first_BD))
+        return self.result(self.mlm(x_BTD, batch["places"]), self.embedding, self.mlm.bias, self.nsp(first_BD))
 
 
 def blueprint(c: BertModel) -> Blueprint:
     D, V, std = c.hidden, c.vocab, c.init_std
     return Blueprint(
         (
-            Row("embedding.weight", (V, D), 0, place="both", std=std, decay=True),
+            Row("embedding.weight", (V, D), 0, place="both", std=std, decay=True, padded=True),
             Row("position.weight", (c.max_positions, D), place="first", std=std, decay=True),
             Row("segment.weight", (c.segments, D), place="first", std=std, decay=True),
             Row("embedding_norm.weight", (D,), place="first", fill=1.0),
             Row("embedding_norm.bias", (D,), place="first"),
             *block_rows(c),
-            Row("mlm.dense.weight", (D, D), place="last", std=std, decay=True, sees="masked"),
-            Row("mlm.dense.bias", (D,), place="last"),
-            Row("mlm.norm.weight", (D,), place="last", fill=1.0),
-            Row("mlm.norm.bias", (D,), place="last"),
-            Row("mlm.bias", (V,), 0, place="last"),
-            Row("pooler.weight", (D, D), place="last", std=std, decay=True, sees="first"),
-            Row("pooler.bias", (D,), place="last"),
-            Row("nsp.weight", (2, D), place="last", std=std, decay=True, sees="first"),
-            Row("nsp.bias", (2,), place="last"),
+            Row("mlm.dense.weight", (D, D), place="last", repeated=True, std=std, decay=True, sees="masked"),
+            Row("mlm.dense.bias", (D,), place="last", repeated=True),
+            Row("mlm.norm.weight", (D,), place="last", repeated=True, fill=1.0),
+            Row("mlm.norm.bias", (D,), place="last", repeated=True),
+            Row("mlm.bias", (V,), 0, place="last", padded=True),
+            Row("pooler.weight", (D, D), place="last", repeated=True, std=std, decay=True, sees="first"),
+            Row("pooler.bias", (D,), place="last", repeated=True),
+            Row("nsp.weight", (2, D), place="last", repeated=True, std=std, decay=True, sees="first"),
+            Row("nsp.bias", (2,), place="last", repeated=True),
         ),
         c.layers,
         (V, D, "masked"),

@@ -2,8 +2,8 @@
 
     name pattern | global shape | tensor-parallel dim | fused parts | pipeline place | init | weight decay
 
-Initialisation, local shapes, optimizer groups, checkpoints, conversion and the memory plan read this table and nothing
-else. In a pattern `*` stands for the layer number.
+Initialisation, local shapes, optimizer groups, gradient sums, checkpoints, conversion and the memory plan read this
+table and nothing else. In a pattern `*` stands for the layer number.
 """
 
 import re
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Literal
+
+from trainyard.parallel.layout import copies, share
 
 Place = Literal["first", "block", "last", "both"]
 Sees = Literal["tokens", "masked", "first", "nothing"]
@@ -28,7 +30,7 @@ class Part:
     name: str
     size: int
     units: int
-    """Indivisible pieces (heads). Fewer than tp ranks: each rank holds one, copied to tp / units ranks."""
+    """Indivisible pieces (heads). Fewer than tp ranks, or not a multiple: some are held by several ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Row:
     decay: bool = False
     sees: Sees = "nothing"
     """Which tokens this matrix multiplies (for FLOP counts); nothing: a look-up or a vector."""
+    padded: bool = False
+    """Rows of zeros at the end make the ranks' shares equal (vocabularies)."""
+    repeated: bool = False
+    """Not split, and used on all tokens by every tensor-parallel rank even under sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +89,35 @@ class Blueprint:
 
     def slices(self, name: str, tp: int = 1, rank: int = 0) -> list[Slice]:
         """What tensor-parallel rank `rank` of `tp` holds of `name`: a slice of each part, in order."""
-        row, layer = self.row(name), _layer(name)
+        row, number = self.row(name), layer(name)
         parts = row.parts or (Part(row.name, row.shape[row.split or 0], row.shape[row.split or 0]),)
         out = []
         for part in parts:
-            start, stop = (0, part.size) if row.split is None else _share(part, tp, rank)
+            start, stop = 0, part.size
+            if row.padded:
+                rows = -(-part.size // tp)
+                start, stop = (min(end * rows, part.size) for end in (rank, rank + 1))
+            elif row.split is not None:
+                unit = part.size // part.units
+                start, stop = (end * unit for end in share(part.units, tp, rank))
             shape = (part.size, *row.shape[1:]) if row.parts else row.shape
-            out.append(Slice(part.name.replace("*", layer), shape, row.split or 0, start, stop))
+            own = part.name.replace("*", "" if number is None else str(number))
+            out.append(Slice(own, shape, row.split or 0, start, stop))
         return out
+
+    def holders(self, name: str, tp: int) -> list[int]:
+        """For each slice of `name`, how many tensor-parallel ranks hold the same values."""
+        row = self.row(name)
+        if row.split is None:
+            return [tp]
+        return [copies(part.units, tp) for part in row.parts] or [1]
 
     def local_shape(self, name: str, tp: int = 1, rank: int = 0) -> tuple[int, ...]:
         row = self.row(name)
         shape = list(row.shape)
-        if row.split is not None:
+        if row.padded:
+            shape[0] = -(-shape[0] // tp)
+        elif row.split is not None:
             shape[row.split] = sum(piece.stop - piece.start for piece in self.slices(name, tp, rank))
         return tuple(shape)
 
@@ -109,17 +131,7 @@ def pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _layer(name: str) -> str:
+def layer(name: str) -> int | None:
+    """3 for `layers.3.mlp.up.weight`; None outside the blocks."""
     match = re.search(r"\.(\d+)\.", name)
-    return match.group(1) if match else ""
-
-
-def _share(part: Part, tp: int, rank: int) -> tuple[int, int]:
-    unit = part.size // part.units
-    if part.units >= tp:
-        assert part.units % tp == 0, f"{part.name}: {part.units} units on {tp} ranks"
-        each = part.units // tp
-        return rank * each * unit, (rank + 1) * each * unit
-    assert tp % part.units == 0, f"{part.name}: {tp} ranks on {part.units} units"
-    place = rank // (tp // part.units)
-    return place * unit, (place + 1) * unit
+    return int(match.group(1)) if match else None

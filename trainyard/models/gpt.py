@@ -1,88 +1,86 @@
 """GPT-2 and GPT-3. B batch, T tokens, D hidden, H heads, K head size."""
 
-import torch
 from torch import Tensor, nn
 
 from trainyard.config.model import BertModel, GptModel
 from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.layers import Activation, Batch, CoreAttention, Draw, Dropout, Maker, make_draw
+from trainyard.models.layers import Activation, Batch, Draw, Dropout, Maker
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
+from trainyard.models.stack import Stack
 from trainyard.parallel.axes import Axes
 
 
 class Attention(nn.Module):
     part = "attention"  # BERT's too, which is not causal
 
-    def __init__(self, c: GptModel | BertModel, make: Maker, axes: Axes, name: str, causal: bool) -> None:
+    def __init__(self, c: GptModel | BertModel, make: Maker, name: str, causal: bool) -> None:
         super().__init__()
-        self.tp = axes.tp
-        self.head_size = c.head_size
-        self.fused = c.fuse_qkv
+        self.tp, self.head_size, self.fused = make.tp, c.head_size, c.fuse_qkv
         if c.fuse_qkv:
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        first_head = axes.tp.rank * c.heads // axes.tp.size
-        self.core_attention = CoreAttention(causal, c.attention_dropout, f"{name}.core", first_head)
+        self.core_attention = make.core_attention(c.heads, c.heads, causal, c.attention_dropout, f"{name}.core")
         self.output = make.linear(f"{name}.output")
         self.dropout = Dropout(c.hidden_dropout, name)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, keep: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
         x_BTD = self.tp.gather(x_BTD)
         flat = self.qkv(x_BTD).chunk(3, -1) if self.fused else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         q_BHTK, k_BHTK, v_BHTK = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in flat)
-        y_BTD = self.core_attention(q_BHTK, k_BHTK, v_BHTK, keep, draw).transpose(1, 2).flatten(2)
-        return self.dropout(self.output.add_bias(self.tp.scatter(self.output.product(y_BTD))), draw)
+        y_BTD = self.core_attention(q_BHTK, k_BHTK, v_BHTK, documents_BT, draw).transpose(1, 2).flatten(2)
+        return self.dropout(self.output.add_bias(self.tp.scatter(self.output.product(y_BTD))), own)
 
 
 class MLP(nn.Module):
     part = "mlp"
 
-    def __init__(self, c: GptModel | BertModel, make: Maker, axes: Axes, name: str) -> None:
+    def __init__(self, c: GptModel | BertModel, make: Maker, name: str) -> None:
         super().__init__()
-        self.tp = axes.tp
+        self.tp = make.tp
         self.up = make.linear(f"{name}.up")
         self.activation = Activation(c.activation)
         self.down = make.linear(f"{name}.down")
         self.dropout = Dropout(c.hidden_dropout, name)
 
-    def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
+    def forward(self, x_BTD: Tensor, own: Draw) -> Tensor:
         y_BTF = self.activation(self.up(self.tp.gather(x_BTD)))
-        return self.dropout(self.down.add_bias(self.tp.scatter(self.down.product(y_BTF))), draw)
+        return self.dropout(self.down.add_bias(self.tp.scatter(self.down.product(y_BTF))), own)
 
 
 class Block(nn.Module):
-    def __init__(self, c: GptModel, make: Maker, axes: Axes, name: str) -> None:
+    def __init__(self, c: GptModel, make: Maker, name: str) -> None:
         super().__init__()
         self.attention_norm = make.layer_norm(f"{name}.attention_norm", c.norm_eps)
-        self.attention = Attention(c, make, axes, f"{name}.attention", causal=True)
+        self.attention = Attention(c, make, f"{name}.attention", causal=True)
         self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp = MLP(c, make, axes, f"{name}.mlp")
+        self.mlp = MLP(c, make, f"{name}.mlp")
 
-    def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), draw)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), draw)
+    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), draw, own, documents_BT)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD), own)
 
 
-class Gpt(nn.Module):
+class Gpt(Stack):
     def __init__(self, c: GptModel, make: Maker, axes: Axes) -> None:
-        super().__init__()
-        self.embedding = make.embedding("embedding")
+        super().__init__(axes, c.vocab)
+        self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
         self.dropout = Dropout(c.embedding_dropout, "embedding")
-        self.layers = nn.ModuleDict({str(i): Block(c, make, axes, f"layers.{i}") for i in range(c.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.layer_norm("norm", c.norm_eps)
-        self.output = self.embedding if c.tied else make.linear("output")
+        self.output = self.embedding if c.tied else make.head("output")
 
-    def forward(self, batch: Batch) -> Output:
-        tokens_BT = batch["tokens"]
-        position_T = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device)
-        draw = make_draw(batch, position_T)
-        x_BTD = self.dropout(self.embedding(tokens_BT) + self.position(position_T), draw)
-        for block in self.layers.values():
-            x_BTD = block(x_BTD, draw)
-        return Output(self.norm(x_BTD), self.output.weight)
+    def shared(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
+        return *self.draws(batch), batch.get("documents")
+
+    def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+        position = self.tp.part(batch["positions"] if "positions" in batch else self.places(batch), self.tp_rank)
+        return self.dropout(self.embedding(batch["tokens"]) + self.position(position), own)
+
+    def head(self, x_BTD: Tensor, batch: Batch) -> Output:
+        return self.result(self.norm(x_BTD), self.output, split=self.tp.sequence)
 
 
 def block_rows(c: GptModel | BertModel) -> tuple[Row, ...]:
@@ -117,14 +115,15 @@ def block_rows(c: GptModel | BertModel) -> tuple[Row, ...]:
 
 def blueprint(c: GptModel) -> Blueprint:
     D, V, std = c.hidden, c.vocab, c.init_std
+    head = Row("output.weight", (V, D), 0, place="last", std=std, decay=True, sees="tokens", padded=True)
     return Blueprint(
         (
-            Row("embedding.weight", (V, D), 0, place="both" if c.tied else "first", std=std, decay=True),
+            Row("embedding.weight", (V, D), 0, place="both" if c.tied else "first", std=std, decay=True, padded=True),
             Row("position.weight", (c.max_positions, D), place="first", std=std, decay=True),
             *block_rows(c),
             Row("norm.weight", (D,), place="last", fill=1.0),
             Row("norm.bias", (D,), place="last"),
-            *([] if c.tied else [Row("output.weight", (V, D), 0, place="last", std=std, decay=True, sees="tokens")]),
+            *([] if c.tied else [head]),
         ),
         c.layers,
         (V, D, "tokens") if c.tied else None,

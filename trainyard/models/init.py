@@ -19,11 +19,16 @@ Values = Callable[[str], Tensor]
 def initial(blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", tp: int = 1, rank: int = 0) -> Values:
     def values(name: str) -> Tensor:
         row = blueprint.row(name)
+        out = torch.full(blueprint.local_shape(name, tp, rank), row.fill, device=device)
         if row.std is None:
-            return torch.full(blueprint.local_shape(name, tp, rank), row.fill, device=device)
-        std = row.std
-        pieces = [_draw(piece, seed, device).mul_(std) for piece in blueprint.slices(name, tp, rank)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            return out
+        # A padded parameter has rows beyond its slices: they stay 0.
+        taken = 0
+        for piece in blueprint.slices(name, tp, rank):
+            size = piece.stop - piece.start
+            torch.mul(_draw(piece, seed, device), row.std, out=out.narrow(piece.dim, taken, size))
+            taken += size
+        return out
 
     return values
 

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from trainyard.config.model import LinearRope, Llama3Rope, LlamaModel
 from trainyard.models.blueprint import Blueprint
-from trainyard.parallel.axes import Axis
+from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
+from trainyard.parallel.layout import share
+from trainyard.parallel.ring import Dropped
 from trainyard.random import cell32, key32, row32
 
 Batch = dict[str, Tensor]
@@ -22,9 +24,9 @@ class Draw(NamedTuple):
     second_BT: Tensor
 
 
-def make_draw(batch: Batch, position_T: Tensor) -> Draw:
-    """`sample` are places in the global batch and positions are global too, so no layout changes a mask."""
-    return Draw(*row32(batch["key"], batch["sample"][:, None], position_T))
+def make_draw(batch: Batch, place_T: Tensor) -> Draw:
+    """`sample` are places in the global batch and tokens' places are global too, so no layout changes a mask."""
+    return Draw(*row32(batch["key"], batch["sample"][:, None], place_T))
 
 
 class Linear(nn.Module):
@@ -51,6 +53,40 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
+
+
+class VocabEmbedding(nn.Module):
+    """A look-up in a matrix whose rows tensor-parallel ranks share: each adds the tokens that it holds."""
+
+    first: Tensor
+
+    def __init__(self, weight: nn.Parameter, tp: TensorAxis) -> None:
+        super().__init__()
+        self.weight = weight
+        self.tp = tp
+        first = torch.tensor(tp.rank * weight.shape[0], dtype=torch.int32)
+        self.register_buffer("first", first, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        index = tokens - self.first
+        here = (index >= 0) & (index < self.weight.shape[0])
+        found = F.embedding(torch.where(here, index, 0), self.weight)
+        return self.tp.scatter(torch.where(here[..., None], found, 0.0))
+
+
+class Head(nn.Module):
+    """The output matrix, its rows shared by tensor-parallel ranks. The loss multiplies by it, chunk by chunk."""
+
+    first: Tensor
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorAxis) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        first = torch.tensor(tp.rank * weight.shape[0], dtype=torch.int32)
+        self.register_buffer("first", first, persistent=False)
 
 
 class RMSNorm(nn.Module):
@@ -81,9 +117,9 @@ class LayerNorm(nn.Module):
 class Maker:
     """Makes modules whose parameters have the local shapes that the blueprint says, without memory behind them yet."""
 
-    def __init__(self, blueprint: Blueprint, tp: Axis) -> None:
+    def __init__(self, blueprint: Blueprint, axes: Axes) -> None:
         self.blueprint = blueprint
-        self.tp = tp
+        self.tp, self.cp = axes.tp, axes.cp
 
     def parameter(self, name: str) -> nn.Parameter:
         shape = self.blueprint.local_shape(name, self.tp.size, self.tp.rank)
@@ -96,11 +132,20 @@ class Maker:
     def embedding(self, name: str) -> Embedding:
         return Embedding(self.parameter(f"{name}.weight"))
 
+    def vocab_embedding(self, name: str) -> VocabEmbedding:
+        return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp)
+
+    def head(self, name: str) -> Head:
+        return Head(self.parameter(f"{name}.weight"), None, self.tp)
+
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.parameter(f"{name}.weight"), eps)
 
     def layer_norm(self, name: str, eps: float) -> LayerNorm:
         return LayerNorm(self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias"), eps)
+
+    def core_attention(self, heads: int, kv: int, causal: bool, dropout: float, site: str) -> "CoreAttention":
+        return CoreAttention(heads, kv, causal, dropout, site, self.tp, self.cp)
 
 
 class Dropout(nn.Module):
@@ -128,27 +173,50 @@ def drop(x: Tensor, p: float, draw: Draw, site: Tensor, column: Tensor) -> Tenso
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k / sqrt(K)) v. The causal mask is a constant of the graph, never an input."""
+    """softmax(q k / sqrt(K)) v on this rank's heads. The causal mask is a constant of the graph, never an input."""
 
     part = "core_attention"
     site: Tensor
     first_head: Tensor
+    chosen: Tensor
 
-    def __init__(self, causal: bool, dropout: float, site: str, first_head: int) -> None:
+    def __init__(
+        self, heads: int, kv: int, causal: bool, dropout: float, site: str, tp: TensorAxis, cp: ContextAxis
+    ) -> None:
         super().__init__()
         self.causal = causal
         self.p = dropout
+        self.cp = cp
+        own = heads // tp.size
+        first = tp.rank * own
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
-        self.register_buffer("first_head", torch.tensor(first_head, dtype=torch.int32), persistent=False)
+        self.register_buffer("first_head", torch.tensor(first, dtype=torch.int32), persistent=False)
+        # Where kv heads and ranks do not divide, this rank's query heads use its kv heads unevenly: one copy for each.
+        self.uneven = kv % tp.size > 0 and tp.size % kv > 0
+        chosen = torch.arange(first, first + own) // (heads // kv) - share(kv, tp.size, tp.rank)[0]
+        self.register_buffer("chosen", chosen.int(), persistent=False)
 
     def forward(
-        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, keep: Tensor | None = None, draw: Draw | None = None
+        self,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        documents_BT: Tensor | None = None,
+        draw: Draw | None = None,
     ) -> Tensor:
-        """`keep` [B, 1, 1, T] is false at padding."""
-        if not self.training or self.p == 0:
+        """A query sees keys of its own document only. Without a causal mask, document 0 is padding."""
+        if self.uneven:
+            k_BGTK, v_BGTK = k_BGTK.index_select(1, self.chosen), v_BGTK.index_select(1, self.chosen)
+        drop_it = self.training and self.p > 0
+        if self.cp.size > 1 or (self.causal and documents_BT is not None):
+            dropped = Dropped(self.p, *draw, self.site, self.first_head) if drop_it and draw else None
+            return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, dropped)
+        # Nothing is read where a padded query stands, so that only keys need the mask.
+        keep_B11T = None if documents_BT is None else documents_BT[:, None, None, :].bool()
+        if not drop_it:
             grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
             return F.scaled_dot_product_attention(
-                q_BHTK, k_BGTK, v_BGTK, keep, is_causal=self.causal, enable_gqa=grouped
+                q_BHTK, k_BGTK, v_BGTK, keep_B11T, is_causal=self.causal, enable_gqa=grouped
             )
         assert draw is not None
         tokens = q_BHTK.shape[2]
@@ -156,9 +224,9 @@ class CoreAttention(nn.Module):
         if self.causal:
             future = torch.ones(tokens, tokens, dtype=torch.bool, device=score_BHTT.device).triu(1)
             score_BHTT = score_BHTT.masked_fill(future, -torch.inf)
-        if keep is not None:
-            score_BHTT = score_BHTT.masked_fill(~keep, -torch.inf)
-        # A weight is numbered by its query's sample and position, and by head and key position within that row.
+        if keep_B11T is not None:
+            score_BHTT = score_BHTT.masked_fill(~keep_B11T, -torch.inf)
+        # A weight is numbered by its query's sample and place, and by head and key's place within that row.
         head_H11 = (torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.first_head)[
             :, None, None
         ]
@@ -203,7 +271,8 @@ def rope_frequencies(c: LlamaModel) -> Tensor:
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary positions on halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32."""
+    """Rotary positions on halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. Where samples have positions
+    of their own, cos and sin are [B, 1, T, K]."""
     x = x_BHTK.float()
     x1, x2 = x.chunk(2, -1)
     return (x * cos_TK + torch.cat((-x2, x1), -1) * sin_TK).to(x_BHTK.dtype)

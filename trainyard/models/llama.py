@@ -5,43 +5,46 @@ from torch import Tensor, nn
 
 from trainyard.config.model import LlamaModel
 from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.layers import Batch, CoreAttention, Maker, SwiGLU, rope_frequencies, rotate
+from trainyard.models.layers import Batch, Maker, SwiGLU, rope_frequencies, rotate
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
+from trainyard.models.stack import Stack
 from trainyard.parallel.axes import Axes
+from trainyard.parallel.layout import share
 
 
 class Attention(nn.Module):
     part = "attention"
 
-    def __init__(self, c: LlamaModel, make: Maker, axes: Axes, name: str) -> None:
+    def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
         super().__init__()
-        self.tp = axes.tp
+        self.tp = make.tp
         self.head_size = c.head_size
-        self.sizes = [c.heads // axes.tp.size * c.head_size] + [max(c.kv // axes.tp.size, 1) * c.head_size] * 2
+        first, end = share(c.kv, self.tp.size, self.tp.rank)
+        self.sizes = [heads * c.head_size for heads in (c.heads // self.tp.size, end - first, end - first)]
         if c.fuse_qkv:
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        self.core_attention = CoreAttention(True, 0.0, name, axes.tp.rank * c.heads // axes.tp.size)
+        self.core_attention = make.core_attention(c.heads, c.kv, True, 0.0, name)
         self.output = make.linear(f"{name}.output")
         self.fused = c.fuse_qkv
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         x_BTD = self.tp.gather(x_BTD)
         flat = self.qkv(x_BTD).split(self.sizes, -1) if self.fused else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         q_BHTK, k_BGTK, v_BGTK = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in flat)
         q_BHTK, k_BGTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGTK, cos_TK, sin_TK)
-        y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK)
+        y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.scatter(self.output(y_BHTK.transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
     part = "mlp"
 
-    def __init__(self, c: LlamaModel, make: Maker, axes: Axes, name: str) -> None:
+    def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
         super().__init__()
-        self.tp = axes.tp
+        self.tp = make.tp
         if c.fuse_gate_up:
             self.gate_up = make.linear(f"{name}.gate_up")
         else:
@@ -57,39 +60,40 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: LlamaModel, make: Maker, axes: Axes, name: str) -> None:
+    def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
         super().__init__()
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
-        self.attention = Attention(c, make, axes, f"{name}.attention")
+        self.attention = Attention(c, make, f"{name}.attention")
         self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp = MLP(c, make, axes, f"{name}.mlp")
+        self.mlp = MLP(c, make, f"{name}.mlp")
 
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TK, sin_TK)
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TK, sin_TK, documents_BT)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-class Llama(nn.Module):
+class Llama(Stack):
     frequency: Tensor
 
     def __init__(self, c: LlamaModel, make: Maker, axes: Axes) -> None:
-        super().__init__()
-        self.embedding = make.embedding("embedding")
+        super().__init__(axes, c.vocab)
+        self.embedding = make.vocab_embedding("embedding")
         # Layers are named, not numbered: a pipeline stage deletes the others and keeps global names.
-        self.layers = nn.ModuleDict({str(i): Block(c, make, axes, f"layers.{i}") for i in range(c.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
-        self.output = self.embedding if c.tied else make.linear("output")
+        self.output = self.embedding if c.tied else make.head("output")
         self.register_buffer("frequency", rope_frequencies(c), persistent=False)
 
-    def forward(self, batch: Batch) -> Output:
-        tokens_BT = batch["tokens"]
-        position_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).float()
-        angle_TK = torch.outer(position_T, self.frequency).repeat(1, 2)
-        cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
-        x_BTD = self.embedding(tokens_BT)
-        for block in self.layers.values():
-            x_BTD = block(x_BTD, cos_TK, sin_TK)
-        return Output(self.norm(x_BTD), self.output.weight)
+    def shared(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        position = batch["positions"][:, None] if "positions" in batch else self.places(batch)
+        angle_TK = torch.cat([position.float().unsqueeze(-1) * self.frequency] * 2, -1)
+        return angle_TK.cos(), angle_TK.sin(), batch.get("documents")
+
+    def embed(self, batch: Batch, *shared: Tensor | None) -> Tensor:
+        return self.embedding(batch["tokens"])
+
+    def head(self, x_BTD: Tensor, batch: Batch) -> Output:
+        return self.result(self.norm(x_BTD), self.output, split=self.tp.sequence)
 
 
 def blueprint(c: LlamaModel) -> Blueprint:
@@ -110,9 +114,10 @@ def blueprint(c: LlamaModel) -> Blueprint:
             for own, group in groups
         ]
 
+    head = Row("output.weight", (V, D), 0, place="last", std=std, decay=True, sees="tokens", padded=True)
     return Blueprint(
         (
-            Row("embedding.weight", (V, D), 0, place="both" if c.tied else "first", std=std, decay=True),
+            Row("embedding.weight", (V, D), 0, place="both" if c.tied else "first", std=std, decay=True, padded=True),
             Row(f"{layer}attention_norm.weight", (D,), fill=1.0),
             *column("attention.qkv", qkv, c.fuse_qkv),
             Row(f"{layer}attention.output.weight", (D, q), 1, std=out_std, decay=True, sees="tokens"),
@@ -120,7 +125,7 @@ def blueprint(c: LlamaModel) -> Blueprint:
             *column("mlp.gate_up", gate_up, c.fuse_gate_up),
             Row(f"{layer}mlp.down.weight", (D, c.ffn), 1, std=out_std, decay=True, sees="tokens"),
             Row("norm.weight", (D,), place="last", fill=1.0),
-            *([] if c.tied else [Row("output.weight", (V, D), 0, place="last", std=std, decay=True, sees="tokens")]),
+            *([] if c.tied else [head]),
         ),
         c.layers,
         (V, D, "tokens") if c.tied else None,

@@ -1,21 +1,37 @@
 """What a forward pass gives: hidden states and the output matrix, from which a loss takes logits piece by piece."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.parallel.axes import TensorAxis
+
 
 @dataclass
 class Output:
-    hidden: Tensor
-    """[..., D]: every token of a causal model, the masked places of BERT."""
+    states: Tensor
+    """[..., D] as this rank holds them; under sequence parallelism (`split`) just its tokens."""
     weight: Tensor
-    """[V, D] of the output head."""
+    """[V, D] of the output head; under tensor parallelism this rank's rows of it, from row `first` on."""
     bias: Tensor | None = None
     next_sentence: Tensor | None = None
     """[B, 2] logits of BERT's next-sentence head."""
+    tp: TensorAxis = field(default_factory=TensorAxis)
+    first: Tensor | None = None
+    vocab: int | None = None
+    """Rows of the whole head that are words; those beyond are padding."""
+    split: bool = False
+
+    @property
+    def hidden(self) -> Tensor:
+        """[..., D]: every token of a causal model, the masked places of BERT. For work that all ranks repeat."""
+        return self.tp.whole(self.states) if self.split else self.states
+
+    def to_head(self) -> Tensor:
+        """The same for work that ranks share, such as a product with their own rows of the head."""
+        return self.tp.gather(self.states) if self.split else self.tp.copy(self.states)
 
     def logits(self) -> Tensor:
         """All logits at once, [..., V]: convenient for a loss of your own, large for a big vocabulary."""
-        return F.linear(self.hidden, self.weight, self.bias)
+        return self.tp.join(F.linear(self.to_head(), self.weight, self.bias))[..., : self.vocab]

@@ -1,30 +1,155 @@
 """Where data crosses ranks. A model is handed axes and never imports torch.distributed.
 
 `tp.gather(x)` before and `tp.scatter(x)` after attention and MLP are the only crossings of tensor parallelism in a
-block. On one rank every crossing is the identity, so the same model code runs on a laptop and on a cluster.
+block; `cp.attend(q, k, v)` is the only one of context parallelism. On one rank every crossing is the identity, so the
+same model code runs on a laptop and on a cluster. Nothing here depends on the rank's number but what comes in as a
+tensor: all ranks of a stage trace the same graph.
 """
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from trainyard.parallel.groups import Group
+from trainyard.parallel.ring import Dropped, attend
 
-class Axis:
-    """One direction in which ranks are arranged. This one has a single rank."""
+TOKENS = 1
+"""The dim of tokens in activations [B, T, D]."""
 
-    size = 1
-    rank = 0
+
+class TensorAxis:
+    """Ranks that share each matrix. With `sequence` they also share the tokens between the parts of a block."""
+
+    def __init__(self, group: Group | None = None, sequence: bool = False) -> None:
+        self.group = group or Group()
+        self.size, self.rank = self.group.size, self.group.rank
+        self.sequence = sequence and self.size > 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """Before a column-split product: bring the whole sequence to every rank."""
-        return x
+        """Before a column-split product: every token on every rank. Backward sums what the ranks found."""
+        if self.sequence:
+            return _Gather.apply(x, self.group, True)  # type: ignore[no-untyped-call]
+        return self.copy(x)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """After a row-split product: sum the ranks' parts."""
-        return x
+        """After a row-split product: sum the ranks' parts (under `sequence`, each rank keeps its tokens)."""
+        if self.size == 1:
+            return x
+        return (_Scatter if self.sequence else _Sum).apply(x, self.group)  # type: ignore[no-untyped-call]
+
+    def copy(self, x: Tensor) -> Tensor:
+        """The same on every rank going forward; backward sums what the ranks found."""
+        return x if self.size == 1 else _Copy.apply(x, self.group)  # type: ignore[no-untyped-call]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Every token on every rank, for work that all ranks repeat: backward just takes this rank's tokens."""
+        return _Gather.apply(x, self.group, False) if self.sequence else x  # type: ignore[no-untyped-call]
+
+    def part(self, x: Tensor, rank: Tensor) -> Tensor:
+        """This rank's tokens of a constant [..., T]; `rank` as a tensor, so that it stays out of the graph."""
+        if not self.sequence:
+            return x
+        parts = x.reshape(*x.shape[:-1], self.size, -1)
+        return parts.index_select(-2, rank.reshape(1)).squeeze(-2)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Every rank's stretch of the last dim, for work that all ranks repeat."""
+        return x if self.size == 1 else _Join.apply(x, self.group)  # type: ignore[no-untyped-call]
+
+
+class ContextAxis:
+    """Ranks that share the sequence. It is cut in 2 x size chunks and rank r holds chunks r and 2 size - 1 - r, so that
+    each rank has the same work under a causal mask."""
+
+    def __init__(self, group: Group | None = None, method: Literal["ring", "all_gather"] = "ring") -> None:
+        self.group = group or Group()
+        self.size, self.rank = self.group.size, self.group.rank
+        self.method: Literal["ring", "all_gather"] = method
+
+    def places(self, tokens: int, rank: Tensor) -> Tensor:
+        """Global places [T] of this rank's `tokens` tokens, int32; `rank` as a tensor."""
+        place = torch.arange(tokens, dtype=torch.int32, device=rank.device)
+        if self.size == 1:
+            return place
+        half = tokens // 2
+        return torch.cat((place[:half] + rank * half, place[:half] + (2 * self.size - 1 - rank) * half))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropped: Dropped | None
+    ) -> Tensor:
+        return attend(
+            q,
+            k,
+            v,
+            group=self.group.name,
+            size=self.size,
+            method=self.method,
+            causal=causal,
+            documents_BT=documents,
+            dropout=dropped,
+        )
 
 
 @dataclass(frozen=True)
 class Axes:
-    tp: Axis = field(default_factory=Axis)
-    cp: Axis = field(default_factory=Axis)
+    tp: TensorAxis = field(default_factory=TensorAxis)
+    cp: ContextAxis = field(default_factory=ContextAxis)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.sum(grads[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, summed: bool) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        return group.gather(x, TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        group = ctx.group
+        if ctx.summed:
+            return group.reduce_scatter(grads[0], TOKENS), None, None
+        return grads[0].chunk(group.size, TOKENS)[group.rank], None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter(x, TOKENS)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.group.gather(grads[0], TOKENS), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.gather(x, x.dim() - 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].chunk(ctx.group.size, -1)[ctx.group.rank], None

@@ -5,14 +5,15 @@ from itertools import islice
 from math import exp
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainyard.data.loader import Loader
 from trainyard.devices import Device
 from trainyard.models import Batch, Output
+from trainyard.parallel.mesh import Mesh
+from trainyard.train.batches import context_part, send
 from trainyard.train.losses import Loss
 from trainyard.train.own import pair
-from trainyard.train.step import micro_batches, send
+from trainyard.train.step import Forward, Sums
 
 Metric = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 PERPLEXITY = ("lm", "mlm")
@@ -21,40 +22,41 @@ PERPLEXITY = ("lm", "mlm")
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    forward: Forward,
     loss: Loss,
     metrics: Mapping[str, Metric],
-    loader: Loader,
+    batches: Iterable[Batch],
     device: Device,
-    micro_batch: int,
-    batches: int,
+    mesh: Mesh,
+    most: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Loss, its terms, perplexity and the user's metrics over the held-out samples (at most `batches` batches)."""
-    was_training = model.training
-    model.eval()
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
-    names: set[str] = set()
-    with device.attention():
-        for micro in _micros(islice(loader.once(), batches), device, micro_batch):
-            if stop():
-                break
-            output = model({**micro, "key": torch.zeros(2, dtype=torch.int32, device=device.handle)})
-            terms = loss.terms(output, micro)
-            names.update(terms)
-            found = {**terms, **{name: pair(metric(output, micro), metric) for name, metric in metrics.items()}}
-            for name, (total, count) in found.items():
-                old = sums.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
-                sums[name] = (old[0] + total, old[1] + count)
-    model.train(was_training)
-    means = {name: (total / count).item() if count.item() else 0.0 for name, (total, count) in sums.items()}
-    result = {"loss": sum(means[name] for name in names)}
-    for name in names & set(PERPLEXITY):
+    """Loss, its terms, perplexity and the user's metrics over this rank's part of at most `most` held-out batches."""
+    was_training = [model.training for model in forward.models]
+    for model in forward.models:
+        model.eval()
+    key = torch.zeros(2, dtype=torch.int32, device=device.handle)
+    names = [*loss.names, *metrics]
+    sums = Sums(names, device.handle)
+
+    def take(output: Output, micro: Batch) -> Tensor:
+        found = {**loss.terms(output, micro), **{name: pair(own(output, micro), own) for name, own in metrics.items()}}
+        sums.add(found)
+        return sums.values[0, 0]
+
+    for batch in islice(batches, most):
+        if stop():
+            break
+        forward(send(context_part(batch, mesh.cp.size, mesh.cp.rank), device), key, take, backward=False)
+    for model, training in zip(forward.models, was_training, strict=True):
+        model.train(training)
+    totals, counts, _ = sums.over(mesh, torch.zeros(1, device=device.handle))
+    means = {
+        name: total / count if count else 0.0
+        for name, total, count in zip(names, totals.tolist(), counts.tolist(), strict=True)
+    }
+    result = {"loss": sum(means[name] for name in loss.names)}
+    for name in set(loss.names) & set(PERPLEXITY):
         result["perplexity"] = exp(min(means[name], 700.0))
     # A single term is the loss and need not be said twice.
-    return result | {name: mean for name, mean in means.items() if names != {name}}
-
-
-def _micros(batches: Iterable[Batch], device: Device, size: int) -> Iterable[Batch]:
-    for batch in batches:
-        yield from micro_batches(send(batch, device), size)
+    return result | {name: mean for name, mean in means.items() if loss.names != (name,)}

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from trainyard.config.schema import Config
+from trainyard.models import Stack
 from trainyard.train.optimizers import Optimizer
 
 
@@ -13,7 +12,8 @@ class Run(Protocol):
     """What a hook may rely on: the Trainer, seen from a hook."""
 
     config: Config
-    model: nn.Module
+    models: list[Stack]
+    """This rank's stages of the pipeline; a single one has the whole model."""
     optimizer: Optimizer
     number: int
     """Updates done."""
@@ -31,7 +31,8 @@ class Hook:
         """Everything is built; no step has run."""
 
     def on_step(self, trainer: Run, number: int) -> None:
-        """A step was sent to the device; its numbers may not be known yet, and reading them would wait for it."""
+        """A step was sent to the device; its numbers may not be known yet, and reading them would wait for it. Under
+        ZeRO-1 new weights may still be on their way: `trainer.optimizer.settle()` waits for them."""
 
     def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
         """A step was logged; `record` is what metrics.jsonl gets."""

@@ -22,8 +22,12 @@ from trainyard.errors import RunStopped, UserError
 from trainyard.files import write_whole
 from trainyard.models.flops import per_sample
 from trainyard.models.init import initial
+from trainyard.models.slicing import local
 from trainyard.parallel import recompute
+from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import Mesh, world
+from trainyard.train.batches import samples
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.hooks import Hook
@@ -31,8 +35,9 @@ from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, Own
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.own import import_function
 from trainyard.train.schedules import rate
-from trainyard.train.step import Step, StepResult
+from trainyard.train.step import Forward, Step, StepResult
 from trainyard.train.stop import Stop, quiet_garbage_collector
+from trainyard.train.whole import whole
 from trainyard.watch.meter import Meter
 from trainyard.watch.writers import Writers, new_directory
 
@@ -66,11 +71,13 @@ class Trainer:
         """`loss` and each metric take (output, batch) and give (sum, count); `evaluate` takes the trainer."""
         self.config = config
         self.hooks = list(hooks)
-        self.layout = Layout.of(config, world=1)
+        _, ranks = world()
+        self.layout = Layout.of(config, ranks)
         self.device = devices.select(config.device.name)
         self.device.prepare(config.device.deterministic)
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
+        self.mesh = Mesh.join(self.layout, self.device)
         compile_ = compiler(config.compile)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
@@ -91,47 +98,63 @@ class Trainer:
         )
         self.blueprint = models.family(config.model).blueprint(config.model)
         say(f"making {self.blueprint.parameters():,} weights")
-        self.model = models.build(config.model, self.device.handle)
+        tp, sequence = self.mesh.tp, config.layout.sequence_parallel
+        axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, config.layout.context))
+        self.stages = [
+            (stage, models.build(config.model, self.device.handle, axes, stage))
+            for stage in self.layout.stages_of(self.mesh.place["pp"])
+        ]
+        self.models = [model for _, model in self.stages]
+        """This rank's stages of the pipeline; a single one has the whole model."""
         start = config.checkpoint.start
         if start and not weights:
             say(f"reading weights from {start}")
             weights = values_of(Path(start).expanduser(), config.model)
-        values = weights or initial(self.blueprint, config.train.seed, self.device.handle)
-        self.optimizer = Optimizer(
-            self.model,
-            self.blueprint,
-            values,
-            config.optimizer,
-            config.precision,
-            self.device.handle,
-            config.train.seed,
-            compile_,
-        )
-        # One fixed order: split (build), recompute, compile.
-        blocks = list(self.model.get_submodule("layers").children())
-        recompute.apply(blocks, config.recompute)
-        if compile_:
-            for block in blocks:
-                block.compile(mode=config.compile.mode, dynamic=False)
-        self.step = Step(
-            self.model, self.loss, self.optimizer, self.device, config.train.micro_batch, config.train.seed
-        )
+        if weights:
+            values = local(self.blueprint, weights, tp.size, tp.rank)
+        else:
+            values = initial(self.blueprint, config.train.seed, self.device.handle, tp.size, tp.rank)
+        self.optimizer = Optimizer(self.models, self.blueprint, values, config, self.device, self.mesh, compile_)
+        # One fixed order: split (build), shard, recompute, compile. The last two change `forward` alone, so that hooks
+        # around a block stay outside.
+        for model in self.models:
+            blocks = list(model.layers.children())
+            recompute.apply(blocks, config.recompute)
+            if compile_:
+                for block in blocks:
+                    block.forward = torch.compile(
+                        block.forward, mode=config.compile.mode, dynamic=False, fullgraph=True
+                    )
+        self.forward = Forward(self.stages, config, self.device, self.mesh)
+        self.step = Step(self.forward, self.loss, self.optimizer, self.device, self.mesh, config.train.seed)
+        self.rows = samples(config.train.global_batch, self.layout.dp, self.mesh.place["dp"])
+        """Of each global batch, what this rank works on."""
         flops = per_sample(config.model, self.blueprint, config.data.sequence, config.data.predictions)
-        self.meter = Meter(config, flops, self.device.peak(self.optimizer.weights.dtype))
+        self.meter = Meter(config, flops, self.device.peak(self.optimizer.compute), self.layout.world)
         self.directory: Path | None = None
         self.number = 0
         """Updates done."""
         self.stop = Stop()
         self.last: dict[str, Any] = {}
         """The newest logged record."""
+        self.stop_agreed = False
         self.last_evaluation: dict[str, float] = {}
+
+    @property
+    def model(self) -> models.Stack:
+        """The model, or this rank's first stage of it."""
+        return self.models[0]
 
     def run(self) -> Summary:
         """Train to config.train.steps, or until a signal; leave a run directory behind."""
         config = self.config
-        self.directory = new_directory(Path(config.log.directory).expanduser(), config.log.name)
-        write_whole(self.directory / "config.yaml", dump(config))
-        writers = Writers(self.directory, config.log.tensorboard)
+        leads = self.mesh.rank == 0
+        self.directory = self.mesh.agree(
+            lambda: new_directory(Path(config.log.directory).expanduser(), config.log.name), self.device
+        )
+        if leads:
+            write_whole(self.directory / "config.yaml", dump(config))
+        writers = Writers(self.directory, config.log.tensorboard) if leads else None
         start = time.perf_counter()
         losses: list[float] = []
         weights: Path | None = None
@@ -140,16 +163,20 @@ class Trainer:
                 self._tell("on_start")
                 for record in self._steps():
                     losses.append(record["loss"])
-                    writers.write(record)
+                    if writers:
+                        writers.write(record)
                     self._tell("on_log", record)
                     if evaluation := self._evaluate_now(record):
-                        writers.write(evaluation)
+                        if writers:
+                            writers.write(evaluation)
                         self._tell("on_evaluate", evaluation)
                 if config.checkpoint.final:
                     weights = self.directory / "model"
-                    save_hf(weights, config.model, self.values, self.optimizer.weights.dtype)
+                    save_hf(weights, config.model, self.values, self.optimizer.compute, write=leads)
             finally:
-                writers.close()
+                self.optimizer.settle()
+                if writers:
+                    writers.close()
                 self._tell("on_end")
         return Summary(
             directory=self.directory,
@@ -164,12 +191,13 @@ class Trainer:
         )
 
     def stopping(self) -> bool:
-        """Whether a signal asked for the end; the step in progress is finished first."""
-        return self.stop.asked
+        """Whether a signal asked for the end; the step in progress is finished first. With several ranks: whether one
+        of them was asked, as all learned with the last step."""
+        return self.stop.asked if self.layout.world == 1 else self.stop_agreed
 
     def values(self, name: str) -> torch.Tensor:
-        """A parameter's weights at the best precision held."""
-        return self.optimizer.view(self.optimizer.master, name).detach()
+        """A whole parameter at the best precision held. With several ranks all must ask, in the same order."""
+        return whole(self.optimizer, self.blueprint, self.optimizer.master, name)
 
     def evaluate(self) -> dict[str, float]:
         """The user's own evaluation function, or loss, perplexity and metrics on the held-out samples."""
@@ -184,15 +212,21 @@ class Trainer:
             raise UserError("data.validation=0: no samples are held out to evaluate on; nearest: 0.05")
         config = self.config
         return evaluate(
-            self.model,
+            self.forward,
             self.loss,
             self.metrics,
-            self.held_out,
+            self.held_out.once(self.rows),
             self.device,
-            config.train.micro_batch,
+            self.mesh,
             config.evaluate.batches,
-            self.stopping,
+            self._ask_to_stop,
         )
+
+    def _ask_to_stop(self) -> bool:
+        """Between evaluation batches: whether any rank was asked to stop."""
+        asked = torch.tensor(float(self.stop.asked), device=self.device.handle)
+        self.stop_agreed = self.stop_agreed or bool(self.mesh.everyone.max(asked))
+        return self.stop_agreed
 
     def _steps(self) -> Iterator[dict[str, Any]]:
         """Run the steps; yield a record for each that is logged or evaluated at.
@@ -201,11 +235,12 @@ class Trainer:
         """
         pending: StepResult | None = None
         due = True
-        self.model.train()
+        for model in self.models:
+            model.train()
         self.meter.start()
         while self.number < self.config.train.steps and not self.stopping():
-            batch = self.loader.batch(self.number)
-            result = self.step(batch, self.number + 1, rate(self.config, self.number + 1))
+            batch = self.loader.batch(self.number, self.rows)
+            result = self.step(batch, self.number + 1, rate(self.config, self.number + 1), self.stop.asked)
             self.number += 1
             self._tell("on_step", self.number)
             due = self._due(self.number)
@@ -228,7 +263,8 @@ class Trainer:
 
     def _check(self, result: StepResult) -> None:
         """Stop after too many skipped steps in a row, naming what was not finite."""
-        in_a_row = int(result.skipped()[1])
+        _, in_a_row, asked = result.control().tolist()
+        self.stop_agreed = self.stop_agreed or bool(asked)
         if in_a_row >= self.config.train.max_skipped:
             raise RunStopped(
                 f"step {result.number}: {in_a_row} steps in a row were not finite and were skipped (train.max_skipped="
@@ -237,12 +273,14 @@ class Trainer:
             )
 
     def _named(self, loss: float) -> str:
-        bad = self.optimizer.bad()
+        bad = [name for names in self.mesh.collect(self.optimizer.bad()) for name in names]
+        bad = sorted(set(bad), key=bad.index)
         what = f"gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "") if bad else "no gradient"
         return f"loss {loss}, not finite: {what}"
 
     def _record(self, result: StepResult) -> dict[str, Any]:
-        total, in_a_row = result.skipped().tolist()
+        total, in_a_row, _ = result.control().tolist()
+        self.optimizer.settle()  # for hooks that look at the weights
         record: dict[str, Any] = {
             "step": result.number,
             "consumed_samples": result.number * self.config.train.global_batch,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.models import Batch, Output
+from trainyard.parallel.axes import TensorAxis
 from trainyard.train.own import pair
 
 IGNORED = -100
@@ -22,10 +23,14 @@ LEAST = 256
 
 Terms = dict[str, tuple[Tensor, Tensor]]
 LossFunction = Callable[[Output, Batch], tuple[Tensor, Tensor]]
-Softmax = Callable[[Tensor, Tensor], Tensor]
+Softmax = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
 
 
 class Loss(Protocol):
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the terms."""
+
     def counts(self, batch: Batch) -> dict[str, Tensor] | None:
         """How many labels each term counts, known from the labels alone; None where only the forward pass tells."""
 
@@ -35,6 +40,8 @@ class Loss(Protocol):
 
 class CausalLoss:
     """Next-token cross entropy."""
+
+    names = ("lm",)
 
     def __init__(self, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         self.head = partial(cross_entropy, softmax=softmax or softmax_, logits_bytes=logits_bytes)
@@ -48,6 +55,8 @@ class CausalLoss:
 
 class BertLoss:
     """Masked-token cross entropy plus next-sentence cross entropy, each divided by its own count."""
+
+    names = ("mlm", "nsp")
 
     def __init__(self, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
         self.head = partial(cross_entropy, softmax=softmax or softmax_, logits_bytes=logits_bytes)
@@ -65,6 +74,8 @@ class BertLoss:
 
 class OwnLoss:
     """A user's function (output, batch) -> (sum, count). Its count is known only afterwards and divides last."""
+
+    names = ("loss",)
 
     def __init__(self, function: LossFunction) -> None:
         self.function = function
@@ -84,34 +95,46 @@ def counted(labels: Tensor) -> Tensor:
 def cross_entropy(
     output: Output, labels: Tensor, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES
 ) -> Tensor:
-    """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time."""
-    hidden = output.hidden.flatten(0, -2)
+    """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time, and each
+    tensor-parallel rank has only its own words' logits."""
+    hidden = output.to_head().flatten(0, -2)
     size = max(LEAST, logits_bytes // (4 * output.weight.shape[0]))
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, output.weight, output.bias, labels.flatten(), softmax or softmax_, size, torch.is_grad_enabled()
+        hidden, output.weight, output.bias, labels.flatten(), output, softmax or softmax_, size, torch.is_grad_enabled()
     )
 
 
-def softmax_(logits: Tensor, counts: Tensor) -> Tensor:
-    """Overwrite each row with its softmax (zeros where `counts` is false); gives the log of its sum of exponentials.
-    The one part of the loss with many passes over the logits, and so the one worth compiling."""
+def softmax_(logits: Tensor, counts: Tensor, picked: Tensor, tp: TensorAxis) -> Tensor:
+    """Overwrite each row with its softmax (zeros where `counts` is false); gives the row's loss, with `picked` the
+    label's logit (0 on ranks that do not hold it). The one part of the loss with many passes over the logits, and so
+    the one worth compiling."""
     x = logits.float()  # fp32 logits themselves, or one fp32 copy
-    most = x.amax(-1, keepdim=True)
-    total = x.sub_(most).exp_().sum(-1, keepdim=True)
+    most = tp.group.max(x.amax(-1, keepdim=True))
+    total, label = tp.group.sum(torch.stack((x.sub_(most).exp_().sum(-1, keepdim=True), picked))).unbind()
     x.mul_(counts / total)
     if x is not logits:
         logits.copy_(x)
-    return total.log() + most
+    return torch.where(counts, total.log() + most - label, 0.0)
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor, softmax: Softmax) -> Tensor:
+def _chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: Softmax) -> Tensor:
     """Loss summed over a chunk; the logits are overwritten with the loss's gradient with respect to them."""
     counts = (labels != IGNORED)[:, None]
-    target = torch.where(counts, labels[:, None], 0).long()
-    picked = logits.gather(1, target).float()
-    total = softmax(logits, counts)
-    logits.scatter_(1, target, logits.gather(1, target) - counts.to(logits.dtype))
-    return torch.where(counts, total - picked, 0.0).sum()
+    target = torch.where(counts, labels[:, None], 0)
+    here = counts
+    if output.tp.size > 1:
+        assert output.first is not None
+        assert output.vocab is not None
+        target = target - output.first
+        here = counts & (target >= 0) & (target < logits.shape[1])
+        if output.vocab % output.tp.size:  # the last ranks have rows of padding
+            word = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + output.first
+            logits.masked_fill_(word >= output.vocab, -torch.inf)
+    target = torch.where(here, target, 0).long()
+    picked = torch.where(here, logits.gather(1, target).float(), 0.0)
+    loss = softmax(logits, counts, picked, output.tp)
+    logits.scatter_(1, target, logits.gather(1, target) - here.to(logits.dtype))
+    return loss.sum()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -125,6 +148,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        output: Output,
         softmax: Softmax,
         most: int,
         train: bool,
@@ -144,7 +168,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(h, weight.T, out=logits)
             else:
                 torch.addmm(bias, h, weight.T, out=logits)
-            loss += _chunk_loss(logits, y, softmax)
+            loss += _chunk_loss(logits, y, output, softmax)
             if d_hidden is not None and d_weight is not None:
                 torch.mm(logits, weight, out=d_hidden[start : start + size])
                 if h.dtype == torch.float32:
@@ -154,13 +178,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.used = False
+        ctx.scaled_by = None
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert not ctx.used, "the gradients were scaled in place: one backward pass only"
-        ctx.used = True
+        # Scaled in place (`.data`: no new version). A schedule that takes gradients of activations and of weights apart
+        # comes twice.
+        by = grads[0] if ctx.scaled_by is None else grads[0] / ctx.scaled_by
+        ctx.scaled_by = grads[0]
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(d.mul_(grads[0]).to(dtype) if d is not None else None for d, dtype in saved), None, None, None, None)
+        return (
+            *(d.data.mul_(by).to(dtype) if d is not None else None for d, dtype in saved),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

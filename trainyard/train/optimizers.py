@@ -1,30 +1,36 @@
-"""AdamW and LAMB over flat memory.
+"""AdamW and LAMB over flat memory, on one rank or on this rank's share of the model.
 
-All parameters of a rank are views of one buffer, and so are gradients, fp32 master weights and the two moments:
-clipping, update and the copy to the compute dtype are then few long passes over memory instead of many short ones.
-Parameters with weight decay (as the blueprint says) come first in the buffer.
+All parameters of a rank are views of one buffer, and so are gradients: clipping, update and the copy to the compute
+dtype are then few long passes over memory instead of many short ones. Master weights in fp32 and the two moments are
+flat too; under ZeRO they, and the sums of gradients, cover this rank's shard only. Parameters with weight decay (as the
+blueprint says) come first.
 
 A step whose gradient norm or loss is not finite changes nothing; that is decided on the device, without asking the
 host.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainyard.compat import foreach_norm, fused_adamw_
-from trainyard.config.schema import OptimizerSection, PrecisionSection
-from trainyard.models import Values, assign
-from trainyard.models.blueprint import Blueprint
+from trainyard.compat import fused_adamw_
+from trainyard.config.schema import Config
+from trainyard.devices import Device
+from trainyard.models import Stack, Values, assign
+from trainyard.models.blueprint import Blueprint, layer
+from trainyard.parallel.flat import Flat, GradientExchange, WeightExchange
+from trainyard.parallel.groups import Group
+from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.sharded import Backed, shard
 from trainyard.random import key32, row32
 from trainyard.train.compile import Compiler
+from trainyard.train.shares import Shares
 from trainyard.train.updates import adamw_, adamw_rounded_, moments, round_to_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ALIGN = 64
-"""Elements: views start at multiples of 128 bytes or more."""
 
 
 class Piece(NamedTuple):
@@ -40,79 +46,121 @@ class Piece(NamedTuple):
 class Optimizer:
     def __init__(
         self,
-        model: nn.Module,
+        models: Sequence[Stack],
         blueprint: Blueprint,
         values: Values,
-        config: OptimizerSection,
-        precision: PrecisionSection,
-        device: torch.device,
-        seed: int = 0,
+        config: Config,
+        device: Device,
+        mesh: Mesh,
         compiler: Compiler | None = None,
     ) -> None:
-        self.config = config
-        self.seed = seed
-        self.rounding = precision.kind == "bf16_sr"
-        names = [name for name, _ in model.named_parameters()]
-        self.names = sorted(names, key=lambda name: not blueprint.row(name).decay)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.spans: dict[str, tuple[int, torch.Size]] = {}
-        size = decayed = 0
-        for name in self.names:
-            self.spans[name] = (size, shapes[name])
-            size += -(-shapes[name].numel() // ALIGN) * ALIGN
-            decayed = size if blueprint.row(name).decay else decayed
-        self.decayed = decayed
-        weight_dtype = torch.float32 if precision.kind == "fp32" else torch.bfloat16
-        gradient_dtype = DTYPES[precision.accumulate]
+        """`models` are this rank's stages of the pipeline; a parameter that two of them have is one."""
+        self.config, self.precision, self.seed = config.optimizer, config.precision, config.train.seed
+        self.models, self.mesh = models, mesh
+        self.zero = config.layout.zero if mesh.data.size > 1 else 0
+        self.rounding = self.precision.kind == "bf16_sr"
+        found = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
+        self.names = sorted(found, key=lambda name: not blueprint.row(name).decay)
+        decayed = sum(blueprint.row(name).decay for name in self.names)
+        shards = mesh.data.size if self.zero else 1
+        self.number = mesh.data.rank if self.zero else 0
+        travel = DTYPES[self.precision.travel]
+        bucket = config.layout.bucket * 2**20 // travel.itemsize
+        self.flat = Flat([(name, found[name]) for name in self.names], decayed, shards, bucket)
+        handle = device.handle
+        compute = torch.float32 if self.precision.kind == "fp32" else torch.bfloat16
+        self.compute = compute
+        gradients = DTYPES[self.precision.accumulate]
 
-        def buffer(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
+        def row(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=handle)
 
-        self.weights = buffer(weight_dtype)
-        self.master = buffer(torch.float32) if precision.kind == "bf16" else self.weights
-        self.first, self.second = buffer(torch.float32), buffer(torch.float32)
-        self.gradients = buffer(gradient_dtype)
-        self.gradient_views = [self.view(self.gradients, name) for name in self.names]
+        size, shard_size = self.flat.size, self.flat.shard_size
+        self.first, self.second = row(shard_size, torch.float32), row(shard_size, torch.float32)
+        kept = torch.bfloat16 if self.rounding else torch.float32
+        if self.zero < 2:
+            self.weights = row(size, compute)
+            alone = shards == 1 and kept == compute
+            self.master = self.weights if alone else row(shard_size, kept)
+            self.gradients = row(size, gradients)
+            self.sums = self.gradients if shards == 1 else row(shard_size, gradients)
+        else:
+            self.master = self.weights = row(shard_size, kept)
+            self.gradients = self.sums = row(shard_size, kept)
         for name in self.names:
             value = values(name)
-            self.view(self.master, name).copy_(value)
-            self.view(self.weights, name).copy_(value)
-        parameters = assign(model, lambda name: self.view(self.weights, name))
-        for name in self.names:
-            _accumulate_into(parameters[name], self.view(self.gradients, name))
-        self.updates = torch.zeros((), device=device)
+            rows = self.flat.rows(name, self.number)
+            self.view(self.master, name).copy_(value[rows.start : rows.stop])
+            if self.zero < 2:
+                self.flat.view(self.weights, name).copy_(value)
+        self.shares = Shares(self.flat, blueprint, mesh, self.number, config.layout.sequence_parallel).to(handle)
+        self.gradient_exchange: GradientExchange | None = None
+        self.weight_exchange: WeightExchange | None = None
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Those whose gradients are views of `gradients`."""
+        self.sharded: list[Backed] = []
+        if self.zero < 2:
+            self._own_memory(blueprint, travel)
+        else:
+            for model in models:
+                device_mesh = shard(model, mesh.data, device, compute, travel, self.zero == 3)
+                memory = lambda name: (self.view(self.master, name), self.view(self.sums, name))  # noqa: E731
+                self.sharded.append(Backed(model, device_mesh, memory))
+        self.updates = torch.zeros((), device=handle)
         """Updates made (skipped steps do not count), for the moments' bias correction."""
-        self.skipped = torch.zeros(2, dtype=torch.int32, device=device)
+        self.skipped = torch.zeros(2, dtype=torch.int32, device=handle)
         """Steps skipped in all, and in a row."""
-        self.bad_norms = torch.zeros(len(self.names), device=device)
+        self.bad_norms = torch.zeros(len(self.names), device=handle)
         """Norms of each gradient at the last step that was skipped."""
         self.pieces = (
-            {name: list(self._pieces(blueprint, name, device)) for name in self.names} if self.rounding else {}
+            {name: list(self._pieces(blueprint, name, handle)) for name in self.names} if self.rounding else {}
         )
         self.compiled = compiler is not None
         self._adamw: Callable[..., None] = compiler(adamw_) if compiler else adamw_
         self._rounded: Callable[..., None] = compiler(adamw_rounded_, dynamic=True) if compiler else adamw_rounded_
 
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        start, shape = self.spans[name]
-        return flat[start : start + shape.numel()].view(shape)
+    def view(self, row: Tensor, name: str) -> Tensor:
+        """This rank's shard of a parameter (all of it without ZeRO) in master, first, second or sums."""
+        return self.flat.shard(row, name, self.number)
 
-    def clear(self) -> None:
+    def clear(self, times: int = 1) -> None:
+        """Before a step in which each gradient arrives `times` times."""
         self.gradients.zero_()
+        if self.gradient_exchange:
+            self.gradient_exchange.expect(times)
+
+    def settle(self) -> None:
+        """Make sure that the model's weights are the newest (they may still be on their way from other ranks)."""
+        if self.weight_exchange:
+            self.weight_exchange.settle()
 
     def weight_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.master, dtype=torch.float32)
+        return self.shares.norm(self.shares.squares(self.master))
+
+    def collect(self) -> None:
+        """After the last backward pass: gradients of all ranks, summed, in `sums`."""
+        # A schedule that takes the weights' gradients apart adds them itself, in the weights' dtype, past our hooks.
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and parameter.grad.dtype != self.gradients.dtype:
+                self.flat.view(self.gradients, name).add_(parameter.grad)
+                parameter.grad = None
+        for backed in self.sharded:
+            backed.collect()
+        if self.gradient_exchange:
+            self.gradient_exchange.finish()
+        self.shares.sum(self.sums)
 
     @torch.no_grad()
     def step(self, lr: Tensor, scale: Tensor, loss: Tensor, number: int) -> Tensor:
         """One update. Gradients are multiplied by `scale` and clipped first. Returns the norm before clipping."""
-        norms = foreach_norm(self.gradient_views)
-        norm = torch.linalg.vector_norm(norms) * scale
+        self.settle()
+        squares = self.shares.squares(self.sums)
+        norm = self.shares.norm(squares) * scale
         ok = norm.isfinite() & loss.isfinite()
         self.updates += ok
         bad = (~ok).int()
         self.skipped = torch.stack((self.skipped[0] + bad, (self.skipped[1] + 1) * bad))
-        self.bad_norms = torch.where(ok, self.bad_norms, norms)
+        self.bad_norms = torch.where(ok, self.bad_norms, squares)
         if self.config.clip:
             scale = scale * (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         beta1, beta2 = self.config.beta1, self.config.beta2
@@ -127,6 +175,10 @@ class Optimizer:
                 self._round(name, lr, scale, correct, ok, key)
         else:
             self._flat(lr, scale, correct, ok)
+        if self.weight_exchange:
+            self.weight_exchange.start(self.master)
+        for backed in self.sharded:
+            backed.refresh()
         return norm
 
     def bad(self) -> list[str]:
@@ -135,75 +187,115 @@ class Optimizer:
             name for name, norm in zip(self.names, self.bad_norms.tolist(), strict=True) if not abs(norm) < float("inf")
         ]
 
+    def _own_memory(self, blueprint: Blueprint, travel: torch.dtype) -> None:
+        """Parameters are views of the flat buffers; other ranks' gradients and weights come by exchange."""
+        data: Group = self.mesh.data
+        if data.size > 1:
+            self.gradient_exchange = GradientExchange(self.flat, data, self.gradients, self.sums, travel)
+        made: dict[str, nn.Parameter] = {}
+        for model in self.models:
+            made |= assign(model, lambda name: self.flat.view(self.weights, name), made)
+        self.parameters = made
+        for name in self.names:
+            arrived = partial(self.gradient_exchange.arrived, name) if self.gradient_exchange else None
+            _accumulate_into(made[name], self.flat.view(self.gradients, name), arrived)
+        if self.zero:
+
+            def used(name: str) -> tuple[str, ...]:
+                place, number = blueprint.row(name).place, layer(name)
+                return (str(number),) if number is not None else ("first", "last") if place == "both" else (place,)
+
+            self.weight_exchange = WeightExchange(self.flat, data, self.weights, used)
+            for model in self.models:
+                model.before = self.weight_exchange.need
+
     def _flat(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor) -> None:
         c = self.config
-        copied = self.weights is not self.master
-        flats = (self.weights, self.master, self.gradients, self.first, self.second)
-        for span, decay in ((slice(self.decayed), c.weight_decay), (slice(self.decayed, None), 0.0)):
+        copied = self.zero == 0 and self.weights is not self.master
+        flats = (self.weights if copied else self.master, self.master, self.sums, self.first, self.second)
+        for span, decay in ((slice(self.flat.split), c.weight_decay), (slice(self.flat.split, None), 0.0)):
             weight, master, gradient, first, second = (flat[span] for flat in flats)
             betas = c.beta1, c.beta2
             if not len(master):
                 continue
             # torch's own kernel is one pass too, but knows neither bf16 gradients nor the copy to bf16 weights.
-            if self.gradients.dtype == torch.float32 and not (self.compiled and copied):
+            if self.sums.dtype == torch.float32 and not (self.compiled and copied):
                 fused_adamw_(master, gradient, first, second, self.updates, lr, scale, ok, decay, betas, c.eps)
                 if copied:
                     weight.copy_(master)
             else:
                 self._adamw(weight, master, gradient, first, second, lr, scale, correct, ok, decay, *betas, c.eps)
 
+    def _decay(self, name: str) -> float:
+        return self.config.weight_decay if self.flat.spans[name].at < self.flat.split else 0.0
+
     def _round(self, name: str, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor) -> None:
-        c, (start, _) = self.config, self.spans[name]
-        decay = c.weight_decay if start < self.decayed else 0.0
+        c = self.config
         for piece in self.pieces[name]:
             at, count = piece.weight.storage_offset(), piece.weight.numel()
-            flats = (self.gradients, self.first, self.second)
+            flats = (self.sums, self.first, self.second)
             rest = (flat[at : at + count].view_as(piece.weight) for flat in flats)
             draw = (_rows(piece, key), piece.site, piece.column)
-            self._rounded(piece.weight, *draw, *rest, lr, scale, correct, ok, decay, c.beta1, c.beta2, c.eps)
+            self._rounded(
+                piece.weight, *draw, *rest, lr, scale, correct, ok, self._decay(name), c.beta1, c.beta2, c.eps
+            )
 
     def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor | None) -> None:
         """Each matrix moves by lr times its own norm (weights without decay: plain Adam)."""
         c = self.config
+        direction = torch.zeros_like(self.first)
+        olds = self.master.float()
         for name in self.names:
-            weight, master, gradient, first, second = (
-                self.view(flat, name) for flat in (self.weights, self.master, self.gradients, self.first, self.second)
+            gradient, first, second, update = (
+                self.view(flat, name) for flat in (self.sums, self.first, self.second, direction)
             )
-            new_first, new_second, update = moments(gradient, first, second, scale, correct, c.beta1, c.beta2, c.eps)
-            old = master.float()
-            if self.spans[name][0] < self.decayed:
-                update = update + c.weight_decay * old
-                norm, length = torch.linalg.vector_norm(old), torch.linalg.vector_norm(update)
-                ratio = torch.where((norm > 0) & (length > 0), norm / length, 1.0)
-                update = update * (ratio.clamp(max=1.0) if c.trust_clip else ratio)
-            new = torch.where(ok, old - lr * update, old)
+            new_first, new_second, adam = moments(gradient, first, second, scale, correct, c.beta1, c.beta2, c.eps)
+            update.copy_(adam + self._decay(name) * self.view(olds, name))
             first.copy_(torch.where(ok, new_first, first))
             second.copy_(torch.where(ok, new_second, second))
-            if key is not None:
-                for piece in self.pieces[name]:
-                    at = piece.weight.storage_offset() - weight.storage_offset()
-                    values = new.flatten()[at : at + piece.weight.numel()].view_as(piece.weight)
-                    rounded = round_to_bf16(values, _rows(piece, key), piece.site, piece.column)
-                    piece.weight.copy_(torch.where(ok, rounded, piece.weight))
-            else:
-                master.copy_(new)
-                weight.copy_(new)
+        # A matrix may be spread over ranks; its norm is that of the whole.
+        norms, lengths = self.shares.squares(olds).sqrt(), self.shares.squares(direction).sqrt()
+        ratios = torch.where((norms > 0) & (lengths > 0), norms / lengths, 1.0)
+        ratios = ratios.clamp(max=1.0) if c.trust_clip else ratios
+        for number, name in enumerate(self.names):
+            old, update = self.view(olds, name), self.view(direction, name)
+            ratio = ratios[number] if self._decay(name) else 1.0
+            new = torch.where(ok, old - lr * ratio * update, old)
+            if key is None:
+                self.view(self.master, name).copy_(new)
+                continue
+            flat_new = new.reshape(-1)
+            for piece in self.pieces[name]:
+                at = piece.weight.storage_offset() - self.flat.spans[name].at
+                values = flat_new[at : at + piece.weight.numel()].view_as(piece.weight)
+                rounded = round_to_bf16(values, _rows(piece, key), piece.site, piece.column)
+                piece.weight.copy_(torch.where(ok, rounded, piece.weight))
+        if self.zero == 0 and self.weights is not self.master:
+            self.weights.copy_(self.master)
 
     def _pieces(self, blueprint: Blueprint, name: str, device: torch.device) -> list[Piece]:
-        start, _ = self.spans[name]
-        out = []
-        for held in blueprint.slices(name):
-            shape = [*held.shape]
-            shape[held.dim] = held.stop - held.start
-            rows = shape[0] if len(shape) > 1 else 1
-            count = torch.Size(shape).numel()
+        """This rank's rows of a parameter, cut where parts begin, each row and column with its global number."""
+        span, mine = self.flat.spans[name], self.flat.rows(name, self.number)
+        tp, out, start = self.mesh.tp, [], 0
+        for held in blueprint.slices(name, tp.size, tp.rank):
+            rows = held.stop - held.start if held.dim == 0 else span.shape[0]
+            first, end = max(start, mine.start), min(start + rows, mine.stop)
+            start += rows
+            if first >= end:
+                continue
+            at = span.at + (first - mine.start) * span.width
+            # A vector is one row of the table.
+            shape = (end - first, span.width) if len(span.shape) > 1 else (1, end - first)
+            view = self.master[at : at + (end - first) * span.width].view(shape)
+            row, column = (torch.arange(n, dtype=torch.int32, device=device) for n in shape)
+            skipped = first - (start - rows)
+            if len(span.shape) > 1:
+                row = row + (skipped + (held.start if held.dim == 0 else 0))
+                column = column + (held.start if held.dim == 1 else 0)
+            else:
+                column = column + (held.start + skipped)
             site = torch.tensor(key32("rounding", held.name)[0], dtype=torch.int32, device=device)
-            by_row = held.dim == 0 and len(shape) > 1
-            view = self.weights[start : start + count].view(rows, -1)
-            row, column = (torch.arange(n, dtype=torch.int32, device=device) for n in view.shape)
-            row, column = row + (held.start if by_row else 0), column + (0 if by_row else held.start)
             out.append(Piece(view, site, row, column))
-            start += count
         return out
 
 
@@ -212,15 +304,20 @@ def _rows(piece: Piece, key: Tensor) -> tuple[Tensor, Tensor]:
     return first[:, None], second[:, None]
 
 
-def _accumulate_into(parameter: nn.Parameter, total: Tensor) -> None:
-    """Let backward add this parameter's gradient to `total`, in total's dtype."""
-    if parameter.dtype == total.dtype:
+def _accumulate_into(parameter: nn.Parameter, total: Tensor, arrived: Callable[[], None] | None) -> None:
+    """Let backward add this parameter's gradient to `total`, in total's dtype, and tell when it has."""
+    same = parameter.dtype == total.dtype
+    if same:
         parameter.grad = total
-        return
+        if arrived is None:
+            return
 
     def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
-        parameter.grad = None
+        if not same:
+            assert parameter.grad is not None
+            total.add_(parameter.grad)
+            parameter.grad = None
+        if arrived:
+            arrived()
 
     parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]

@@ -1,15 +1,20 @@
 """The train step: micro batches forward and backward, then one update. Fixed shapes, no question to the device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from trainyard.config.schema import Config
 from trainyard.devices import Device
-from trainyard.models import Batch
+from trainyard.models import Batch, Output, Stack
+from trainyard.parallel.layout import Stage
+from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.pipeline import Pipeline
 from trainyard.random import key32
-from trainyard.train.losses import Loss
+from trainyard.train.batches import context_part, micro_batches, send
+from trainyard.train.losses import Loss, Terms
 from trainyard.train.optimizers import Optimizer
 
 
@@ -23,57 +28,137 @@ class StepResult:
     loss: Tensor
     terms: dict[str, Tensor]
     grad_norm: Tensor
-    skipped: Callable[[], Tensor]
-    """Steps skipped in all, and in a row. Its copy to the host was queued with the step: it can be read while the next
-    step runs."""
+    control: Callable[[], Tensor]
+    """Steps skipped in all, and in a row, and whether any rank was asked to stop. Its copy to the host was queued with
+    the step: it can be read while the next step runs."""
+
+
+class Forward:
+    """Runs micro batches through this rank's stages and hands the last stage's output to `take`."""
+
+    def __init__(self, models: Sequence[tuple[Stage, Stack]], config: Config, device: Device, mesh: Mesh) -> None:
+        self.models = [model for _, model in models]
+        self.micro_batch = config.train.micro_batch
+        self.device = device
+        self.stages = [_StageModule(model) for model in self.models]
+        self.pipeline: Pipeline | None = None
+        if mesh.layout.pp > 1:
+            length = config.data.sequence // mesh.layout.cp
+            shared = mesh.layout.tp if config.layout.sequence_parallel else 1
+            dtype = torch.float32 if config.precision.kind == "fp32" else torch.bfloat16
+            self.pipeline = Pipeline(
+                [(stage, module) for (stage, _), module in zip(models, self.stages, strict=True)],
+                mesh,
+                config.layout.schedule,
+                torch.empty(self.micro_batch, length, dtype=torch.int32, device="meta"),
+                torch.empty(
+                    self.micro_batch,
+                    length // shared,
+                    config.model.hidden,
+                    dtype=dtype,
+                    device="meta",
+                    requires_grad=True,  # so that gradients travel back
+                ),
+                device.handle,
+            )
+
+    def __call__(self, batch: Batch, key: Tensor, take: Callable[[Output, Batch], Tensor], backward: bool) -> None:
+        """`take` gives the part of the loss to go backward from."""
+        with self.device.attention():
+            if self.pipeline:
+                for stage in self.stages:
+                    stage.key, stage.take = key, take
+                self.pipeline.run(batch, backward)
+                return
+            for micro in micro_batches(batch, self.micro_batch):
+                part = take(self.models[0]({**micro, "key": key}), micro)
+                if backward:
+                    part.backward()  # type: ignore[no-untyped-call]
+
+
+class _StageModule(nn.Module):
+    """A stage as the pipeline sees it: tensors in, one tensor out."""
+
+    key: Tensor
+    take: Callable[[Output, Batch], Tensor]
+
+    def __init__(self, model: Stack) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, **micro: Tensor) -> Tensor:
+        output = self.model({**micro, "key": self.key}, x)
+        return self.take(output, micro).reshape(1) if isinstance(output, Output) else output
 
 
 class Step:
     def __init__(
-        self, model: nn.Module, loss: Loss, optimizer: Optimizer, device: Device, micro_batch: int, seed: int
+        self, forward: Forward, loss: Loss, optimizer: Optimizer, device: Device, mesh: Mesh, seed: int
     ) -> None:
-        self.model = model
+        self.forward = forward
         self.loss = loss
         self.optimizer = optimizer
         self.device = device
-        self.micro_batch = micro_batch
+        self.mesh = mesh
         self.seed = seed
+        self.look: Callable[[], None] | None = None
+        """Called when gradients are complete, before the update."""
 
-    def __call__(self, batch: Batch, number: int, lr: float) -> StepResult:
-        batch = send(batch, self.device)
+    def __call__(self, batch: Batch, number: int, lr: float, stop: bool = False) -> StepResult:
+        """`batch` holds this data-parallel rank's samples, in host memory; `stop` says that this rank wants to end."""
+        mesh = self.mesh
+        batch = send(context_part(batch, mesh.cp.size, mesh.cp.rank), self.device)
         key = self.device.to_device(torch.tensor(key32(self.seed, "step", number), dtype=torch.int32))
-        self.optimizer.clear()
-        sums: dict[str, Tensor] = {}
-        counts: dict[str, Tensor] = {}
+        self.optimizer.clear(mesh.layout.micro_batches)
         # Counts known from the labels divide the loss before backward; those of a user's own loss divide the gradient.
         ahead = self.loss.counts(batch)
-        with self.device.attention():
-            for micro in micro_batches(batch, self.micro_batch):
-                terms = self.loss.terms(self.model({**micro, "key": key}), micro)
-                part = sum(
-                    (total / at_least_one(ahead[name]) if ahead else total) for name, (total, _) in terms.items()
-                )
-                assert isinstance(part, Tensor)
-                part.backward()  # type: ignore[no-untyped-call]
-                for name, (total, count) in terms.items():
-                    sums[name] = sums.get(name, 0) + total.detach()
-                    counts[name] = counts.get(name, 0) + count.detach()
-        means = {name: sums[name] / at_least_one(counts[name]) for name in sums}
+        if ahead:
+            whole = mesh.data.sum(torch.stack(list(ahead.values())))
+            ahead = dict(zip(ahead, whole.unbind(), strict=True))
+        sums = Sums(self.loss.names, self.device.handle)
+
+        def take(output: Output, micro: Batch) -> Tensor:
+            terms = self.loss.terms(output, micro)
+            sums.add(terms)
+            part = sum((total / at_least_one(ahead[name]) if ahead else total) for name, (total, _) in terms.items())
+            assert isinstance(part, Tensor)
+            return part
+
+        self.forward(batch, key, take, backward=True)
+        asked = self.device.to_device(torch.tensor([float(stop)]))
+        totals, counts, asked = sums.over(mesh, asked)
+        means = dict(zip(self.loss.names, totals / at_least_one(counts), strict=True))
         loss = torch.stack(list(means.values())).sum()
-        scale = torch.ones_like(loss) if ahead else 1 / at_least_one(counts["loss"])
+        scale = torch.ones_like(loss) if ahead else 1 / at_least_one(counts[0])
         rate = self.device.to_device(torch.tensor(lr, dtype=torch.float32))
+        self.optimizer.collect()
+        if self.look:
+            self.look()
         norm = self.optimizer.step(rate, scale, loss, number)
-        return StepResult(number, lr, loss, means, norm, self.device.fetch(self.optimizer.skipped))
+        control = torch.cat((self.optimizer.skipped, (asked > 0).int()))
+        return StepResult(number, lr, loss, means, norm, self.device.fetch(control))
 
 
-def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
-    total = len(batch["sample"])
-    for first in range(0, total, size):
-        yield {name: tensor[first : first + size] for name, tensor in batch.items()}
+class Sums:
+    """Each term's sum and count, over micro batches and then over ranks."""
 
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = list(names)
+        self.values = torch.zeros(2, len(names), device=device)
 
-def send(batch: Batch, device: Device) -> Batch:
-    return {name: device.to_device(tensor) for name, tensor in batch.items()}
+    def add(self, terms: Terms) -> None:
+        self.values = self.values + torch.stack(
+            [torch.stack([terms[name][which].detach() for name in self.names]) for which in (0, 1)]
+        )
+
+    def over(self, mesh: Mesh, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(sums, counts) of the whole batch, and `extra` [1] summed over all ranks.
+
+        Tensor-parallel ranks have found the same numbers, so one of them speaks; stages without a loss have zeros.
+        """
+        mine = self.values if mesh.tp.rank == 0 else torch.zeros_like(self.values)
+        whole = mesh.everyone.sum(torch.cat((mine.flatten(), extra)))
+        return whole[: len(self.names)], whole[len(self.names) : -1], whole[-1:]
 
 
 def at_least_one(count: Tensor) -> Tensor:

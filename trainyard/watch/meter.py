@@ -9,10 +9,11 @@ from trainyard.models.flops import Flops
 
 
 class Meter:
-    def __init__(self, config: Config, flops: Flops, peak: Peak | None) -> None:
+    def __init__(self, config: Config, flops: Flops, peak: Peak | None, ranks: int = 1) -> None:
         self.config = config
         self.flops = flops
         self.peak = peak
+        self.ranks = ranks
         self.since = time.perf_counter()
         self.step = 0
 
@@ -31,6 +32,7 @@ class Meter:
             "tflops_per_second": sequences * self.flops.full / 1e12,
         }
         if self.peak:
-            record["mfu"] = sequences * self.flops.full / self.peak.flops
-            record["mfu_causal"] = sequences * self.flops.causal / self.peak.flops
+            peak = self.peak.flops * self.ranks
+            record["mfu"] = sequences * self.flops.full / peak
+            record["mfu_causal"] = sequences * self.flops.causal / peak
         return record

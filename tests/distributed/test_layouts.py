@@ -1,0 +1,175 @@
+"""The promise: every layout trains the same model as one rank, step by step.
+
+Each case runs ten steps on up to eight gloo ranks and on one: initial weights and batches bit for bit, loss to 1e-6,
+every gradient of every step and every weight at the end to 1e-5 of its tensor's largest element, in fp32.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.distributed.pool import Pool
+from trainyard.config.schema import Config
+from trainyard.train.verify import Record, compare, single
+
+STEPS = 10
+
+# Four layers so that stages have something to share; dropout on, so that masks must not depend on the layout.
+LLAMA = {**tiny.LLAMA, "layers": 4}
+GPT = {**tiny.GPT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+BERT = {**tiny.BERT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+ODD = {"vocab": 263}
+"""A vocabulary that no rank count divides."""
+SP = {"sequence_parallel": True}
+
+
+def case(
+    ranks: int, layout: dict[str, Any], model: dict[str, Any] = LLAMA, name: str = "", **sections: dict[str, Any]
+) -> Any:
+    words = [model["family"], *(f"{key}{value}" for key, value in layout.items()), name]
+    return pytest.param(ranks, layout, model, sections, id=f"{ranks}-" + "-".join(word for word in words if word))
+
+
+CASES = [
+    # tensor parallel, with and without sequence parallel
+    case(2, {"tp": 2}),
+    case(2, {"tp": 2, **SP}),
+    case(2, {"tp": 2, **SP}, GPT),
+    case(2, {"tp": 2}, GPT),
+    case(2, {"tp": 2}, BERT),
+    case(2, {"tp": 2, **SP}, BERT),
+    case(4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
+    case(4, {"tp": 4}, LLAMA, "kv2"),
+    case(3, {"tp": 3}, {**LLAMA, "heads": 6, "hidden": 48, "kv_heads": 2}, "kv2-of-6"),
+    case(2, {"tp": 2, **SP}, {**LLAMA, "fuse_qkv": False, "fuse_gate_up": False}, "unfused"),
+    case(2, {"tp": 2}, {**GPT, "fuse_qkv": False, "tied": False}, "unfused-untied"),
+    case(4, {"tp": 4, **SP}, {**LLAMA, **ODD}, "padded-vocab"),
+    case(4, {"tp": 4}, {**BERT, "vocab": 131}, "padded-vocab"),
+    case(2, {"tp": 2, **SP}, {**LLAMA, "tied": True}, "tied"),
+    # context parallel
+    case(2, {"cp": 2}),
+    case(2, {"cp": 2, "context": "all_gather"}),
+    case(4, {"cp": 4}, GPT),
+    case(2, {"cp": 2}, BERT),
+    case(2, {"cp": 2}, LLAMA, "documents", data={"separate": True, "sequence": 64}),
+    case(4, {"cp": 4, "context": "all_gather"}, GPT, "documents", data={"separate": True, "sequence": 64}),
+    case(4, {"cp": 2, "tp": 2, **SP}),
+    case(4, {"cp": 2, "pp": 2}),
+    case(4, {"cp": 2, "zero": 1}, LLAMA, "dp2"),
+    # pipeline
+    case(2, {"pp": 2}),
+    case(4, {"pp": 4}, GPT, "tied"),
+    case(2, {"pp": 2}, {**LLAMA, "tied": True}, "tied"),
+    case(2, {"pp": 2}, BERT),
+    case(2, {"pp": 2, "vpp": 2}),
+    case(2, {"pp": 2, "cuts": (0,)}, GPT, "cuts"),
+    case(3, {"pp": 3}, LLAMA, "uneven"),
+    case(2, {"pp": 2, "schedule": "zero_bubble"}),
+    case(2, {"pp": 2, "vpp": 2, "schedule": "zbv"}, GPT, "tied"),
+    case(4, {"pp": 4}, LLAMA, "few-micro-batches", train={"micro_batch": 4}),
+    # data parallel
+    case(2, {}),
+    case(4, {}, BERT, train={"micro_batch": 2}),
+    case(2, {"zero": 1}),
+    case(4, {"zero": 1, "bucket": 1}, BERT),
+    case(3, {"zero": 1}, LLAMA, "odd-shards", train={"global_batch": 6}),
+    case(2, {"zero": 2}),
+    case(2, {"zero": 3}),
+    case(3, {"zero": 3}, GPT, "odd-shards", train={"global_batch": 6}),
+    # products, as the recipes have them
+    case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}),
+    case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, GPT),
+    case(8, {"tp": 4, "zero": 1, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
+    case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
+    case(4, {"tp": 2, "zero": 2}),
+    case(4, {"tp": 2, "zero": 3, **SP}, BERT),
+    case(4, {"pp": 2, "zero": 3}, LLAMA),
+    case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, {**LLAMA, "tied": True}, "tied"),
+    # recompute, optimizer and precision kinds
+    case(2, {"tp": 2, **SP}, GPT, "attention", recompute={"kind": "attention"}),
+    case(4, {"tp": 2, "pp": 2}, LLAMA, "full", recompute={"kind": "full"}),
+    case(4, {"tp": 2, "cp": 2}, LLAMA, "parts", recompute={"kind": "parts", "parts": ["core_attention", "mlp"]}),
+    case(4, {"zero": 3, "tp": 2}, LLAMA, "full", recompute={"kind": "full"}),
+    case(4, {"tp": 2, "zero": 1}, LLAMA, "lamb", optimizer={"kind": "lamb"}),
+    case(4, {"tp": 2, "zero": 1, **SP}, LLAMA, "bf16", precision={"kind": "bf16"}),
+    case(4, {"tp": 2, "zero": 1}, LLAMA, "bf16-reduce", precision={"kind": "bf16", "reduce": "bf16"}),
+    case(4, {"pp": 2, "zero": 2}, LLAMA, "bf16", precision={"kind": "bf16"}),
+    case(4, {"tp": 2, "zero": 1}, BERT, "bf16_sr", precision={"kind": "bf16_sr"}),
+]
+
+
+def configure(layout: dict[str, Any], model: dict[str, Any], sections: dict[str, Any]) -> Config:
+    base: dict[str, Any] = {
+        "train": {"global_batch": 8, "micro_batch": 1, "steps": STEPS},
+        # Adam divides a gradient by its own size, so that where it is all rounding the update is too. With this eps it
+        # is a smooth function of the gradient and what is compared is our arithmetic.
+        "optimizer": {"lr": 1e-3, "eps": 1e-3, "clip": 0.3},
+        "data": {"predictions": 4},
+    }
+    merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+    return tiny.config(model, layout=layout, **merged)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Pool:
+    return Pool()
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[str, Record]:
+    """One-rank records by configuration: layouts of the same training share one."""
+    return {}
+
+
+def run(
+    pool: Pool, references: dict[str, Record], config: Config, ranks: int, planted: str = ""
+) -> tuple[Record, Record]:
+    alone = single(config)
+    key = alone.model_dump_json()
+    if key not in references:
+        references[key] = pool.run("tests.distributed.jobs:job", (alone, STEPS), 1)[0]
+    found = pool.run("tests.distributed.jobs:job", (config, STEPS, planted), ranks)[0]
+    return found, references[key]
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize(("ranks", "layout", "model", "sections"), CASES)
+def test_equals_one_rank(
+    pool: Pool,
+    references: dict[str, Record],
+    ranks: int,
+    layout: dict[str, Any],
+    model: dict[str, Any],
+    sections: dict[str, Any],
+) -> None:
+    config = configure(layout, model, sections)
+    findings = compare(*run(pool, references, config, ranks), config.precision.kind)
+    assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
+
+
+PLANTED = {
+    # what goes wrong, and a layout that must show it
+    "kv-gradient-not-summed": (4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}),
+    "norm-gradient-not-summed": (2, {"tp": 2, **SP}, LLAMA),
+    "tied-gradient-not-summed": (2, {"pp": 2}, {**LLAMA, "tied": True}),
+    "data-not-summed": (2, {"zero": 1}, LLAMA),
+    "mean-of-means": (2, {}, BERT),
+    "copies-counted-in-norm": (4, {"tp": 4}, {**LLAMA, "kv_heads": 1}),
+    "dropout-by-rank": (2, {"tp": 2, **SP}, GPT),
+    "ring-without-last-block": (2, {"cp": 2}, LLAMA),
+    "softmax-of-own-words": (2, {"tp": 2}, LLAMA),
+    "rank-dependent-init": (2, {"tp": 2}, LLAMA),
+    "batch-shifted": (2, {}, LLAMA),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_error_is_found(pool: Pool, references: dict[str, Record], planted: str) -> None:
+    ranks, layout, model = PLANTED[planted]
+    config = configure(layout, model, {})
+    findings = compare(*run(pool, references, config, ranks, planted), config.precision.kind)
+    assert not all(finding.ok for finding in findings), planted

@@ -1,0 +1,61 @@
+"""A group of ranks as this rank sees it, with the few things that groups do together. Alone, all is the identity.
+
+What starts a collective gives a tensor that `wait` makes readable, so that the caller decides what overlaps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainyard import compat
+
+wait = compat.wait
+
+
+@dataclass(frozen=True)
+class Group:
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks, in the group's order."""
+    rank: int = 0
+    """This rank's place among them."""
+    name: str = ""
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else wait(compat.all_reduce(x, self.name))
+
+    def max(self, x: Tensor) -> Tensor:
+        return x if self.size == 1 else wait(compat.all_reduce(x, self.name, "max"))
+
+    def start_sum_(self, x: Tensor) -> Tensor:
+        """In place, on a contiguous tensor."""
+        return compat.all_reduce_(x, self.name)
+
+    def start_gather(self, x: Tensor) -> Tensor:
+        """[n] of each rank to [size * n], in the group's order."""
+        return compat.all_gather(x, self.size, self.name)
+
+    def start_reduce_scatter(self, x: Tensor) -> Tensor:
+        """[size * n] of each rank to this rank's [n] of their sum."""
+        return compat.reduce_scatter(x, self.size, self.name)
+
+    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Every rank's x, one after the other along `dim`."""
+        if self.size == 1:
+            return x
+        parts = wait(self.start_gather(x))
+        return parts if dim == 0 else torch.cat(parts.chunk(self.size), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part along `dim` of the sum of every rank's x."""
+        if self.size == 1:
+            return x
+        if dim:
+            x = torch.cat(x.chunk(self.size, dim))
+        return wait(self.start_reduce_scatter(x))

@@ -1,0 +1,120 @@
+"""The process groups of a layout, made once and together by all ranks."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from trainyard.devices import Device
+from trainyard.errors import UserError
+from trainyard.parallel.groups import Group
+from trainyard.parallel.layout import Dimension, Layout
+
+T = TypeVar("T")
+ALONE = Group()
+WAIT = timedelta(minutes=30)
+"""How long a rank waits for the others; a compile or a slow disk may hold one up."""
+
+
+def world() -> tuple[int, int]:
+    """(rank, ranks) that the launcher gave this process; (0, 1) when it runs alone."""
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        raise UserError(
+            f"RANK={os.environ.get('RANK')} WORLD_SIZE={os.environ.get('WORLD_SIZE')}: must be numbers"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Every group that a run needs. A group's name says what its ranks share or sum."""
+
+    layout: Layout
+    rank: int = 0
+    tp: Group = ALONE
+    cp: Group = ALONE
+    pp: Group = ALONE
+    data: Group = ALONE
+    """dp x cp: the ranks that hold the same weights and see different tokens."""
+    stage: Group = ALONE
+    """dp x cp x tp: all ranks of a pipeline rank."""
+    everyone: Group = ALONE
+    copies: Group = ALONE
+    """Tensor-parallel ranks that hold the same kv heads."""
+    tied: Group = ALONE
+    """First and last pipeline rank, where a tied embedding lives twice; alone for those in between."""
+
+    @property
+    def place(self) -> dict[Dimension, int]:
+        return self.layout.place(self.rank)
+
+    @classmethod
+    def join(cls, layout: Layout, device: Device, order: list[int] | None = None) -> Self:
+        """Meet the other ranks. `order` is the physical rank at each place of the layout, where the device cares."""
+        rank, ranks = world()
+        if ranks == 1:
+            return cls(layout)
+        if not dist.is_initialized():
+            dist.init_process_group(device.process_group, timeout=WAIT)
+        physical = order or list(range(ranks))
+        here = physical.index(rank)
+
+        def group(lists: list[list[int]]) -> Group:
+            mine = Group((rank,))
+            for places in lists:
+                if len(places) == 1:
+                    continue
+                members = [physical[place] for place in places]
+                # Ranks keep the order of the layout, which differs from their numbers where `order` says so.
+                unsorted: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
+                handle = dist.new_group(members, timeout=WAIT, **unsorted)
+                if rank in members:
+                    mine = Group(tuple(members), members.index(rank), handle.group_name, handle)
+            return mine
+
+        def over(*dimensions: Dimension) -> Group:
+            return group(layout.groups(*dimensions))
+
+        last = layout.holder(layout.pp * layout.vpp - 1)
+        return cls(
+            layout,
+            here,
+            tp=over("tp"),
+            cp=over("cp"),
+            pp=over("pp"),
+            data=over("dp", "cp"),
+            stage=over("dp", "cp", "tp"),
+            everyone=over("pp", "dp", "cp", "tp"),
+            copies=group(
+                [
+                    each[first : first + layout.copies]
+                    for each in layout.groups("tp")
+                    for first in range(0, layout.tp, layout.copies)
+                ]
+            ),
+            tied=group([[each[0], each[last]] for each in layout.groups("pp")] if last else []),
+        )
+
+    def agree(self, make: Callable[[], T], device: Device) -> T:
+        """What rank 0 makes, known to all."""
+        if self.everyone.size == 1:
+            return make()
+        box: list[Any] = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(box, src=self.everyone.ranks[0], device=device.handle)
+        return box[0]
+
+    def collect(self, mine: T) -> list[T]:
+        """What every rank has, known to all."""
+        if self.everyone.size == 1:
+            return [mine]
+        out: list[Any] = [None] * self.everyone.size
+        dist.all_gather_object(out, mine)
+        return out
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

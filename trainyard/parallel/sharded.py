@@ -1,0 +1,81 @@
+"""ZeRO-2 and ZeRO-3 through torch's fully_shard: gradients, and with stage 3 weights too, live in shards.
+
+torch gathers weights and sums gradients; the shards' memory stays ours (`Flat`), so that the same optimizer, norms and
+checkpoints serve every stage.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from trainyard.devices import Device
+from trainyard.parallel.groups import Group
+
+
+def shard(
+    model: nn.Module, group: Group, device: Device, compute: torch.dtype, travel: torch.dtype, weights_too: bool
+) -> DeviceMesh:
+    """Wrap each block and the model around them, whose parameters have no memory yet."""
+    assert group.handle is not None
+    mesh = DeviceMesh.from_group(group.handle, device.name)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=travel, cast_forward_inputs=False)
+    for block in model.get_submodule("layers").children():
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=weights_too)
+    # The head's matrix is used by the loss, after the model is done: the outermost parameters stay until backward.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # sums, never means
+            module.set_force_sum_reduction_for_comms(True)
+    return mesh
+
+
+class Backed:
+    """A sharded model whose shards' weights and gradients lie in memory of ours."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, memory: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+        """`memory` gives this rank's weights and gradients of a parameter."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.memory: dict[str, tuple[Tensor, Tensor]] = {}
+        self.gradients: dict[str, DTensor] = {}
+        for owner in list(model.modules()):
+            for key, parameter in list(owner.named_parameters(recurse=False)):
+                name = names[parameter]
+                if name not in self.parameters:
+                    self.memory[name] = memory(name)
+                    weight, self.gradients[name] = (_described(local, parameter, mesh) for local in self.memory[name])
+                    self.parameters[name] = nn.Parameter(weight)
+                    self.parameters[name].grad = self.gradients[name]
+                owner.register_parameter(key, self.parameters[name])
+
+    def collect(self) -> None:
+        """After backward: torch adds to our memory unless something has made it forget our gradients (a pipeline
+        schedule does, when it starts)."""
+        for name, parameter in self.parameters.items():
+            mine = self.memory[name][1]
+            found = parameter.grad
+            if found is not None and (local := _local(found)).data_ptr() != mine.data_ptr():
+                mine.add_(local)
+            parameter.grad = self.gradients[name]
+
+    def refresh(self) -> None:
+        """After an update: torch keeps shards of uneven parameters in memory of its own; copy those."""
+        for name, parameter in self.parameters.items():
+            local, mine = _local(parameter), self.memory[name][0]
+            if local.data_ptr() != mine.data_ptr():
+                local.copy_(mine)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _described(local: Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
