@@ -112,11 +112,6 @@ def configure(layout: dict[str, Any], model: dict[str, Any], sections: dict[str,
 
 
 @pytest.fixture(scope="session")
-def pool() -> Pool:
-    return Pool()
-
-
-@pytest.fixture(scope="session")
 def references() -> dict[str, Record]:
     """One-rank records by configuration: layouts of the same training share one."""
     return {}

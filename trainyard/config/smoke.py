@@ -26,12 +26,7 @@ def smoke(config: Config, ranks: int = 1) -> Config:
         model["head_dim"] = HEAD
     model["hidden"] = model["heads"] * HEAD
     model["ffn"] = 4 * model["hidden"] if model.get("ffn") else None
-    asked = {axis: layout[axis] for axis in ("tp", "pp", "cp")}
-    asked["dp"] = max((layout["ranks"] or ranks) // prod(asked.values()), 1)
-    layout |= _spread(asked, ranks, model["heads"])
-    layout["vpp"] = layout["vpp"] if layout["pp"] > 1 else 1
-    layout["schedule"] = layout["schedule"] if layout["pp"] > 1 else "1f1b"
-    layout["cuts"], layout["ranks"] = [], None
+    layout |= _fitted(layout, ranks, model["heads"]) | {"cuts": []}
     model["layers"] = max(2, layout["pp"] * layout["vpp"])
     model["vocab"] = 320
     model["max_positions"] = 2 * SEQUENCE
@@ -57,6 +52,27 @@ def smoke(config: Config, ranks: int = 1) -> Config:
         data["evaluate"] |= {"every": STEPS // 2, "batches": 2}
     data["log"] |= {"every": 1, "name": f"{config.log.name}-smoke"}
     return parse(data)
+
+
+def fit(config: Config, ranks: int) -> Config:
+    """The same model and batch, the layout shrunk to `ranks`: as many of its axes as they allow."""
+    data: dict[str, Any] = config.model_dump(mode="json")
+    data["layout"] |= _fitted(data["layout"], ranks, config.model.heads)
+    return parse(data)
+
+
+def _fitted(layout: dict[str, Any], ranks: int, heads: int) -> dict[str, Any]:
+    asked = {axis: layout[axis] for axis in ("tp", "pp", "cp")}
+    asked["dp"] = max((layout["ranks"] or ranks) // prod(asked.values()), 1)
+    small: dict[str, Any] = {**_spread(asked, ranks, heads)}
+    piped = small["pp"] > 1
+    same = small["pp"] == layout["pp"]
+    return small | {
+        "vpp": layout["vpp"] if piped else 1,
+        "schedule": layout["schedule"] if piped else "1f1b",
+        "cuts": layout["cuts"] if same else [],
+        "ranks": None,
+    }
 
 
 def _spread(asked: dict[str, int], ranks: int, heads: int) -> dict[str, int]:

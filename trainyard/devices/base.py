@@ -48,7 +48,15 @@ class Device(ABC):
     def memory_peak(self) -> int:
         """Most bytes this process has held on the device so far."""
 
-    def prepare(self, deterministic: bool) -> None:
+    @abstractmethod
+    def ranks(self) -> int:
+        """How many ranks this machine takes at once."""
+
+    def order(self, tp: int, ranks: int) -> list[int] | None:
+        """The rank at each place of a layout, where tensor-parallel ranks should not simply be neighbours."""
+        return None
+
+    def prepare(self, deterministic: bool, local_rank: int = 0) -> None:
         """Before the first work: settings that hold for the whole run."""
         return
 

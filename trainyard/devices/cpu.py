@@ -20,6 +20,9 @@ class Cpu(Device):
     def available(cls) -> bool:
         return True
 
+    def ranks(self) -> int:
+        return 8  # any number runs; more than this no laptop enjoys
+
     def describe(self) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
 

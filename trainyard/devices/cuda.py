@@ -30,28 +30,32 @@ class Cuda(Device):
     def available(cls) -> bool:
         return torch.cuda.is_available()
 
+    def ranks(self) -> int:
+        return torch.cuda.device_count()
+
     def describe(self) -> str:
-        properties = torch.cuda.get_device_properties(self.handle)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
     def peak(self, dtype: torch.dtype) -> Peak | None:
-        name = torch.cuda.get_device_name(self.handle)
+        name = torch.cuda.get_device_name()
         for model, (bf16, fp32) in DATA_SHEET.items():
             if model in name:
                 return Peak(fp32 if dtype == torch.float32 else bf16, f"{model} data sheet, dense")
         return None
 
     def memory_peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.handle)
+        return torch.cuda.max_memory_allocated()
 
-    def prepare(self, deterministic: bool) -> None:
+    def prepare(self, deterministic: bool, local_rank: int = 0) -> None:
+        torch.cuda.set_device(local_rank)
         # The fastest backward passes of attention add in no fixed order. cuBLAS reads its variable when first used.
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.handle)
+        torch.cuda.synchronize()
 
     @contextmanager
     def attention(self) -> Iterator[None]:

@@ -175,7 +175,6 @@ def drop(x: Tensor, p: float, draw: Draw, site: Tensor, column: Tensor) -> Tenso
 class CoreAttention(nn.Module):
     """softmax(q k / sqrt(K)) v on this rank's heads. The causal mask is a constant of the graph, never an input."""
 
-    part = "core_attention"
     site: Tensor
     first_head: Tensor
     chosen: Tensor
@@ -187,6 +186,9 @@ class CoreAttention(nn.Module):
         self.causal = causal
         self.p = dropout
         self.cp = cp
+        # Recomputed alone, a ring would send everything round again to save nothing: what goes in and out of it is kept
+        # by its neighbours.
+        self.part = "core_attention" if cp.size == 1 else "ring"
         own = heads // tp.size
         first = tp.rank * own
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)

@@ -5,7 +5,6 @@ What starts a collective gives a tensor that `wait` makes readable, so that the 
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,13 +48,13 @@ class Group:
         """Every rank's x, one after the other along `dim`."""
         if self.size == 1:
             return x
-        parts = wait(self.start_gather(x))
-        return parts if dim == 0 else torch.cat(parts.chunk(self.size), dim)
+        parts = wait(self.start_gather(x)).view(self.size, *x.shape)
+        return parts.movedim(0, dim).flatten(dim, dim + 1)  # a view where all dims before `dim` are 1
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part along `dim` of the sum of every rank's x."""
         if self.size == 1:
             return x
-        if dim:
-            x = torch.cat(x.chunk(self.size, dim))
-        return wait(self.start_reduce_scatter(x))
+        part = x.shape[dim] // self.size
+        parts = x.reshape(*x.shape[:dim], self.size, part, *x.shape[dim + 1 :]).movedim(dim, 0)
+        return wait(self.start_reduce_scatter(parts.flatten(0, 1))).view(*parts.shape[1:])

@@ -29,6 +29,11 @@ def world() -> tuple[int, int]:
         ) from None
 
 
+def local_rank() -> int:
+    """Which of this machine's devices is ours."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Every group that a run needs. A group's name says what its ranks share or sum."""
@@ -108,12 +113,12 @@ class Mesh:
         return box[0]
 
     def collect(self, mine: T) -> list[T]:
-        """What every rank has, known to all."""
+        """What every rank has, known to all, in the order of places."""
         if self.everyone.size == 1:
             return [mine]
         out: list[Any] = [None] * self.everyone.size
         dist.all_gather_object(out, mine)
-        return out
+        return [out[rank] for rank in self.everyone.ranks]
 
     def leave(self) -> None:
         if dist.is_initialized():

@@ -125,8 +125,8 @@ def backward(
     """Gradients of the local q, k and v, summed in fp32. `out` and `lse` are what `forward` gave."""
     dq_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     coming: Callable[[], list[Tensor]] | None = None
-    gradients: list[Tensor] = []
-    for keys in _visits(ring, k_BGTK, v_BGTK, rule):
+    home: list[Tensor] = []
+    for step, keys in enumerate(_visits(ring, k_BGTK, v_BGTK, rule)):
         gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys.k_BGSK, keys.v_BGSK)]
         for block in keys.blocks:
             rows = block.queries
@@ -139,16 +139,18 @@ def backward(
                 dq_BHTK[:, :, rows] += dq
             for total, part in zip(gradients, parts, strict=True):
                 total[:, :, block.keys] += part
-        if rule.method == "ring" and ring.size > 1:
-            # What the ranks before have summed for these keys came while this rank's part was computed.
-            if coming is not None:
-                gradients = [mine.add_(theirs) for mine, theirs in zip(gradients, coming(), strict=True)]
-            coming = ring.rotate(gradients)
+        if step == 0:  # of this rank's own keys (or of all, gathered): stays until the others' parts come home
+            home = gradients
+            continue
+        # What the ranks before have summed for these keys came while this rank's part was computed.
+        if coming is not None:
+            gradients = [mine.add_(theirs) for mine, theirs in zip(gradients, coming(), strict=True)]
+        coming = ring.rotate(gradients)
     if coming is not None:
-        gradients = coming()  # from the last rank of the round, home
+        home = [mine.add_(theirs) for mine, theirs in zip(home, coming(), strict=True)]
     elif ring.size > 1:
-        gradients = [ring.reduce_scatter(blocks.by_rank(x, ring.size)) for x in gradients]
-    dk, dv = gradients
+        home = [ring.reduce_scatter(blocks.by_rank(x, ring.size)) for x in home]
+    dk, dv = home
     return _token_major(dq_BHTK, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTK.dtype)
 
 

@@ -26,7 +26,7 @@ from trainyard.models.slicing import local
 from trainyard.parallel import recompute
 from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.mesh import Mesh, world
+from trainyard.parallel.mesh import Mesh, local_rank, world
 from trainyard.train.batches import samples
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
@@ -74,10 +74,10 @@ class Trainer:
         _, ranks = world()
         self.layout = Layout.of(config, ranks)
         self.device = devices.select(config.device.name)
-        self.device.prepare(config.device.deterministic)
+        self.device.prepare(config.device.deterministic, local_rank())
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
-        self.mesh = Mesh.join(self.layout, self.device)
+        self.mesh = Mesh.join(self.layout, self.device, self.device.order(self.layout.tp, ranks))
         compile_ = compiler(config.compile)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)

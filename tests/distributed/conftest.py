@@ -1,0 +1,14 @@
+"""One pool of ranks for all distributed tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    yield made
+    made.close()

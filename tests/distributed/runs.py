@@ -1,0 +1,104 @@
+"""Runs that ranks of the pool make."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainyard.config.schema import Config
+from trainyard.devices.cpu import Cpu
+from trainyard.errors import RunStopped
+from trainyard.models import Batch, Output
+from trainyard.train.hooks import Hook, Run
+from trainyard.train.loop import Trainer
+from trainyard.train.verify import compare, record, single
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+
+
+def own_loss(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross entropy over whole logits, as a user would write it."""
+    labels = batch["labels"].flatten().long()
+    logits = output.logits().flatten(0, -2).float()
+    return F.cross_entropy(logits, labels, reduction="sum") + output.hidden.square().sum() * 1e-3, (labels >= 0).sum()
+
+
+def accuracy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    counts = labels >= 0
+    return ((output.logits().argmax(-1) == labels) & counts).sum().float(), counts.sum()
+
+
+def run(config: Config, own: bool) -> dict[str, Any]:
+    seen = Losses()
+    summary = Trainer(config, loss=own_loss if own else None, metrics={"accuracy": accuracy}, hooks=[seen]).run()
+    return {"losses": seen.losses, "evaluation": summary.evaluation, "directory": str(summary.directory)}
+
+
+def stopped_on_one_rank(config: Config, rank: int, step: int) -> dict[str, Any]:
+    class Ask(Hook):
+        def on_step(self, trainer: Run, number: int) -> None:
+            if torch.distributed.get_rank() == rank and number == step - 1:
+                trainer.stop.asked = True  # type: ignore[attr-defined]
+
+    summary = Trainer(config, hooks=[Ask()]).run()
+    return {"steps": summary.steps, "interrupted": summary.interrupted}
+
+
+def poisoned(config: Config, name: str) -> str:
+    trainer = Trainer(config)
+    for model in trainer.models:
+        parameter = dict(model.named_parameters()).get(name)
+        if parameter is not None:
+            parameter.register_hook(lambda grad: grad * float("nan"))
+    try:
+        trainer.run()
+    except RunStopped as error:
+        return str(error)
+    return "not stopped"
+
+
+def graphs(config: Config) -> dict[str, Any]:
+    """Compile each block with a backend that keeps what it is given."""
+    codes: set[str] = set()
+    collectives: list[int] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
+        names = [str(node.target) for node in graph.graph.nodes]
+        collectives.append(sum("autograd_function" in name for name in names))
+        codes.add(f"{graph.code}{shapes}")
+        return graph.forward
+
+    trainer = Trainer(config)
+    eager = Trainer(config)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in trainer.model.layers.children():
+        block.forward = torch.compile(block.forward, backend=keep, fullgraph=True, dynamic=False)
+    batch = trainer.loader.batch(0, trainer.rows)
+    return {
+        "losses": [float(trainer.step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "eager": [float(eager.step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        "graphs": codes,
+        "collectives": max(collectives),
+    }
+
+
+def reordered(config: Config, order: list[int]) -> list[str]:
+    with patch.object(Cpu, "order", lambda self, tp, ranks: order):
+        found = record(config, 3)
+    if torch.distributed.get_rank():
+        return []
+    with patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0"}):
+        findings = compare(found, record(single(config), 3), "fp32")
+    return [str(finding) for finding in findings if not finding.ok]

@@ -1,0 +1,99 @@
+"""Whole runs on several ranks: evaluation, own losses, saved weights, stopping, skipping, compiling."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.distributed.pool import Pool, RankFailed
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (8, {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
+    (4, {"cp": 2, "zero": 3}),
+    (4, {"pp": 2, "vpp": 2, "tp": 2}),
+]
+
+
+def configure(tmp_path: Path, family: str, layout: dict[str, Any], **sections: dict[str, Any]) -> Any:
+    base: dict[str, Any] = {
+        "train": {"global_batch": 8, "micro_batch": 1, "steps": 4},
+        "optimizer": {"eps": 1e-3},
+        "data": {"validation": 2e-6},  # 34 samples: the last batch is not full
+        "evaluate": {"every": 4},
+        "checkpoint": {"final": True},
+        "log": {"directory": str(tmp_path), "name": f"{family}-{len(layout)}"},
+        "layout": layout,
+    }
+    merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+    return tiny.config({**tiny.FAMILIES[family], "layers": 4}, **merged)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("family", "own"), [("gpt", False), ("gpt", True), ("bert", False)])
+def test_a_run_is_the_run_of_one_rank(
+    pool: Pool, tmp_path: Path, family: str, own: bool, ranks: int, layout: dict[str, Any]
+) -> None:
+    alone = pool.run("tests.distributed.runs:run", (configure(tmp_path, family, {}), own), 1)[0]
+    found = pool.run("tests.distributed.runs:run", (configure(tmp_path, family, layout), own), ranks)
+    assert {result["directory"] for result in found} == {found[0]["directory"]}
+    for result in found:  # every rank knows the same
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert result["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
+    ours, theirs = (load_file(Path(each["directory"]) / "model" / "model.safetensors") for each in (found[0], alone))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() <= 1e-5 * max(tensor.abs().max(), 1e-3), name
+
+
+def test_all_ranks_stop_at_the_same_step_when_one_is_asked(pool: Pool, tmp_path: Path) -> None:
+    config = configure(tmp_path, "llama", {"pp": 2}, train={"steps": 1000}, checkpoint={"final": False})
+    found = pool.run("tests.distributed.runs:stopped_on_one_rank", (config, 1, 3), 4)
+    assert [result["steps"] for result in found] == [3] * 4
+    assert all(result["interrupted"] for result in found)
+
+
+def test_what_is_not_finite_is_named_wherever_it_is(pool: Pool, tmp_path: Path) -> None:
+    config = configure(tmp_path, "llama", {"pp": 2}, train={"max_skipped": 2})
+    found = pool.run("tests.distributed.runs:poisoned", (config, "layers.3.mlp.down.weight"), 2)
+    for line in found:  # the first stage says it too
+        assert "step 2: 2 steps in a row were not finite" in line
+        assert "gradient of " in line
+        assert "layers.3.mlp.down.weight" in line or "more" in line
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_blocks_compile_without_breaks_into_one_graph_on_all_ranks(pool: Pool, family: str, sequence: bool) -> None:
+    layout = {"tp": 2, "sequence_parallel": sequence}
+    config = tiny.config({**tiny.FAMILIES[family], "layers": 4}, layout=layout)
+    found = pool.run("tests.distributed.runs:graphs", (config,), 2)
+    assert [result["breaks"] for result in found] == [0, 0]
+    assert [len(result["graphs"]) for result in found] == [1, 1]  # one graph for all four blocks
+    assert found[0]["graphs"] == found[1]["graphs"]  # and the same on every rank
+    assert found[0]["collectives"] == 4  # into and out of attention and MLP
+    assert found[0]["losses"] == pytest.approx(found[0]["eager"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"compile": {"enabled": True}, "checkpoint": {"final": False}, "evaluate": {"every": 0}}
+    layout = {"tp": 2, "sequence_parallel": True}
+    alone = pool.run("tests.distributed.runs:run", (configure(tmp_path, "llama", {}, **sections), False), 1)[0]
+    found = pool.run("tests.distributed.runs:run", (configure(tmp_path, "llama", layout, **sections), False), 2)
+    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
+def test_ranks_in_another_order(pool: Pool) -> None:
+    """As on an instance where tensor-parallel ranks are not neighbours."""
+    layout = {"tp": 4, "zero": 1, "sequence_parallel": True}
+    config = tiny.config(layout=layout, optimizer={"eps": 1e-3})
+    assert pool.run("tests.distributed.runs:reordered", (config, [0, 1, 6, 7, 2, 3, 4, 5]), 8)[0] == []
+
+
+def test_the_pool_tells_what_failed(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match="needs a multiple of 3 ranks"):
+        pool.run(
+            "tests.distributed.runs:run", (tiny.config(layout={"pp": 3}, model={**tiny.LLAMA, "layers": 3}), False), 2
+        )

@@ -1,0 +1,107 @@
+"""`trainyard verify`: does a layout train the same model as one rank?"""
+
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from trainyard import devices, models
+from trainyard.config.load import load, parse
+from trainyard.config.schema import Config
+from trainyard.config.smoke import fit
+from trainyard.config.smoke import smoke as shrink
+from trainyard.errors import UserError
+from trainyard.launch.local import launch
+from trainyard.parallel.layout import Layout
+from trainyard.train.verify import Finding, Record, compare, record, single
+
+# What keeps a comparison sharp. fp32: layouts differ by 1e-7, not by bf16's 1e-2. eps: AdamW divides a gradient by its
+# own size, and where it is rounding alone the update would be too.
+SHARP = ["precision.kind=fp32", "precision.gradients=null", "precision.reduce=null", "optimizer.eps=1e-3"]
+PLAIN = ["compile.enabled=false", "checkpoint.final=false"]
+
+
+def verify(
+    source: Annotated[str, typer.Argument(metavar="FILE|RECIPE", help="A YAML file or a recipe's name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny model with the same structure and layout.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=2, help="Ranks; default: enough for each axis of the layout, up to 8.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
+    result: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> int:
+    """Train a few steps on several ranks and on one, in fp32, and compare: initial weights, batches, losses, every
+    gradient, every new weight. The layout is shrunk to the ranks at hand; every axis that it has stays, if they allow.
+
+    Examples:
+
+      trainyard verify llama3-70b --smoke
+
+      trainyard verify my.yaml layout.tp=4 --nproc 8
+    """
+    words = list(overrides or [])
+    config = load(source, words)
+    ranks = int(os.environ["WORLD_SIZE"]) if result else nproc or at_hand(config)
+    config = shrink(config, ranks) if smoke else fit(config, ranks)
+    sharp = [] if any(word.startswith("precision.") for word in words) else SHARP
+    config = parse(config.model_dump(mode="json"), [*sharp, *PLAIN])
+    if result:  # one of the ranks
+        found = record(config, steps)
+        if os.environ["RANK"] == "0":
+            torch.save(asdict(found), result)
+        return 0
+    console = Console(highlight=False)
+    layout = Layout.of(config, ranks)
+    _fits_here(config, steps)
+    console.print(f"{steps} steps on {ranks} ranks ({layout.describe()}) ...", soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="trainyard-") as directory:
+        path = Path(directory) / "record"
+        options = [*(["--smoke"] if smoke else []), "--steps", str(steps), "--result", str(path)]
+        if code := launch(["verify", source, *words, *options], ranks):
+            return code
+        found = Record(**torch.load(path, weights_only=True))
+    console.print(f"{steps} steps on one rank ...")
+    findings = compare(found, record(single(config), steps), config.precision.kind)
+    console.print(table(findings))
+    passed = all(finding.ok for finding in findings)
+    console.print("[bold green]pass[/]: the same training" if passed else "[bold red]fail[/]: not the same training")
+    return 0 if passed else 1
+
+
+def table(findings: list[Finding]) -> Table:
+    out = Table()
+    for name in ("compared", "largest difference", "allowed", "where", ""):
+        out.add_column(name, justify="right" if name in ("largest difference", "allowed") else "left")
+    for each in findings:
+        worst = "none" if each.worst == 0 else f"{each.worst:.1e}"
+        allowed = "none" if each.limit == 0 else f"{each.limit:.0e}"
+        verdict = "[green]pass[/]" if each.ok else "[bold red]fail[/]"
+        out.add_row(each.what, worst, allowed, each.where if each.worst else "", verdict)
+    return out
+
+
+def at_hand(config: Config) -> int:
+    """Two ranks for each axis that the layout uses, as far as this machine goes."""
+    layout = config.layout
+    used = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
+    spread = (layout.ranks or 1) > layout.tp * layout.pp * layout.cp or layout.zero > 0
+    return max(2, min(2 ** (used + spread), devices.select(config.device.name).ranks()))
+
+
+def _fits_here(config: Config, steps: int) -> None:
+    """One rank must hold the whole model, its training state and both records."""
+    weights = models.family(config.model).blueprint(config.model).parameters()
+    needed = weights * 4 * (4 + 2 * (2 + steps))
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > here:
+        raise UserError(
+            f"{weights:,} weights: one rank would need about {needed / 2**30:.0f} GiB of memory to compare with, this "
+            f"machine has {here / 2**30:.0f}; use --smoke, or fewer model.layers"
+        )
