@@ -1,9 +1,11 @@
 """Private torch names, each with the version range it was seen to hold for. The only file that may use one."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -47,6 +49,25 @@ def fused_adamw_(
         grad_scale=1 / scale,
         found_inf=1 - ok.float(),
     )
+
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def splits_backward() -> bool:
+    """Whether pipelining's zero-bubble schedules work with autograd functions of one's own: seen to fail on torch 2.11
+    (their nodes lack the metadata it asks for) and to work on 2.13."""
+    return VERSION >= (2, 13)
+
+
+def keeps_order() -> bool:
+    """Whether a process group can have its ranks in another order than their numbers: torch 2.13, not 2.11."""
+    return VERSION >= (2, 13)
+
+
+def ordered_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A process group whose ranks keep their order (`sort_ranks`: torch 2.13 and 2.14)."""
+    return dist.new_group(ranks, timeout=timeout, sort_ranks=False)
 
 
 # Functional collectives on plain local tensors (torch 2.11 to 2.14). Each starts the work and gives a tensor that must

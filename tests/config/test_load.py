@@ -57,6 +57,14 @@ MISTAKES = [
     (["recompute.kind=parts", "recompute.parts=[mlps]"], ["recompute.parts.0=mlps", "nearest: mlp"]),
     (["layout.pp=4", "layout.cuts=[1,1,2]"], ["layout.cuts", "rising"]),
     (["layout.vpp=2"], ["layout.vpp=2", "pp above 1", "nearest: 1"]),
+    (["layout.pp=2", "layout.schedule=zbv"], ["layout.vpp=1", "schedule=zbv", "nearest: 2"]),
+    (["layout.pp=2", "layout.schedule=zero_bubble", "compile.enabled=true"], ["layout.schedule=zero_bubble", "1f1b"]),
+    (
+        ["layout.zero=2", "precision.kind=bf16_sr", "precision.gradients=fp32"],
+        ["precision.gradients=fp32", "nearest: bf16"],
+    ),
+    (["layout.zero=4"], ["layout.zero=4"]),
+    (["layout.context=rings"], ["layout.context=rings", "nearest: ring"]),
     (["data.paths=a.txt"], ["data.paths=a.txt", "not a list", "nearest: [a.txt]"]),
     (["device.name=gpu"], ["device.name=gpu", "auto"]),
     (["precision.gradients=bf16"], ["precision.gradients=bf16", "nearest: gradients=fp32"]),
@@ -85,6 +93,7 @@ def test_bert_mistakes() -> None:
     for data, words in (
         ({"source": "text", "sequence": 16}, "data.source=text"),
         ({"source": "synthetic", "sequence": 16, "predictions": 20}, "data.predictions=20"),
+        ({"source": "synthetic", "sequence": 16, "predictions": 4, "separate": True}, "data.separate=true"),
     ):
         with pytest.raises(UserError, match=words):
             parse({**base, "data": data})

@@ -6,13 +6,17 @@ import importlib
 import multiprocessing
 import os
 import socket
+import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 RANKS = 8
 LIMIT = 240.0
 """Seconds for one job."""
+AFTER = 3.0
+"""Seconds to wait for the other ranks when one has failed."""
 
 
 class RankFailed(Exception):
@@ -21,42 +25,53 @@ class RankFailed(Exception):
 
 class Pool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
-        self.processes = []
+        self.processes: list[BaseProcess] = []
+        atexit.register(self.close)
+
+    def run(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
+        """Call `module:name` with `arguments` on the first `ranks` processes as one world; what each gave."""
+        if not self.pipes:
+            self._start()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        pipes = self.pipes[:ranks]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((function, arguments, rank, ranks, port))
+        out: dict[int, Any] = {}
+        errors: list[str] = []
+        end = time.monotonic() + LIMIT
+        while len(out) < ranks:
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in out], end - time.monotonic())
+            for pipe in ready:
+                rank = pipes.index(pipe)  # type: ignore[arg-type]
+                ok, out[rank] = pipe.recv()  # type: ignore[union-attr]
+                if not ok:
+                    errors.append(f"rank {rank}: {out[rank]}")
+                    end = min(end, time.monotonic() + AFTER)  # the others fail too, or wait for this one for ever
+            if not ready:
+                break
+        if len(out) < ranks:
+            self.close()  # the next job starts afresh
+            errors = errors or [f"ranks {sorted(set(range(ranks)) - set(out))} gave nothing in {LIMIT:.0f} s"]
+        if errors:
+            raise RankFailed(errors[0])
+        return [out[rank] for rank in range(ranks)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self.pipes, self.processes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
         for _ in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
-        atexit.register(self.close)
-
-    def run(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
-        """Call `module:name` with `arguments` on the first `ranks` processes as one world; what each gave."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        for rank, pipe in enumerate(self.pipes[:ranks]):
-            pipe.send((function, arguments, rank, ranks, port))
-        out: list[Any] = []
-        errors: list[str] = []
-        for rank, pipe in enumerate(self.pipes[:ranks]):
-            if not pipe.poll(LIMIT):
-                self.close()
-                raise RankFailed(f"rank {rank} gave nothing in {LIMIT} s; " + "; ".join(errors))
-            ok, result = pipe.recv()
-            out.append(result)
-            if not ok:
-                errors.append(f"rank {rank}: {result}")
-        if errors:
-            # Peers of a failed rank fail with a lost connection: the longest story is the cause.
-            raise RankFailed(min(errors, key=lambda text: "Connection" in text or "closed by peer" in text))
-        return out
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
 
 
 def _serve(pipe: Connection) -> None:

@@ -76,8 +76,9 @@ def graphs(config: Config) -> dict[str, Any]:
         names = [str(node.target) for node in graph.graph.nodes]
         collectives.append(sum("autograd_function" in name for name in names))
         codes.add(f"{graph.code}{shapes}")
-        return graph.forward
+        return aot_eager(graph, inputs)
 
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
     trainer = Trainer(config)
     eager = Trainer(config)
     torch._dynamo.reset()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, RankFailed
+from trainyard.compat import splits_backward
 from trainyard.config.schema import Config
 from trainyard.train.verify import Record, compare, single
 
@@ -67,6 +68,8 @@ CASES = [
     case(3, {"pp": 3}, LLAMA, "uneven"),
     case(2, {"pp": 2, "schedule": "zero_bubble"}),
     case(2, {"pp": 2, "vpp": 2, "schedule": "zbv"}, GPT, "tied"),
+    case(4, {"pp": 2, "vpp": 2, "schedule": "zbv", "zero": 2}, GPT, "tied"),
+    case(2, {"pp": 2, "schedule": "zero_bubble"}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"pp": 4}, LLAMA, "few-micro-batches", train={"micro_batch": 4}),
     # data parallel
     case(2, {}),
@@ -142,6 +145,10 @@ def test_equals_one_rank(
     sections: dict[str, Any],
 ) -> None:
     config = configure(layout, model, sections)
+    if config.layout.schedule != "1f1b" and not splits_backward():
+        with pytest.raises(RankFailed, match="nearest: 1f1b"):
+            run(pool, references, config, ranks)
+        return
     findings = compare(*run(pool, references, config, ranks), config.precision.kind)
     assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
 

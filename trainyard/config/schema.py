@@ -293,6 +293,16 @@ class Config(Section):
                     f"data.predictions={data.predictions}: more than a sample of data.sequence={data.sequence} holds; "
                     f"nearest: {max(data.sequence - 3, 1)}"
                 )
+        if self.layout.schedule != "1f1b" and self.compile.enabled:
+            raise ValueError(
+                f"layout.schedule={self.layout.schedule}: takes the backward pass apart, which compiled blocks do not "
+                "allow; nearest: 1f1b, or compile.enabled=false"
+            )
+        if self.layout.zero >= 2 and self.precision.kind == "bf16_sr" and self.precision.accumulate == "fp32":
+            raise ValueError(
+                f"precision.gradients=fp32: with layout.zero={self.layout.zero} gradients have the weights' dtype; "
+                "nearest: bf16"
+            )
         if self.schedule.floor > self.optimizer.lr:
             raise ValueError(
                 f"schedule.floor={self.schedule.floor:g}: above optimizer.lr={self.optimizer.lr:g}; "

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from trainyard import compat
 from trainyard.devices import Device
 from trainyard.errors import UserError
 from trainyard.parallel.groups import Group
@@ -74,9 +75,10 @@ class Mesh:
                 if len(places) == 1:
                     continue
                 members = [physical[place] for place in places]
-                # Ranks keep the order of the layout, which differs from their numbers where `order` says so.
-                unsorted: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
-                handle = dist.new_group(members, timeout=WAIT, **unsorted)
+                in_order = members == sorted(members)
+                if not (in_order or compat.keeps_order()):
+                    raise UserError(f"this device's order of ranks ({members[:4]}, ...): needs torch 2.13 or newer")
+                handle = dist.new_group(members, timeout=WAIT) if in_order else compat.ordered_group(members, WAIT)
                 if rank in members:
                     mine = Group(tuple(members), members.index(rank), handle.group_name, handle)
             return mine

@@ -14,6 +14,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from trainyard import compat
+from trainyard.errors import UserError
 from trainyard.parallel.layout import Layout, Stage
 from trainyard.parallel.mesh import Mesh
 
@@ -56,6 +58,11 @@ class Pipeline:
         self.first = any(stage.first for stage, _ in modules)
         self.last = any(stage.last for stage, _ in modules)
         self.schedule: Any
+        if schedule != "1f1b" and not compat.splits_backward():
+            raise UserError(
+                f"layout.schedule={schedule}: this torch cannot take our backward pass apart, 2.13 and newer can; "
+                "nearest: 1f1b"
+            )
         if schedule == "1f1b" and layout.vpp == 1:
             # With fewer micro batches than stages 1F1B has no steady state left: all forwards, then all backwards.
             single = Schedule1F1B if count >= layout.pp else ScheduleGPipe

@@ -1,0 +1,176 @@
+"""What parallelism costs, on two ranks of a CPU with one thread each, in one run. All are ratios; 1 is free.
+
+    python bench/parallel.py [--rounds N] [--out FILE]
+
+- zero1: a step under ZeRO-1 over the same step under plain data parallelism, on two ranks.
+- ring: rank-seconds of attention over a sequence that two ranks share, over one rank doing all of it (forward and
+  backward, causal); the same for gathered keys and values.
+- bubble: the part of a pipeline's step in which a stage waits, over what theory says, (pp - 1) / (m + pp - 1) for m
+  micro batches. A stage's work on one micro batch is measured as what one more micro batch adds to a step.
+
+Everything that is compared takes turns, so that a slow moment of the machine hits all; medians count.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from trainyard import Config, Trainer
+from trainyard.config.load import parse
+from trainyard.launch.local import launch
+from trainyard.parallel.axes import ContextAxis
+from trainyard.parallel.groups import Group
+
+RANKS = 2
+MODEL = {"family": "llama", "vocab": 4096, "hidden": 256, "layers": 8, "heads": 8, "ffn": 704, "max_positions": 512}
+# The ends of the model cost next to nothing here, so that both stages of a pipeline have the same work.
+EVEN = {**MODEL, "vocab": 64}
+SEQUENCE = 256
+MICRO_BATCHES = (2, 4, 8, 16)
+HEADS, HEAD, LONG = 4, 64, 8192
+
+
+def configure(model: dict[str, Any], layout: dict[str, Any], samples: int) -> Config:
+    return parse(
+        {
+            "model": model,
+            "data": {"source": "synthetic", "sequence": SEQUENCE},
+            "train": {"steps": 1, "global_batch": samples, "micro_batch": 2},
+            "layout": layout,
+            "device": {"name": "cpu", "threads": 1},
+        }
+    )
+
+
+def stepper(config: Config) -> Callable[[], None]:
+    trainer = Trainer(config)
+    for model in trainer.models:
+        model.train()
+    batch = trainer.loader.batch(0, trainer.rows)
+
+    def step() -> None:
+        trainer.step(batch, 1, 1e-4)
+        trainer.optimizer.settle()
+
+    return step
+
+
+def in_turn(sides: dict[Any, Callable[[], None]], rounds: int, together: bool = True) -> dict[Any, float]:
+    """Median seconds of each. Where ranks work `together`, they begin together."""
+    seconds: dict[Any, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 2):
+        for name, run in sides.items():
+            if together:
+                dist.barrier()
+            start = time.perf_counter()
+            run()
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def zero1(rounds: int) -> dict[str, Any]:
+    sides = {zero: stepper(configure(MODEL, {"zero": zero, "bucket": 4}, 8)) for zero in (0, 1)}
+    found = in_turn(sides, rounds)
+    return {"replicated_ms": found[0] * 1e3, "zero1_ms": found[1] * 1e3, "ratio": found[1] / found[0]}
+
+
+def ring(rounds: int) -> dict[str, Any]:
+    """Each rank also does the whole alone, at the same time, so that both cores are as busy."""
+    world = dist.group.WORLD
+    assert world is not None
+    group = Group(tuple(range(RANKS)), dist.get_rank(), world.group_name, world)
+
+    def attention(tokens: int, run: Callable[..., torch.Tensor]) -> Callable[[], None]:
+        q, k, v = (torch.randn(1, HEADS, tokens, HEAD, requires_grad=True) for _ in range(3))
+        dout = torch.randn(1, HEADS, tokens, HEAD)
+        return lambda: torch.autograd.backward(run(q, k, v), dout)
+
+    def shared(method: Any) -> Callable[..., torch.Tensor]:
+        axis = ContextAxis(group, method)
+        return lambda q, k, v: axis.attend(q, k, v, True, None, None)
+
+    sides = {
+        "alone": attention(LONG, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        "ring": attention(LONG // RANKS, shared("ring")),
+        "all_gather": attention(LONG // RANKS, shared("all_gather")),
+    }
+    found = in_turn(sides, rounds)
+    return {
+        **{f"{name}_ms": seconds * 1e3 for name, seconds in found.items()},
+        "ring_ratio": RANKS * found["ring"] / found["alone"],
+        "all_gather_ratio": RANKS * found["all_gather"] / found["alone"],
+    }
+
+
+def bubble(rounds: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for schedule, layout in {"1f1b": {"pp": RANKS}, "interleaved": {"pp": RANKS, "vpp": 2}}.items():
+        found = in_turn({m: stepper(configure(EVEN, layout, 2 * m)) for m in MICRO_BATCHES}, rounds)
+        least, most = MICRO_BATCHES[-2:]
+        work = (found[most] - found[least]) / (most - least)
+        rows = {}
+        for m in MICRO_BATCHES:
+            predicted = (RANKS - 1) / (m * layout.get("vpp", 1) + RANKS - 1)
+            measured = 1 - m * work / found[m]
+            rows[m] = {
+                "ms": found[m] * 1e3,
+                "predicted": predicted,
+                "measured": measured,
+                "ratio": measured / predicted,
+            }
+        out[schedule] = {"ms_per_micro_batch": work * 1e3, "micro_batches": rows}
+    return out
+
+
+def measure(rounds: int, out: Path | None) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {"torch": torch.__version__, "ranks": RANKS, "threads": 1, "rounds": rounds}
+    results |= {"zero1": zero1(rounds), "attention": ring(rounds), "bubble": bubble(rounds)}
+    if dist.get_rank() == 0:
+        show(results)
+        if out:
+            out.write_text(json.dumps(results, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(results: dict[str, Any]) -> None:
+    zero, attention = results["zero1"], results["attention"]
+    print(f"two ranks, one thread each, torch {results['torch']}, medians of {results['rounds']}")
+    print(f"ZeRO-1 over replicated     {zero['ratio']:.2f}   ({zero['zero1_ms']:.0f} / {zero['replicated_ms']:.0f} ms)")
+    for name in ("ring", "all_gather"):
+        ratio, ms = attention[f"{name}_ratio"], attention[f"{name}_ms"]
+        print(f"{name:10} over one rank  {ratio:.2f}   (2 x {ms:.0f} / {attention['alone_ms']:.0f} ms, {LONG} tokens)")
+    for schedule, found in results["bubble"].items():
+        for m, row in found["micro_batches"].items():
+            print(
+                f"{schedule:12} {m:2} micro batches: bubble {row['measured']:.3f}, predicted {row['predicted']:.3f}, "
+                f"ratio {row['ratio']:.2f}   ({row['ms']:.0f} ms)"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(arguments.rounds, arguments.out)
+    else:
+        sys.exit(launch(sys.argv[1:], RANKS, command=[sys.executable, __file__]))
+
+
+if __name__ == "__main__":
+    main()
