@@ -5,8 +5,8 @@
 - zero1: a step under ZeRO-1 over the same step under plain data parallelism, on two ranks.
 - ring: rank-seconds of attention over a sequence that two ranks share, over one rank doing all of it (forward and
   backward, causal); the same for gathered keys and values.
-- bubble: the part of a pipeline's step in which a stage waits, over what theory says, (pp - 1) / (m + pp - 1) for m
-  micro batches. A stage's work on one micro batch is measured as what one more micro batch adds to a step.
+- bubble: the part of a pipeline's forward and backward passes in which a stage does not compute (it waits, or sends),
+  over what theory says, (pp - 1) / (m + pp - 1) for m micro batches; with v virtual stages m v instead of m.
 
 Everything that is compared takes turns, so that a slow moment of the machine hits all; medians count.
 """
@@ -113,23 +113,53 @@ def ring(rounds: int) -> dict[str, Any]:
     }
 
 
+class Watched:
+    """A pipeline step whose stages' own work is timed: what is left of the step is waiting."""
+
+    def __init__(self, config: Config) -> None:
+        self.trainer = Trainer(config)
+        for model in self.trainer.models:
+            model.train()
+        self.batch = self.trainer.loader.batch(0, self.trainer.rows)
+        self.busy = self.whole = 0.0
+        self.shares: list[float] = []
+        pipeline = self.trainer.forward.pipeline
+        assert pipeline is not None
+        schedule = pipeline.schedule
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+            for name in ("forward_one_chunk", "backward_one_chunk"):
+                setattr(stage, name, self._timed(getattr(stage, name), "busy"))
+        pipeline.run = self._timed(pipeline.run, "whole")  # type: ignore[method-assign]
+
+    def _timed(self, function: Callable[..., Any], total: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments, **named)
+            setattr(self, total, getattr(self, total) + time.perf_counter() - start)
+            return result
+
+        return timed
+
+    def step(self) -> None:
+        self.busy = self.whole = 0.0
+        self.trainer.step(self.batch, 1, 1e-4)
+        mine = torch.tensor([self.busy, self.whole])
+        dist.all_reduce(mine)  # the mean over the stages
+        self.shares.append(1 - float(mine[0] / mine[1]))
+
+
 def bubble(rounds: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for schedule, layout in {"1f1b": {"pp": RANKS}, "interleaved": {"pp": RANKS, "vpp": 2}}.items():
-        found = in_turn({m: stepper(configure(EVEN, layout, 2 * m)) for m in MICRO_BATCHES}, rounds)
-        least, most = MICRO_BATCHES[-2:]
-        work = (found[most] - found[least]) / (most - least)
+        watched = {m: Watched(configure(EVEN, layout, 2 * m)) for m in MICRO_BATCHES}
+        seconds = in_turn({m: each.step for m, each in watched.items()}, rounds)
         rows = {}
-        for m in MICRO_BATCHES:
+        for m, each in watched.items():
             predicted = (RANKS - 1) / (m * layout.get("vpp", 1) + RANKS - 1)
-            measured = 1 - m * work / found[m]
-            rows[m] = {
-                "ms": found[m] * 1e3,
-                "predicted": predicted,
-                "measured": measured,
-                "ratio": measured / predicted,
-            }
-        out[schedule] = {"ms_per_micro_batch": work * 1e3, "micro_batches": rows}
+            measured = statistics.median(each.shares[-rounds:])
+            ratio = measured / predicted
+            rows[m] = {"ms": seconds[m] * 1e3, "predicted": predicted, "measured": measured, "ratio": ratio}
+        out[schedule] = rows
     return out
 
 
@@ -154,7 +184,7 @@ def show(results: dict[str, Any]) -> None:
         ratio, ms = attention[f"{name}_ratio"], attention[f"{name}_ms"]
         print(f"{name:10} over one rank  {ratio:.2f}   (2 x {ms:.0f} / {attention['alone_ms']:.0f} ms, {LONG} tokens)")
     for schedule, found in results["bubble"].items():
-        for m, row in found["micro_batches"].items():
+        for m, row in found.items():
             print(
                 f"{schedule:12} {m:2} micro batches: bubble {row['measured']:.3f}, predicted {row['predicted']:.3f}, "
                 f"ratio {row['ratio']:.2f}   ({row['ms']:.0f} ms)"
