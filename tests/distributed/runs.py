@@ -95,6 +95,30 @@ def graphs(config: Config) -> dict[str, Any]:
     }
 
 
+def kept(config: Config) -> set[tuple[int, ...]]:
+    """Shapes of what the blocks of a forward pass keep for backward."""
+    trainer = Trainer(config)
+    shapes: set[tuple[int, ...]] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.add(tuple(tensor.shape))
+        return tensor
+
+    def watched(block: torch.nn.Module) -> Any:
+        forward = block.forward
+
+        def run(*arguments: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return forward(*arguments)
+
+        return run
+
+    for block in trainer.model.layers.children():
+        block.forward = watched(block)
+    trainer.step(trainer.loader.batch(0, trainer.rows), 1, 1e-3)
+    return shapes
+
+
 def reordered(config: Config, order: list[int]) -> list[str]:
     with patch.object(Cpu, "order", lambda self, tp, ranks: order):
         found = record(config, 3)

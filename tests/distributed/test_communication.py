@@ -176,8 +176,6 @@ class Sizes:
         self.kv_rows = max(model.kv // self.tp, 1) * model.head_size
         self.copies = max(self.tp // model.kv, 1)
         self.inner = model.ffn // self.tp
-        parts = config.recompute.parts if config.recompute.kind == "parts" else ()
-        self.mlp_again = "mlp" in parts
         self.bucket = config.layout.bucket * MIB // BYTES["float32"]
 
     @property
@@ -205,11 +203,11 @@ def expected(config: Config, rank: int) -> Counts:
             out[Message(group, ranks, kind, dtype, elements * BYTES[dtype], peer)] += times
 
     # Tensor parallel. Attention and MLP each gather tokens before and scatter sums after, and backward the other way
-    # round. Recomputing the MLP gathers its input again; what it scatters is not needed twice, and core attention has
-    # nothing to gather. The embedding scatters, the head gathers.
+    # round. What was gathered is not kept: backward, or the recomputing of an MLP, gathers it again. What is recomputed
+    # is not scattered twice, and core attention has nothing to gather. The embedding scatters, the head gathers.
     once, ends = s.micro_batches, s.first + s.last
     whole = s.tokens * s.hidden
-    add("tp", s.tp, "all_gather", "bfloat16", whole, once * ((4 + s.mlp_again) * s.layers + ends))
+    add("tp", s.tp, "all_gather", "bfloat16", whole, once * (6 * s.layers + ends))
     add("tp", s.tp, "reduce_scatter", "bfloat16", whole, once * (4 * s.layers + ends))
     # The loss: for each token of a chunk of logits the maximum, then the sum and the label's logit.
     chunks = -(-s.tokens // max(256, Cpu.logits_bytes // (s.words * BYTES["float32"])))
@@ -313,8 +311,8 @@ def test_totals_of_llama_2_7b(traces: Traces) -> None:
     held = (2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)) // 8 + (2 * 32 + 1) * 4096
     assert total["data", 16, "reduce_scatter", "float32"] == (15, 4 * held)
     assert total["data", 16, "all_gather", "bfloat16"] == (15, 2 * held)
-    times = 16 * (32 * 4 + 2)
-    for kind in ("all_gather", "reduce_scatter"):
+    for kind, each in (("all_gather", 6), ("reduce_scatter", 4)):
+        times = 16 * (32 * each + 2)
         assert total["tp", 8, kind, "bfloat16"] == (times, times * 2 * 4096 * 4096)
 
 
@@ -324,7 +322,7 @@ def test_totals_of_llama_3_70b(traces: Traces) -> None:
     held = 10 * ((2 * 8192 * 8192 + 3 * 8192 * 28672) // 32 + 2 * 128 * 8192 + 2 * 8192)
     assert total["data", 2, "reduce_scatter", "float32"] == (6, 4 * held)
     assert total["data", 2, "all_gather", "bfloat16"] == (6, 2 * held)
-    assert total["tp", 32, "all_gather", "bfloat16"] == (8 * 10 * 5, 8 * 10 * 5 * 2 * 8192 * 8192)
+    assert total["tp", 32, "all_gather", "bfloat16"] == (8 * 10 * 6, 8 * 10 * 6 * 2 * 8192 * 8192)
     assert total["tp", 32, "reduce_scatter", "bfloat16"] == (8 * 10 * 4, 8 * 10 * 4 * 2 * 8192 * 8192)
     for kind in ("send", "receive"):
         assert total["pp", 8, kind, "bfloat16"] == (2 * 8, 2 * 8 * 2 * 8192 * 8192 // 32)

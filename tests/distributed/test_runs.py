@@ -77,6 +77,17 @@ def test_blocks_compile_without_breaks_into_one_graph_on_all_ranks(pool: Pool, f
     assert found[0]["losses"] == pytest.approx(found[0]["eager"], rel=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt", "bert"])
+def test_sequence_parallel_ranks_keep_no_whole_activation(pool: Pool, family: str) -> None:
+    """What a column-split product gathers is gathered again in backward."""
+    model = {**tiny.FAMILIES[family], "ffn": 96}  # half of it is not the hidden size
+    config = tiny.config(model, layout={"tp": 2, "sequence_parallel": True})
+    shapes = pool.run("tests.distributed.runs:kept", (config,), 2)[0]
+    batch, tokens, hidden = config.train.micro_batch, config.data.sequence, config.model.hidden
+    assert (batch, tokens // 2, hidden) in shapes
+    assert (batch, tokens, hidden) not in shapes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"zero": 3}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_a_compiled_run_on_two_ranks(pool: Pool, tmp_path: Path, layout: dict[str, Any]) -> None:

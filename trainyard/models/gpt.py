@@ -12,29 +12,30 @@ from trainyard.parallel.axes import Axes
 
 
 class Attention(nn.Module):
-    part = "attention"  # BERT's too, which is not causal
+    part, keep_gathered = "attention", False  # BERT's too, which is not causal
 
     def __init__(self, c: GptModel | BertModel, make: Maker, name: str, causal: bool) -> None:
         super().__init__()
-        self.tp, self.head_size, self.fused = make.tp, c.head_size, c.fuse_qkv
+        self.tp, self.head_size = make.tp, c.head_size
         if c.fuse_qkv:
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
+        self.inputs = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
         self.core_attention = make.core_attention(c.heads, c.heads, causal, c.attention_dropout, f"{name}.core")
         self.output = make.linear(f"{name}.output")
         self.dropout = Dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
-        x_BTD = self.tp.gather(x_BTD)
-        flat = self.qkv(x_BTD).chunk(3, -1) if self.fused else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
-        q_BHTK, k_BHTK, v_BHTK = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in flat)
+        flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
+        flat = flat[0].chunk(3, -1) if len(flat) == 1 else flat
+        q_BHTK, k_BHTK, v_BHTK = (y.view(*y.shape[:2], -1, self.head_size).transpose(1, 2) for y in flat)
         y_BTD = self.core_attention(q_BHTK, k_BHTK, v_BHTK, documents_BT, draw).transpose(1, 2).flatten(2)
         return self.dropout(self.output.add_bias(self.tp.scatter(self.output.product(y_BTD))), own)
 
 
 class MLP(nn.Module):
-    part = "mlp"
+    part, keep_gathered = "mlp", False
 
     def __init__(self, c: GptModel | BertModel, make: Maker, name: str) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class MLP(nn.Module):
         self.dropout = Dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor, own: Draw) -> Tensor:
-        y_BTF = self.activation(self.up(self.tp.gather(x_BTD)))
+        y_BTF = self.activation(*self.tp.columns(x_BTD, self.up, keep=self.keep_gathered))
         return self.dropout(self.down.add_bias(self.tp.scatter(self.down.product(y_BTF))), own)
 
 

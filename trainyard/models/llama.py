@@ -14,7 +14,7 @@ from trainyard.parallel.layout import share
 
 
 class Attention(nn.Module):
-    part = "attention"
+    part, keep_gathered = "attention", False
 
     def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
         super().__init__()
@@ -26,21 +26,21 @@ class Attention(nn.Module):
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
+        self.inputs = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
         self.core_attention = make.core_attention(c.heads, c.kv, True, 0.0, name)
         self.output = make.linear(f"{name}.output")
-        self.fused = c.fuse_qkv
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        x_BTD = self.tp.gather(x_BTD)
-        flat = self.qkv(x_BTD).split(self.sizes, -1) if self.fused else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
-        q_BHTK, k_BGTK, v_BGTK = (y.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for y in flat)
+        flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
+        flat = torch.split(flat[0], self.sizes, -1) if len(flat) == 1 else flat
+        q_BHTK, k_BGTK, v_BGTK = (y.view(*y.shape[:2], -1, self.head_size).transpose(1, 2) for y in flat)
         q_BHTK, k_BGTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGTK, cos_TK, sin_TK)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.scatter(self.output(y_BHTK.transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):
-    part = "mlp"
+    part, keep_gathered = "mlp", False
 
     def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class MLP(nn.Module):
             self.gate_up = make.linear(f"{name}.gate_up")
         else:
             self.gate, self.up = make.linear(f"{name}.gate"), make.linear(f"{name}.up")
+        self.inputs = [self.gate_up] if c.fuse_gate_up else [self.gate, self.up]
         self.activation = SwiGLU()
         self.down = make.linear(f"{name}.down")
-        self.fused = c.fuse_gate_up
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = self.tp.gather(x_BTD)
-        gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, -1) if self.fused else (self.gate(x_BTD), self.up(x_BTD))
+        flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
+        gate_BTF, up_BTF = flat[0].chunk(2, -1) if len(flat) == 1 else flat
         return self.tp.scatter(self.down(self.activation(gate_BTF, up_BTF)))
 
 

@@ -1,15 +1,16 @@
 """Where data crosses ranks. A model is handed axes and never imports torch.distributed.
 
-`tp.gather(x)` before and `tp.scatter(x)` after attention and MLP are the only crossings of tensor parallelism in a
-block; `cp.attend(q, k, v)` is the only one of context parallelism. On one rank every crossing is the identity, so the
-same model code runs on a laptop and on a cluster. Nothing here depends on the rank's number but what comes in as a
-tensor: all ranks of a stage trace the same graph.
+`tp.columns(x, ...)` going into and `tp.scatter(x)` coming out of attention and MLP are the only crossings of tensor
+parallelism in a block; `cp.attend(q, k, v)` is the only one of context parallelism. On one rank every crossing is the
+identity, so the same model code runs on a laptop and on a cluster. Nothing here depends on the rank's number but what
+comes in as a tensor: all ranks of a stage trace the same graph.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.parallel.groups import Group
@@ -17,6 +18,14 @@ from trainyard.parallel.ring import Dropped, attend
 
 TOKENS = 1
 """The dim of tokens in activations [B, T, D]."""
+
+
+class Linear(Protocol):
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 class TensorAxis:
@@ -32,6 +41,18 @@ class TensorAxis:
         if self.sequence:
             return _Gather.apply(x, self.group, True)  # type: ignore[no-untyped-call]
         return self.copy(x)
+
+    def columns(self, x: Tensor, *linears: Linear, keep: bool = False) -> tuple[Tensor, ...]:
+        """Column-split products of the same x: every token meets this rank's rows of each matrix.
+
+        Under `sequence` the gathered tokens, a whole activation, are not kept: backward gathers them again, while it
+        multiplies. `keep` them inside what is recomputed anyway.
+        """
+        if self.sequence and not keep:
+            tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+            return _Columns.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
+        x = self.gather(x)
+        return tuple(F.linear(x, linear.weight, linear.bias) for linear in linears)
 
     def scatter(self, x: Tensor) -> Tensor:
         """After a row-split product: sum the ranks' parts (under `sequence`, each rank keeps its tokens)."""
@@ -96,6 +117,32 @@ class ContextAxis:
 class Axes:
     tp: TensorAxis = field(default_factory=TensorAxis)
     cp: ContextAxis = field(default_factory=ContextAxis)
+
+
+class _Columns(torch.autograd.Function):
+    """Gather and multiply. What travels in backward does so while something is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *tensors)
+        whole = group.gather(x, TOKENS)
+        return tuple(F.linear(whole, w, b) for w, b in zip(tensors[::2], tensors[1::2], strict=True) if w is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        group: Group = ctx.group
+        x, *tensors = ctx.saved_tensors
+        gathering = group.start_gather(x)
+        d_whole = sum(d @ w for d, w in zip(grads, tensors[::2], strict=True))
+        assert isinstance(d_whole, Tensor)
+        scattering = group.start_scatter(d_whole, TOKENS)
+        whole = group.gathered(gathering, x, TOKENS).flatten(0, 1)
+        out: list[Tensor | None] = []
+        for d, bias in zip(grads, tensors[1::2], strict=True):
+            flat = d.flatten(0, 1)
+            out += [flat.T @ whole, flat.sum(0) if bias is not None else None]
+        return group.scattered(scattering, d_whole, TOKENS), None, *out
 
 
 class _Copy(torch.autograd.Function):

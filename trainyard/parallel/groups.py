@@ -46,15 +46,21 @@ class Group:
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """Every rank's x, one after the other along `dim`."""
-        if self.size == 1:
-            return x
-        parts = wait(self.start_gather(x)).view(self.size, *x.shape)
+        return x if self.size == 1 else self.gathered(self.start_gather(x), x, dim)
+
+    def gathered(self, under_way: Tensor, x: Tensor, dim: int) -> Tensor:
+        """Wait for what `start_gather(x)` gave, and put it in order along `dim`."""
+        parts = wait(under_way).view(self.size, *x.shape)
         return parts.movedim(0, dim).flatten(dim, dim + 1)  # a view where all dims before `dim` are 1
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part along `dim` of the sum of every rank's x."""
-        if self.size == 1:
-            return x
-        part = x.shape[dim] // self.size
-        parts = x.reshape(*x.shape[:dim], self.size, part, *x.shape[dim + 1 :]).movedim(dim, 0)
-        return wait(self.start_reduce_scatter(parts.flatten(0, 1))).view(*parts.shape[1:])
+        return x if self.size == 1 else self.scattered(self.start_scatter(x, dim), x, dim)
+
+    def start_scatter(self, x: Tensor, dim: int) -> Tensor:
+        parts = x.reshape(*x.shape[:dim], self.size, x.shape[dim] // self.size, *x.shape[dim + 1 :]).movedim(dim, 0)
+        return self.start_reduce_scatter(parts.flatten(0, 1))
+
+    def scattered(self, under_way: Tensor, x: Tensor, dim: int) -> Tensor:
+        """Wait for what `start_scatter(x, dim)` gave."""
+        return wait(under_way).view(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])

@@ -20,6 +20,9 @@ def apply(blocks: list[nn.Module], config: RecomputeSection) -> int:
     for block in blocks:
         chosen = [block] if config.kind == "full" else _outermost(block, parts)
         for module in chosen:
+            for inside in module.modules():  # gathered once more anyway, when it is recomputed
+                if hasattr(inside, "keep_gathered"):
+                    inside.keep_gathered = True  # type: ignore[assignment]
             module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
             )
