@@ -46,7 +46,11 @@ class Pool:
             ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in out], end - time.monotonic())
             for pipe in ready:
                 rank = pipes.index(pipe)  # type: ignore[arg-type]
-                ok, out[rank] = pipe.recv()  # type: ignore[union-attr]
+                try:
+                    ok, out[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self.close()
+                    raise RankFailed(f"rank {rank}'s process died; {errors}") from None
                 if not ok:
                     errors.append(f"rank {rank}: {out[rank]}")
                     end = min(end, time.monotonic() + AFTER)  # the others fail too, or wait for this one for ever

@@ -11,7 +11,6 @@ host.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +24,13 @@ from trainyard.parallel.flat import Flat, GradientExchange, WeightExchange
 from trainyard.parallel.groups import Group
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.sharded import Backed, shard
-from trainyard.random import key32, row32
+from trainyard.random import key32
 from trainyard.train.compile import Compiler
+from trainyard.train.rounding import Piece, pieces
 from trainyard.train.shares import Shares
 from trainyard.train.updates import adamw_, adamw_rounded_, moments, round_to_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class Piece(NamedTuple):
-    """A stretch of a parameter with global row and column numbers: what stochastic rounding draws by."""
-
-    weight: Tensor
-    """[rows, columns] view."""
-    site: Tensor
-    row: Tensor
-    column: Tensor
 
 
 class Optimizer:
@@ -112,9 +102,10 @@ class Optimizer:
         """Steps skipped in all, and in a row."""
         self.bad_norms = torch.zeros(len(self.names), device=handle)
         """Norms of each gradient at the last step that was skipped."""
-        self.pieces = (
-            {name: list(self._pieces(blueprint, name, handle)) for name in self.names} if self.rounding else {}
-        )
+        self.pieces: dict[str, list[Piece]] = {}
+        if self.rounding:
+            share = (blueprint, mesh.tp, self.flat, self.number)
+            self.pieces = {name: pieces(self.master, name, *share) for name in self.names}
         self.compiled = compiler is not None
         self._adamw: Callable[..., None] = compiler(adamw_) if compiler else adamw_
         self._rounded: Callable[..., None] = compiler(adamw_rounded_, dynamic=True) if compiler else adamw_rounded_
@@ -235,7 +226,7 @@ class Optimizer:
             at, count = piece.weight.storage_offset(), piece.weight.numel()
             flats = (self.sums, self.first, self.second)
             rest = (flat[at : at + count].view_as(piece.weight) for flat in flats)
-            draw = (_rows(piece, key), piece.site, piece.column)
+            draw = (piece.rows(key), piece.site, piece.column)
             self._rounded(
                 piece.weight, *draw, *rest, lr, scale, correct, ok, self._decay(name), c.beta1, c.beta2, c.eps
             )
@@ -268,40 +259,10 @@ class Optimizer:
             for piece in self.pieces[name]:
                 at = piece.weight.storage_offset() - self.flat.spans[name].at
                 values = flat_new[at : at + piece.weight.numel()].view_as(piece.weight)
-                rounded = round_to_bf16(values, _rows(piece, key), piece.site, piece.column)
+                rounded = round_to_bf16(values, piece.rows(key), piece.site, piece.column)
                 piece.weight.copy_(torch.where(ok, rounded, piece.weight))
         if self.zero == 0 and self.weights is not self.master:
             self.weights.copy_(self.master)
-
-    def _pieces(self, blueprint: Blueprint, name: str, device: torch.device) -> list[Piece]:
-        """This rank's rows of a parameter, cut where parts begin, each row and column with its global number."""
-        span, mine = self.flat.spans[name], self.flat.rows(name, self.number)
-        tp, out, start = self.mesh.tp, [], 0
-        for held in blueprint.slices(name, tp.size, tp.rank):
-            rows = held.stop - held.start if held.dim == 0 else span.shape[0]
-            first, end = max(start, mine.start), min(start + rows, mine.stop)
-            start += rows
-            if first >= end:
-                continue
-            at = span.at + (first - mine.start) * span.width
-            # A vector is one row of the table.
-            shape = (end - first, span.width) if len(span.shape) > 1 else (1, end - first)
-            view = self.master[at : at + (end - first) * span.width].view(shape)
-            row, column = (torch.arange(n, dtype=torch.int32, device=device) for n in shape)
-            skipped = first - (start - rows)
-            if len(span.shape) > 1:
-                row = row + (skipped + (held.start if held.dim == 0 else 0))
-                column = column + (held.start if held.dim == 1 else 0)
-            else:
-                column = column + (held.start + skipped)
-            site = torch.tensor(key32("rounding", held.name)[0], dtype=torch.int32, device=device)
-            out.append(Piece(view, site, row, column))
-        return out
-
-
-def _rows(piece: Piece, key: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = row32(key, piece.row, torch.zeros_like(piece.row))
-    return first[:, None], second[:, None]
 
 
 def _accumulate_into(parameter: nn.Parameter, total: Tensor, arrived: Callable[[], None] | None) -> None:
