@@ -64,6 +64,7 @@ MISTAKES = [
         ["precision.gradients=fp32", "nearest: bf16"],
     ),
     (["layout.zero=4"], ["layout.zero=4"]),
+    (["layout.pp=2", "layout.schedule=zero_bubble", "layout.zero=2"], ["layout.zero=2", "nearest: zero=1"]),
     (["layout.context=rings"], ["layout.context=rings", "nearest: ring"]),
     (["data.paths=a.txt"], ["data.paths=a.txt", "not a list", "nearest: [a.txt]"]),
     (["device.name=gpu"], ["device.name=gpu", "auto"]),

@@ -158,6 +158,11 @@ class LayoutSection(Section):
         stages = self.pp * self.vpp
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp}: virtual stages need pp above 1; nearest: 1")
+        if self.schedule != "1f1b" and self.zero >= 2:
+            raise ValueError(
+                f"zero={self.zero}: sums gradients while backward goes, which schedule={self.schedule} takes apart; "
+                "nearest: zero=1, or schedule=1f1b"
+            )
         if self.schedule == "zbv" and self.vpp != 2:
             raise ValueError(f"vpp={self.vpp}: schedule=zbv has two stages a rank; nearest: 2")
         if self.cuts and (len(self.cuts) != stages - 1 or list(self.cuts) != sorted(set(self.cuts))):
