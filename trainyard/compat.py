@@ -85,7 +85,10 @@ def all_reduce_(x: Tensor, group: str) -> Tensor:
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """[n, ...] on each of `size` ranks to [size * n, ...], in the order of ranks."""
-    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
+    out = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
+    # gloo: with two under way, on one group or on two, its threads corrupted memory (torch 2.13 and 2.14, about once in
+    # ten thousand). One at a time was fine, beside other collectives too.
+    return wait(out) if x.is_cpu else out
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:

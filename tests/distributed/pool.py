@@ -5,12 +5,13 @@ import atexit
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from trainyard.launch.local import free_port
 
 RANKS = 8
 LIMIT = 240.0
@@ -33,9 +34,10 @@ class Pool:
         """Call `module:name` with `arguments` on the first `ranks` processes as one world; what each gave."""
         if not self.pipes:
             self._start()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with free_port() as port:
+            return self._run(function, arguments, ranks, port)
+
+    def _run(self, function: str, arguments: tuple[Any, ...], ranks: int, port: int) -> list[Any]:
         pipes = self.pipes[:ranks]
         for rank, pipe in enumerate(pipes):
             pipe.send((function, arguments, rank, ranks, port))

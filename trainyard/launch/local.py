@@ -110,7 +110,7 @@ def launch(
     `environment` is added to this process's own.
     """
     crew: list[Rank] = []
-    with _noted_signals() as signals, _free_port() as port:
+    with _noted_signals() as signals, free_port() as port:
         directory = Path(tempfile.mkdtemp(prefix="trainyard-"))
         pipe, held = os.pipe()  # `held` is closed by our end, however that comes; no rank inherits it
         sys.stdout.flush()
@@ -214,7 +214,7 @@ def _variables(ranks: int, port: int, environment: Mapping[str, str]) -> dict[st
 
 
 @contextmanager
-def _free_port() -> Iterator[int]:
+def free_port() -> Iterator[int]:
     """A port of the loopback that stays ours while the ranks run.
 
     The socket is bound and does not listen. So the system gives the port to nobody who asks for any free one, while
