@@ -3,6 +3,7 @@
 import os
 import tempfile
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,10 @@ from trainyard.train.verify import Finding, Record, compare, record, single
 
 # What keeps a comparison sharp. fp32: layouts differ by 1e-7, not by bf16's 1e-2. eps: AdamW divides a gradient by its
 # own size, and where it is rounding alone the update would be too.
-SHARP = ["precision.kind=fp32", "precision.gradients=null", "precision.reduce=null", "optimizer.eps=1e-3"]
+SHARP = {
+    "precision.": ["precision.kind=fp32", "precision.gradients=null", "precision.reduce=null"],
+    "optimizer.eps": ["optimizer.eps=1e-3"],
+}
 PLAIN = ["compile.enabled=false", "checkpoint.final=false"]
 
 
@@ -50,8 +54,9 @@ def verify(
     config = load(source, words)
     ranks = int(os.environ["WORLD_SIZE"]) if result else nproc or at_hand(config)
     config = shrink(config, ranks) if smoke else fit(config, ranks)
-    sharp = [] if any(word.startswith("precision.") for word in words) else SHARP
-    config = parse(config.model_dump(mode="json"), [*sharp, *PLAIN])
+    # What the user names stands: a precision, or eps.
+    sharp = [sharp for section, sharp in SHARP.items() if not any(word.startswith(section) for word in words)]
+    config = parse(config.model_dump(mode="json"), [*chain(*sharp), *PLAIN])
     if result:  # one of the ranks
         found = record(config, steps)
         if os.environ["RANK"] == "0":

@@ -2,8 +2,8 @@
 
 `tp.columns(x, ...)` going into and `tp.scatter(x)` coming out of attention and MLP are the only crossings of tensor
 parallelism in a block; `cp.attend(q, k, v)` is the only one of context parallelism. On one rank every crossing is the
-identity, so the same model code runs on a laptop and on a cluster. Nothing here depends on the rank's number but what
-comes in as a tensor: all ranks of a stage trace the same graph.
+identity, so the same model code runs on a laptop and on a cluster. Nothing in a block depends on the rank's number but
+what comes in as a tensor: all ranks of a stage trace the same graph for it.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.parallel.blocks import places
 from trainyard.parallel.groups import Group
 from trainyard.parallel.ring import Dropped, attend
 
@@ -91,11 +92,7 @@ class ContextAxis:
 
     def places(self, tokens: int, rank: Tensor) -> Tensor:
         """Global places [T] of this rank's `tokens` tokens, int32; `rank` as a tensor."""
-        place = torch.arange(tokens, dtype=torch.int32, device=rank.device)
-        if self.size == 1:
-            return place
-        half = tokens // 2
-        return torch.cat((place[:half] + rank * half, place[:half] + (2 * self.size - 1 - rank) * half))
+        return places(rank, self.size, tokens, rank.device)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropped: Dropped | None

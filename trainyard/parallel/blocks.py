@@ -64,7 +64,7 @@ class Tile(NamedTuple):
     keys: slice
 
 
-def places(rank: int, size: int, tokens: int, device: torch.device) -> Tensor:
+def places(rank: int | Tensor, size: int, tokens: int, device: torch.device) -> Tensor:
     """Places in the whole sequence, int32, of the `tokens` that a rank holds."""
     if size == 1:
         return torch.arange(tokens, dtype=torch.int32, device=device)
