@@ -111,6 +111,10 @@ class PrecisionSection(Section):
     """In what gradients are summed over data parallel ranks. Default: as precision.gradients."""
 
     @property
+    def compute(self) -> str:
+        return "fp32" if self.kind == "fp32" else "bf16"
+
+    @property
     def accumulate(self) -> str:
         return self.gradients or ("bf16" if self.kind == "bf16_sr" else "fp32")
 

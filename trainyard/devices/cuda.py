@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.devices.base import Device, Peak
+from trainyard.errors import UserError
 
 # Dense bf16 FLOP/s by the vendor's data sheets (SXM parts), matched against the device name. fp32 is the plain
 # (non-tensor-core) rate: precision fp32 asks for true fp32 products.
@@ -48,6 +49,8 @@ class Cuda(Device):
         return torch.cuda.max_memory_allocated()
 
     def prepare(self, deterministic: bool, local_rank: int = 0) -> None:
+        if local_rank >= self.ranks():
+            raise UserError(f"local rank {local_rank}: this machine has {self.ranks()} GPUs, one for each rank")
         torch.cuda.set_device(local_rank)
         # The fastest backward passes of attention add in no fixed order. cuBLAS reads its variable when first used.
         if deterministic:

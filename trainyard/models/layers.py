@@ -55,17 +55,25 @@ class Embedding(nn.Module):
         return F.embedding(tokens, self.weight)
 
 
-class VocabEmbedding(nn.Module):
-    """A look-up in a matrix whose rows tensor-parallel ranks share: each adds the tokens that it holds."""
+class Head(nn.Module):
+    """The output matrix, its rows (words) shared by tensor-parallel ranks. The loss multiplies by it."""
 
     first: Tensor
+    """The number of this rank's first word."""
 
     def __init__(self, weight: nn.Parameter, tp: TensorAxis) -> None:
         super().__init__()
         self.weight = weight
-        self.tp = tp
         first = torch.tensor(tp.rank * weight.shape[0], dtype=torch.int32)
         self.register_buffer("first", first, persistent=False)
+
+
+class VocabEmbedding(Head):
+    """A look-up in such a matrix: each rank adds the tokens that it holds. Tied, it is the head too."""
+
+    def __init__(self, weight: nn.Parameter, tp: TensorAxis) -> None:
+        super().__init__(weight, tp)
+        self.tp = tp
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -74,19 +82,6 @@ class VocabEmbedding(nn.Module):
         here = (index >= 0) & (index < self.weight.shape[0])
         found = F.embedding(torch.where(here, index, 0), self.weight)
         return self.tp.scatter(torch.where(here[..., None], found, 0.0))
-
-
-class Head(nn.Module):
-    """The output matrix, its rows shared by tensor-parallel ranks. The loss multiplies by it, chunk by chunk."""
-
-    first: Tensor
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorAxis) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        first = torch.tensor(tp.rank * weight.shape[0], dtype=torch.int32)
-        self.register_buffer("first", first, persistent=False)
 
 
 class RMSNorm(nn.Module):
@@ -136,7 +131,7 @@ class Maker:
         return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp)
 
     def head(self, name: str) -> Head:
-        return Head(self.parameter(f"{name}.weight"), None, self.tp)
+        return Head(self.parameter(f"{name}.weight"), self.tp)
 
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.parameter(f"{name}.weight"), eps)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.models.blueprint import Blueprint
-from trainyard.models.layers import Batch, Draw, Head, VocabEmbedding, make_draw
+from trainyard.models.layers import Batch, Draw, Head, make_draw
 from trainyard.models.output import Output
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import Stage
@@ -63,7 +63,7 @@ class Stack(nn.Module):
     def result(
         self,
         states: Tensor,
-        words: VocabEmbedding | Head,
+        words: Head,
         bias: Tensor | None = None,
         next_sentence: Tensor | None = None,
         split: bool = False,

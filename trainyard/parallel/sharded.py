@@ -4,7 +4,7 @@ torch gathers weights and sums gradients; the shards' memory stays ours (`Flat`)
 checkpoints serve every stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +37,16 @@ def shard(
 class Backed:
     """A sharded model whose shards' weights and gradients lie in memory of ours."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, memory: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-        """`memory` gives this rank's weights and gradients of a parameter."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.memory: dict[str, tuple[Tensor, Tensor]] = {}
-        self.gradients: dict[str, DTensor] = {}
-        for owner in list(model.modules()):
-            for key, parameter in list(owner.named_parameters(recurse=False)):
-                name = names[parameter]
-                if name not in self.parameters:
-                    self.memory[name] = memory(name)
-                    weight, self.gradients[name] = (_described(local, parameter, mesh) for local in self.memory[name])
-                    self.parameters[name] = nn.Parameter(weight)
-                    self.parameters[name].grad = self.gradients[name]
-                owner.register_parameter(key, self.parameters[name])
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], memory: dict[str, tuple[Tensor, Tensor]], mesh: DeviceMesh
+    ) -> None:
+        """`memory` has this rank's weights, which are behind the parameters already, and gradients."""
+        self.parameters, self.memory = parameters, memory
+        self.gradients = {
+            name: described(gradient, parameters[name].shape, mesh) for name, (_, gradient) in memory.items()
+        }
+        for name, parameter in parameters.items():
+            parameter.grad = self.gradients[name]
 
     def collect(self) -> None:
         """After backward: torch adds to our memory unless something has made it forget our gradients (a pipeline
@@ -75,7 +70,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _described(local: Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+def described(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
+    """A shard of a tensor of `shape`, as torch describes it."""
+    whole = torch.empty(tuple(shape), device="meta")
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainyard.compat import fused_adamw_
 from trainyard.config.schema import Config
@@ -23,7 +24,7 @@ from trainyard.models.blueprint import Blueprint, layer
 from trainyard.parallel.flat import Flat, GradientExchange, WeightExchange
 from trainyard.parallel.groups import Group
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.sharded import Backed, shard
+from trainyard.parallel.sharded import Backed, described, shard
 from trainyard.random import key32
 from trainyard.train.compile import Compiler
 from trainyard.train.rounding import Piece, pieces
@@ -58,8 +59,7 @@ class Optimizer:
         bucket = config.layout.bucket * 2**20 // travel.itemsize
         self.flat = Flat([(name, found[name]) for name in self.names], decayed, shards, bucket)
         handle = device.handle
-        compute = torch.float32 if self.precision.kind == "fp32" else torch.bfloat16
-        self.compute = compute
+        compute = self.compute = DTYPES[self.precision.compute]
         gradients = DTYPES[self.precision.accumulate]
 
         def row(size: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ class Optimizer:
             self.view(self.master, name).copy_(value[rows.start : rows.stop])
             if self.zero < 2:
                 self.flat.view(self.weights, name).copy_(value)
-        self.shares = Shares(self.flat, blueprint, mesh, self.number, config.layout.sequence_parallel).to(handle)
+        self.shares = Shares(self.flat, blueprint, mesh, self.number, config.layout.sequence_parallel, handle)
         self.gradient_exchange: GradientExchange | None = None
         self.weight_exchange: WeightExchange | None = None
         self.parameters: dict[str, nn.Parameter] = {}
@@ -94,8 +94,13 @@ class Optimizer:
         else:
             for model in models:
                 device_mesh = shard(model, mesh.data, device, compute, travel, self.zero == 3)
-                memory = lambda name: (self.view(self.master, name), self.view(self.sums, name))  # noqa: E731
-                self.sharded.append(Backed(model, device_mesh, memory))
+
+                def place(name: str, device_mesh: DeviceMesh = device_mesh) -> Tensor:
+                    return described(self.view(self.master, name), found[name], device_mesh)
+
+                parameters = assign(model, place)
+                memory = {name: (self.view(self.master, name), self.view(self.sums, name)) for name in parameters}
+                self.sharded.append(Backed(parameters, memory, device_mesh))
         self.updates = torch.zeros((), device=handle)
         """Updates made (skipped steps do not count), for the moments' bias correction."""
         self.skipped = torch.zeros(2, dtype=torch.int32, device=handle)

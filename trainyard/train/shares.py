@@ -34,7 +34,9 @@ class Stretch:
 
 
 class Shares:
-    def __init__(self, flat: Flat, blueprint: Blueprint, mesh: Mesh, shard: int, sequence: bool) -> None:
+    def __init__(
+        self, flat: Flat, blueprint: Blueprint, mesh: Mesh, shard: int, sequence: bool, device: torch.device
+    ) -> None:
         """`shard` is which shard of `flat` this rank has."""
         self.flat, self.mesh, self.number = flat, mesh, shard
         self.names = list(flat.spans)
@@ -56,14 +58,10 @@ class Shares:
             jobs["tied"] = (mesh.tied, tied)
         self.jobs = list(jobs.values())
         index = {name: number for number, name in enumerate(self.names)}
-        self.index = torch.tensor([index[part.name] for part in self.stretches], dtype=torch.int64)
-        self.weight = torch.tensor([1 / part.holders for part in self.stretches])
+        self.index = torch.tensor([index[part.name] for part in self.stretches], dtype=torch.int64, device=device)
+        self.weight = torch.tensor([1 / part.holders for part in self.stretches], device=device)
         twice = {part.name for part in tied} if mesh.tied.size > 1 else set()
-        self.once = torch.tensor([0.5 if name in twice else 1.0 for name in self.names])
-
-    def to(self, device: torch.device) -> "Shares":
-        self.index, self.weight, self.once = (x.to(device) for x in (self.index, self.weight, self.once))
-        return self
+        self.once = torch.tensor([0.5 if name in twice else 1.0 for name in self.names], device=device)
 
     def sum(self, sums: Tensor) -> None:
         """Sum gradients in place over the ranks that hold the same parameters."""

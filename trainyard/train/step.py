@@ -15,7 +15,7 @@ from trainyard.parallel.pipeline import Pipeline
 from trainyard.random import key32
 from trainyard.train.batches import context_part, micro_batches, send
 from trainyard.train.losses import Loss, Terms
-from trainyard.train.optimizers import Optimizer
+from trainyard.train.optimizers import DTYPES, Optimizer
 
 
 @dataclass
@@ -45,7 +45,6 @@ class Forward:
         if mesh.layout.pp > 1:
             length = config.data.sequence // mesh.layout.cp
             shared = mesh.layout.tp if config.layout.sequence_parallel else 1
-            dtype = torch.float32 if config.precision.kind == "fp32" else torch.bfloat16
             self.pipeline = Pipeline(
                 [(stage, module) for (stage, _), module in zip(models, self.stages, strict=True)],
                 mesh,
@@ -55,7 +54,7 @@ class Forward:
                     self.micro_batch,
                     length // shared,
                     config.model.hidden,
-                    dtype=dtype,
+                    dtype=DTYPES[config.precision.compute],
                     device="meta",
                     requires_grad=True,  # so that gradients travel back
                 ),

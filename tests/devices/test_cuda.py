@@ -1,0 +1,12 @@
+"""What can be said of GPUs on any machine."""
+
+import pytest
+
+from trainyard.devices.cuda import Cuda
+from trainyard.errors import UserError
+
+
+def test_more_ranks_than_gpus_is_one_line() -> None:
+    device = Cuda()
+    with pytest.raises(UserError, match=rf"local rank 99: this machine has {device.ranks()} GPUs"):
+        device.prepare(False, 99)
