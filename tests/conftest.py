@@ -6,6 +6,9 @@ os.environ.setdefault("COLUMNS", "200")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU then
+
 
 @pytest.fixture(autouse=True)
 def _same_start() -> None:

@@ -11,6 +11,7 @@ ROOT = Path(trainyard.__file__).parent
 # A package may import those to its left. Within one entry no package imports another.
 ORDER = [
     {"errors", "files", "random", "compat"},
+    {"kernels"},
     {"devices"},
     {"config"},
     {"parallel"},

@@ -51,6 +51,17 @@ def fused_adamw_(
     )
 
 
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be fp32 and the others bf16: summed in the product's own last step, so that the
+    product is never rounded or written (the out_dtype of addmm: GPUs, torch 2.11 to 2.14)."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -188,3 +199,22 @@ _KERNELS = {
     (True, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash, _flash_backward),
     (True, SDPBackend.CUDNN_ATTENTION.value): AttentionKernel(_cudnn, _cudnn_backward),
 }
+
+
+def scaled_mm(
+    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, bias: Tensor | None, fast: bool
+) -> Tensor:
+    """left @ right of fp8 matrices times their inverse scales, plus bias, in bf16 (seen with torch 2.13 on a CPU).
+
+    `left` has its rows in one piece and `right` its columns, of multiples of 16. Scales are fp32, [1, 1] both or [M, 1]
+    and [1, N]. Not both in e5m2. `fast` is less exact: sums stay in the tensor cores' 22 bits.
+    """
+    return torch._scaled_mm(
+        left,
+        right,
+        scale_a=left_inverse,
+        scale_b=right_inverse,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )

@@ -62,11 +62,11 @@ def row32(key: Tensor, outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
 def cell32(row: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
     """A random int32 for each column (an int32 tensor that broadcasts) of each row (its words from `row32`).
 
-    `site` tells uses of the same rows apart. Kept short on purpose: a compiler that inlines it repeats each step twice,
-    so the rows' words are made outside, once, and not here.
+    `site` tells uses of the same rows apart. Kept short on purpose: on GPUs these integer steps take longer than the
+    memory that they are for, so the rows' words are made outside, once, and one mixer has to do here.
     """
     a, b = row
-    return mix32(mix32(a + (column * -0x61C88647 + site)) ^ (b + site * 0x7F4A7C15))
+    return mix32((a + column * -0x61C88647) ^ (b + site * 0x7F4A7C15))
 
 
 def normal(key: int, columns: int, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor:

@@ -113,7 +113,7 @@ def _softmax_of_own_words() -> Any:
         alone = type(tp)()
         return real(logits, counts, picked, alone)
 
-    return patch.object(loop, "softmax_", broken)
+    return patch.object(losses, "softmax_", broken)
 
 
 def _rank_dependent_init() -> Any:

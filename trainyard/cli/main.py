@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from trainyard import __version__
-from trainyard.cli import config, recipes, train, verify
+from trainyard.cli import config, recipes, train, tune, verify
 from trainyard.errors import RunStopped, UserError
 from trainyard.launch.child import attached
 
@@ -33,6 +33,7 @@ def options(
 app.command("train")(train.train)
 app.command("config")(config.config)
 app.command("verify")(verify.verify)
+app.command("tune")(tune.tune)
 app.command("recipes")(recipes.recipes)
 
 

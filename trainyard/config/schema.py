@@ -102,13 +102,21 @@ class ScheduleSection(Section):
 class PrecisionSection(Section):
     """In which numbers the run computes."""
 
-    kind: Literal["fp32", "bf16", "bf16_sr"] = "fp32"
-    """fp32; bf16: bf16 compute with fp32 master weights; bf16_sr: bf16 weights updated with stochastic rounding.
-    Optimizer state is fp32 in all three."""
+    kind: Literal["fp32", "bf16", "bf16_sr", "fp8"] = "fp32"
+    """fp32; bf16: bf16 compute with fp32 master weights; bf16_sr: bf16 weights updated with stochastic rounding;
+    fp8: as bf16, but the matrix products of blocks multiply in 8 bits. Optimizer state is fp32 in all of them."""
     gradients: Literal["fp32", "bf16"] | None = None
-    """In what gradients are summed over micro batches. Default: fp32 for fp32 and bf16, bf16 for bf16_sr."""
+    """In what gradients are summed over micro batches. Default: bf16 for bf16_sr, else fp32."""
     reduce: Literal["fp32", "bf16"] | None = None
     """In what gradients are summed over data parallel ranks. Default: as precision.gradients."""
+    scaling: Literal["tensor", "row"] = "tensor"
+    """fp8: one scale for a tensor, or one for each row (slower, less is lost where rows differ much)."""
+    backward: Literal["e5m2", "bf16"] = "e5m2"
+    """fp8: what gradients are multiplied as; weights and activations are e4m3."""
+    bf16_first: Count = 0
+    """fp8: so many of the first blocks stay in bf16. Embedding and output head always do."""
+    bf16_last: Count = 0
+    """fp8: so many of the last blocks stay in bf16."""
 
     @property
     def compute(self) -> str:
@@ -126,6 +134,10 @@ class PrecisionSection(Section):
     def _gradients_fit(self) -> Self:
         if self.kind == "fp32" and self.gradients == "bf16":
             raise ValueError("gradients=bf16: with kind=fp32 gradients are fp32; nearest: gradients=fp32")
+        own = {"scaling": "tensor", "backward": "e5m2", "bf16_first": 0, "bf16_last": 0}
+        for name, default in own.items():
+            if self.kind != "fp8" and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)}: goes with kind=fp8; nearest: kind=fp8")
         return self
 
 
@@ -201,6 +213,9 @@ class CompileSection(Section):
     """Compile (the first step takes longer, the others are faster). Needs a C++ compiler on a CPU."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How hard the compiler searches."""
+    replay: bool = False
+    """Record the work of a micro batch once and replay it, where the device can (CUDA graphs; one rank). For models so
+    small that the host cannot keep up. Takes memory: what a recording used stays taken."""
 
 
 class CheckpointSection(Section):
@@ -246,6 +261,10 @@ class DeviceSection(Section):
     """auto takes the best device of this machine."""
     threads: Size | None = None
     """CPU threads for tensor work; default: torch's choice."""
+    kernels: Literal["fused", "plain"] = "fused"
+    """fused: the device's own kernels, where it has some; plain: torch's, to compare."""
+    attention: str = "auto"
+    """Attention kernel to try first, by the device's name for it; auto: the one that pays most."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower on a GPU; a CPU always does)."""
 
@@ -255,6 +274,13 @@ class DeviceSection(Section):
         if name not in devices.NAMES:
             raise ValueError(f"not one of {', '.join(devices.NAMES)}; nearest: {devices.NAMES[0]}")
         return name
+
+    @field_validator("attention")
+    @classmethod
+    def _some_device_has(cls, attention: str) -> str:
+        if attention not in devices.ATTENTIONS:
+            raise ValueError(f"not one of {', '.join(devices.ATTENTIONS)}; nearest: {devices.ATTENTIONS[0]}")
+        return attention
 
 
 class Config(Section):
@@ -312,6 +338,18 @@ class Config(Section):
                 f"precision.gradients=fp32: with layout.zero={self.layout.zero} gradients have the weights' dtype; "
                 "nearest: bf16"
             )
+        if self.precision.kind == "fp8":
+            for name, size in (("hidden", model.hidden), ("ffn", model.ffn)):
+                if size and size % 16:
+                    near = nearest_multiples(size, 16)
+                    raise ValueError(
+                        f"model.{name}={size}: precision.kind=fp8 multiplies by 16 at a time; nearest: {near}"
+                    )
+            if self.precision.bf16_first + self.precision.bf16_last >= model.layers:
+                raise ValueError(
+                    f"precision.bf16_first={self.precision.bf16_first}: with bf16_last={self.precision.bf16_last} no "
+                    f"block of {model.layers} is left for fp8; nearest: kind=bf16"
+                )
         if self.schedule.floor > self.optimizer.lr:
             raise ValueError(
                 f"schedule.floor={self.schedule.floor:g}: above optimizer.lr={self.optimizer.lr:g}; "

@@ -1,6 +1,7 @@
 """Global batches by step number: asking for step 5,000 costs the same as asking for step 0."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -25,6 +26,15 @@ class Loader:
         index = place + step * self.global_batch
         numbers = shuffled(self.seed, index, len(self.source)) if self.shuffle else index
         return self._stack(numbers, place)
+
+    def ahead(self, first: int, end: int, rows: slice = slice(None)) -> Generator[dict[str, Tensor], None, None]:
+        """The batches of steps `first` to `end`; each is made in a thread while the one before is worked on."""
+        with ThreadPoolExecutor(1) as thread:
+            coming: Future[dict[str, Tensor]] | None = None
+            for step in range(first, end):
+                batch = coming.result() if coming else self.batch(step, rows)
+                coming = thread.submit(self.batch, step + 1, rows) if step + 1 < end else None
+                yield batch
 
     def once(self, rows: slice = slice(None)) -> Iterator[dict[str, Tensor]]:
         """Every sample exactly once, in order (some `rows` of each batch); the last batch is filled up with labels that

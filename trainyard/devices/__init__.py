@@ -9,8 +9,9 @@ DEVICES: tuple[type[Device], ...] = (Cuda, Cpu)
 """In the order in which `auto` prefers them."""
 
 NAMES = ("auto", *(device.name for device in DEVICES))
+ATTENTIONS = ("auto", *(name for device in DEVICES for name in device.attentions))
 
-__all__ = ["DEVICES", "NAMES", "Device", "Peak", "select"]
+__all__ = ["ATTENTIONS", "DEVICES", "NAMES", "Device", "Peak", "select"]
 
 
 def select(name: str) -> Device:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainyard.kernels.plain import Kernels
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -26,6 +28,8 @@ class Device(ABC):
     """Work is finished when the call returns (no queue to wait for)."""
     logits_bytes: int
     """fp32 logits that the loss holds at a time: enough for efficient products, no more."""
+    attentions: tuple[str, ...] = ()
+    """Attention kernels that can be asked for by name."""
 
     @property
     def handle(self) -> torch.device:
@@ -64,10 +68,21 @@ class Device(ABC):
         """Wait until everything queued is done."""
         return
 
+    def kernels(self) -> Kernels:
+        """What models ask for besides matrix products."""
+        return Kernels()
+
     @contextmanager
-    def attention(self) -> Iterator[None]:
-        """Attention kernels in the order in which they pay on this device."""
+    def attention(self, first: str = "auto") -> Iterator[None]:
+        """Attention kernels in the order in which they pay on this device, or another of `attentions` first."""
         yield
+
+    records = False
+    """Whether `record` does."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` queues, recorded without being done; the call that is returned queues it again, all at once."""
+        return work
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start copying to the host now; the call that is returned waits for that copy and for nothing queued later."""

@@ -1,14 +1,17 @@
 """NVIDIA GPUs."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.devices.base import Device, Peak
 from trainyard.errors import UserError
+from trainyard.kernels.plain import Kernels
 
 # Dense bf16 FLOP/s by the vendor's data sheets (SXM parts), matched against the device name. fp32 is the plain
 # (non-tensor-core) rate: precision fp32 asks for true fp32 products.
@@ -20,12 +23,22 @@ DATA_SHEET = {
     "L4": (121e12, 30.3e12),
 }
 
+ATTENTION = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""In the order in which they pay."""
+
 
 class Cuda(Device):
     name = "cuda"
     process_group = "nccl"
     synchronous = False
     logits_bytes = 1 << 29
+    pool: Any = None
+    attentions = tuple(ATTENTION)
 
     @classmethod
     def available(cls) -> bool:
@@ -51,6 +64,8 @@ class Cuda(Device):
     def prepare(self, deterministic: bool, local_rank: int = 0) -> None:
         if local_rank >= self.ranks():
             raise UserError(f"local rank {local_rank}: this machine has {self.ranks()} GPUs, one for each rank")
+        # Read when memory is first taken: blocks grow, so that large models do not die of gaps between them.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(local_rank)
         # The fastest backward passes of attention add in no fixed order. cuBLAS reads its variable when first used.
         if deterministic:
@@ -60,17 +75,30 @@ class Cuda(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def kernels(self) -> Kernels:
+        if importlib.util.find_spec("triton") is None:
+            return Kernels()
+        from trainyard.kernels.fused import Fused
+
+        return Fused()
+
     @contextmanager
-    def attention(self) -> Iterator[None]:
-        # Compiled 1.3B step, sequence 4096, one H200, one run of each: this order 59,274 tokens/s, flash alone 59,148.
-        order = [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ]
+    def attention(self, first: str = "auto") -> Iterator[None]:
+        # Asked for by name, a kernel has no rival but the one that takes everything.
+        order = list(ATTENTION.values()) if first == "auto" else [ATTENTION[first], SDPBackend.MATH]
         with sdpa_kernel(order, set_priority=True):
             yield
+
+    records = True
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what is kept for reuse elsewhere cannot be used by a recording
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            work()
+        self.pool = graph.pool()  # recordings never run at once: they share their memory
+        return graph.replay
 
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

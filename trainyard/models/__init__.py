@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from trainyard.config.model import BertModel, GptModel, LlamaModel
+from trainyard.kernels.plain import Kernels
 from trainyard.models import bert, gpt, llama
 from trainyard.models.blueprint import Blueprint
 from trainyard.models.init import Values
-from trainyard.models.layers import Batch, Maker
+from trainyard.models.layers import Batch, Fp8Blocks, Maker
 from trainyard.models.names import Names
 from trainyard.models.output import Output
 from trainyard.models.stack import Stack
@@ -24,6 +25,7 @@ __all__ = [
     "Batch",
     "Blueprint",
     "Family",
+    "Fp8Blocks",
     "Output",
     "Stack",
     "Values",
@@ -57,12 +59,17 @@ def family(c: AnyModel) -> Family:
 
 
 def build(
-    c: AnyModel, device: torch.device | str = "cpu", axes: Axes | None = None, stage: Stage | None = None
+    c: AnyModel,
+    device: torch.device | str = "cpu",
+    axes: Axes | None = None,
+    stage: Stage | None = None,
+    kernels: Kernels | None = None,
+    fp8: Fp8Blocks | None = None,
 ) -> Stack:
     """The model of one rank, or a stage of it: structure and constants; parameters have shapes but no memory yet."""
     axes = axes or Axes()
     blueprint = family(c).blueprint(c)
-    model = family(c).model(c, Maker(blueprint, axes), axes)
+    model = family(c).model(c, Maker(blueprint, axes, kernels or Kernels(), fp8), axes)
     if stage:
         model.keep(stage, blueprint)
     for module in model.modules():

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from trainyard.config.model import BertModel
 from trainyard.models.blueprint import Blueprint, Row
 from trainyard.models.gpt import MLP, Attention, block_rows
-from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker
+from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker, Packed
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.models.stack import Stack
@@ -23,9 +23,10 @@ class Block(nn.Module):
         self.mlp = MLP(c, make, f"{name}.mlp")
         self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
-        x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, draw, own, documents_BT))
-        return self.mlp_norm(x_BTD + self.mlp(x_BTD, own))
+    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | Packed | None) -> Tensor:
+        a, m = self.attention, self.mlp
+        _, x_BTD = self.attention_norm(x_BTD, a(x_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
+        return self.mlp_norm(x_BTD, m(x_BTD), m.down.bias, m.dropout, own)[1]
 
 
 class Heads(nn.Module):
@@ -36,13 +37,13 @@ class Heads(nn.Module):
     def __init__(self, c: BertModel, make: Maker) -> None:
         super().__init__()
         self.dense: Linear = make.linear("mlm.dense")
-        self.activation = Activation(c.activation)
+        self.activation = Activation(c.activation, make.kernels)
         self.norm: LayerNorm = make.layer_norm("mlm.norm", c.norm_eps)
         self.bias = make.parameter("mlm.bias")
 
     def forward(self, x_BTD: Tensor, place_BP: Tensor) -> Tensor:
         index_BPD = place_BP.long().unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
-        return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))
+        return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))[1]
 
 
 class Bert(Stack):
@@ -58,19 +59,21 @@ class Bert(Stack):
         self.pooler = make.linear("pooler")
         self.nsp = make.linear("nsp")
 
-    def shared(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
-        """`mask` is 0 at padding, which is a document of its own."""
-        return *self.draws(batch), batch.get("mask")
+    def shared(self, batch: Batch) -> tuple[Draw, Draw, Tensor | Packed | None]:
+        """`mask` is 0 at padding, which is a document of its own. A packed batch has none."""
+        packed = Packed(batch["starts"], self.longest) if "starts" in batch else None
+        return *self.draws(batch), packed or batch.get("mask")
 
-    def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+    def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | Packed | None) -> Tensor:
         position, segment = (self.tp.part(x, self.tp_rank) for x in (self.places(batch), batch["segments"]))
         x_BTD = self.embedding(batch["tokens"]) + self.position(position) + self.segment(segment)
-        return self.dropout(self.embedding_norm(x_BTD), own)
+        return self.dropout(self.embedding_norm(x_BTD)[1], own)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> Output:
         """`places` [B, P] are the masked positions. All ranks repeat the heads but for the product with the words."""
         x_BTD = self.tp.whole(x_BTD)
-        first_BD = F.tanh(self.pooler(x_BTD[:, 0]))
+        first_BD = x_BTD[0].index_select(0, batch["starts"][:-1]) if "starts" in batch else x_BTD[:, 0]
+        first_BD = F.tanh(self.pooler(first_BD))
         return self.result(self.mlm(x_BTD, batch["places"]), self.embedding, self.mlm.bias, self.nsp(first_BD))
 
 

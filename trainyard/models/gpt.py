@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from trainyard.config.model import BertModel, GptModel
 from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.layers import Activation, Batch, Draw, Dropout, Maker
+from trainyard.models.layers import Activation, Batch, Draw, Dropout, Maker, Packed
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.models.stack import Stack
@@ -26,12 +26,10 @@ class Attention(nn.Module):
         self.output = make.linear(f"{name}.output")
         self.dropout = Dropout(c.hidden_dropout, name)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, draw: Draw, documents_BT: Tensor | Packed | None) -> Tensor:
         flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
-        flat = flat[0].chunk(3, -1) if len(flat) == 1 else flat
-        q_BHTK, k_BHTK, v_BHTK = (y.view(*y.shape[:2], -1, self.head_size).transpose(1, 2) for y in flat)
-        y_BTD = self.core_attention(q_BHTK, k_BHTK, v_BHTK, documents_BT, draw).transpose(1, 2).flatten(2)
-        return self.dropout(self.output.add_bias(self.tp.scatter(self.output.product(y_BTD))), own)
+        y_BTD = self.core_attention.of_qkv(flat, self.head_size, documents_BT, draw)
+        return self.tp.scatter(self.output.product(y_BTD))
 
 
 class MLP(nn.Module):
@@ -41,13 +39,13 @@ class MLP(nn.Module):
         super().__init__()
         self.tp = make.tp
         self.up = make.linear(f"{name}.up")
-        self.activation = Activation(c.activation)
+        self.activation = Activation(c.activation, make.kernels)
         self.down = make.linear(f"{name}.down")
         self.dropout = Dropout(c.hidden_dropout, name)
 
-    def forward(self, x_BTD: Tensor, own: Draw) -> Tensor:
+    def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTF = self.activation(*self.tp.columns(x_BTD, self.up, keep=self.keep_gathered))
-        return self.dropout(self.down.add_bias(self.tp.scatter(self.down.product(y_BTF))), own)
+        return self.tp.scatter(self.down.product(y_BTF))
 
 
 class Block(nn.Module):
@@ -59,8 +57,10 @@ class Block(nn.Module):
         self.mlp = MLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), draw, own, documents_BT)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), own)
+        a = self.attention
+        x_BTD, y_BTD = self.attention_norm(x_BTD)
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, a(y_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
+        return x_BTD + self.mlp.dropout(self.mlp.down.add_bias(self.mlp(y_BTD)), own)
 
 
 class Gpt(Stack):
@@ -81,7 +81,7 @@ class Gpt(Stack):
         return self.dropout(self.embedding(batch["tokens"]) + self.position(position), own)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> Output:
-        return self.result(self.norm(x_BTD), self.output, split=self.tp.sequence)
+        return self.result(self.norm(x_BTD)[1], self.output, split=self.tp.sequence)
 
 
 def block_rows(c: GptModel | BertModel) -> tuple[Row, ...]:

@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.config.model import LinearRope, Llama3Rope, LlamaModel
-from trainyard.models.blueprint import Blueprint
+from trainyard.kernels.fp8 import Fp8
+from trainyard.kernels.plain import Drops, Kernels, RowDrops, drop, drop_rows
+from trainyard.models.blueprint import Blueprint, layer
 from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import share
 from trainyard.parallel.ring import Dropped
-from trainyard.random import cell32, key32, row32
+from trainyard.random import key32, row32
 
 Batch = dict[str, Tensor]
 """What a forward pass gets: `tokens`, `labels`, `sample` (each sample's place in the global batch), `key`, ..."""
@@ -25,22 +27,36 @@ class Draw(NamedTuple):
 
 
 def make_draw(batch: Batch, place_T: Tensor) -> Draw:
-    """`sample` are places in the global batch and tokens' places are global too, so no layout changes a mask."""
-    return Draw(*row32(batch["key"], batch["sample"][:, None], place_T))
+    """`sample` are places in the global batch (of samples or, packed, of each token's sample) and tokens' places are
+    global too, so no layout changes a mask."""
+    sample = batch["sample"]
+    return Draw(*row32(batch["key"], sample if sample.dim() > 1 else sample[:, None], place_T))
+
+
+class Packed(NamedTuple):
+    """Sequences of one batch, one after the other in a single row of tokens, without padding between them."""
+
+    starts: Tensor
+    """Where each begins, and where the last one ends; int32 [S + 1]."""
+    longest: int
+    """No sequence is longer."""
 
 
 class Linear(nn.Module):
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, kernels: Kernels, fp8: Fp8 | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
+        self.kernels, self.fp8 = kernels, fp8
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.kernels.linear(x, self.weight, self.bias, self.fp8)
 
     def product(self, x: Tensor) -> Tensor:
         """Without the bias: under tensor parallelism a row-split product is summed over ranks first."""
-        return F.linear(x, self.weight)
+        return self.kernels.linear(x, self.weight, None, self.fp8)
 
     def add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias
@@ -87,33 +103,54 @@ class VocabEmbedding(Head):
 class RMSNorm(nn.Module):
     part = "norm"
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, kernels: Kernels) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self.kernels = kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x + y, on which the block goes on, and its norm."""
+        return self.kernels.add_norm(x, y, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
     part = "norm"
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float, kernels: Kernels) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.eps = eps
+        self.eps, self.kernels = eps, kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None = None,
+        y_bias: Tensor | None = None,
+        dropout: "Dropout | None" = None,
+        draw: Draw | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x + dropout(y + y_bias), on which the block goes on, and its norm."""
+        drops = dropout.drops(draw) if dropout and draw else None
+        return self.kernels.add_layer_norm(x, y, y_bias, self.weight, self.bias, self.eps, drops)
+
+
+class Fp8Blocks(NamedTuple):
+    """Which blocks multiply in fp8, and how."""
+
+    how: Fp8
+    blocks: range
+
+    def of(self, name: str) -> Fp8 | None:
+        return self.how if layer(name) in self.blocks else None
 
 
 class Maker:
     """Makes modules whose parameters have the local shapes that the blueprint says, without memory behind them yet."""
 
-    def __init__(self, blueprint: Blueprint, axes: Axes) -> None:
-        self.blueprint = blueprint
+    def __init__(self, blueprint: Blueprint, axes: Axes, kernels: Kernels, fp8: "Fp8Blocks | None" = None) -> None:
+        self.blueprint, self.kernels, self.fp8 = blueprint, kernels, fp8
         self.tp, self.cp = axes.tp, axes.cp
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -122,7 +159,8 @@ class Maker:
 
     def linear(self, name: str) -> Linear:
         bias = f"{name}.bias"
-        return Linear(self.parameter(f"{name}.weight"), self.parameter(bias) if bias in self.blueprint else None)
+        vector = self.parameter(bias) if bias in self.blueprint else None
+        return Linear(self.parameter(f"{name}.weight"), vector, self.kernels, self.fp8.of(name) if self.fp8 else None)
 
     def embedding(self, name: str) -> Embedding:
         return Embedding(self.parameter(f"{name}.weight"))
@@ -134,13 +172,13 @@ class Maker:
         return Head(self.parameter(f"{name}.weight"), self.tp)
 
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
-        return RMSNorm(self.parameter(f"{name}.weight"), eps)
+        return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)
 
     def layer_norm(self, name: str, eps: float) -> LayerNorm:
-        return LayerNorm(self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias"), eps)
+        return LayerNorm(self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias"), eps, self.kernels)
 
     def core_attention(self, heads: int, kv: int, causal: bool, dropout: float, site: str) -> "CoreAttention":
-        return CoreAttention(heads, kv, causal, dropout, site, self.tp, self.cp)
+        return CoreAttention(heads, kv, causal, dropout, site, self.tp, self.cp, self.kernels)
 
 
 class Dropout(nn.Module):
@@ -154,17 +192,13 @@ class Dropout(nn.Module):
         # A buffer, not a constant: blocks then share one compiled graph.
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
 
+    def drops(self, draw: Draw) -> RowDrops | None:
+        """Who draws what; None where nothing is dropped."""
+        return RowDrops(self.p, *draw, self.site) if self.training and self.p else None
+
     def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
-        if not self.training or self.p == 0:
-            return x_BTD
-        column_D = torch.arange(x_BTD.shape[-1], dtype=torch.int32, device=x_BTD.device)
-        return drop(x_BTD, self.p, Draw(draw.first_BT[..., None], draw.second_BT[..., None]), self.site, column_D)
-
-
-def drop(x: Tensor, p: float, draw: Draw, site: Tensor, column: Tensor) -> Tensor:
-    """Zero each element with probability p. Draw and column, broadcast to x's shape, say which element it is."""
-    bits = cell32(draw, site, column) & 0x7FFFFFFF
-    return torch.where(bits >= round(p * 2**31), x / (1 - p), 0.0)
+        drops = self.drops(draw)
+        return x_BTD if drops is None else drop_rows(x_BTD, drops)
 
 
 class CoreAttention(nn.Module):
@@ -175,10 +209,18 @@ class CoreAttention(nn.Module):
     chosen: Tensor
 
     def __init__(
-        self, heads: int, kv: int, causal: bool, dropout: float, site: str, tp: TensorAxis, cp: ContextAxis
+        self,
+        heads: int,
+        kv: int,
+        causal: bool,
+        dropout: float,
+        site: str,
+        tp: TensorAxis,
+        cp: ContextAxis,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()
-        self.causal = causal
+        self.causal, self.kernels = causal, kernels or Kernels()
         self.p = dropout
         self.cp = cp
         # Recomputed alone, a ring would send everything round again to save nothing: what goes in and out of it is kept
@@ -232,25 +274,54 @@ class CoreAttention(nn.Module):
         weight_BHTT = drop(score_BHTT.softmax(-1), self.p, draw, self.site, column_H1T)
         return weight_BHTT.to(v_BGTK.dtype) @ v_BGTK
 
+    def of_qkv(
+        self, flat: tuple[Tensor, ...], size: int, documents_BT: Tensor | Packed | None, draw: Draw | None
+    ) -> Tensor:
+        """The same from products [B, T, H K] of q, k and v with as many heads each, or from one of all three, to
+        [B, T, H K]. By a kernel of the device where it has one: for packed sequences, and for dropout, whose bits it
+        makes where it needs them."""
+        drop_it = self.training and self.p > 0
+        packed = documents_BT if isinstance(documents_BT, Packed) else None
+        batch, tokens = flat[0].shape[:2]
+        if packed is None and drop_it and documents_BT is None and self.kernels.attends and self.cp.size == 1:
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=flat[0].device) * tokens
+            packed = Packed(starts, tokens)
+        if packed is None:
+            parts = flat[0].chunk(3, -1) if len(flat) == 1 else flat
+            q, k, v = (y.view(batch, tokens, -1, size).transpose(1, 2) for y in parts)
+            assert not isinstance(documents_BT, Packed)
+            return self(q, k, v, documents_BT, draw).transpose(1, 2).flatten(2)
+        drops = None
+        if draw and drop_it:
+            drops = Drops(self.p, draw.first_BT.flatten(), draw.second_BT.flatten(), self.site, self.first_head)
+        qkv = (flat[0] if len(flat) == 1 else torch.cat(flat, -1)).flatten(0, 1)
+        heads = qkv.shape[1] // (3 * size)
+        out = self.kernels.attend(qkv, heads, heads, packed.starts, packed.longest, self.causal, drops)
+        return out.view(batch, tokens, -1)
+
 
 class Activation(nn.Module):
     """What stands between the two matrices of an MLP."""
 
     part = "activation"
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, kernels: Kernels) -> None:
         super().__init__()
-        self.kind = kind
+        self.tanh, self.kernels = kind == "gelu_tanh", kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh" if self.kind == "gelu_tanh" else "none")
+        return self.kernels.gelu(x, self.tanh)
 
 
 class SwiGLU(nn.Module):
     part = "activation"
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return self.kernels.swiglu(gate_up)
 
 
 def rope_frequencies(c: LlamaModel) -> Tensor:
@@ -265,11 +336,3 @@ def rope_frequencies(c: LlamaModel) -> Tensor:
         smooth = smooth.clamp(0, 1)
         return frequency * ((1 - smooth) / scaling.factor + smooth)
     return frequency
-
-
-def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary positions on halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. Where samples have positions
-    of their own, cos and sin are [B, 1, T, K]."""
-    x = x_BHTK.float()
-    x1, x2 = x.chunk(2, -1)
-    return (x * cos_TK + torch.cat((-x2, x1), -1) * sin_TK).to(x_BHTK.dtype)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from trainyard.config.model import LlamaModel
 from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.layers import Batch, Maker, SwiGLU, rope_frequencies, rotate
+from trainyard.models.layers import Batch, Maker, SwiGLU, rope_frequencies
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.models.stack import Stack
@@ -18,10 +18,9 @@ class Attention(nn.Module):
 
     def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
         super().__init__()
-        self.tp = make.tp
-        self.head_size = c.head_size
+        self.tp, self.kernels = make.tp, make.kernels
         first, end = share(c.kv, self.tp.size, self.tp.rank)
-        self.sizes = [heads * c.head_size for heads in (c.heads // self.tp.size, end - first, end - first)]
+        self.heads = (c.heads // self.tp.size, end - first)
         if c.fuse_qkv:
             self.qkv = make.linear(f"{name}.qkv")
         else:
@@ -32,9 +31,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
-        flat = torch.split(flat[0], self.sizes, -1) if len(flat) == 1 else flat
-        q_BHTK, k_BGTK, v_BGTK = (y.view(*y.shape[:2], -1, self.head_size).transpose(1, 2) for y in flat)
-        q_BHTK, k_BGTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGTK, cos_TK, sin_TK)
+        qkv = flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+        q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.heads)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.scatter(self.output(y_BHTK.transpose(1, 2).flatten(2)))
 
@@ -50,13 +48,13 @@ class MLP(nn.Module):
         else:
             self.gate, self.up = make.linear(f"{name}.gate"), make.linear(f"{name}.up")
         self.inputs = [self.gate_up] if c.fuse_gate_up else [self.gate, self.up]
-        self.activation = SwiGLU()
+        self.activation = SwiGLU(make.kernels)
         self.down = make.linear(f"{name}.down")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
-        gate_BTF, up_BTF = flat[0].chunk(2, -1) if len(flat) == 1 else flat
-        return self.tp.scatter(self.down(self.activation(gate_BTF, up_BTF)))
+        gate_up = flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+        return self.tp.scatter(self.down(self.activation(gate_up)))
 
 
 class Block(nn.Module):
@@ -68,8 +66,9 @@ class Block(nn.Module):
         self.mlp = MLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TK, sin_TK, documents_BT)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD, y_BTD = self.attention_norm(x_BTD)
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, cos_TK, sin_TK, documents_BT))
+        return x_BTD + self.mlp(y_BTD)
 
 
 class Llama(Stack):
@@ -93,7 +92,7 @@ class Llama(Stack):
         return self.embedding(batch["tokens"])
 
     def head(self, x_BTD: Tensor, batch: Batch) -> Output:
-        return self.result(self.norm(x_BTD), self.output, split=self.tp.sequence)
+        return self.result(self.norm(x_BTD)[1], self.output, split=self.tp.sequence)
 
 
 def blueprint(c: LlamaModel) -> Blueprint:

@@ -25,6 +25,8 @@ class Stack(nn.Module):
         self.vocab = vocab
         self.tp, self.cp = axes.tp, axes.cp
         self.first = self.last = True
+        self.longest = 0
+        """Longest sequence of a packed batch; whoever packs says it."""
         self.before: Callable[[str], None] | None = None
         """Called before each part runs (its weights may still be on their way): "first", a block's number, "last"."""
         self.register_buffer("tp_rank", torch.tensor(axes.tp.rank, dtype=torch.int32), persistent=False)
@@ -71,7 +73,9 @@ class Stack(nn.Module):
         return Output(states, words.weight, bias, next_sentence, self.tp, words.first, self.vocab, split)
 
     def places(self, batch: Batch) -> Tensor:
-        """Global places of this rank's tokens in their sequence, [T]."""
+        """Global places of this rank's tokens in their sequence, [T]; of a packed batch [1, N]."""
+        if "starts" in batch:
+            return batch["positions"]
         return self.cp.places(batch["tokens"].shape[1], self.cp_rank)
 
     def draws(self, batch: Batch) -> tuple[Draw, Draw]:

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from trainyard.devices import Device
 from trainyard.models import Batch
 from trainyard.train.losses import IGNORED
 
+ROUND = 512
+"""Tokens of a packed micro batch come in multiples of this."""
 SEQUENCES = ("tokens", "segments", "mask", "positions", "documents")
 """Entries with a value for each token; labels too, except where `places` says what they belong to."""
 
@@ -38,6 +41,47 @@ def context_part(batch: Batch, size: int, rank: int) -> Batch:
         if rank:
             out["next_sentence"] = torch.full_like(batch["next_sentence"], IGNORED)
     return out
+
+
+def pack(batch: Batch, size: int) -> list[Batch]:
+    """Micro batches of `size` samples without their padding: all tokens in one row, `starts` says where samples begin.
+
+    Samples are dealt out by length, so that micro batches have about as many tokens: which sample is in which changes
+    no number. The row's length is a multiple of ROUND, filled up with tokens that no sample has.
+    """
+    used = batch["mask"].bool()
+    lengths = used.sum(1)
+    count = len(lengths) // size
+    order = lengths.argsort(descending=True, stable=True).view(size, count)
+    order[1::2] = order[1::2].flip(1)  # the longest of a round goes where the shortest of the round before went
+    return [_packed({name: tensor[rows] for name, tensor in batch.items()}) for rows in order.unbind(1)]
+
+
+def _packed(batch: Batch) -> Batch:
+    used = batch["mask"].bool()
+    starts = torch.zeros(len(used) + 1, dtype=torch.int32)
+    starts[1:] = used.sum(1).cumsum(0)
+    total = int(starts[-1])
+    length = -(-total // ROUND) * ROUND
+
+    def row(values: Tensor) -> Tensor:
+        out = torch.zeros(1, length, dtype=torch.int32)
+        out[0, :total] = values[used]
+        return out
+
+    positions = torch.arange(used.shape[1], dtype=torch.int32).expand(used.shape)
+    place = used.cumsum(1, dtype=torch.int32) - 1  # among the tokens of its sample that are left
+    places = starts[:-1, None] + place.gather(1, batch["places"].long())
+    return {
+        "tokens": row(batch["tokens"]),
+        "segments": row(batch["segments"]),
+        "positions": row(positions),
+        "sample": row(batch["sample"][:, None].expand(used.shape)),
+        "starts": starts,
+        "places": places.view(1, -1),
+        "labels": batch["labels"],
+        "next_sentence": batch["next_sentence"],
+    }
 
 
 def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:

@@ -1,7 +1,9 @@
 """torch.compile as the configuration asks for it: small functions once, blocks one graph for all."""
 
+import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,9 @@ def compiler(config: CompileSection) -> Compiler | None:
     """What to wrap a function with; None where compilation is off."""
     if not config.enabled:
         return None
+    # torch's own place for what it has compiled is a temporary directory.
+    kept = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trainyard" / "inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         raise UserError(
             "compile.enabled=true: no C++ compiler (g++) on this machine; install one, or compile.enabled=false"

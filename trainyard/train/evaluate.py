@@ -10,7 +10,6 @@ from torch import Tensor
 from trainyard.devices import Device
 from trainyard.models import Batch, Output
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.batches import context_part, send
 from trainyard.train.losses import Loss
 from trainyard.train.own import pair
 from trainyard.train.step import Forward, Sums
@@ -47,7 +46,7 @@ def evaluate(
     for batch in islice(batches, most):
         if stop():
             break
-        forward(send(context_part(batch, mesh.cp.size, mesh.cp.rank), device), key, take, backward=False)
+        forward(forward.send(batch), key, take, backward=False)
     for model, training in zip(forward.models, was_training, strict=True):
         model.train(training)
     totals, counts, _ = sums.over(mesh, torch.zeros(1, device=device.handle))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from trainyard import devices, models
@@ -20,6 +21,8 @@ from trainyard.data.loader import Loader
 from trainyard.data.sources import open_sources
 from trainyard.errors import RunStopped, UserError
 from trainyard.files import write_whole
+from trainyard.kernels.fp8 import Fp8
+from trainyard.kernels.plain import Kernels
 from trainyard.models.flops import per_sample
 from trainyard.models.init import initial
 from trainyard.models.slicing import local
@@ -31,7 +34,7 @@ from trainyard.train.batches import samples
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.hooks import Hook
-from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, softmax_
+from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, best_chunk_loss
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.own import import_function
 from trainyard.train.schedules import rate
@@ -40,6 +43,14 @@ from trainyard.train.stop import Stop, quiet_garbage_collector
 from trainyard.train.whole import whole
 from trainyard.watch.meter import Meter
 from trainyard.watch.writers import Writers, new_directory
+
+
+def fp8_blocks(config: Config) -> models.Fp8Blocks | None:
+    precision = config.precision
+    if precision.kind != "fp8":
+        return None
+    how = Fp8(precision.scaling, precision.backward)
+    return models.Fp8Blocks(how, range(precision.bf16_first, config.model.layers - precision.bf16_last))
 
 
 @dataclass
@@ -81,9 +92,10 @@ class Trainer:
         compile_ = compiler(config.compile)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
-        softmax = compile_(softmax_) if compile_ else softmax_
+        kernels = self.device.kernels() if config.device.kernels == "fused" else Kernels()
         family_loss = BertLoss if config.model.family == "bert" else CausalLoss
-        self.loss: Loss = OwnLoss(function) if function else family_loss(softmax, self.device.logits_bytes)
+        chunk_loss = best_chunk_loss(kernels, compile_)
+        self.loss: Loss = OwnLoss(function) if function else family_loss(chunk_loss, self.device.logits_bytes)
         dotted = config.evaluate.metrics.items()
         self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(
             metrics or {}
@@ -101,7 +113,7 @@ class Trainer:
         tp, sequence = self.mesh.tp, config.layout.sequence_parallel
         axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, config.layout.context))
         self.stages = [
-            (stage, models.build(config.model, self.device.handle, axes, stage))
+            (stage, models.build(config.model, self.device.handle, axes, stage, kernels, fp8_blocks(config)))
             for stage in self.layout.stages_of(self.mesh.place["pp"])
         ]
         self.models = [model for _, model in self.stages]
@@ -114,18 +126,30 @@ class Trainer:
             values = local(self.blueprint, weights, tp.size, tp.rank)
         else:
             values = initial(self.blueprint, config.train.seed, self.device.handle, tp.size, tp.rank)
-        self.optimizer = Optimizer(self.models, self.blueprint, values, config, self.device, self.mesh, compile_)
+        self.optimizer = Optimizer(
+            self.models, self.blueprint, values, config, self.device, self.mesh, kernels, compile_
+        )
         # One fixed order: split (build), shard, recompute, compile. The last two change `forward` alone, so that hooks
         # around a block stay outside.
+        packs = (
+            kernels.attends
+            and config.model.family == "bert"
+            and self.layout.pp == self.layout.cp == self.layout.tp == 1
+        )
         for model in self.models:
+            model.longest = config.data.sequence
             blocks = list(model.layers.children())
             recompute.apply(blocks, config.recompute)
+            if compile_ and not self.device.synchronous and tp.size == 1:
+                model.embed = torch.compile(model.embed, mode=config.compile.mode)  # type: ignore[method-assign]
             if compile_:
                 for block in blocks:
+                    # Packed micro batches differ in length: None makes a second graph for all lengths.
+                    dynamic = None if packs else False
                     block.forward = torch.compile(
-                        block.forward, mode=config.compile.mode, dynamic=False, fullgraph=True
+                        block.forward, mode=config.compile.mode, dynamic=dynamic, fullgraph=True
                     )
-        self.forward = Forward(self.stages, config, self.device, self.mesh)
+        self.forward = Forward(self.stages, config, self.device, self.mesh, packs)
         self.step = Step(self.forward, self.loss, self.optimizer, self.device, self.mesh, config.train.seed)
         self.rows = samples(config.train.global_batch, self.layout.dp, self.mesh.place["dp"])
         """Of each global batch, what this rank works on."""
@@ -238,8 +262,9 @@ class Trainer:
         for model in self.models:
             model.train()
         self.meter.start()
+        batches = self.loader.ahead(self.number, self.config.train.steps, self.rows)
         while self.number < self.config.train.steps and not self.stopping():
-            batch = self.loader.batch(self.number, self.rows)
+            batch = next(batches)
             result = self.step(batch, self.number + 1, rate(self.config, self.number + 1), self.stop.asked)
             self.number += 1
             self._tell("on_step", self.number)
@@ -253,6 +278,7 @@ class Trainer:
             if due:
                 yield self._record(result)
                 self.meter.start()
+        batches.close()
         if not due:  # a signal came: the last step is logged too
             yield self._record(result)
 
@@ -294,6 +320,8 @@ class Trainer:
             "skipped": total,
             "memory_bytes": self.device.memory_peak(),
         }
+        if result.number == 1:
+            record["seconds_from_start"] = time.time() - psutil.Process().create_time()
         if in_a_row:
             record["not_finite"] = self._named(record["loss"])
         self.last = record

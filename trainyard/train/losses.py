@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.compat import add_product_
+from trainyard.kernels.plain import Kernels
 from trainyard.models import Batch, Output
 from trainyard.parallel.axes import TensorAxis
+from trainyard.train.compile import Compiler
 from trainyard.train.own import pair
 
 IGNORED = -100
@@ -24,6 +27,8 @@ LEAST = 256
 Terms = dict[str, tuple[Tensor, Tensor]]
 LossFunction = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 Softmax = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
+ChunkLoss = Callable[[Tensor, Tensor, Output], Tensor]
+"""(logits, labels, output): the loss summed over a chunk; the logits become its gradient with respect to them."""
 
 
 class Loss(Protocol):
@@ -43,8 +48,8 @@ class CausalLoss:
 
     names = ("lm",)
 
-    def __init__(self, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
-        self.head = partial(cross_entropy, softmax=softmax or softmax_, logits_bytes=logits_bytes)
+    def __init__(self, chunk_loss: ChunkLoss | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
+        self.head = partial(cross_entropy, chunk_loss=chunk_loss, logits_bytes=logits_bytes)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"lm": counted(batch["labels"])}
@@ -58,8 +63,8 @@ class BertLoss:
 
     names = ("mlm", "nsp")
 
-    def __init__(self, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
-        self.head = partial(cross_entropy, softmax=softmax or softmax_, logits_bytes=logits_bytes)
+    def __init__(self, chunk_loss: ChunkLoss | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
+        self.head = partial(cross_entropy, chunk_loss=chunk_loss, logits_bytes=logits_bytes)
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         return {"mlm": counted(batch["labels"]), "nsp": counted(batch["next_sentence"])}
@@ -93,15 +98,35 @@ def counted(labels: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    output: Output, labels: Tensor, softmax: Softmax | None = None, logits_bytes: int = LOGITS_BYTES
+    output: Output, labels: Tensor, chunk_loss: ChunkLoss | None = None, logits_bytes: int = LOGITS_BYTES
 ) -> Tensor:
     """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time, and each
     tensor-parallel rank has only its own words' logits."""
     hidden = output.to_head().flatten(0, -2)
     size = max(LEAST, logits_bytes // (4 * output.weight.shape[0]))
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, output.weight, output.bias, labels.flatten(), output, softmax or softmax_, size, torch.is_grad_enabled()
+        hidden,
+        output.weight,
+        output.bias,
+        labels.flatten(),
+        output,
+        chunk_loss or plain_chunk_loss,
+        size,
+        torch.is_grad_enabled(),
     )
+
+
+def best_chunk_loss(kernels: Kernels, compiler: Compiler | None) -> ChunkLoss:
+    """One kernel where the device has it and a rank has all words; else plain torch, its softmax compiled if asked."""
+    plain = partial(plain_chunk_loss, softmax=compiler(softmax_) if compiler else softmax_)
+    fused = kernels.cross_entropy_
+    if fused is None:
+        return plain
+
+    def chunk_loss(logits: Tensor, labels: Tensor, output: Output) -> Tensor:
+        return fused(logits, labels, IGNORED).sum() if output.tp.size == 1 else plain(logits, labels, output)
+
+    return chunk_loss
 
 
 def softmax_(logits: Tensor, counts: Tensor, picked: Tensor, tp: TensorAxis) -> Tensor:
@@ -117,8 +142,7 @@ def softmax_(logits: Tensor, counts: Tensor, picked: Tensor, tp: TensorAxis) -> 
     return torch.where(counts, total.log() + most - label, 0.0)
 
 
-def _chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: Softmax) -> Tensor:
-    """Loss summed over a chunk; the logits are overwritten with the loss's gradient with respect to them."""
+def plain_chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: Softmax = softmax_) -> Tensor:
     counts = (labels != IGNORED)[:, None]
     target = torch.where(counts, labels[:, None], 0)
     here = counts
@@ -137,6 +161,11 @@ def _chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: Softmax
     return loss.sum()
 
 
+def pad(x: Tensor, count: int) -> Tensor:
+    """With so many rows of zeros after the last."""
+    return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Output head and cross entropy in one: gradients are made in the forward pass, chunk by chunk of tokens, so that
     each logit is computed once and dropped. One buffer of logits serves all chunks."""
@@ -149,13 +178,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         output: Output,
-        softmax: Softmax,
+        chunk_loss: ChunkLoss,
         most: int,
         train: bool,
     ) -> Tensor:
         tokens, vocab = hidden.shape[0], weight.shape[0]
         size = -(-tokens // -(-tokens // most))  # all chunks of one size but perhaps the last
-        buffer = hidden.new_empty(size, vocab)
+        # A matrix whose size is no multiple of 8 is slow to multiply on GPUs: words are added that no softmax sees.
+        gap = -vocab % 8
+        if gap:
+            weight, bias = pad(weight, gap), None if bias is None else pad(bias, gap)
+        buffer = hidden.new_empty(size, vocab + gap)
         loss = torch.zeros((), device=hidden.device)
         # Summed over chunks in fp32: many bf16 sums would lose the small ones.
         d_hidden = torch.empty_like(hidden) if train else None
@@ -168,15 +201,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(h, weight.T, out=logits)
             else:
                 torch.addmm(bias, h, weight.T, out=logits)
-            loss += _chunk_loss(logits, y, output, softmax)
+            loss += chunk_loss(logits[:, :vocab], y, output)
+            if gap:
+                logits[:, vocab:].zero_()
             if d_hidden is not None and d_weight is not None:
                 torch.mm(logits, weight, out=d_hidden[start : start + size])
-                if h.dtype == torch.float32:
-                    d_weight.addmm_(logits.T, h)
-                else:
-                    d_weight.add_(logits.T @ h)
+                add_product_(d_weight, logits.T, h)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
+        d_weight, d_bias = (None if x is None else x[:vocab] for x in (d_weight, d_bias))
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.scaled_by = None
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)

@@ -11,6 +11,7 @@ host.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainyard.compat import fused_adamw_
 from trainyard.config.schema import Config
 from trainyard.devices import Device
+from trainyard.kernels.plain import Kernels, Sink
 from trainyard.models import Stack, Values, assign
 from trainyard.models.blueprint import Blueprint, layer
+from trainyard.models.layers import Linear
 from trainyard.parallel.flat import Flat, GradientExchange, WeightExchange
 from trainyard.parallel.groups import Group
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.sharded import Backed, described, shard
 from trainyard.random import key32
 from trainyard.train.compile import Compiler
 from trainyard.train.rounding import Piece, pieces
 from trainyard.train.shares import Shares
 from trainyard.train.updates import adamw_, adamw_rounded_, moments, round_to_bf16
+
+if TYPE_CHECKING:  # torch's fully_shard takes a second to import, for those who use it
+    from trainyard.parallel.sharded import Backed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -43,6 +48,7 @@ class Optimizer:
         config: Config,
         device: Device,
         mesh: Mesh,
+        kernels: Kernels | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         """`models` are this rank's stages of the pipeline; a parameter that two of them have is one."""
@@ -89,18 +95,30 @@ class Optimizer:
         self.parameters: dict[str, nn.Parameter] = {}
         """Those whose gradients are views of `gradients`."""
         self.sharded: list[Backed] = []
+        kernels = kernels or Kernels()
         if self.zero < 2:
-            self._own_memory(blueprint, travel)
+            # A compiler, and a schedule that takes backward apart, want gradients as tensors; and so do the products
+            # of sequence parallelism and of fp8, which are not plain ones.
+            direct = (
+                kernels.sums_products
+                and compiler is None
+                and config.layout.schedule == "1f1b"
+                and not (mesh.tp.size > 1 and config.layout.sequence_parallel)
+                and self.precision.kind != "fp8"
+            )
+            self._own_memory(blueprint, travel, kernels.sinks if direct else None)
         else:
+            from trainyard.parallel import sharded
+
             for model in models:
-                device_mesh = shard(model, mesh.data, device, compute, travel, self.zero == 3)
+                device_mesh = sharded.shard(model, mesh.data, device, compute, travel, self.zero == 3)
 
                 def place(name: str, device_mesh: DeviceMesh = device_mesh) -> Tensor:
-                    return described(self.view(self.master, name), found[name], device_mesh)
+                    return sharded.described(self.view(self.master, name), found[name], device_mesh)
 
                 parameters = assign(model, place)
                 memory = {name: (self.view(self.master, name), self.view(self.sums, name)) for name in parameters}
-                self.sharded.append(Backed(parameters, memory, device_mesh))
+                self.sharded.append(sharded.Backed(parameters, memory, device_mesh))
         self.updates = torch.zeros((), device=handle)
         """Updates made (skipped steps do not count), for the moments' bias correction."""
         self.skipped = torch.zeros(2, dtype=torch.int32, device=handle)
@@ -111,6 +129,7 @@ class Optimizer:
         if self.rounding:
             share = (blueprint, mesh.tp, self.flat, self.number)
             self.pieces = {name: pieces(self.master, name, *share) for name in self.names}
+        self._fused, self._fused_rounded = kernels.adamw_, kernels.adamw_rounded_
         self.compiled = compiler is not None
         self._adamw: Callable[..., None] = compiler(adamw_) if compiler else adamw_
         self._rounded: Callable[..., None] = compiler(adamw_rounded_, dynamic=True) if compiler else adamw_rounded_
@@ -183,7 +202,7 @@ class Optimizer:
             name for name, norm in zip(self.names, self.bad_norms.tolist(), strict=True) if not abs(norm) < float("inf")
         ]
 
-    def _own_memory(self, blueprint: Blueprint, travel: torch.dtype) -> None:
+    def _own_memory(self, blueprint: Blueprint, travel: torch.dtype, sinks: dict[Tensor, Sink] | None) -> None:
         """Parameters are views of the flat buffers; other ranks' gradients and weights come by exchange."""
         data: Group = self.mesh.data
         if data.size > 1:
@@ -192,9 +211,14 @@ class Optimizer:
         for model in self.models:
             made |= assign(model, lambda name: self.flat.view(self.weights, name), made)
         self.parameters = made
+        products = {module.weight for model in self.models for module in model.modules() if isinstance(module, Linear)}
         for name in self.names:
             arrived = partial(self.gradient_exchange.arrived, name) if self.gradient_exchange else None
-            _accumulate_into(made[name], self.flat.view(self.gradients, name), arrived)
+            total = self.flat.view(self.gradients, name)
+            if sinks is not None and made[name] in products:
+                sinks[made[name]] = Sink(total, arrived)
+            else:
+                _accumulate_into(made[name], total, arrived)
         if self.zero:
 
             def used(name: str) -> tuple[str, ...]:
@@ -210,10 +234,14 @@ class Optimizer:
         copied = self.zero == 0 and self.weights is not self.master
         flats = (self.weights if copied else self.master, self.master, self.sums, self.first, self.second)
         for span, decay in ((slice(self.flat.split), c.weight_decay), (slice(self.flat.split, None), 0.0)):
-            weight, master, gradient, first, second = (flat[span] for flat in flats)
+            row = [flat[span] for flat in flats]
             betas = c.beta1, c.beta2
-            if not len(master):
+            if not len(row[0]):
                 continue
+            if self._fused:
+                self._fused(*row, _scalars(lr, scale, correct, ok), decay, *betas, c.eps)
+                continue
+            weight, master, gradient, first, second = row
             # torch's own kernel is one pass too, but knows neither bf16 gradients nor the copy to bf16 weights.
             if self.sums.dtype == torch.float32 and not (self.compiled and copied):
                 fused_adamw_(master, gradient, first, second, self.updates, lr, scale, ok, decay, betas, c.eps)
@@ -232,9 +260,11 @@ class Optimizer:
             flats = (self.sums, self.first, self.second)
             rest = (flat[at : at + count].view_as(piece.weight) for flat in flats)
             draw = (piece.rows(key), piece.site, piece.column)
-            self._rounded(
-                piece.weight, *draw, *rest, lr, scale, correct, ok, self._decay(name), c.beta1, c.beta2, c.eps
-            )
+            constants = (self._decay(name), c.beta1, c.beta2, c.eps)
+            if self._fused_rounded:
+                self._fused_rounded(piece.weight, *draw, *rest, _scalars(lr, scale, correct, ok), *constants)
+            else:
+                self._rounded(piece.weight, *draw, *rest, lr, scale, correct, ok, *constants)
 
     def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor | None) -> None:
         """Each matrix moves by lr times its own norm (weights without decay: plain Adam)."""
@@ -268,6 +298,10 @@ class Optimizer:
                 piece.weight.copy_(torch.where(ok, rounded, piece.weight))
         if self.zero == 0 and self.weights is not self.master:
             self.weights.copy_(self.master)
+
+
+def _scalars(lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor) -> Tensor:
+    return torch.cat((torch.stack((lr, scale)), correct, ok.float()[None]))
 
 
 def _accumulate_into(parameter: nn.Parameter, total: Tensor, arrived: Callable[[], None] | None) -> None:

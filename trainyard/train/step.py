@@ -2,20 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from trainyard.config.schema import Config
 from trainyard.devices import Device
+from trainyard.errors import UserError
 from trainyard.models import Batch, Output, Stack
 from trainyard.parallel.layout import Stage
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.pipeline import Pipeline
 from trainyard.random import key32
-from trainyard.train.batches import context_part, micro_batches, send
+from trainyard.train.batches import context_part, micro_batches, pack, send
 from trainyard.train.losses import Loss, Terms
 from trainyard.train.optimizers import DTYPES, Optimizer
+from trainyard.train.replay import Replays
+
+if TYPE_CHECKING:  # torch's pipelining takes half a second to import, for those who use it
+    from trainyard.parallel.pipeline import Pipeline
 
 
 @dataclass
@@ -36,16 +41,29 @@ class StepResult:
 class Forward:
     """Runs micro batches through this rank's stages and hands the last stage's output to `take`."""
 
-    def __init__(self, models: Sequence[tuple[Stage, Stack]], config: Config, device: Device, mesh: Mesh) -> None:
+    def __init__(
+        self, models: Sequence[tuple[Stage, Stack]], config: Config, device: Device, mesh: Mesh, packs: bool = False
+    ) -> None:
+        """With `packs`, samples leave their padding behind."""
         self.models = [model for _, model in models]
         self.micro_batch = config.train.micro_batch
-        self.device = device
+        self.device, self.first, self.mesh = device, config.device.attention, mesh
+        self.packs = packs
+        replay = config.compile.replay and device.records
+        if replay and mesh.layout.world > 1:
+            raise UserError(
+                f"compile.replay=true: on {mesh.layout.world} ranks, gradients that travel cannot be recorded; "
+                "nearest: false"
+            )
+        self.replays = Replays(device) if replay else None
         self.stages = [_StageModule(model) for model in self.models]
         self.pipeline: Pipeline | None = None
         if mesh.layout.pp > 1:
             length = config.data.sequence // mesh.layout.cp
+            from trainyard.parallel import pipeline
+
             shared = mesh.layout.tp if config.layout.sequence_parallel else 1
-            self.pipeline = Pipeline(
+            self.pipeline = pipeline.Pipeline(
                 [(stage, module) for (stage, _), module in zip(models, self.stages, strict=True)],
                 mesh,
                 config.layout.schedule,
@@ -61,18 +79,35 @@ class Forward:
                 device.handle,
             )
 
-    def __call__(self, batch: Batch, key: Tensor, take: Callable[[Output, Batch], Tensor], backward: bool) -> None:
-        """`take` gives the part of the loss to go backward from."""
-        with self.device.attention():
+    def send(self, batch: Batch) -> list[Batch]:
+        """This data-parallel rank's samples, in host memory, to what the device works on: micro batches, or all of them
+        for a pipeline."""
+        if self.packs:
+            return [send(micro, self.device) for micro in pack(batch, self.micro_batch)]
+        batch = send(context_part(batch, self.mesh.cp.size, self.mesh.cp.rank), self.device)
+        return [batch] if self.pipeline else list(micro_batches(batch, self.micro_batch))
+
+    def __call__(
+        self, parts: list[Batch], key: Tensor, take: Callable[[Output, Batch], Tensor], backward: bool
+    ) -> None:
+        """`parts` are from `send`; `take` gives the part of the loss to go backward from."""
+        with self.device.attention(self.first):
             if self.pipeline:
                 for stage in self.stages:
                     stage.key, stage.take = key, take
-                self.pipeline.run(batch, backward)
+                self.pipeline.run(parts[0], backward)
                 return
-            for micro in micro_batches(batch, self.micro_batch):
+
+            def work(micro: Batch) -> None:
                 part = take(self.models[0]({**micro, "key": key}), micro)
                 if backward:
                     part.backward()  # type: ignore[no-untyped-call]
+
+            for micro in parts:
+                if backward and self.replays:
+                    self.replays(micro, work)
+                else:
+                    work(micro)
 
 
 class _StageModule(nn.Module):
@@ -100,32 +135,27 @@ class Step:
         self.device = device
         self.mesh = mesh
         self.seed = seed
+        # At fixed places in memory, so that what reads them can be replayed.
+        self.key = torch.zeros(2, dtype=torch.int32, device=device.handle)
+        self.divisors = torch.ones(len(loss.names), device=device.handle)
+        self.sums = Sums(loss.names, device.handle)
         self.look: Callable[[], None] | None = None
         """Called when gradients are complete, before the update."""
 
     def __call__(self, batch: Batch, number: int, lr: float, stop: bool = False) -> StepResult:
         """`batch` holds this data-parallel rank's samples, in host memory; `stop` says that this rank wants to end."""
         mesh = self.mesh
-        batch = send(context_part(batch, mesh.cp.size, mesh.cp.rank), self.device)
-        key = self.device.to_device(torch.tensor(key32(self.seed, "step", number), dtype=torch.int32))
+        parts = self.forward.send(batch)
+        self.key.copy_(self.device.to_device(torch.tensor(key32(self.seed, "step", number), dtype=torch.int32)))
         self.optimizer.clear(mesh.layout.micro_batches)
         # Counts known from the labels divide the loss before backward; those of a user's own loss divide the gradient.
-        ahead = self.loss.counts(batch)
+        ahead = [torch.stack(list(count.values())) for part in parts if (count := self.loss.counts(part))]
         if ahead:
-            whole = mesh.data.sum(torch.stack(list(ahead.values())))
-            ahead = dict(zip(ahead, whole.unbind(), strict=True))
-        sums = Sums(self.loss.names, self.device.handle)
-
-        def take(output: Output, micro: Batch) -> Tensor:
-            terms = self.loss.terms(output, micro)
-            sums.add(terms)
-            part = sum((total / at_least_one(ahead[name]) if ahead else total) for name, (total, _) in terms.items())
-            assert isinstance(part, Tensor)
-            return part
-
-        self.forward(batch, key, take, backward=True)
+            self.divisors.copy_(at_least_one(mesh.data.sum(torch.stack(ahead).sum(0))))
+        self.sums.values.zero_()
+        self.forward(parts, self.key, self._take, backward=True)
         asked = self.device.to_device(torch.tensor([float(stop)]))
-        totals, counts, asked = sums.over(mesh, asked)
+        totals, counts, asked = self.sums.over(mesh, asked)
         means = dict(zip(self.loss.names, totals / at_least_one(counts), strict=True))
         loss = torch.stack(list(means.values())).sum()
         scale = torch.ones_like(loss) if ahead else 1 / at_least_one(counts[0])
@@ -137,6 +167,11 @@ class Step:
         control = torch.cat((self.optimizer.skipped, (asked > 0).int()))
         return StepResult(number, lr, loss, means, norm, self.device.fetch(control))
 
+    def _take(self, output: Output, micro: Batch) -> Tensor:
+        terms = self.loss.terms(output, micro)
+        self.sums.add(terms)
+        return torch.stack([terms[name][0] for name in self.loss.names]).div(self.divisors).sum()
+
 
 class Sums:
     """Each term's sum and count, over micro batches and then over ranks."""
@@ -146,7 +181,7 @@ class Sums:
         self.values = torch.zeros(2, len(names), device=device)
 
     def add(self, terms: Terms) -> None:
-        self.values = self.values + torch.stack(
+        self.values += torch.stack(
             [torch.stack([terms[name][which].detach() for name in self.names]) for which in (0, 1)]
         )
 

@@ -26,15 +26,17 @@ def new_directory(parent: Path, name: str) -> Path:
 class Writers:
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self.file = (directory / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self.board = None
-        if tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter  # takes two seconds to import
-
-            self.board = SummaryWriter(str(directory / "tensorboard"))
+        self.board: Any = None
+        self.wanted = directory / "tensorboard" if tensorboard else None
 
     def write(self, record: dict[str, Any]) -> None:
         plain = {name: _json(value) for name, value in record.items()}
         self.file.write(json.dumps(plain) + "\n")
+        if self.wanted and not self.board:
+            # Takes two seconds to import: not before there is something to write.
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self.board = SummaryWriter(str(self.wanted))
         if self.board:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":

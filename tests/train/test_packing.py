@@ -1,0 +1,176 @@
+"""Samples without their padding, fused kernels in whole steps, and replays."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tiny
+from trainyard import Trainer
+from trainyard.config.schema import Config
+from trainyard.devices.cpu import Cpu
+from trainyard.kernels.fused import Fused
+from trainyard.kernels.plain import Kernels
+from trainyard.models import Batch
+from trainyard.train import batches
+from trainyard.train.batches import ROUND, pack
+from trainyard.train.replay import MOST, Replays
+
+
+def batch_of(lengths: list[int], sequence: int, places: int) -> Batch:
+    count = len(lengths)
+    mask = (torch.arange(sequence) < torch.tensor(lengths)[:, None]).int()
+    number = torch.arange(count * sequence, dtype=torch.int32).view(count, sequence) + 1
+    return {
+        "tokens": number * mask,
+        "segments": mask * (number % 2),
+        "mask": mask,
+        "places": torch.stack([torch.randint(0, length, (places,), dtype=torch.int32) for length in lengths]),
+        "labels": torch.randint(0, 9, (count, places), dtype=torch.int32),
+        "next_sentence": torch.randint(0, 2, (count,), dtype=torch.int32),
+        "sample": torch.arange(100, 100 + count, dtype=torch.int32),
+    }
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, 12), min_size=8, max_size=8))))
+def test_packing_loses_and_invents_nothing(case: tuple[int, list[int]]) -> None:
+    micro, lengths = {1: 1, 2: 2, 3: 4, 4: 8}[case[0]], case[1]
+    batch = batch_of(lengths, 12, 3)
+    parts = pack(batch, micro)
+    assert len(parts) == len(lengths) // micro
+    seen: list[int] = []
+    for part in parts:
+        starts = part["starts"].tolist()
+        assert len(starts) == micro + 1
+        assert part["tokens"].shape[1] % ROUND == 0
+        assert part["tokens"].shape[1] - starts[-1] < ROUND
+        assert not part["tokens"][0, starts[-1] :].any()
+        for s, (begin, end) in enumerate(pairwise(starts)):
+            sample = int(part["sample"][0, begin])
+            row = sample - 100
+            seen.append(row)
+            assert end - begin == lengths[row]
+            assert torch.equal(part["tokens"][0, begin:end], batch["tokens"][row, : end - begin])
+            assert torch.equal(part["segments"][0, begin:end], batch["segments"][row, : end - begin])
+            assert part["positions"][0, begin:end].tolist() == list(range(end - begin))
+            assert set(part["sample"][0, begin:end].tolist()) == {sample}
+            places = part["places"].view(micro, -1)[s].long()
+            assert torch.equal(part["tokens"][0, places], batch["tokens"][row, batch["places"][row].long()])
+            assert torch.equal(part["labels"][s], batch["labels"][row])
+            assert part["next_sentence"][s] == batch["next_sentence"][row]
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_micro_batches_get_about_as_many_tokens() -> None:
+    torch.manual_seed(1)
+    lengths = torch.randint(10, 100, (256,)).tolist()
+    totals = [int(part["starts"][-1]) for part in pack(batch_of(lengths, 100, 2), 32)]
+    assert max(totals) - min(totals) < 100
+    assert max(totals) - min(totals) < 0.03 * max(totals)
+
+
+def small(model: dict[str, Any]) -> Config:
+    """The interpreter is slow."""
+    return tiny.config(
+        {**model, "layers": 1},
+        data={"sequence": 8, "predictions": 2},
+        train={"micro_batch": 1, "global_batch": 2},
+    )
+
+
+def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    monkeypatch.setattr(Cpu, "kernels", lambda self: kernels())
+    monkeypatch.setattr(batches, "ROUND", 16)
+    trainer = Trainer(config)
+    for model in trainer.models:
+        model.train()
+    out = []
+    for number in range(2):
+        result = trainer.step(trainer.loader.batch(number), number + 1, 1e-3)
+        out += [float(result.loss), float(result.grad_norm)]
+    for name in ("embedding.weight", "layers.0.mlp.down.weight"):
+        out.append(float(trainer.values(name).double().pow(2).sum()))
+    return out
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_step_with_fused_kernels_equals_a_plain_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on; BERT packed. Gradients of products are summed by the products."""
+    model = {"llama": {}, "gpt": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "embedding_dropout": 0.1}}.get(
+        family, {"attention_dropout": 0.2, "hidden_dropout": 0.1}
+    )
+    config = small({**tiny.FAMILIES[family], **model})
+    fused, plain = (results(config, kernels, monkeypatch) for kernels in (Fused, Kernels))
+    assert fused == pytest.approx(plain, rel=2e-5)
+
+
+class Recorder(Cpu):
+    """Records by remembering the call, and counts."""
+
+    records = True
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            work()
+
+        return replay
+
+
+def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on() -> None:
+    device, seen = Recorder(), []
+    replays = Replays(device)
+    for value in range(4):
+        replays({"tokens": torch.full((2, 3), value)}, lambda micro: seen.append(int(micro["tokens"][0, 0])))
+    assert seen == [0, 1, 2, 3]
+    assert (device.recorded, device.replayed) == (1, 3)
+    for size in range(4, 10):
+        for _ in range(2):
+            replays({"tokens": torch.full((2, size), size)}, lambda micro: seen.append(int(micro["tokens"][0, 0])))
+    assert seen[4:] == [size for size in range(4, 10) for _ in range(2)]
+    assert device.recorded == MOST
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All that a micro batch reads besides its tensors is at a fixed place: key, divisors, sums, gradients."""
+    losses = []
+    for replay in (False, True):
+        config = tiny.config(
+            tiny.FAMILIES[family], train={"micro_batch": 2, "global_batch": 4}, compile={"replay": replay}
+        )
+        monkeypatch.setattr(Cpu, "records", replay)
+        trainer = Trainer(config)
+        for model in trainer.models:
+            model.train()
+        losses.append([float(trainer.step(trainer.loader.batch(n), n + 1, 1e-3).loss) for n in range(3)])
+        assert (trainer.forward.replays is not None) == replay
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph without a break, forward and backward, packed samples of any length included."""
+    monkeypatch.setattr(Cpu, "kernels", lambda self: Fused())
+    monkeypatch.setattr(batches, "ROUND", 16)
+    losses = []
+    for compiled in (False, True):
+        trainer = Trainer(small(tiny.FAMILIES[family]))
+        assert trainer.forward.packs == (family == "bert")
+        for model in trainer.models:
+            model.train()
+            for block in model.layers.children() if compiled else ():
+                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+        losses.append([float(trainer.step(trainer.loader.batch(n), n + 1, 1e-3).loss) for n in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -1,0 +1,63 @@
+"""SwiGLU on the product of a fused gate-up matrix: silu(gate) * up, both halves of a row read where they lie."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _swiglu_forward(x, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    gate = tl.load(x + row * 2 * columns + at, mask, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * columns + columns + at, mask, 0.0).to(tl.float32)
+    tl.store(out + row * columns + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _swiglu_backward(d_out, x, dx, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    d = tl.load(d_out + row * columns + at, mask, 0.0).to(tl.float32)
+    gate = tl.load(x + row * 2 * columns + at, mask, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * columns + columns + at, mask, 0.0).to(tl.float32)
+    s = tl.sigmoid(gate)
+    d_gate = d * up * s * (1 + gate * (1 - s))
+    tl.store(dx + row * 2 * columns + at, d_gate.to(dx.dtype.element_ty), mask)
+    tl.store(dx + row * 2 * columns + columns + at, (d * gate * s).to(dx.dtype.element_ty), mask)
+
+
+@torch.library.custom_op("trainyard::swiglu", mutates_args=())
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2 F] to [..., F]."""
+    x = x.contiguous()
+    columns = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], columns)
+    _swiglu_forward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK),)](x, out, columns, BLOCK=BLOCK)
+    return out
+
+
+@swiglu.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@torch.library.custom_op("trainyard::swiglu_backward", mutates_args=())
+def swiglu_backward(d_out: Tensor, x: Tensor) -> Tensor:
+    d_out, x = d_out.contiguous(), x.contiguous()
+    columns = x.shape[-1] // 2
+    dx = torch.empty_like(x)
+    _swiglu_backward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK),)](d_out, x, dx, columns, BLOCK=BLOCK)
+    return dx
+
+
+@swiglu_backward.register_fake
+def _(d_out: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
