@@ -1,0 +1,216 @@
+"""The training step on one GPU, ours beside transformers, in one run.
+
+    python bench/gpu.py                                every case, ours and the peers
+    python bench/gpu.py --case bert-large --only-ours
+    python bench/gpu.py --case deepseek-1.3b --set precision.gradients=bf16
+
+Ours is `trainyard train` itself in a process of its own: real loader, logging on, figures from its metrics.jsonl (steps
+after the fourth). A peer is the same step in a process of its own: forward, loss, backward, clipping and AdamW on
+random tokens of the same shape; bf16 weights with fp32 masters and AdamW state, torch's own fused AdamW, four micro
+batches where memory allows. MFU is given with every query-key pair counted (full) and with those under the mask.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from trainyard import devices, models
+from trainyard.config.hf import to_hf
+from trainyard.config.load import parse
+from trainyard.config.schema import Config
+from trainyard.models.flops import per_sample
+
+DEEPSEEK = {
+    "model": {
+        "family": "llama", "vocab": 32256, "hidden": 2048, "layers": 24, "heads": 16, "ffn": 5504,
+        "max_positions": 16384, "rope_theta": 100000.0, "rope_scaling": {"kind": "linear", "factor": 4.0},
+    },
+    "data": {"source": "synthetic", "sequence": 4096},
+    "train": {"steps": 12, "global_batch": 32, "micro_batch": 8},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
+LLAMA = {
+    "model": {
+        "family": "llama", "vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32, "ffn": 11008,
+        "max_positions": 4096,
+    },
+    "data": {"source": "synthetic", "sequence": 4096},
+    "train": {"steps": 8, "global_batch": 16, "micro_batch": 1},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
+BERT = {
+    "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
+    "data": {"source": "synthetic", "sequence": 128, "predictions": 20},
+    "train": {"steps": 24, "global_batch": 2048, "micro_batch": 512},
+    "precision": {"kind": "bf16"},
+    "compile": {"enabled": True, "replay": True},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "deepseek-1.3b": DEEPSEEK,
+    "deepseek-1.3b-fp8": {**DEEPSEEK, "precision": {"kind": "fp8"}},
+    "llama2-7b": LLAMA,
+    "bert-large": BERT,
+}
+PEERS = ("transformers eager", "transformers compiled")
+
+
+def ours(case: str, overrides: list[str]) -> dict[str, float]:
+    """`trainyard train` as a user runs it."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "case.yaml"
+        file.write_text(yaml.safe_dump(CASES[case]))
+        words = [f"log.directory={directory}", "log.every=4", "checkpoint.final=false", *overrides]
+        run = [sys.executable, "-m", "trainyard", "train", str(file), *words]
+        done = subprocess.run(run, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{case}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    timed = [record["ms_per_iteration"] for record in records if record["step"] > 4]
+    return {
+        "ms": statistics.median(timed),
+        "memory_bytes": records[-1]["memory_bytes"],
+        "first_step_seconds": records[0]["seconds_from_start"],
+        "loss": records[-1]["loss"],
+    }
+
+
+def theirs(peer: str, case: str) -> dict[str, float]:
+    """Runs in a process of its own."""
+    import transformers
+
+    config = parse(json.loads(json.dumps(CASES[case])))
+    device = torch.device("cuda")
+    kind = {"llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}[config.model.family]
+    cls = getattr(transformers, kind)
+    settings = {key: value for key, value in to_hf(config.model).items() if "dtype" not in key}
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**settings, attn_implementation="sdpa")).to(device, torch.bfloat16)
+    model.train()
+    weights = list(model.parameters())
+    masters = [weight.detach().float().requires_grad_() for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    run = torch.compile(model, dynamic=False) if peer.endswith("compiled") else model
+    size, sequence, vocab = config.train.micro_batch, config.data.sequence, config.model.vocab
+    tokens = torch.randint(0, vocab, (size, sequence), device=device)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    if config.model.family == "bert":
+        labels = torch.full_like(tokens, -100)
+        labels[:, : config.data.predictions] = tokens[:, : config.data.predictions]
+        inputs |= {
+            "attention_mask": torch.ones_like(tokens),
+            "token_type_ids": torch.zeros_like(tokens),
+            "labels": labels,
+            "next_sentence_label": torch.zeros(size, dtype=torch.long, device=device),
+        }
+    micro_batches = config.train.global_batch // size
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            (run(**inputs).loss / micro_batches).backward()
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad = weight.grad.float() if weight.grad is not None else None
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+
+    seconds = []
+    for number in range(8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        if number >= 3:
+            seconds.append(time.perf_counter() - start)
+    return {"ms": statistics.median(seconds) * 1000, "memory_bytes": torch.cuda.max_memory_allocated()}
+
+
+def peer_in_process(peer: str, case: str) -> dict[str, float] | str:
+    run = [sys.executable, __file__, "--case", case, "--peer", peer]
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(run, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return "out of memory" if "OutOfMemoryError" in done.stderr else done.stderr.strip().splitlines()[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def figures(config: Config, found: dict[str, float]) -> dict[str, float]:
+    """With throughput and MFU."""
+    blueprint = models.family(config.model).blueprint(config.model)
+    flops = per_sample(config.model, blueprint, config.data.sequence, config.data.predictions)
+    samples = config.train.global_batch / found["ms"] * 1000
+    out = {**found, "sequences_per_second": samples, "tokens_per_second": samples * config.data.sequence}
+    peak = devices.select("auto").peak(torch.bfloat16)
+    if peak:
+        out |= {"mfu_full": samples * flops.full / peak.flops, "mfu_causal": samples * flops.causal / peak.flops}
+    return out
+
+
+def machine() -> dict[str, Any]:
+    query = "name,clocks.sm,clocks.max.sm,clocks.mem,power.limit,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
+    return dict(zip(query.split(","), told, strict=False)) | {
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be given more than once")
+    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override ours")
+    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    arguments = parser.parse_args()
+    if arguments.peer:
+        print(json.dumps(theirs(arguments.peer, arguments.case[0])))
+        return
+    results: dict[str, Any] = {"machine": machine(), "overrides": arguments.set, "cases": {}}
+    print(json.dumps(results["machine"]))
+    for case in arguments.case or CASES:
+        config = parse(json.loads(json.dumps(CASES[case])), arguments.set)
+        rows: dict[str, Any] = {"trainyard": figures(config, ours(case, arguments.set))}
+        if not arguments.only_ours and not case.endswith("fp8"):
+            for peer in PEERS:
+                found = peer_in_process(peer, case)
+                rows[peer] = found if isinstance(found, str) else figures(config, found)
+        results["cases"][case] = rows
+        results["machine_after"] = machine()
+        print(f"{case}: batch {config.train.global_batch} x {config.data.sequence}, micro batch "
+              f"{config.train.micro_batch}, {config.precision.kind}", flush=True)  # fmt: skip
+        for name, row in rows.items():
+            if isinstance(row, str):
+                print(f"  {name:22} {row}")
+                continue
+            mfu = f"MFU {row['mfu_full']:.1%} full, {row['mfu_causal']:.1%} causal" if "mfu_full" in row else ""
+            ratio = rows["trainyard"]["tokens_per_second"] / row["tokens_per_second"]
+            print(
+                f"  {name:22} {row['ms']:9.1f} ms {row['tokens_per_second']:10,.0f} tokens/s"
+                f" {row['sequences_per_second']:9,.1f} seq/s  {mfu}  {row['memory_bytes'] / 2**30:.1f} GiB"
+                + (
+                    f"  ours {ratio:.2f}x" if name != "trainyard" else f"  first step {row['first_step_seconds']:.1f} s"
+                ),
+                flush=True,
+            )
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
