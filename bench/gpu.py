@@ -1,4 +1,4 @@
-"""The training step on one GPU, ours beside transformers, in one run.
+"""The training step on one GPU, ours beside transformers and torchtitan (where it can be imported), in one run.
 
     python bench/gpu.py                                every case, ours and the peers
     python bench/gpu.py --case bert-large --only-ours
@@ -6,8 +6,9 @@
 
 Ours is `trainyard train` itself in a process of its own: real loader, logging on, figures from its metrics.jsonl (steps
 after the fourth). A peer is the same step in a process of its own: forward, loss, backward, clipping and AdamW on
-random tokens of the same shape; bf16 weights with fp32 masters and AdamW state, torch's own fused AdamW, four micro
-batches where memory allows. MFU is given with every query-key pair counted (full) and with those under the mask.
+random tokens of the same shape and as many micro batches. transformers: bf16 weights with fp32 masters and AdamW state,
+torch's fused AdamW. torchtitan: its Llama 3, its compile of blocks and loss, its FSDP2 on one rank (fp32 weights,
+bf16 compute) and its clipping. MFU is given with every query-key pair counted (full) and with those under the mask.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama2-7b": LLAMA,
     "bert-large": BERT,
 }
-PEERS = ("transformers eager", "transformers compiled")
+PEERS = ("transformers eager", "transformers compiled", "torchtitan")
 
 
 def ours(case: str, overrides: list[str]) -> dict[str, float]:
@@ -88,10 +91,68 @@ def ours(case: str, overrides: list[str]) -> dict[str, float]:
 
 def theirs(peer: str, case: str) -> dict[str, float]:
     """Runs in a process of its own."""
-    import transformers
-
     config = parse(json.loads(json.dumps(CASES[case])))
     device = torch.device("cuda")
+    step = titan(config, device) if peer == "torchtitan" else hugging_face(config, device, peer.endswith("compiled"))
+    seconds = []
+    for number in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        if number >= 3:
+            seconds.append(time.perf_counter() - start)
+    return {"ms": statistics.median(seconds) * 1000, "memory_bytes": torch.cuda.max_memory_allocated()}
+
+
+def titan(config: Config, device: torch.device) -> Callable[[], None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config.job_config import Compile
+    from torchtitan.distributed.utils import clip_grad_norm_
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp
+
+    model = config.model
+    assert model.family == "llama"
+    # Its feed-forward is 8/3 of the hidden size, rounded up.
+    sizes = TransformerModelArgs(
+        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.kv, vocab_size=model.vocab,
+        multiple_of=128, max_seq_len=config.data.sequence,
+    )  # fmt: skip
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    with torch.device("meta"):
+        made = Transformer(sizes)
+    assert made.layers["0"].feed_forward.w1.weight.shape[0] == model.ffn
+    apply_compile(made, Compile(enable=True))
+    apply_fsdp(made, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    made.to_empty(device=device)
+    with torch.no_grad():
+        made.init_weights(buffer_device=device)
+    made.train()
+    loss = torch.compile(cross_entropy_loss)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    size, sequence = config.train.micro_batch, config.data.sequence
+    tokens = torch.randint(0, model.vocab, (size, sequence), device=device)
+    count = config.train.global_batch * sequence
+
+    def step() -> None:
+        for _ in range(config.train.global_batch // size):
+            pred = made(tokens)
+            part = loss(pred, tokens) / count
+            del pred  # as it does, so that logits are freed before backward
+            part.backward()
+        clip_grad_norm_(list(made.parameters()), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def hugging_face(config: Config, device: torch.device, compiled: bool) -> Callable[[], None]:
+    import transformers
+
     kind = {"llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}[config.model.family]
     cls = getattr(transformers, kind)
     settings = {key: value for key, value in to_hf(config.model).items() if "dtype" not in key}
@@ -101,7 +162,7 @@ def theirs(peer: str, case: str) -> dict[str, float]:
     weights = list(model.parameters())
     masters = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = torch.compile(model, dynamic=False) if peer.endswith("compiled") else model
+    run = torch.compile(model, dynamic=False) if compiled else model
     size, sequence, vocab = config.train.micro_batch, config.data.sequence, config.model.vocab
     tokens = torch.randint(0, vocab, (size, sequence), device=device)
     inputs = {"input_ids": tokens, "labels": tokens}
@@ -128,15 +189,7 @@ def theirs(peer: str, case: str) -> dict[str, float]:
         with torch.no_grad():
             torch._foreach_copy_(weights, masters)
 
-    seconds = []
-    for number in range(8):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        if number >= 3:
-            seconds.append(time.perf_counter() - start)
-    return {"ms": statistics.median(seconds) * 1000, "memory_bytes": torch.cuda.max_memory_allocated()}
+    return step
 
 
 def peer_in_process(peer: str, case: str) -> dict[str, float] | str:
@@ -188,6 +241,8 @@ def main() -> None:
         rows: dict[str, Any] = {"trainyard": figures(config, ours(case, arguments.set))}
         if not arguments.only_ours and not case.endswith("fp8"):
             for peer in PEERS:
+                if peer == "torchtitan" and (config.model.family != "llama" or not find_spec("torchtitan")):
+                    continue
                 found = peer_in_process(peer, case)
                 rows[peer] = found if isinstance(found, str) else figures(config, found)
         results["cases"][case] = rows

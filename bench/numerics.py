@@ -79,8 +79,8 @@ def run(what: str, sections: dict[str, Any], directory: Path, steps: int, batch:
             "sequence": sequence,
         },
         "train": {"steps": steps, "global_batch": batch, "micro_batch": batch},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"warmup": steps // 10, "floor": 1e-4},
+        "optimizer": {"lr": 3e-4},
+        "schedule": {"warmup": steps // 10, "floor": 3e-5},
         "checkpoint": {"final": False},
         **sections,
     }
