@@ -14,7 +14,7 @@ from trainyard.models.stack import Stack
 from trainyard.parallel import ring
 from trainyard.parallel.flat import GradientExchange
 from trainyard.parallel.groups import Group
-from trainyard.train import loop, losses
+from trainyard.train import head, loop
 from trainyard.train.shares import Shares
 from trainyard.train.verify import Record, record
 
@@ -107,13 +107,13 @@ def _ring_without_last_block() -> Any:
 
 
 def _softmax_of_own_words() -> Any:
-    real = losses.softmax_
+    real = head.softmax_
 
     def broken(logits: torch.Tensor, counts: torch.Tensor, picked: torch.Tensor, tp: Any) -> torch.Tensor:
         alone = type(tp)()
         return real(logits, counts, picked, alone)
 
-    return patch.object(losses, "softmax_", broken)
+    return patch.object(head, "softmax_", broken)
 
 
 def _rank_dependent_init() -> Any:

@@ -2,6 +2,7 @@
 a CPU and for real on a GPU."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from trainyard.errors import UserError
 from trainyard.kernels import fp8
 from trainyard.kernels.fp8 import Cast, Fp8, Most, linear, linear_plain
+from trainyard.models.output import Output
+from trainyard.train.head import IGNORED, Fp8Products, PlainProducts, cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -331,3 +334,31 @@ def test_compiled(function: Linear, how: Fp8) -> None:
 def test_sizes_that_do_not_fit(function: Linear) -> None:
     with pytest.raises(UserError, match=r"40 x 64.*multiples of 16"):
         function(random(8, 64), random(40, 64), None, Fp8())
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("gradients", ["e5m2", "bf16"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_output_head_in_fp8(scaling: Any, gradients: Any, biased: bool) -> None:
+    """Loss and gradients near those of bf16, by plain torch and by the device's own products."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((40, 32), (100, 32), (100,))  # a vocabulary that is padded
+    hidden, weight, bias = (torch.randn(*size, generator=generator).to(DEVICE, torch.bfloat16) for size in sizes)
+    labels = torch.randint(0, 100, (40,), generator=generator).to(DEVICE, torch.int32)
+    labels[3] = IGNORED
+
+    def run(products: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, *([bias] if biased else []))]
+        output = Output(leaves[0][None], leaves[1], leaves[2] if biased else None)
+        loss = cross_entropy(output, labels, products=products, logits_bytes=4 * 100 * 16)
+        loss.backward()
+        return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    wanted = run(PlainProducts)
+    kinds = [True] if DEVICE == "cpu" else [True, False]  # this CPU has no fp8 products of its own
+    for plain in kinds:
+        for mine, other in zip(
+            run(partial(Fp8Products, how=Fp8(scaling, gradients), plain=plain)), wanted, strict=True
+        ):
+            error = (mine.float() - other.float()).norm() / other.float().norm()
+            assert 0 < error < 0.1  # e5m2 alone rounds by 7 %

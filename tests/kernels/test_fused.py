@@ -9,7 +9,7 @@ from trainyard.kernels.fused import Fused
 from trainyard.kernels.plain import Kernels, RowDrops, Sink
 from trainyard.models.output import Output
 from trainyard.random import key32, row32
-from trainyard.train.losses import IGNORED, plain_chunk_loss
+from trainyard.train.head import IGNORED, plain_chunk_loss
 from trainyard.train.updates import adamw_, adamw_rounded_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,7 +206,7 @@ def test_rounded_adamw_draws_the_same_bits(ok: bool) -> None:
         if fused:
             function = Fused.adamw_rounded_
             assert function is not None
-            function(w, words, site, column + 3, g, m, v, together, *constants)
+            function(w, key, row + 1000, site, column + 3, g, m, v, together, *constants)
         else:
             adamw_rounded_(w, words, site, column + 3, g, m, v, lr, scale, correct, fine, *constants)
         results.append(w)

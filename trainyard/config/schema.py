@@ -114,9 +114,11 @@ class PrecisionSection(Section):
     backward: Literal["e5m2", "bf16"] = "e5m2"
     """fp8: what gradients are multiplied as; weights and activations are e4m3."""
     bf16_first: Count = 0
-    """fp8: so many of the first blocks stay in bf16. Embedding and output head always do."""
+    """fp8: so many of the first blocks stay in bf16. The embedding always does."""
     bf16_last: Count = 0
     """fp8: so many of the last blocks stay in bf16."""
+    head: Literal["bf16", "fp8"] = "bf16"
+    """fp8: how the output head multiplies."""
 
     @property
     def compute(self) -> str:
@@ -134,7 +136,7 @@ class PrecisionSection(Section):
     def _gradients_fit(self) -> Self:
         if self.kind == "fp32" and self.gradients == "bf16":
             raise ValueError("gradients=bf16: with kind=fp32 gradients are fp32; nearest: gradients=fp32")
-        own = {"scaling": "tensor", "backward": "e5m2", "bf16_first": 0, "bf16_last": 0}
+        own = {"scaling": "tensor", "backward": "e5m2", "bf16_first": 0, "bf16_last": 0, "head": "bf16"}
         for name, default in own.items():
             if self.kind != "fp8" and getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)}: goes with kind=fp8; nearest: kind=fp8")

@@ -46,18 +46,19 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adamw_update_rounded(  # type: ignore[no-untyped-def]
-    weight, first_word, second_word, site, column, gradient, first, second, scalars, decay, beta1, beta2, eps,
+    weight, key, row, site, column, gradient, first, second, scalars, decay, beta1, beta2, eps,
     columns, count, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count * tl.load(scalars + 4).to(tl.int64)  # nothing where it is 0
     old = tl.load(weight + at, mask, 0.0).to(tl.float32)
     new = old - _direction(gradient, first, second, at, mask, scalars, decay, beta1, beta2, eps, old)
-    row, place = at // columns, at % columns
-    a = tl.load(first_word + row, mask, 0).to(tl.uint32, bitcast=True)
-    b = tl.load(second_word + row, mask, 0).to(tl.uint32, bitcast=True)
-    c = tl.load(column + place, mask, 0).to(tl.uint32, bitcast=True)
-    s = tl.load(site).to(tl.uint32, bitcast=True)
+    # `random.row32` of the row's number and 0, then `random.cell32`.
+    number = tl.load(row + at // columns, mask, 0).to(tl.uint32)
+    a = _mix(_mix(number ^ tl.load(key).to(tl.uint32)))
+    b = _mix(_mix(number + tl.load(key + 1).to(tl.uint32)))
+    c = tl.load(column + at % columns, mask, 0).to(tl.uint32)
+    s = tl.load(site).to(tl.uint32)
     noise = _mix((a + c * 0x9E3779B9) ^ (b + s * 0x7F4A7C15)) & 0xFFFF
     bits = (new.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     tl.store(weight + at, bits.to(tl.float32, bitcast=True).to(weight.dtype.element_ty), mask)
@@ -96,7 +97,8 @@ def adamw_(
 
 def adamw_rounded_(
     weight: Tensor,
-    words: tuple[Tensor, Tensor],
+    key: Tensor,
+    row: Tensor,
     site: Tensor,
     column: Tensor,
     gradient: Tensor,
@@ -108,11 +110,12 @@ def adamw_rounded_(
     beta2: float,
     eps: float,
 ) -> None:
-    """bf16 weights [rows, columns] without a master copy, rounded up or down at random."""
+    """bf16 weights [rows, columns] without a master copy, rounded up or down at random by the step's `key` and the
+    global numbers of rows and columns."""
     _adamw_update_rounded[(triton.cdiv(weight.numel(), BLOCK),)](
         weight,
-        words[0],
-        words[1],
+        key,
+        row,
         site,
         column,
         gradient,

@@ -19,7 +19,7 @@ class Fused(Kernels):
     adamw_ = staticmethod(adamw.adamw_)
     adamw_rounded_ = staticmethod(adamw.adamw_rounded_)
 
-    sums_products = attends = True
+    sums_products = attends = multiplies_fp8 = True
 
     def attend(
         self, qkv: Tensor, heads: int, kv: int, starts: Tensor, longest: int, causal: bool, drops: Drops | None

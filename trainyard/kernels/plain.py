@@ -48,11 +48,13 @@ class Kernels:
 
     sums_products = False
     """Whether `linear` makes use of `sinks`."""
+    multiplies_fp8 = False
+    """Whether fp8 products are the device's own."""
     attends = False
     """Whether there is `attend`."""
 
     cross_entropy_: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    """(logits, labels, label that counts nowhere): each row's loss; the logits become its gradient. train/losses.py has
+    """(logits, labels, label that counts nowhere): each row's loss; the logits become its gradient. train/head.py has
     the same in plain torch."""
     adamw_: Callable[..., None] | None = None
     """One update of flat fp32 memory (train/updates.py), given scalars as one tensor."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainyard.devices import Device
 from trainyard.models import Batch
-from trainyard.train.losses import IGNORED
+from trainyard.train.head import IGNORED
 
 ROUND = 512
 """Tokens of a packed micro batch come in multiples of this."""

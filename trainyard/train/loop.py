@@ -7,6 +7,7 @@ Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from trainyard.parallel.mesh import Mesh, local_rank, world
 from trainyard.train.batches import samples
 from trainyard.train.compile import compiler
 from trainyard.train.evaluate import Metric, evaluate
+from trainyard.train.head import Fp8Products, PlainProducts, Products, best_chunk_loss, cross_entropy
 from trainyard.train.hooks import Hook
-from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss, best_chunk_loss
+from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.own import import_function
 from trainyard.train.schedules import rate
@@ -94,8 +96,17 @@ class Trainer:
         function = loss or (import_function(own, "train.loss") if own else None)
         kernels = self.device.kernels() if config.device.kernels == "fused" else Kernels()
         family_loss = BertLoss if config.model.family == "bert" else CausalLoss
-        chunk_loss = best_chunk_loss(kernels, compile_)
-        self.loss: Loss = OwnLoss(function) if function else family_loss(chunk_loss, self.device.logits_bytes)
+        fp8 = fp8_blocks(config)
+        products: Callable[..., Products] = PlainProducts
+        if fp8 and config.precision.head == "fp8":
+            products = partial(Fp8Products, how=fp8.how, plain=not kernels.multiplies_fp8)
+        head = partial(
+            cross_entropy,
+            chunk_loss=best_chunk_loss(kernels, compile_),
+            products=products,
+            logits_bytes=self.device.logits_bytes,
+        )
+        self.loss: Loss = OwnLoss(function) if function else family_loss(head)
         dotted = config.evaluate.metrics.items()
         self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(
             metrics or {}
@@ -113,7 +124,7 @@ class Trainer:
         tp, sequence = self.mesh.tp, config.layout.sequence_parallel
         axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, config.layout.context))
         self.stages = [
-            (stage, models.build(config.model, self.device.handle, axes, stage, kernels, fp8_blocks(config)))
+            (stage, models.build(config.model, self.device.handle, axes, stage, kernels, fp8))
             for stage in self.layout.stages_of(self.mesh.place["pp"])
         ]
         self.models = [model for _, model in self.stages]

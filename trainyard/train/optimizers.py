@@ -186,8 +186,9 @@ class Optimizer:
         if self.config.kind == "lamb":
             self._lamb(lr, scale, correct, ok, key)
         elif key is not None:
+            scalars = _scalars(lr, scale, correct, ok)
             for name in self.names:
-                self._round(name, lr, scale, correct, ok, key)
+                self._round(name, lr, scale, correct, ok, scalars, key)
         else:
             self._flat(lr, scale, correct, ok)
         if self.weight_exchange:
@@ -253,18 +254,19 @@ class Optimizer:
     def _decay(self, name: str) -> float:
         return self.config.weight_decay if self.flat.spans[name].at < self.flat.split else 0.0
 
-    def _round(self, name: str, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor) -> None:
+    def _round(
+        self, name: str, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, scalars: Tensor, key: Tensor
+    ) -> None:
         c = self.config
         for piece in self.pieces[name]:
             at, count = piece.weight.storage_offset(), piece.weight.numel()
             flats = (self.sums, self.first, self.second)
             rest = (flat[at : at + count].view_as(piece.weight) for flat in flats)
-            draw = (piece.rows(key), piece.site, piece.column)
-            constants = (self._decay(name), c.beta1, c.beta2, c.eps)
+            where, constants = (piece.site, piece.column), (self._decay(name), c.beta1, c.beta2, c.eps)
             if self._fused_rounded:
-                self._fused_rounded(piece.weight, *draw, *rest, _scalars(lr, scale, correct, ok), *constants)
+                self._fused_rounded(piece.weight, key, piece.row, *where, *rest, scalars, *constants)
             else:
-                self._rounded(piece.weight, *draw, *rest, lr, scale, correct, ok, *constants)
+                self._rounded(piece.weight, piece.rows(key), *where, *rest, lr, scale, correct, ok, *constants)
 
     def _lamb(self, lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor, key: Tensor | None) -> None:
         """Each matrix moves by lr times its own norm (weights without decay: plain Adam)."""

@@ -14,8 +14,8 @@ from trainyard.config.schema import Config
 from trainyard.parallel.blocks import natural
 from trainyard.parallel.layout import Layout
 from trainyard.train.batches import SEQUENCES, context_part
+from trainyard.train.head import IGNORED
 from trainyard.train.loop import Trainer
-from trainyard.train.losses import IGNORED
 from trainyard.train.schedules import rate
 from trainyard.train.whole import whole
 

@@ -39,6 +39,8 @@ class Screen:
             self.bar.update(self.task, completed=record["step"], numbers=self._numbers(record))
         else:
             self.console.print(line(record, self.steps), soft_wrap=True, highlight=False, markup=False)
+        if "seconds_from_start" in record:
+            self.console.print(f"first step done {record['seconds_from_start']:.1f} s after the start", style="dim")
         if "not_finite" in record:
             self.console.print(f"step {record['step']} skipped: {record['not_finite']}", soft_wrap=True, markup=False)
 
