@@ -11,7 +11,7 @@ from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke as shrink
 from trainyard.launch.local import launch
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.mesh import world
+from trainyard.parallel.mesh import leave, world
 from trainyard.train.hooks import Hook, Run
 from trainyard.train.loop import Summary, Trainer
 from trainyard.watch.progress import Screen
@@ -90,7 +90,7 @@ def train(
     summary = trainer.run()
     for line in closing(summary):
         console.print(line, soft_wrap=True, markup=False)
-    trainer.mesh.leave()
+    leave()
     return 130 if summary.interrupted else 0
 
 

@@ -20,6 +20,7 @@ from trainyard.config.smoke import smoke as shrink
 from trainyard.errors import UserError
 from trainyard.launch.local import launch
 from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import leave
 from trainyard.train.verify import Finding, Record, compare, record, single
 
 # What keeps a comparison sharp. fp32: layouts differ by 1e-7, not by bf16's 1e-2. eps: AdamW divides a gradient by its
@@ -61,6 +62,7 @@ def verify(
         found = record(config, steps)
         if os.environ["RANK"] == "0":
             torch.save(asdict(found), result)
+        leave()
         return 0
     console = Console(highlight=False)
     layout = Layout.of(config, ranks)

@@ -122,6 +122,8 @@ class Mesh:
         dist.all_gather_object(out, mine)
         return [out[rank] for rank in self.everyone.ranks]
 
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+def leave() -> None:
+    """Before a rank ends: gloo's threads do not outlive the interpreter, and now and then abort it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
