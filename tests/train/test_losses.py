@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_iter
 from tests import tiny
 from trainyard.errors import UserError
 from trainyard.models.output import Output
-from trainyard.train import losses
-from trainyard.train.losses import cross_entropy
+from trainyard.train import head, losses
+from trainyard.train.head import cross_entropy
 from trainyard.train.own import import_function, pair
 
 
@@ -29,7 +29,7 @@ def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [7, 25, 1000])
 def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool) -> None:
-    monkeypatch.setattr(losses, "LEAST", chunk_tokens)
+    monkeypatch.setattr(head, "LEAST", chunk_tokens)
     h, w, b, labels = case(bias=bias)
     inputs = [x for x in (h, w, b) if x is not None]
     own = cross_entropy(Output(h, w, b), labels, logits_bytes=1)
@@ -44,7 +44,7 @@ def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
 
 
 def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "LEAST", 8)
+    monkeypatch.setattr(head, "LEAST", 8)
     h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)
     own = cross_entropy(Output(h, w), labels, logits_bytes=1)
     assert own.dtype == torch.float32
