@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.kernels.bits import mix
+
 BLOCK = 2048
 
 
@@ -37,14 +39,6 @@ def _adamw_update(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    """`random.mix32`."""
-    x = (x ^ (x >> 16)) * 0x21F0AAAD
-    x = (x ^ (x >> 15)) * 0xD3569597
-    return x ^ (x >> 15)
-
-
-@triton.jit
 def _adamw_update_rounded(  # type: ignore[no-untyped-def]
     weight, key, row, site, column, gradient, first, second, scalars, decay, beta1, beta2, eps,
     columns, count, BLOCK: tl.constexpr,
@@ -55,11 +49,11 @@ def _adamw_update_rounded(  # type: ignore[no-untyped-def]
     new = old - _direction(gradient, first, second, at, mask, scalars, decay, beta1, beta2, eps, old)
     # `random.row32` of the row's number and 0, then `random.cell32`.
     number = tl.load(row + at // columns, mask, 0).to(tl.uint32)
-    a = _mix(_mix(number ^ tl.load(key).to(tl.uint32)))
-    b = _mix(_mix(number + tl.load(key + 1).to(tl.uint32)))
+    a = mix(mix(number ^ tl.load(key).to(tl.uint32)))
+    b = mix(mix(number + tl.load(key + 1).to(tl.uint32)))
     c = tl.load(column + at % columns, mask, 0).to(tl.uint32)
     s = tl.load(site).to(tl.uint32)
-    noise = _mix((a + c * 0x9E3779B9) ^ (b + s * 0x7F4A7C15)) & 0xFFFF
+    noise = mix((a + c * 0x9E3779B9) ^ (b + s * 0x7F4A7C15)) & 0xFFFF
     bits = (new.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     tl.store(weight + at, bits.to(tl.float32, bitcast=True).to(weight.dtype.element_ty), mask)
 

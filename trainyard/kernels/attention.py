@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.kernels.bits import mix
 from trainyard.kernels.plain import Drops
 from trainyard.random import cell32
 
@@ -72,17 +73,9 @@ def _dot(a, b, acc=None):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
-    """`random.mix32` on uint32, whose shift is the logical one."""
-    x = (x ^ (x >> 16)) * 0x21F0AAAD
-    x = (x ^ (x >> 15)) * 0xD3569597
-    return x ^ (x >> 15)
-
-
-@triton.jit
 def _keep(a, b, column, threshold):  # type: ignore[no-untyped-def]
     """Whether a weight stays: by `random.cell32` of words from `_rows` and `_columns`, which broadcast."""
-    return (_mix((a + column) ^ b) & 0x7FFFFFFF).to(tl.int32) >= threshold
+    return (mix((a + column) ^ b) & 0x7FFFFFFF).to(tl.int32) >= threshold
 
 
 @triton.jit

@@ -5,19 +5,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.kernels.bits import mix
+
 PROGRAMS = 2112
 """Of the backward pass: each sums its rows' share of the gradients of weight and biases."""
 
 
 @triton.jit
 def _layer_norm_keep(first, second, site, row, column, threshold):  # type: ignore[no-untyped-def]
-    """`random.cell32` of a row, on unsigned numbers, whose shift is the logical one."""
+    """By `random.cell32` of a row."""
     a = tl.load(first + row).to(tl.uint32)
     b = tl.load(second + row).to(tl.uint32) + tl.load(site).to(tl.uint32) * 0x7F4A7C15
-    x = (a + column.to(tl.uint32) * 0x9E3779B9) ^ b
-    x = (x ^ (x >> 16)) * 0x21F0AAAD
-    x = (x ^ (x >> 15)) * 0xD3569597
-    x = x ^ (x >> 15)
+    x = mix((a + column.to(tl.uint32) * 0x9E3779B9) ^ b)
     return (x & 0x7FFFFFFF).to(tl.int32) >= threshold
 
 
