@@ -52,15 +52,15 @@ def main() -> None:
     trainer = Trainer(config)
     for model in trainer.models:
         model.train()
-    batches = [trainer.loader.batch(number) for number in range(3 + arguments.steps)]
+    batches = [trainer.loader.batch(number) for number in range(arguments.steps)]
     start = time.perf_counter()
-    for number in range(3):
-        trainer.step(batches[number], number + 1, 1e-4)
+    for number in range(4 * arguments.steps):  # the same ones, so that every shape is recorded
+        trainer.step(batches[number % arguments.steps], number + 1, 1e-4)
     trainer.device.synchronize()
     print(f"warm-up {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    for number in range(3, 3 + arguments.steps):
-        trainer.step(batches[number], number + 1, 1e-4)
+    for number, batch in enumerate(batches):
+        trainer.step(batch, number + 1, 1e-4)
     sent = time.perf_counter() - start
     trainer.device.synchronize()
     wall = (time.perf_counter() - start) / arguments.steps
@@ -68,8 +68,8 @@ def main() -> None:
     samples = config.train.global_batch / wall
     print(f"{samples * config.data.sequence:,.0f} tokens/s, {samples:,.1f} sequences/s")
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        for number in range(3, 3 + arguments.steps):
-            trainer.step(batches[number], number + 1, 1e-4)
+        for number, batch in enumerate(batches):
+            trainer.step(batch, number + 1, 1e-4)
         trainer.device.synchronize()
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in traced.events():

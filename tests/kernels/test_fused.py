@@ -1,19 +1,24 @@
 """Each fused kernel against its twin in plain torch: by Triton's interpreter on a CPU, for real on a GPU."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.kernels.fused import Fused
-from trainyard.kernels.plain import Kernels, RowDrops, Sink
+from trainyard.kernels.plain import Kernels, RowDrops
+from trainyard.kernels.sums import add_up_
 from trainyard.models.output import Output
 from trainyard.random import key32, row32
 from trainyard.train.head import IGNORED, plain_chunk_loss
+from trainyard.train.optimizers import accumulate_into
 from trainyard.train.updates import adamw_, adamw_rounded_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -46,6 +51,13 @@ def compare(function: str, dtype: torch.dtype, tensors: list[Tensor], *rest: obj
         close(x.grad, y.grad.to(dtype), dtype)
 
 
+def row_drops(p: float) -> RowDrops | None:
+    """For rows [2, 7]."""
+    key, site = (torch.tensor(key32(word), dtype=torch.int32, device=DEVICE) for word in ("key", "site"))
+    numbers = torch.arange(14, dtype=torch.int32, device=DEVICE).view(2, 7)
+    return RowDrops(p, *row32(key, numbers, numbers * 3), site[0]) if p else None
+
+
 @DTYPES
 @pytest.mark.parametrize("columns", [64, 96])
 def test_swiglu(dtype: torch.dtype, columns: int) -> None:
@@ -55,9 +67,14 @@ def test_swiglu(dtype: torch.dtype, columns: int) -> None:
 @DTYPES
 @pytest.mark.parametrize("tanh", [False, True])
 def test_gelu(dtype: torch.dtype, tanh: bool) -> None:
-    x = 3 * random(3, 5, 64, dtype=dtype)
+    x = 3 * random(3, 5, 80, dtype=dtype)
     x[0, 0, :5] = torch.tensor([0.0, 30.0, -30.0, 1e-4, -1e-4])
-    compare("gelu", dtype, [x], tanh)
+    compare("gelu", dtype, [x, 0.1 * random(80, dtype=dtype)], tanh)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(40, 600), (300, 16)])
+def test_gelu_of_more_than_a_tile(rows: int, columns: int) -> None:
+    compare("gelu", torch.float32, [random(rows, columns), random(columns)], False)
 
 
 def test_swiglu_wider_than_a_block() -> None:
@@ -89,30 +106,51 @@ def test_norm(dtype: torch.dtype, added: bool, columns: int) -> None:
 @DTYPES
 @pytest.mark.parametrize("added", ["nothing", "y", "y and bias"])
 @pytest.mark.parametrize("p", [0.0, 0.2])
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_layer_norm(dtype: torch.dtype, added: str, p: float, goes_on: bool) -> None:
-    """With dropout, residual and the bias of the product before it; the sum goes on in the block, or does not."""
+@pytest.mark.parametrize("read", ["both", "second", "first"])
+@pytest.mark.parametrize("after", [False, True])
+def test_layer_norm(dtype: torch.dtype, added: str, p: float, read: str, after: bool) -> None:
+    """With dropout, residual and the bias of the product before it; the sum, or the norm once more, goes on in the
+    block, or does not."""
+    if read == "first" and not after:
+        pytest.skip("a norm that nobody reads is not made")
     columns = 80
     x, y = (random(2, 7, columns, dtype=dtype, seed=seed) for seed in (1, 2))
     vectors = [1 + 0.1 * random(columns, dtype=dtype, seed=seed) for seed in (3, 4, 5)]
-    key, site = (torch.tensor(key32(word), dtype=torch.int32, device=DEVICE) for word in ("key", "site"))
-    numbers = torch.arange(14, dtype=torch.int32, device=DEVICE).view(2, 7)
-    drops = RowDrops(p, *row32(key, numbers, numbers * 3), site[0]) if p else None
+    drops = row_drops(p)
 
     def run(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:
         a, b, weight, bias, y_bias = (t.clone().requires_grad_() for t in tensors)
         given = (b if added != "nothing" else None, y_bias if added == "y and bias" else None)
-        total, out = kernels.add_layer_norm(a, *given, weight, bias, 1e-5, drops if given[0] is not None else None)
-        loss = (out * random(*out.shape, seed=4).to(out)).sum()
-        if goes_on:
-            loss = loss + (total * random(*total.shape, seed=3).to(total)).sum()
-        loss.backward()
+        used_drops = None if given[0] is None else drops
+        total, out = kernels.add_layer_norm(a, *given, weight, bias, 1e-5, used_drops, after)
+        wanted = {"both": (total, out), "second": (out,), "first": (total,)}[read]
+        torch.autograd.backward(wanted, [random(*x.shape, seed=seed).to(x.dtype) for seed, x in enumerate(wanted)])
         used = [t for t in (a, b, weight, bias, y_bias) if t.grad is not None]
         return [total.detach(), out.detach(), *(t.grad for t in used if t.grad is not None)]
 
     ours = run(Fused(), x, y, *vectors)
     theirs = run(Kernels(), x.float(), y.float(), *(v.float() for v in vectors))
     assert len(ours) == len(theirs) == {"nothing": 5, "y": 6, "y and bias": 7}[added]
+    for one, other in zip(ours, theirs, strict=True):
+        close(one, other.to(dtype), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_dropout(dtype: torch.dtype, added: bool, biased: bool, p: float) -> None:
+    x, y, bias = random(2, 7, 80, dtype=dtype), random(2, 7, 80, dtype=dtype, seed=1), random(80, dtype=dtype)
+    drops = row_drops(p)
+
+    def run(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:
+        a, b, c = (t.clone().requires_grad_() for t in tensors)
+        out = kernels.add_dropped(a if added else None, b, c if biased else None, drops)
+        out.backward(random(2, 7, 80, seed=3).to(out))
+        return [out.detach(), *(t.grad for t in (a, b, c) if t.grad is not None)]
+
+    ours, theirs = run(Fused(), x, y, bias), run(Kernels(), x.float(), y.float(), bias.float())
+    assert len(ours) == len(theirs) == 2 + added + biased
     for one, other in zip(ours, theirs, strict=True):
         close(one, other.to(dtype), dtype)
 
@@ -249,12 +287,12 @@ def test_products_add_their_weights_gradient_where_it_is_summed(dtype: torch.dty
     fused, told = Fused(), []
     total = random(6, 8, dtype=total_dtype, seed=3)
     before = total.float().clone()
-    fused.sinks[weight] = Sink(total, lambda: told.append(1))
+    fused.sinks[weight] = total
+    accumulate_into(weight, total, lambda: told.append(1))
     x = random(2, 5, 8, dtype=dtype).requires_grad_()
     dy = random(2, 5, 6, dtype=dtype, seed=5)
     fused.linear(x, weight, bias).backward(dy)
     assert told == [1]
-    assert weight.grad is None
     inputs = [t.detach().float().requires_grad_() for t in (x, weight, bias)]
     F.linear(*inputs).backward(dy.float())
     expected = [t.grad for t in inputs if t.grad is not None]
@@ -262,3 +300,47 @@ def test_products_add_their_weights_gradient_where_it_is_summed(dtype: torch.dty
     for ours, theirs in ((x.grad, expected[0]), (bias.grad, expected[2])):
         assert ours is not None
         close(ours, theirs.to(dtype), dtype)
+
+
+Call = Callable[[Kernels, Tensor, list[Tensor]], Tensor]
+VECTORS: dict[str, tuple[int, Call]] = {
+    "norm": (1, lambda k, x, v: k.add_norm(x, None, v[0], 1e-5)[1]),
+    "norm of a sum": (1, lambda k, x, v: k.add_norm(x, x, v[0], 1e-5)[1]),
+    "layer norm": (3, lambda k, x, v: k.add_layer_norm(x, x, v[2], v[0], v[1], 1e-5, row_drops(0.2), True)[1]),
+    "layer norm without bias": (2, lambda k, x, v: k.add_layer_norm(x, x, None, v[0], v[1], 1e-5, None)[1]),
+    "dropout": (1, lambda k, x, v: k.add_dropped(x, x, v[0], row_drops(0.2))),
+    "gelu": (1, lambda k, x, v: k.gelu(x, v[0], False)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16], ids=["total-fp32", "total-bf16"])
+@pytest.mark.parametrize("without", [False, True])
+def test_vectors_gradients_go_where_they_are_summed(name: str, total_dtype: torch.dtype, without: bool) -> None:
+    """To all sinks or, where one is missing, to autograd: which adds them to the same sums, as in training."""
+    count, call = VECTORS[name]
+    vectors = [(1 + 0.1 * random(80, seed=seed)).bfloat16().requires_grad_() for seed in range(count)]
+    totals = [random(80, dtype=total_dtype, seed=9 + number) for number in range(count)]
+    before = [total.float().clone() for total in totals]
+    fused, told = Fused(), []
+    for number, (vector, total) in enumerate(zip(vectors, totals, strict=True)):
+        arrived = partial(told.append, number)
+        accumulate_into(vector, total, arrived)
+        if not (without and number == count - 1):
+            fused.sinks[vector] = total
+    x, dy = random(2, 7, 80, dtype=torch.bfloat16), random(2, 7, 80, dtype=torch.bfloat16, seed=3)
+    call(fused, x, vectors).backward(dy)
+    assert sorted(told) == list(range(count))
+    twins = [vector.detach().float().requires_grad_() for vector in vectors]
+    call(Kernels(), x.float(), twins).backward(dy.float())
+    for total, old, twin in zip(totals, before, twins, strict=True):
+        assert twin.grad is not None
+        close(total, (old + twin.grad).to(total_dtype), torch.bfloat16)
+
+
+def test_parts_of_many_programs_are_added_up() -> None:
+    parts, totals = random(150, 3, 70), [random(70, seed=seed) for seed in range(3)]
+    expected = [total + part for total, part in zip(totals, parts.double().sum(0).float(), strict=True)]
+    add_up_(parts, totals)
+    for total, other in zip(totals, expected, strict=True):
+        close(total, other, torch.float32)

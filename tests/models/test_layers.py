@@ -9,6 +9,7 @@ from tests import tiny
 from tests.models.test_parity import batch_for
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
+from trainyard.kernels.plain import Kernels
 from trainyard.models.flops import per_sample
 from trainyard.models.layers import CoreAttention, Draw, Dropout, make_draw
 from trainyard.parallel import recompute
@@ -24,7 +25,7 @@ def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> Draw:
 
 
 def test_masks_follow_the_sample_not_its_place_in_the_micro_batch() -> None:
-    dropout = Dropout(0.3, "site")
+    dropout = Dropout(0.3, "site", Kernels())
     x = torch.ones(4, 16, 32)
     whole = dropout(x, draw([0, 1, 2, 3]))
     assert torch.equal(dropout(x[:2], draw([2, 3])), whole[2:])
@@ -35,8 +36,8 @@ def test_masks_follow_the_sample_not_its_place_in_the_micro_batch() -> None:
 
 def test_masks_change_with_step_site_and_sample() -> None:
     x = torch.ones(2, 16, 64)
-    a = Dropout(0.5, "a")(x, draw([0, 1]))
-    for other in (Dropout(0.5, "b")(x, draw([0, 1])), Dropout(0.5, "a")(x, draw([0, 1], step=2))):
+    a = Dropout(0.5, "a", Kernels())(x, draw([0, 1]))
+    for other in (Dropout(0.5, "b", Kernels())(x, draw([0, 1])), Dropout(0.5, "a", Kernels())(x, draw([0, 1], step=2))):
         assert 0.4 < (a == other).float().mean() < 0.6
     assert not torch.equal(a[0], a[1])
     assert 0.4 < (a[0] == a[1]).float().mean() < 0.6
@@ -44,10 +45,10 @@ def test_masks_change_with_step_site_and_sample() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_keeps_the_mean(p: float) -> None:
-    y = Dropout(p, "s")(torch.ones(8, 16, 4096), draw(list(range(8))))
+    y = Dropout(p, "s", Kernels())(torch.ones(8, 16, 4096), draw(list(range(8))))
     assert (y == 0).float().mean() == pytest.approx(p, abs=3e-3)
     assert y.mean() == pytest.approx(1.0, abs=5e-3)
-    assert torch.equal(Dropout(p, "s").eval()(torch.ones(1, 16, 4), draw([0])), torch.ones(1, 16, 4))
+    assert torch.equal(Dropout(p, "s", Kernels()).eval()(torch.ones(1, 16, 4), draw([0])), torch.ones(1, 16, 4))
 
 
 def test_attention_dropout_follows_global_heads_and_matches_its_mean() -> None:

@@ -55,7 +55,7 @@ def blocks(kernel: Literal["forward", "alone", "dq", "dkdv"], K: int, R: int, lo
         return Blocks(32, 32, 8, 1) if K <= 64 else Blocks(16, 16, 8, 1)
     small, narrow = longest <= (128 if kernel == "forward" else 64), K <= 64
     if kernel == "forward" and narrow:
-        return Blocks(64, 64, 4, 3, 128) if small else Blocks(128, 64, 8, 3, 128)
+        return Blocks(64, 32, 4, 3, 96) if small else Blocks(128, 64, 8, 3, 128)
     if kernel == "forward":
         return Blocks(128, 32, 8, 3, 128) if K <= 128 else Blocks(128, 32, 8, 2)
     if kernel == "alone":

@@ -1,4 +1,4 @@
-"""`random.mix32` for Triton kernels."""
+"""Random bits in Triton kernels: what `random.mix32` and `random.cell32` draw."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):  # type: ignore[no-untyped-def]
-    """On uint32, whose shift is the logical one."""
+    """`random.mix32`, on uint32, whose shift is the logical one."""
     x = x.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0xD3569597
     return x ^ (x >> 15)
+
+
+@triton.jit
+def keep_row(first, second, site, row, column, threshold):  # type: ignore[no-untyped-def]
+    """Which elements of a row stay under dropout, by `random.cell32`."""
+    a = tl.load(first + row).to(tl.uint32)
+    b = tl.load(second + row).to(tl.uint32) + tl.load(site).to(tl.uint32) * 0x7F4A7C15
+    x = mix((a + column.to(tl.uint32) * 0x9E3779B9) ^ b)
+    return (x & 0x7FFFFFFF).to(tl.int32) >= threshold

@@ -1,81 +1,127 @@
-"""GELU, exact (by the error function) or by tanh. The error function is a polynomial times one exponential, within
-1.5e-7 everywhere (Abramowitz and Stegun 7.1.26): the libraries' own has branches and takes longer than the memory."""
+"""GELU of a product and its bias, exact (by the error function) or by tanh.
+
+The error function is a polynomial times one exponential, within 1.5e-7 everywhere (Abramowitz and Stegun 7.1.26): the
+libraries' own has branches and takes longer than the memory.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+from trainyard.kernels.sums import PROGRAMS, shared
+
+ELEMENTS, COLUMNS = 8192, 512
+"""Of a tile: in all, and at most in a row."""
 
 
 @triton.jit
-def _erf_parts(x):  # type: ignore[no-untyped-def]
-    """erf(x / sqrt 2) and exp(-x^2 / 2)."""
-    z = tl.abs(x) * 0.7071067811865476
-    t = 1 / (1 + 0.3275911 * z)
-    e = tl.exp(-z * z)
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    y = 1 - series * e
-    return tl.where(x < 0, -y, y), e
+def _normal(x):  # type: ignore[no-untyped-def]
+    """The normal distribution up to x, and exp(-x^2 / 2)."""
+    t = 1 / (1 + 0.2316418882 * tl.abs(x))
+    e = tl.exp2(x * x * -0.7213475204444817)
+    tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))) * e
+    return tl.where(x < 0, tail, 1 - tail), e
 
 
 @triton.jit
 def _tanh_parts(x):  # type: ignore[no-untyped-def]
-    """tanh of GELU's approximation, and the derivative of what it is taken of."""
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    t = 2 * tl.sigmoid(2 * inner) - 1
-    return t, 0.7978845608028654 * (1 + 0.134145 * x * x)
+    """The share of x that GELU's approximation lets through, and the derivative of what it takes a sigmoid of."""
+    share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return share, 1.5957691216057308 * (1 + 0.134145 * x * x)
 
 
 @triton.jit
-def _gelu_forward(x, out, count, TANH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    v = tl.load(x + at, mask, 0.0).to(tl.float32)
-    if TANH:
-        e, _ = _tanh_parts(v)
-    else:
-        e, _ = _erf_parts(v)
-    tl.store(out + at, (0.5 * v * (1 + e)).to(out.dtype.element_ty), mask)
+def _tile_mask(rows, columns, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (tl.arange(0, ROWS) < rows)[:, None] & (at < columns)[None, :]
 
 
 @triton.jit
-def _gelu_backward(d_out, x, dx, count, TANH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    d = tl.load(d_out + at, mask, 0.0).to(tl.float32)
-    v = tl.load(x + at, mask, 0.0).to(tl.float32)
+def _gelu_forward(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    mask = _tile_mask(rows - begin, columns, at, ROWS, COLUMNS)
+    place = tl.arange(0, ROWS)[:, None] * columns + at[None, :]  # within 32 bits, unlike the tile's own place
+    v = tl.load(x + begin * columns + place, mask, 0.0).to(tl.float32)
+    v += tl.load(bias + at, at < columns, 0.0).to(tl.float32)[None, :]
     if TANH:
-        t, slope = _tanh_parts(v)
-        g = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * slope
+        share, _ = _tanh_parts(v)
     else:
-        e, density = _erf_parts(v)
-        g = 0.5 * (1 + e) + 0.3989422804014327 * v * density
-    tl.store(dx + at, (d * g).to(dx.dtype.element_ty), mask)
+        share, _ = _normal(v)
+    tl.store(out + begin * columns + place, (v * share).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _gelu_backward(  # type: ignore[no-untyped-def]
+    d_out, x, bias, dx, parts, rows, per, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    program = tl.program_id(0)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < columns
+    b = tl.load(bias + at, inside, 0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    place = tl.arange(0, ROWS)[:, None] * columns + at[None, :]
+    begin = program.to(tl.int64) * per
+    end = tl.minimum(begin + per, rows)
+    for start in range(begin, end, ROWS):
+        mask = _tile_mask(end - start, columns, at, ROWS, COLUMNS)
+        d = tl.load(d_out + start * columns + place, mask, 0.0).to(tl.float32)
+        v = tl.load(x + start * columns + place, mask, 0.0).to(tl.float32) + b[None, :]
+        if TANH:
+            share, slope = _tanh_parts(v)
+            g = share + v * share * (1 - share) * slope
+        else:
+            share, e = _normal(v)
+            g = share + 0.3989422804014327 * v * e
+        d = d * g
+        tl.store(dx + start * columns + place, d.to(dx.dtype.element_ty), mask)
+        total += d
+    tl.store(parts + program.to(tl.int64) * columns + at, tl.sum(total, 0), inside)
+
+
+def _tile(columns: int, elements: int) -> tuple[int, int]:
+    """Rows and columns."""
+    width = min(triton.next_power_of_2(columns), COLUMNS)
+    return elements // width, width
 
 
 @torch.library.custom_op("trainyard::gelu", mutates_args=())
-def gelu(x: Tensor, tanh: bool) -> Tensor:
+def gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     x = x.contiguous()
-    out = torch.empty_like(x)
-    _gelu_forward[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), TANH=tanh, BLOCK=BLOCK, num_warps=8)
+    out, columns = torch.empty_like(x), x.shape[-1]
+    rows, (tall, wide) = x.numel() // columns, _tile(columns, ELEMENTS)
+    grid = triton.cdiv(rows, tall), triton.cdiv(columns, wide)
+    _gelu_forward[grid](x, bias, out, rows, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=8)
     return out
 
 
 @gelu.register_fake
-def _(x: Tensor, tanh: bool) -> Tensor:
+def _(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _programs(rows: int, columns: int) -> tuple[int, int]:
+    """Of the backward pass: rows of each, and how many share them. A strip of columns has its own."""
+    strips = -(-columns // _tile(columns, ELEMENTS // 2)[1])
+    return shared(rows, max(PROGRAMS // strips, 1))
 
 
 @torch.library.custom_op("trainyard::gelu_backward", mutates_args=())
-def gelu_backward(d_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
+def gelu_backward(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """Gradient of x, and parts of the bias's, fp32 [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
-    _gelu_backward[(triton.cdiv(x.numel(), BLOCK),)](d_out, x, dx, x.numel(), TANH=tanh, BLOCK=BLOCK, num_warps=8)
-    return dx
+    columns = x.shape[-1]
+    rows, (tall, wide) = x.numel() // columns, _tile(columns, ELEMENTS // 2)
+    per, programs = _programs(rows, columns)
+    dx, parts = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
+    _gelu_backward[(programs, triton.cdiv(columns, wide))](
+        d_out, x, bias, dx, parts, rows, per, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=8
+    )
+    return dx, parts
 
 
 @gelu_backward.register_fake
-def _(d_out: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _, programs = _programs(x.numel() // x.shape[-1], x.shape[-1])
+    return dx, x.new_empty(programs, 1, x.shape[-1], dtype=torch.float32)

@@ -5,19 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainyard.kernels.bits import mix
-
-PROGRAMS = 2112
-"""Of the backward pass: each sums its rows' share of the gradients of weight and biases."""
-
-
-@triton.jit
-def _layer_norm_keep(first, second, site, row, column, threshold):  # type: ignore[no-untyped-def]
-    """By `random.cell32` of a row."""
-    a = tl.load(first + row).to(tl.uint32)
-    b = tl.load(second + row).to(tl.uint32) + tl.load(site).to(tl.uint32) * 0x7F4A7C15
-    x = mix((a + column.to(tl.uint32) * 0x9E3779B9) ^ b)
-    return (x & 0x7FFFFFFF).to(tl.int32) >= threshold
+from trainyard.kernels.bits import keep_row
+from trainyard.kernels.sums import shared
 
 
 @triton.jit
@@ -34,7 +23,7 @@ def _layer_norm_forward(  # type: ignore[no-untyped-def]
         if HAS_BIAS:
             u += tl.load(y_bias + at, mask, 0.0).to(tl.float32)
         if DROPOUT:
-            u = tl.where(_layer_norm_keep(first, second, site, row, at, threshold), u * kept, 0.0)
+            u = tl.where(keep_row(first, second, site, row, at, threshold), u * kept, 0.0)
         rounded = (v + u).to(total.dtype.element_ty)
         tl.store(total + row * columns + at, rounded, mask)
         v = rounded.to(tl.float32)
@@ -50,8 +39,9 @@ def _layer_norm_forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _layer_norm_backward(  # type: ignore[no-untyped-def]
-    d_out, d_total, total, weight, first, second, site, threshold, kept, mean, inverse, dx, dy, sums, rows, per,
-    columns, HAS_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+    d_out, d_total, total, weight, first, second, site, threshold, kept, mean, inverse, dx, dy, parts, rows, per,
+    columns, HAS_TOTAL: tl.constexpr, AFTER: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -64,6 +54,8 @@ def _layer_norm_backward(  # type: ignore[no-untyped-def]
     for row in range(begin, tl.minimum(begin + per, rows)):
         place = row * columns + at
         g = tl.load(d_out + place, mask, 0.0).to(tl.float32)
+        if HAS_TOTAL and AFTER:
+            g += tl.load(d_total + place, mask, 0.0).to(tl.float32)
         r = tl.load(inverse + row)
         n = (tl.load(total + place, mask, 0.0).to(tl.float32) - tl.load(mean + row)) * r
         n = tl.where(mask, n, 0.0)
@@ -71,23 +63,23 @@ def _layer_norm_backward(  # type: ignore[no-untyped-def]
         db += g
         g = g * w
         d = (g - tl.sum(g, 0) / columns - n * (tl.sum(g * n, 0) / columns)) * r
-        if HAS_TOTAL:
+        if HAS_TOTAL and not AFTER:
             d += tl.load(d_total + place, mask, 0.0).to(tl.float32)
         tl.store(dx + place, d.to(dx.dtype.element_ty), mask)
         if DROPOUT:
-            d = tl.where(_layer_norm_keep(first, second, site, row, at, threshold), d * kept, 0.0)
+            d = tl.where(keep_row(first, second, site, row, at, threshold), d * kept, 0.0)
             tl.store(dy + place, d.to(dy.dtype.element_ty), mask)
         if HAS_BIAS:
             dyb += tl.where(mask, d, 0.0)
-    sums += program.to(tl.int64) * 3 * columns
-    tl.store(sums + at, dw, mask)
-    tl.store(sums + columns + at, db, mask)
+    parts += program.to(tl.int64) * (3 if HAS_BIAS else 2) * columns
+    tl.store(parts + at, dw, mask)
+    tl.store(parts + columns + at, db, mask)
     if HAS_BIAS:
-        tl.store(sums + 2 * columns + at, dyb, mask)
+        tl.store(parts + 2 * columns + at, dyb, mask)
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 1024, 1), 16)
 
 
 @torch.library.custom_op("trainyard::add_layer_norm", mutates_args=())
@@ -138,23 +130,24 @@ def layer_norm_backward(
     site: Tensor | None,
     p: float,
     biased: bool,
+    after: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of y (empty where it is that of x), and of weight, bias and y's bias, fp32 [3, columns]."""
+    """Gradients of x, of y (empty where it is that of x), and parts of those of weight, bias and y's bias, fp32
+    [programs, 3, columns]. `d_total` is that of the sum or, `after` the norm, a second one of what comes out."""
     d_out, total = d_out.contiguous(), total.contiguous()
     columns = total.shape[-1]
     rows, block = total.numel() // columns, triton.next_power_of_2(columns)
-    per = triton.cdiv(rows, PROGRAMS)
-    programs = triton.cdiv(rows, per)
+    per, programs = shared(rows)
     dx = torch.empty_like(total)
     dy = torch.empty_like(total) if first is not None else total.new_empty(0)
-    sums = total.new_empty(programs, 3, columns, dtype=torch.float32)
+    parts = total.new_empty(programs, 3 if biased else 2, columns, dtype=torch.float32)
     _layer_norm_backward[(programs,)](
         d_out, None if d_total is None else d_total.contiguous(), total, weight, first, second, site,
-        round(p * 2**31), 1 / (1 - p), mean, inverse, dx, dy, sums, rows, per, columns,
-        HAS_TOTAL=d_total is not None, HAS_BIAS=biased, DROPOUT=first is not None, BLOCK=block,
+        round(p * 2**31), 1 / (1 - p), mean, inverse, dx, dy, parts, rows, per, columns,
+        HAS_TOTAL=d_total is not None, AFTER=after, HAS_BIAS=biased, DROPOUT=first is not None, BLOCK=block,
         num_warps=_warps(block),
     )  # fmt: skip
-    return dx, dy, sums.sum(0) if biased else sums[:, :2].sum(0)
+    return dx, dy, parts
 
 
 @layer_norm_backward.register_fake
@@ -170,7 +163,9 @@ def _(
     site: Tensor | None,
     p: float,
     biased: bool,
+    after: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
     dy = torch.empty_like(dx) if first is not None else total.new_empty(0)
-    return dx, dy, total.new_empty(3 if biased else 2, total.shape[-1], dtype=torch.float32)
+    _, programs = shared(total.numel() // total.shape[-1])
+    return dx, dy, total.new_empty(programs, 3 if biased else 2, total.shape[-1], dtype=torch.float32)

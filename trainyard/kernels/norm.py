@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 2112
-"""Of the backward pass: each sums its rows' share of the weight's gradient."""
+from trainyard.kernels.sums import shared
 
 
 @triton.jit
@@ -28,7 +27,7 @@ def _norm_forward(x, y, weight, total, out, inverse, eps, columns, HAS_Y: tl.con
 
 @triton.jit
 def _norm_backward(  # type: ignore[no-untyped-def]
-    d_out, d_total, x, weight, inverse, dx, d_weight, rows, per, columns, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
+    d_out, d_total, x, weight, inverse, dx, parts, rows, per, columns, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -47,7 +46,7 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         if HAS_TOTAL:
             d += tl.load(d_total + place, mask, 0.0).to(tl.float32)
         tl.store(dx + place, d.to(dx.dtype.element_ty), mask)
-    tl.store(d_weight + program.to(tl.int64) * columns + at, dw, mask)
+    tl.store(parts + program.to(tl.int64) * columns + at, dw, mask)
 
 
 def _warps(block: int) -> int:
@@ -90,13 +89,12 @@ def _(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, 
 def norm_backward(
     d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x (d_total added) and of the weight."""
+    """Gradient of x (d_total added), and parts of the weight's, fp32 [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
     rows, block = x.numel() // columns, triton.next_power_of_2(columns)
-    per = triton.cdiv(rows, PROGRAMS)
-    programs = triton.cdiv(rows, per)
-    dx, d_weight = torch.empty_like(x), x.new_empty(programs, columns, dtype=torch.float32)
+    per, programs = shared(rows)
+    dx, parts = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
     _norm_backward[(programs,)](
         d_out,
         d_out if d_total is None else d_total.contiguous(),
@@ -104,7 +102,7 @@ def norm_backward(
         weight,
         inverse,
         dx,
-        d_weight,
+        parts,
         rows,
         per,
         columns,
@@ -112,9 +110,11 @@ def norm_backward(
         BLOCK=block,
         num_warps=_warps(block),
     )
-    return dx, d_weight.sum(0).to(weight.dtype)
+    return dx, parts
 
 
 @norm_backward.register_fake
 def _(d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+    _, programs = shared(x.numel() // x.shape[-1])
+    parts = x.new_empty(programs, 1, x.shape[-1], dtype=torch.float32)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), parts

@@ -12,15 +12,6 @@ from trainyard.kernels.fp8 import Fp8, linear_plain
 from trainyard.random import cell32
 
 
-class Sink(NamedTuple):
-    """Where a weight's gradient goes without a tensor of its own in between."""
-
-    total: Tensor
-    """Summed here, in this dtype."""
-    arrived: Callable[[], None] | None
-    """To be told."""
-
-
 class RowDrops(NamedTuple):
     """Dropout of activations, as `random.cell32` draws it."""
 
@@ -46,8 +37,8 @@ class Drops(NamedTuple):
 class Kernels:
     """A device hands these out; those with kernels of their own override them."""
 
-    sums_products = False
-    """Whether `linear` makes use of `sinks`."""
+    fills_sinks = False
+    """Whether gradients of parameters that have a sink go there."""
     multiplies_fp8 = False
     """Whether fp8 products are the device's own."""
     attends = False
@@ -62,8 +53,9 @@ class Kernels:
     """The same on bf16 weights, rounded at random."""
 
     def __init__(self) -> None:
-        self.sinks: dict[Tensor, Sink] = {}
-        """By weight."""
+        self.sinks: dict[Tensor, Tensor] = {}
+        """By parameter: where its gradient is summed, without a tensor of its own in between. Autograd is told of no
+        gradient then, and runs the parameter's hooks all the same."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8 | None = None) -> Tensor:
         return linear_plain(x, weight, bias, fp8) if fp8 else F.linear(x, weight, bias)
@@ -89,15 +81,22 @@ class Kernels:
         bias: Tensor,
         eps: float,
         drops: RowDrops | None,
+        after: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """x + dropout(y + y_bias) (x where y is None), and its LayerNorm."""
-        if y is not None:
-            y = y if y_bias is None else y + y_bias
-            x = x + (y if drops is None else drop_rows(y, drops))
-        return x, F.layer_norm(x, weight.shape, weight, bias, eps)
+        """x + dropout(y + y_bias) (x where y is None), and its LayerNorm; `after`, its LayerNorm twice."""
+        x = x if y is None else self.add_dropped(x, y, y_bias, drops)
+        out = F.layer_norm(x, weight.shape, weight, bias, eps)
+        return out if after else x, out
 
-    def gelu(self, x: Tensor, tanh: bool) -> Tensor:
-        return F.gelu(x, approximate="tanh" if tanh else "none")
+    def add_dropped(self, x: Tensor | None, y: Tensor, bias: Tensor | None, drops: RowDrops | None) -> Tensor:
+        """x + dropout(y + bias), of what there is."""
+        y = y if bias is None else y + bias
+        y = y if drops is None else drop_rows(y, drops)
+        return y if x is None else x + y
+
+    def gelu(self, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+        """Of x + bias."""
+        return F.gelu(x + bias, approximate="tanh" if tanh else "none")
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up on the two halves of each row."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from trainyard.config.model import BertModel
 from trainyard.models.blueprint import Blueprint, Row
 from trainyard.models.gpt import MLP, Attention, block_rows
-from trainyard.models.layers import Activation, Batch, Draw, Dropout, LayerNorm, Linear, Maker, Packed
+from trainyard.models.layers import Activation, Batch, Draw, LayerNorm, Linear, Maker, Packed
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.models.stack import Stack
@@ -14,19 +14,23 @@ from trainyard.parallel.axes import Axes
 
 
 class Block(nn.Module):
-    """LayerNorm comes after the residual sum."""
+    """LayerNorm comes after the residual sum: a block goes on with what it gives. That comes in twice (and leaves so),
+    for the residual and for the products, as its gradients are summed where it was made."""
 
     def __init__(self, c: BertModel, make: Maker, name: str) -> None:
         super().__init__()
         self.attention = Attention(c, make, f"{name}.attention", causal=False)
-        self.attention_norm = make.layer_norm(f"{name}.attention_norm", c.norm_eps)
+        self.attention_norm = make.layer_norm(f"{name}.attention_norm", c.norm_eps, after=True)
         self.mlp = MLP(c, make, f"{name}.mlp")
-        self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
+        self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps, after=True)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | Packed | None) -> Tensor:
+    def forward(
+        self, xx_BTD: tuple[Tensor, Tensor], draw: Draw, own: Draw, documents_BT: Tensor | Packed | None
+    ) -> tuple[Tensor, Tensor]:
         a, m = self.attention, self.mlp
-        _, x_BTD = self.attention_norm(x_BTD, a(x_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
-        return self.mlp_norm(x_BTD, m(x_BTD), m.down.bias, m.dropout, own)[1]
+        x_BTD, y_BTD = xx_BTD
+        x_BTD, y_BTD = self.attention_norm(x_BTD, a(y_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
+        return self.mlp_norm(x_BTD, m(y_BTD), m.down.bias, m.dropout, own)
 
 
 class Heads(nn.Module):
@@ -43,7 +47,7 @@ class Heads(nn.Module):
 
     def forward(self, x_BTD: Tensor, place_BP: Tensor) -> Tensor:
         index_BPD = place_BP.long().unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
-        return self.norm(self.activation(self.dense(x_BTD.gather(1, index_BPD))))[1]
+        return self.norm(self.activation(self.dense.product(x_BTD.gather(1, index_BPD)), self.dense.bias))[1]
 
 
 class Bert(Stack):
@@ -53,7 +57,7 @@ class Bert(Stack):
         self.position = make.embedding("position")
         self.segment = make.embedding("segment")
         self.embedding_norm = make.layer_norm("embedding_norm", c.norm_eps)
-        self.dropout = Dropout(c.hidden_dropout, "embedding")
+        self.dropout = make.dropout(c.hidden_dropout, "embedding")
         self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
         self.mlm = Heads(c, make)
         self.pooler = make.linear("pooler")
@@ -68,6 +72,12 @@ class Bert(Stack):
         position, segment = (self.tp.part(x, self.tp_rank) for x in (self.places(batch), batch["segments"]))
         x_BTD = self.embedding(batch["tokens"]) + self.position(position) + self.segment(segment)
         return self.dropout(self.embedding_norm(x_BTD)[1], own)
+
+    def enter(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return x_BTD, x_BTD
+
+    def leave(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[1]
 
     def head(self, x_BTD: Tensor, batch: Batch) -> Output:
         """`places` [B, P] are the masked positions. All ranks repeat the heads but for the product with the words."""

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from trainyard.config.model import BertModel, GptModel
 from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.layers import Activation, Batch, Draw, Dropout, Maker, Packed
+from trainyard.models.layers import Activation, Batch, Draw, Maker, Packed
 from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
 from trainyard.models.stack import Stack
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.inputs = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
         self.core_attention = make.core_attention(c.heads, c.heads, causal, c.attention_dropout, f"{name}.core")
         self.output = make.linear(f"{name}.output")
-        self.dropout = Dropout(c.hidden_dropout, name)
+        self.dropout = make.dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor, draw: Draw, documents_BT: Tensor | Packed | None) -> Tensor:
         flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
@@ -41,11 +41,11 @@ class MLP(nn.Module):
         self.up = make.linear(f"{name}.up")
         self.activation = Activation(c.activation, make.kernels)
         self.down = make.linear(f"{name}.down")
-        self.dropout = Dropout(c.hidden_dropout, name)
+        self.dropout = make.dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTF = self.activation(*self.tp.columns(x_BTD, self.up, keep=self.keep_gathered))
-        return self.tp.scatter(self.down.product(y_BTF))
+        (y_BTF,) = self.tp.columns(x_BTD, self.up, keep=self.keep_gathered, bias=False)
+        return self.tp.scatter(self.down.product(self.activation(y_BTF, self.up.bias)))
 
 
 class Block(nn.Module):
@@ -57,10 +57,10 @@ class Block(nn.Module):
         self.mlp = MLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
-        a = self.attention
+        a, m = self.attention, self.mlp
         x_BTD, y_BTD = self.attention_norm(x_BTD)
         x_BTD, y_BTD = self.mlp_norm(x_BTD, a(y_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
-        return x_BTD + self.mlp.dropout(self.mlp.down.add_bias(self.mlp(y_BTD)), own)
+        return m.dropout.add(x_BTD, m(y_BTD), m.down.bias, own)
 
 
 class Gpt(Stack):
@@ -68,7 +68,7 @@ class Gpt(Stack):
         super().__init__(axes, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
-        self.dropout = Dropout(c.embedding_dropout, "embedding")
+        self.dropout = make.dropout(c.embedding_dropout, "embedding")
         self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.layer_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tied else make.head("output")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainyard.config.model import LinearRope, Llama3Rope, LlamaModel
 from trainyard.kernels.fp8 import Fp8
-from trainyard.kernels.plain import Drops, Kernels, RowDrops, drop, drop_rows
+from trainyard.kernels.plain import Drops, Kernels, RowDrops, drop
 from trainyard.models.blueprint import Blueprint, layer
 from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import share
@@ -57,9 +57,6 @@ class Linear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         """Without the bias: under tensor parallelism a row-split product is summed over ranks first."""
         return self.kernels.linear(x, self.weight, None, self.fp8)
-
-    def add_bias(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y + self.bias
 
 
 class Embedding(nn.Module):
@@ -117,11 +114,13 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     part = "norm"
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, eps: float, kernels: Kernels) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter, eps: float, kernels: Kernels, after: bool = False
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.eps, self.kernels = eps, kernels
+        self.eps, self.kernels, self.after = eps, kernels, after
 
     def forward(
         self,
@@ -131,9 +130,10 @@ class LayerNorm(nn.Module):
         dropout: "Dropout | None" = None,
         draw: Draw | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x + dropout(y + y_bias), on which the block goes on, and its norm."""
+        """What the block goes on with, which is x + dropout(y + y_bias) or, `after` it, the norm of that; and the norm.
+        As two results, they have their gradients summed where the norm's are made."""
         drops = dropout.drops(draw) if dropout and draw else None
-        return self.kernels.add_layer_norm(x, y, y_bias, self.weight, self.bias, self.eps, drops)
+        return self.kernels.add_layer_norm(x, y, y_bias, self.weight, self.bias, self.eps, drops, self.after)
 
 
 class Fp8Blocks(NamedTuple):
@@ -174,8 +174,12 @@ class Maker:
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)
 
-    def layer_norm(self, name: str, eps: float) -> LayerNorm:
-        return LayerNorm(self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias"), eps, self.kernels)
+    def layer_norm(self, name: str, eps: float, after: bool = False) -> LayerNorm:
+        vectors = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
+        return LayerNorm(*vectors, eps, self.kernels, after)
+
+    def dropout(self, p: float, site: str) -> "Dropout":
+        return Dropout(p, site, self.kernels)
 
     def core_attention(self, heads: int, kv: int, causal: bool, dropout: float, site: str) -> "CoreAttention":
         return CoreAttention(heads, kv, causal, dropout, site, self.tp, self.cp, self.kernels)
@@ -186,9 +190,9 @@ class Dropout(nn.Module):
 
     site: Tensor
 
-    def __init__(self, p: float, site: str) -> None:
+    def __init__(self, p: float, site: str, kernels: Kernels) -> None:
         super().__init__()
-        self.p = p
+        self.p, self.kernels = p, kernels
         # A buffer, not a constant: blocks then share one compiled graph.
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
 
@@ -196,9 +200,13 @@ class Dropout(nn.Module):
         """Who draws what; None where nothing is dropped."""
         return RowDrops(self.p, *draw, self.site) if self.training and self.p else None
 
-    def forward(self, x_BTD: Tensor, draw: Draw) -> Tensor:
+    def forward(self, y_BTD: Tensor, draw: Draw) -> Tensor:
         drops = self.drops(draw)
-        return x_BTD if drops is None else drop_rows(x_BTD, drops)
+        return y_BTD if drops is None else self.kernels.add_dropped(None, y_BTD, None, drops)
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, bias: Tensor | None, draw: Draw) -> Tensor:
+        """x + dropout(y + bias)."""
+        return self.kernels.add_dropped(x_BTD, y_BTD, bias, self.drops(draw))
 
 
 class CoreAttention(nn.Module):
@@ -301,7 +309,7 @@ class CoreAttention(nn.Module):
 
 
 class Activation(nn.Module):
-    """What stands between the two matrices of an MLP."""
+    """What stands between the two matrices of an MLP: the first one's bias, and GELU."""
 
     part = "activation"
 
@@ -309,8 +317,8 @@ class Activation(nn.Module):
         super().__init__()
         self.tanh, self.kernels = kind == "gelu_tanh", kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.gelu(x, self.tanh)
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.kernels.gelu(x, bias, self.tanh)
 
 
 class SwiGLU(nn.Module):

@@ -39,6 +39,15 @@ class Stack(nn.Module):
     def embed(self, batch: Batch, *shared: Any) -> Tensor:
         raise NotImplementedError
 
+    def enter(self, x_BTD: Tensor) -> Any:
+        """What the first block takes: blocks may hand each other more than one tensor, stages hand on one."""
+        return x_BTD
+
+    def leave(self, x: Any) -> Tensor:
+        """From what the last block gives."""
+        out: Tensor = x
+        return out
+
     def head(self, x_BTD: Tensor, batch: Batch) -> Output:
         raise NotImplementedError
 
@@ -50,9 +59,11 @@ class Stack(nn.Module):
             self._before("first")
             x = self.embed(batch, *shared)
         assert x is not None
+        inside = self.enter(x)
         for number, block in self.layers.items():
             self._before(number)
-            x = block(x, *shared)
+            inside = block(inside, *shared)
+        x = self.leave(inside)
         if not self.last:
             return x
         self._before("last")

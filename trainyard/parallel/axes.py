@@ -33,6 +33,8 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def product(self, x: Tensor) -> Tensor: ...
+
 
 class TensorAxis:
     """Ranks that share each matrix. With `sequence` they also share the tokens between the parts of a block."""
@@ -48,17 +50,18 @@ class TensorAxis:
             return _Gather.apply(x, self.group, True)  # type: ignore[no-untyped-call]
         return self.copy(x)
 
-    def columns(self, x: Tensor, *linears: Linear, keep: bool = False) -> tuple[Tensor, ...]:
+    def columns(self, x: Tensor, *linears: Linear, keep: bool = False, bias: bool = True) -> tuple[Tensor, ...]:
         """Column-split products of the same x: every token meets this rank's rows of each matrix.
 
         Under `sequence` the gathered tokens, a whole activation, are not kept: backward gathers them again, while it
-        multiplies. `keep` them inside what is recomputed anyway. In fp8 they are kept, in half the bytes.
+        multiplies. `keep` them inside what is recomputed anyway. In fp8 they are kept, in half the bytes. `bias` says
+        whether biases are added here.
         """
         if self.sequence and not keep and not linears[0].fp8:
-            tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+            tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if bias else None)]
             return _Columns.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
         x = self.gather(x)
-        return tuple(linear(x) for linear in linears)
+        return tuple(linear(x) if bias else linear.product(x) for linear in linears)
 
     def scatter(self, x: Tensor) -> Tensor:
         """After a row-split product: sum the ranks' parts (under `sequence`, each rank keeps its tokens)."""

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainyard.compat import fused_adamw_
 from trainyard.config.schema import Config
 from trainyard.devices import Device
-from trainyard.kernels.plain import Kernels, Sink
+from trainyard.kernels.plain import Kernels
 from trainyard.models import Stack, Values, assign
 from trainyard.models.blueprint import Blueprint, layer
-from trainyard.models.layers import Linear
 from trainyard.parallel.flat import Flat, GradientExchange, WeightExchange
 from trainyard.parallel.groups import Group
 from trainyard.parallel.mesh import Mesh
@@ -100,7 +99,7 @@ class Optimizer:
             # A compiler, and a schedule that takes backward apart, want gradients as tensors; and so do the products
             # of sequence parallelism and of fp8, which are not plain ones.
             direct = (
-                kernels.sums_products
+                kernels.fills_sinks
                 and compiler is None
                 and config.layout.schedule == "1f1b"
                 and not (mesh.tp.size > 1 and config.layout.sequence_parallel)
@@ -203,7 +202,7 @@ class Optimizer:
             name for name, norm in zip(self.names, self.bad_norms.tolist(), strict=True) if not abs(norm) < float("inf")
         ]
 
-    def _own_memory(self, blueprint: Blueprint, travel: torch.dtype, sinks: dict[Tensor, Sink] | None) -> None:
+    def _own_memory(self, blueprint: Blueprint, travel: torch.dtype, sinks: dict[Tensor, Tensor] | None) -> None:
         """Parameters are views of the flat buffers; other ranks' gradients and weights come by exchange."""
         data: Group = self.mesh.data
         if data.size > 1:
@@ -212,14 +211,12 @@ class Optimizer:
         for model in self.models:
             made |= assign(model, lambda name: self.flat.view(self.weights, name), made)
         self.parameters = made
-        products = {module.weight for model in self.models for module in model.modules() if isinstance(module, Linear)}
         for name in self.names:
             arrived = partial(self.gradient_exchange.arrived, name) if self.gradient_exchange else None
             total = self.flat.view(self.gradients, name)
-            if sinks is not None and made[name] in products:
-                sinks[made[name]] = Sink(total, arrived)
-            else:
-                _accumulate_into(made[name], total, arrived)
+            accumulate_into(made[name], total, arrived)
+            if sinks is not None:  # for those operations that know of them: autograd then gets nothing to add
+                sinks[made[name]] = total
         if self.zero:
 
             def used(name: str) -> tuple[str, ...]:
@@ -306,7 +303,7 @@ def _scalars(lr: Tensor, scale: Tensor, correct: Tensor, ok: Tensor) -> Tensor:
     return torch.cat((torch.stack((lr, scale)), correct, ok.float()[None]))
 
 
-def _accumulate_into(parameter: nn.Parameter, total: Tensor, arrived: Callable[[], None] | None) -> None:
+def accumulate_into(parameter: nn.Parameter, total: Tensor, arrived: Callable[[], None] | None) -> None:
     """Let backward add this parameter's gradient to `total`, in total's dtype, and tell when it has."""
     same = parameter.dtype == total.dtype
     if same:
@@ -315,8 +312,7 @@ def _accumulate_into(parameter: nn.Parameter, total: Tensor, arrived: Callable[[
             return
 
     def add(parameter: Tensor) -> None:
-        if not same:
-            assert parameter.grad is not None
+        if not same and parameter.grad is not None:
             total.add_(parameter.grad)
             parameter.grad = None
         if arrived:
