@@ -32,7 +32,7 @@ class Numbers:
 def test_ahead_gives_the_batches_of_the_steps(shuffle: bool) -> None:
     loader = Loader(Numbers(), 4, seed=3, shuffle=shuffle)
     rows = slice(1, 3)
-    for step, batch in enumerate(loader.ahead(5, 9, rows), start=5):
+    for step, batch in enumerate(loader.ahead(5, 9, rows, dict), start=5):
         for name, tensor in loader.batch(step, rows).items():
             assert torch.equal(tensor, batch[name])
     assert step == 8
@@ -40,7 +40,7 @@ def test_ahead_gives_the_batches_of_the_steps(shuffle: bool) -> None:
 
 def test_the_next_batch_is_made_meanwhile() -> None:
     loader = Loader(Numbers(slow=0.2), 4, seed=0)
-    batches = loader.ahead(0, 4)
+    batches = loader.ahead(0, 4, slice(None), dict)
     next(batches)
     time.sleep(0.3)
     start = time.monotonic()
@@ -51,7 +51,7 @@ def test_the_next_batch_is_made_meanwhile() -> None:
 
 
 def test_what_goes_wrong_is_told_at_its_step() -> None:
-    batches = Loader(Numbers(broken=8), 4, seed=0, shuffle=False).ahead(0, 4)
+    batches = Loader(Numbers(broken=8), 4, seed=0, shuffle=False).ahead(0, 4, slice(None), dict)
     for _ in range(2):
         next(batches)
     with pytest.raises(ValueError, match="cannot be read"):

@@ -1,7 +1,8 @@
 """Global batches by step number: asking for step 5,000 costs the same as asking for step 0."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from trainyard.data.order import shuffled
 from trainyard.data.sources import Source
+
+T = TypeVar("T")
 
 
 class Loader:
@@ -27,13 +30,19 @@ class Loader:
         numbers = shuffled(self.seed, index, len(self.source)) if self.shuffle else index
         return self._stack(numbers, place)
 
-    def ahead(self, first: int, end: int, rows: slice = slice(None)) -> Generator[dict[str, Tensor], None, None]:
-        """The batches of steps `first` to `end`; each is made in a thread while the one before is worked on."""
+    def ahead(
+        self, first: int, end: int, rows: slice, prepare: Callable[[dict[str, Tensor]], T]
+    ) -> Generator[T, None, None]:
+        """The batches of steps `first` to `end`, prepared; each in a thread while the one before is worked on."""
+
+        def make(step: int) -> T:
+            return prepare(self.batch(step, rows))
+
         with ThreadPoolExecutor(1) as thread:
-            coming: Future[dict[str, Tensor]] | None = None
+            coming: Future[T] | None = None
             for step in range(first, end):
-                batch = coming.result() if coming else self.batch(step, rows)
-                coming = thread.submit(self.batch, step + 1, rows) if step + 1 < end else None
+                batch = coming.result() if coming else make(step)
+                coming = thread.submit(make, step + 1) if step + 1 < end else None
                 yield batch
 
     def once(self, rows: slice = slice(None)) -> Iterator[dict[str, Tensor]]:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from trainyard.config.schema import Config
 from trainyard.data.story import stories
 from trainyard.data.tokenizer import load_tokenizer
 from trainyard.errors import UserError
-from trainyard.random import key64
+from trainyard.random import cell32, key32, key64, row32
 
 Sample = dict[str, NDArray[np.int32]]
 Say = Callable[[str], None]
@@ -99,40 +100,60 @@ class SyntheticPairs:
         return 1 << 24
 
     def samples(self, numbers: NDArray[np.int64]) -> Sample:
-        made = [self._sample(int(number)) for number in numbers]
-        return {name: np.stack([each[name] for each in made]) for name in made[0]}
-
-    def _sample(self, number: int) -> Sample:
-        draw = np.random.Generator(np.random.Philox(key64(self.seed, "pairs", number) % 2**64))
-        room = self.sequence - 3
-        words = int(draw.integers(max(room // 2, min(2, room)), room + 1))
-        cut = words // 2
-        text = (draw.integers(self.words) + np.arange(words)) % self.words  # runs of neighbouring words
-        apart = int(draw.integers(2))
-        text[cut:] = (text[cut:] + apart * draw.integers(1, self.words)) % self.words
-        text = text + FIRST_WORD
-        row = np.zeros(self.sequence, dtype=np.int32)
-        row[: words + 3] = np.concatenate(([CLS], text[:cut], [SEP], text[cut:], [SEP]))
-        used = np.arange(self.sequence) < words + 3
-        segments = used & (np.arange(self.sequence) >= cut + 2)
-        choices = np.flatnonzero(row >= FIRST_WORD)
-        count = min(max(round(0.15 * len(choices)), 1), self.places, len(choices))
-        chosen = np.sort(draw.permutation(choices)[:count])
-        places = np.zeros(self.places, dtype=np.int32)
-        labels = np.full(self.places, -100, dtype=np.int32)
-        places[:count], labels[:count] = chosen, row[chosen]
-        what = draw.random(count)
-        row[chosen[what < 0.8]] = MASK
-        changed = chosen[what >= 0.9]
-        row[changed] = draw.integers(FIRST_WORD, FIRST_WORD + self.words, len(changed))
-        return {
-            "tokens": row,
-            "segments": segments.astype(np.int32),
-            "mask": used.astype(np.int32),
-            "places": places,
-            "labels": labels,
-            "next_sentence": np.int32(apart),  # type: ignore[dict-item]
+        draw = self._draws(numbers)
+        room, places = self.sequence - 3, self.places
+        least = max(room // 2, min(2, room))
+        words_B1 = least + draw(1) % (room + 1 - least)
+        cut_B1 = words_B1 // 2
+        first_B1, apart_B1, jump_B1 = draw(1) % self.words, draw(1) % 2, 1 + draw(1) % (self.words - 1)
+        at_T = np.arange(self.sequence)
+        second_BT = at_T > cut_B1 + 1
+        number_BT = at_T - 1 - second_BT  # runs of neighbouring words
+        text_BT = FIRST_WORD + (first_B1 + number_BT + second_BT * apart_B1 * jump_B1) % self.words
+        ends_BT = (at_T == cut_B1 + 1) | (at_T == words_B1 + 2)
+        used_BT = at_T <= words_B1 + 2
+        row_BT = np.where(ends_BT, SEP, text_BT) * used_BT
+        row_BT[:, 0] = CLS
+        word_BT = used_BT & ~ends_BT & (at_T > 0)
+        # The words with the lowest of random numbers are chosen.
+        order_BT = np.where(word_BT, draw(self.sequence), np.iinfo(np.int64).max).argsort(1)
+        count_B1 = np.minimum(np.maximum(np.rint(0.15 * words_B1).astype(np.int64), 1), np.minimum(places, words_B1))
+        counted_BP = np.arange(places) < count_B1
+        place_BP = np.pad(order_BT[:, :places], ((0, 0), (0, max(places - self.sequence, 0))))
+        place_BP = np.sort(np.where(counted_BP, place_BP, self.sequence), 1)  # those that do not count come last
+        place_BP = np.where(counted_BP, place_BP, 0)
+        label_BP = np.take_along_axis(row_BT, place_BP, 1)
+        what_BP, other_BP = draw(places) % 10, FIRST_WORD + draw(places) % self.words
+        new_BP = np.where(what_BP < 8, MASK, np.where(what_BP == 9, other_BP, label_BP))
+        rows_B, columns_P = np.nonzero(counted_BP)
+        row_BT[rows_B, place_BP[rows_B, columns_P]] = new_BP[rows_B, columns_P]
+        found = {
+            "tokens": row_BT,
+            "segments": second_BT & used_BT,
+            "mask": used_BT,
+            "places": place_BP,
+            "labels": np.where(counted_BP, label_BP, -100),
+            "next_sentence": apart_B1[:, 0],
         }
+        return {name: array.astype(np.int32) for name, array in found.items()}
+
+    def _draws(self, numbers: NDArray[np.int64]) -> Callable[[int], NDArray[np.int64]]:
+        """Columns of numbers from 0 to 2^31 for each sample, new ones at each call."""
+        key = torch.tensor(key32(self.seed, "pairs"), dtype=torch.int32)
+        number = torch.from_numpy(numbers.astype(np.int32))
+        a, b = row32(key, number, torch.zeros_like(number))
+        site = torch.zeros((), dtype=torch.int32)
+        drawn = 0
+
+        def draw(columns: int) -> NDArray[np.int64]:
+            nonlocal drawn
+            column = torch.arange(drawn, drawn + columns, dtype=torch.int32)
+            drawn += columns
+            cells = cell32((a[:, None], b[:, None]), site, column) & 0x7FFFFFFF
+            out: NDArray[np.int64] = cells.numpy().astype(np.int64)
+            return out
+
+        return draw
 
 
 class Part:

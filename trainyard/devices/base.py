@@ -88,6 +88,10 @@ class Device(ABC):
         """Start copying to the host now; the call that is returned waits for that copy and for nothing queued later."""
         return lambda: tensor
 
+    def pin(self, host: torch.Tensor) -> torch.Tensor:
+        """The same in memory that the device copies from by itself."""
+        return host
+
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device without waiting for it."""
         return host.to(self.handle)

@@ -112,5 +112,9 @@ class Cuda(Device):
 
         return wait
 
+    def pin(self, host: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(self.handle):  # a thread begins with the first GPU, whoever has it
+            return host.pin_memory()
+
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.pin_memory().to(self.handle, non_blocking=True)

@@ -59,7 +59,7 @@ def blocks(kernel: Literal["forward", "alone", "dq", "dkdv"], K: int, R: int, lo
     if kernel == "forward":
         return Blocks(128, 32, 8, 3, 128) if K <= 128 else Blocks(128, 32, 8, 2)
     if kernel == "alone":
-        return Blocks(64 if small else 128, 32, 4 if small else 8, 2, 128 if narrow else None)
+        return Blocks(64 if small else 128, 32, 4 if small else 8, 1, 128 if narrow else None)
     if kernel == "dq":
         return Blocks(128, 32, 8, 2, 128 if K <= 128 else None)
     return Blocks(32, 128 if K <= 128 else 64, 8, 2, 128 if narrow and R == 1 else None)

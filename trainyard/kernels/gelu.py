@@ -4,6 +4,8 @@ The error function is a polynomial times one exponential, within 1.5e-7 everywhe
 libraries' own has branches and takes longer than the memory.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +13,20 @@ from torch import Tensor
 
 from trainyard.kernels.sums import PROGRAMS, shared
 
-ELEMENTS, COLUMNS = 8192, 512
-"""Of a tile: in all, and at most in a row."""
+
+class Tile(NamedTuple):
+    elements: int
+    columns: int
+    """At most."""
+    warps: int
+
+    def cut(self, columns: int) -> tuple[int, int]:
+        """Rows and columns of one where there are so many columns."""
+        width = min(triton.next_power_of_2(columns), self.columns)
+        return self.elements // width, width
+
+
+FORWARD, BACKWARD = Tile(8192, 1024, 8), Tile(1024, 512, 8)
 
 
 @triton.jit
@@ -79,19 +93,13 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
     tl.store(parts + program.to(tl.int64) * columns + at, tl.sum(total, 0), inside)
 
 
-def _tile(columns: int, elements: int) -> tuple[int, int]:
-    """Rows and columns."""
-    width = min(triton.next_power_of_2(columns), COLUMNS)
-    return elements // width, width
-
-
 @torch.library.custom_op("trainyard::gelu", mutates_args=())
 def gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
-    rows, (tall, wide) = x.numel() // columns, _tile(columns, ELEMENTS)
+    rows, (tall, wide) = x.numel() // columns, FORWARD.cut(columns)
     grid = triton.cdiv(rows, tall), triton.cdiv(columns, wide)
-    _gelu_forward[grid](x, bias, out, rows, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=8)
+    _gelu_forward[grid](x, bias, out, rows, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=FORWARD.warps)
     return out
 
 
@@ -102,7 +110,7 @@ def _(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 def _programs(rows: int, columns: int) -> tuple[int, int]:
     """Of the backward pass: rows of each, and how many share them. A strip of columns has its own."""
-    strips = -(-columns // _tile(columns, ELEMENTS // 2)[1])
+    strips = -(-columns // BACKWARD.cut(columns)[1])
     return shared(rows, max(PROGRAMS // strips, 1))
 
 
@@ -111,11 +119,11 @@ def gelu_backward(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[T
     """Gradient of x, and parts of the bias's, fp32 [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
-    rows, (tall, wide) = x.numel() // columns, _tile(columns, ELEMENTS // 2)
+    rows, (tall, wide) = x.numel() // columns, BACKWARD.cut(columns)
     per, programs = _programs(rows, columns)
     dx, parts = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
     _gelu_backward[(programs, triton.cdiv(columns, wide))](
-        d_out, x, bias, dx, parts, rows, per, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=8
+        d_out, x, bias, dx, parts, rows, per, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=BACKWARD.warps
     )
     return dx, parts
 

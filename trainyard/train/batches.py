@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainyard.devices import Device
 from trainyard.models import Batch
 from trainyard.train.head import IGNORED
 
@@ -88,7 +87,3 @@ def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
     total = len(batch["sample"])
     for first in range(0, total, size):
         yield {name: tensor[first : first + size] for name, tensor in batch.items()}
-
-
-def send(batch: Batch, device: Device) -> Batch:
-    return {name: device.to_device(tensor) for name, tensor in batch.items()}

@@ -273,7 +273,7 @@ class Trainer:
         for model in self.models:
             model.train()
         self.meter.start()
-        batches = self.loader.ahead(self.number, self.config.train.steps, self.rows)
+        batches = self.loader.ahead(self.number, self.config.train.steps, self.rows, self.forward.prepare)
         while self.number < self.config.train.steps and not self.stopping():
             batch = next(batches)
             result = self.step(batch, self.number + 1, rate(self.config, self.number + 1), self.stop.asked)

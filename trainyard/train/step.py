@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from trainyard.models import Batch, Output, Stack
 from trainyard.parallel.layout import Stage
 from trainyard.parallel.mesh import Mesh
 from trainyard.random import key32
-from trainyard.train.batches import context_part, micro_batches, pack, send
+from trainyard.train.batches import context_part, micro_batches, pack
 from trainyard.train.losses import Loss, Terms
 from trainyard.train.optimizers import DTYPES, Optimizer
 from trainyard.train.replay import Replays
@@ -36,6 +36,12 @@ class StepResult:
     control: Callable[[], Tensor]
     """Steps skipped in all, and in a row, and whether any rank was asked to stop. Its copy to the host was queued with
     the step: it can be read while the next step runs."""
+
+
+class Prepared(NamedTuple):
+    """A batch in host memory, cut up as it will be sent."""
+
+    parts: list[Batch]
 
 
 class Forward:
@@ -79,13 +85,19 @@ class Forward:
                 device.handle,
             )
 
-    def send(self, batch: Batch) -> list[Batch]:
+    def prepare(self, batch: Batch) -> "Prepared":
+        """All that the host has to do for a batch, in memory that the device can read: in any thread."""
+        parts = (
+            pack(batch, self.micro_batch) if self.packs else [context_part(batch, self.mesh.cp.size, self.mesh.cp.rank)]
+        )
+        return Prepared([{name: self.device.pin(tensor) for name, tensor in part.items()} for part in parts])
+
+    def send(self, batch: "Batch | Prepared") -> list[Batch]:
         """This data-parallel rank's samples, in host memory, to what the device works on: micro batches, or all of them
         for a pipeline."""
-        if self.packs:
-            return [send(micro, self.device) for micro in pack(batch, self.micro_batch)]
-        batch = send(context_part(batch, self.mesh.cp.size, self.mesh.cp.rank), self.device)
-        return [batch] if self.pipeline else list(micro_batches(batch, self.micro_batch))
+        ready = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        parts = [{name: self.device.to_device(tensor) for name, tensor in part.items()} for part in ready.parts]
+        return parts if self.packs or self.pipeline else list(micro_batches(parts[0], self.micro_batch))
 
     def __call__(
         self, parts: list[Batch], key: Tensor, take: Callable[[Output, Batch], Tensor], backward: bool
@@ -142,7 +154,7 @@ class Step:
         self.look: Callable[[], None] | None = None
         """Called when gradients are complete, before the update."""
 
-    def __call__(self, batch: Batch, number: int, lr: float, stop: bool = False) -> StepResult:
+    def __call__(self, batch: Batch | Prepared, number: int, lr: float, stop: bool = False) -> StepResult:
         """`batch` holds this data-parallel rank's samples, in host memory; `stop` says that this rank wants to end."""
         mesh = self.mesh
         parts = self.forward.send(batch)
