@@ -157,7 +157,8 @@ def hugging_face(config: Config, device: torch.device, compiled: bool) -> Callab
     cls = getattr(transformers, kind)
     settings = {key: value for key, value in to_hf(config.model).items() if "dtype" not in key}
     torch.manual_seed(0)
-    model = cls(cls.config_class(**settings, attn_implementation="sdpa")).to(device, torch.bfloat16)
+    with device:  # 7B would take a minute to make on a CPU
+        model = cls(cls.config_class(**settings, attn_implementation="sdpa")).to(torch.bfloat16)
     model.train()
     weights = list(model.parameters())
     masters = [weight.detach().float().requires_grad_() for weight in weights]

@@ -3,14 +3,12 @@
 A step is forward, loss, backward, clipping and AdamW. Both sides run eager and compiled, turn by turn so that a slow
 moment of the machine hits all of them; the median counts.
 
-    python bench/step.py                          small Llama and BERT on a CPU
-    python bench/step.py --case deepseek-1.3b     the 1.3B DeepSeek shape, sequence 4096, bf16 (needs a large GPU)
+    python bench/step.py     small Llama and BERT on a CPU (bench/gpu.py has those for a GPU)
 
 Ratios are ours over transformers' in the same mode, and ours compiled over the best of theirs.
 """
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -40,22 +38,13 @@ SMALL_BERT = {
     "data": {"source": "synthetic", "sequence": 128, "predictions": 20},
     "train": {"steps": 1, "global_batch": 16, "micro_batch": 16},
 }
-DEEPSEEK = {
-    "model": {
-        "family": "llama", "vocab": 32256, "hidden": 2048, "layers": 24, "heads": 16, "ffn": 5504,
-        "max_positions": 16384, "rope_theta": 100000.0, "rope_scaling": {"kind": "linear", "factor": 4.0},
-    },
-    "data": {"source": "synthetic", "sequence": 4096},
-    "train": {"steps": 1, "global_batch": 8, "micro_batch": 8},
-    "precision": {"kind": "bf16", "gradients": "bf16"},
-}  # fmt: skip
-CASES = {"llama": SMALL_LLAMA, "bert": SMALL_BERT, "deepseek-1.3b": DEEPSEEK}
+CASES = {"llama": SMALL_LLAMA, "bert": SMALL_BERT}
 
 
 @dataclass
 class Side:
     name: str
-    step: Callable[[], Any] | None
+    step: Callable[[], Any]
     memory: int = 0
     seconds: list[float] = field(default_factory=list)
 
@@ -119,30 +108,19 @@ def theirs(config: Config, compiled: bool, device: torch.device) -> Side:
 
 
 def measure(makers: list[Callable[[], Side]], device: devices.Device, warm_up: int, rounds: int) -> list[Side]:
-    """On a CPU the sides take turns; on a device with its own memory they run one after the other, to fit."""
-    groups = [makers] if device.synchronous else [[maker] for maker in makers]
-    done = []
-    for group in groups:
-        if not device.synchronous:
-            torch.cuda.reset_peak_memory_stats()
-        sides = [maker() for maker in group]
+    sides = [maker() for maker in makers]
+    for side in sides:
+        for _ in range(warm_up):
+            side.step()
+    for _ in range(rounds):
         for side in sides:
-            for _ in range(warm_up):
-                side.step()
-            device.synchronize()
-        for _ in range(rounds):
-            for side in sides:
-                start = time.perf_counter()
-                side.step()
-                device.synchronize()
-                side.seconds.append(time.perf_counter() - start)
-        for side in sides:
-            side.memory = device.memory_peak()
-            side.step = None
-        done += sides
-        torch.compiler.reset()
-        gc.collect()
-    return done
+            start = time.perf_counter()
+            side.step()
+            side.seconds.append(time.perf_counter() - start)
+    for side in sides:
+        side.memory = device.memory_peak()
+    torch.compiler.reset()
+    return sides
 
 
 def main() -> None:
@@ -155,9 +133,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override the case")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     arguments = parser.parse_args()
-    device = devices.select("auto")
+    device = devices.select("cpu")
     results: dict[str, Any] = {"torch": torch.__version__, "device": device.describe(), "cases": {}}
-    for name in arguments.case or ["llama", "bert"]:
+    for name in arguments.case or CASES:
         config = parse(json.loads(json.dumps(CASES[name])), arguments.set)
         trainer_flops = per_sample_flops(config)
         makers = [partial(ours, config, compiled) for compiled in (False, True)]
