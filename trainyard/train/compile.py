@@ -10,6 +10,7 @@ import torch
 
 from trainyard.config.schema import CompileSection
 from trainyard.errors import UserError
+from trainyard.models import Stack
 
 
 class Compiler(Protocol):
@@ -33,3 +34,13 @@ def compiler(config: CompileSection) -> Compiler | None:
         return torch.compile(function, mode=config.mode, dynamic=dynamic)
 
     return wrap
+
+
+def compile_model(model: Stack, mode: str, packs: bool, embed: bool) -> None:
+    """Each block's forward (one graph serves all), and what is before the blocks where it pays to."""
+    if embed:
+        model.embed = torch.compile(model.embed, mode=mode)  # type: ignore[method-assign]
+    for block in model.layers.children():
+        # Packed micro batches differ in length: None makes a second graph for all lengths.
+        dynamic = None if packs else False
+        block.forward = torch.compile(block.forward, mode=mode, dynamic=dynamic, fullgraph=True)

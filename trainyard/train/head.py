@@ -103,6 +103,17 @@ def cross_entropy(
     )
 
 
+def make_head(
+    kernels: Kernels, compiler: Compiler | None, fp8: Fp8 | None, logits_bytes: int
+) -> Callable[[Output, Tensor], Tensor]:
+    """`cross_entropy` as a device does it best; in fp8 where asked."""
+    products: Callable[..., Products] = PlainProducts
+    if fp8:
+        products = partial(Fp8Products, how=fp8, plain=not kernels.multiplies_fp8)
+    chunk_loss = best_chunk_loss(kernels, compiler)
+    return partial(cross_entropy, chunk_loss=chunk_loss, products=products, logits_bytes=logits_bytes)
+
+
 def best_chunk_loss(kernels: Kernels, compiler: Compiler | None) -> ChunkLoss:
     """One kernel where the device has it and a rank has all words; else plain torch, its softmax compiled if asked."""
     plain = partial(plain_chunk_loss, softmax=compiler(softmax_) if compiler else softmax_)

@@ -7,7 +7,6 @@ Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,11 @@ from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh, local_rank, world
 from trainyard.train.batches import samples
-from trainyard.train.compile import compiler
+from trainyard.train.compile import compile_model, compiler
 from trainyard.train.evaluate import Metric, evaluate
-from trainyard.train.head import Fp8Products, PlainProducts, Products, best_chunk_loss, cross_entropy
+from trainyard.train.head import make_head
 from trainyard.train.hooks import Hook
-from trainyard.train.losses import BertLoss, CausalLoss, Loss, LossFunction, OwnLoss
+from trainyard.train.losses import Loss, LossFunction, OwnLoss, loss_of
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.own import import_function
 from trainyard.train.schedules import rate
@@ -95,18 +94,10 @@ class Trainer:
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
         kernels = self.device.kernels() if config.device.kernels == "fused" else Kernels()
-        family_loss = BertLoss if config.model.family == "bert" else CausalLoss
         fp8 = fp8_blocks(config)
-        products: Callable[..., Products] = PlainProducts
-        if fp8 and config.precision.head == "fp8":
-            products = partial(Fp8Products, how=fp8.how, plain=not kernels.multiplies_fp8)
-        head = partial(
-            cross_entropy,
-            chunk_loss=best_chunk_loss(kernels, compile_),
-            products=products,
-            logits_bytes=self.device.logits_bytes,
-        )
-        self.loss: Loss = OwnLoss(function) if function else family_loss(head)
+        how = fp8.how if fp8 and config.precision.head == "fp8" else None
+        head = make_head(kernels, compile_, how, self.device.logits_bytes)
+        self.loss: Loss = OwnLoss(function) if function else loss_of(config.model.family, head)
         dotted = config.evaluate.metrics.items()
         self.metrics = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted} | dict(
             metrics or {}
@@ -149,17 +140,9 @@ class Trainer:
         )
         for model in self.models:
             model.longest = config.data.sequence
-            blocks = list(model.layers.children())
-            recompute.apply(blocks, config.recompute)
-            if compile_ and not self.device.synchronous and tp.size == 1:
-                model.embed = torch.compile(model.embed, mode=config.compile.mode)  # type: ignore[method-assign]
+            recompute.apply(list(model.layers.children()), config.recompute)
             if compile_:
-                for block in blocks:
-                    # Packed micro batches differ in length: None makes a second graph for all lengths.
-                    dynamic = None if packs else False
-                    block.forward = torch.compile(
-                        block.forward, mode=config.compile.mode, dynamic=dynamic, fullgraph=True
-                    )
+                compile_model(model, config.compile.mode, packs, not self.device.synchronous and tp.size == 1)
         self.forward = Forward(self.stages, config, self.device, self.mesh, packs)
         self.step = Step(self.forward, self.loss, self.optimizer, self.device, self.mesh, config.train.seed)
         self.rows = samples(config.train.global_batch, self.layout.dp, self.mesh.place["dp"])

@@ -82,5 +82,10 @@ class OwnLoss:
         return {"loss": (total, count)}
 
 
+def loss_of(family: str, head: Head) -> Loss:
+    """What a family is trained by, unless a user's own function is."""
+    return BertLoss(head) if family == "bert" else CausalLoss(head)
+
+
 def counted(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum().float()
