@@ -2,19 +2,39 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path` in one rename, so that a reader or a crash never sees a part of it."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name when the block ends well, safe on disk; when it does not, nothing is left."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+        sync_directory(path.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path` in one rename, so that a reader or a crash never sees a part of it."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory safe on disk too."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

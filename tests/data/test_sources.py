@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests import tiny
 from trainyard.data.sources import MASK, SyntheticPairs, Tokens, open_sources, read_tokens
 from trainyard.data.story import stories, story
-from trainyard.data.tokenizer import load_tokenizer
+from trainyard.data.tokenizer import open_tokenizer, spec_of
 from trainyard.errors import UserError
 
 TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve café, 東京.\n"
@@ -61,7 +61,7 @@ def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
     config = text_config(paths=paths, tokenizer="gpt2", **files)
     assert np.array_equal(one, read_tokens(config, quiet)[0])
     assert one[-1] == tokenizer.token_to_id("<|endoftext|>")
-    assert load_tokenizer(config.data).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
+    assert open_tokenizer(spec_of(config.data)).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
 
 @pytest.mark.parametrize(

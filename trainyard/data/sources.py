@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trainyard.config.schema import Config
 from trainyard.data.story import stories
-from trainyard.data.tokenizer import load_tokenizer
+from trainyard.data.tokenizer import open_tokenizer, spec_of
 from trainyard.errors import UserError
 from trainyard.random import cell32, key32, key64, row32
 
@@ -190,7 +190,7 @@ def open_sources(config: Config, say: Say = lambda line: None) -> tuple[Source, 
 def read_tokens(config: Config, say: Say) -> tuple[NDArray[np.int32], int]:
     """Every document through the tokenizer, the end token after each; and that token."""
     data = config.data
-    tokenizer = load_tokenizer(data)
+    tokenizer = open_tokenizer(spec_of(data))
     if tokenizer.vocab > config.model.vocab:
         raise UserError(
             f"model.vocab={config.model.vocab}: the tokenizer has {tokenizer.vocab} tokens; nearest: {tokenizer.vocab}"
@@ -202,12 +202,12 @@ def read_tokens(config: Config, say: Say) -> tuple[NDArray[np.int32], int]:
             raise UserError(
                 "data.paths: missing; name the text files (or use data.tokenizer=bytes for the built-in text)"
             )
-        for row in tokenizer.encode(stories(STORIES)):
-            pieces += [row, end]
+        tokens, counts = tokenizer.encode(stories(STORIES))
+        pieces.append(np.insert(tokens, np.cumsum(counts), tokenizer.end))
     for path in _files(data.paths):
         say(f"reading {path}")
         try:
-            pieces += [*tokenizer.encode([path.read_text(encoding="utf-8")]), end]
+            pieces += [tokenizer.encode([path.read_text(encoding="utf-8")])[0], end]
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
     return np.concatenate(pieces), tokenizer.end
