@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from tests import tiny
 from trainyard.data.loader import Loader
 from trainyard.data.order import shuffled
-from trainyard.data.sources import SyntheticTokens, Tokens
+from trainyard.data.rows import Flat, Rows
+from trainyard.data.synthetic import SyntheticTokens
+
+
+def counting(tokens: int) -> Rows:
+    return Rows(Flat("numbers", np.arange(tokens, dtype=np.int32), np.zeros(1, np.int64)), 10, vocab=tokens)
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 2**62))
@@ -48,19 +53,21 @@ def test_a_large_set_costs_nothing() -> None:
 
 
 def test_batches_are_a_function_of_the_step() -> None:
-    source = Tokens(np.arange(1000, dtype=np.int32), 10)
+    source = counting(1000)
     eight, four = Loader(source, 8, seed=5), Loader(source, 4, seed=5)
-    for step in (0, 3, 200):
+    for step in (0, 3, 50):
         whole = eight.batch(step)
         halves = [four.batch(2 * step), four.batch(2 * step + 1)]
         for name in ("tokens", "labels"):
             assert np.array_equal(whole[name], np.concatenate([half[name] for half in halves]))
-    assert (eight.batch(0)["labels"] == eight.batch(0)["tokens"] + 1).all()
+    whole = eight.batch(0)
+    counted = whole["labels"] != -100
+    assert (whole["labels"] == whole["tokens"] + 1)[counted].all()
     assert eight.batch(0)["tokens"].dtype.itemsize == 4
 
 
 def test_held_out_samples_come_once_and_the_rest_counts_nowhere() -> None:
-    source = Tokens(np.arange(101, dtype=np.int32), 10)
+    source = counting(101)
     batches = list(Loader(source, 4, seed=0, shuffle=False).once())
     assert len(batches) == 3
     labels = np.concatenate([batch["labels"] for batch in batches])

@@ -8,9 +8,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tests import tiny
-from trainyard.data.sources import MASK, SyntheticPairs, Tokens, open_sources, read_tokens
+from trainyard.config.schema import Config
+from trainyard.data.open import open_sources, read_text, spec_of
 from trainyard.data.story import stories, story
-from trainyard.data.tokenizer import open_tokenizer, spec_of
+from trainyard.data.synthetic import MASK, SyntheticPairs
+from trainyard.data.tokenizer import open_tokenizer
 from trainyard.errors import UserError
 
 TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve café, 東京.\n"
@@ -18,6 +20,10 @@ TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve c
 
 def quiet(line: str) -> None:
     return
+
+
+def tokens_of(config: Config) -> np.ndarray:
+    return read_text(config, config.data.paths, quiet).all
 
 
 def text_config(**data: object):
@@ -43,7 +49,7 @@ def bpe(path: Path) -> Tokenizer:
 
 
 def test_bytes_with_an_end_after_each_document(text: Path) -> None:
-    tokens, _ = read_tokens(text_config(paths=[str(text / "*.txt")]), quiet)
+    tokens = tokens_of(text_config(paths=[str(text / "*.txt")]))
     first = f"a.txt {TEXT}" * 20
     assert bytes(tokens[: len(first.encode())].astype(np.uint8)).decode() == first
     assert list(np.flatnonzero(tokens == 256)) == [len(first.encode()), len(tokens) - 1]
@@ -56,12 +62,12 @@ def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]]
     (text / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     paths = [str(text / "a.txt")]
-    one, _ = read_tokens(text_config(paths=paths, tokenizer=str(text / "tokenizer.json")), quiet)
+    one = tokens_of(text_config(paths=paths, tokenizer=str(text / "tokenizer.json")))
     files = {"vocab_file": str(text / "vocab.json"), "merges_file": str(text / "merges.txt")}
     config = text_config(paths=paths, tokenizer="gpt2", **files)
-    assert np.array_equal(one, read_tokens(config, quiet)[0])
+    assert np.array_equal(one, tokens_of(config))
     assert one[-1] == tokenizer.token_to_id("<|endoftext|>")
-    assert open_tokenizer(spec_of(config.data)).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
+    assert open_tokenizer(spec_of(config)).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
 
 
 def test_validation_takes_the_end() -> None:
-    train, held = open_sources(text_config(validation=0.1))
+    train, held, _ = open_sources(text_config(validation=0.1))
     assert held is not None
     assert len(held) == round(0.1 * (len(train) + len(held)))
     last = train.samples(np.asarray([len(train) - 1]))["labels"][0, -1]
@@ -131,14 +137,6 @@ def test_masked_pairs_are_what_bert_expects() -> None:
         assert (mask[row][used] == 1).all()
     assert 0.35 < batch["next_sentence"].mean() < 0.65
     assert (batch["segments"][mask == 0] == 0).all()
-
-
-def test_documents_are_kept_apart() -> None:
-    source = Tokens(np.array([5, 6, 0, 7, 0, 0, 8, 9, 9], dtype=np.int32), 8, end=0)
-    sample = source.samples(np.array([0]))
-    assert sample["documents"].tolist() == [[0, 0, 0, 1, 1, 2, 3, 3]]
-    assert sample["positions"].tolist() == [[0, 1, 2, 0, 1, 0, 0, 1]]
-    assert "documents" not in Tokens(source.tokens, 8).samples(np.array([0]))
 
 
 @pytest.mark.parametrize("source", ["text", "synthetic"])

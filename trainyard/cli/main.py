@@ -1,19 +1,66 @@
 """The `trainyard` command: one thin file per verb; user mistakes become one line and exit code 2."""
 
+import errno
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from trainyard import __version__
-from trainyard.cli import config, recipes, train, tune, verify
 from trainyard.errors import RunStopped, UserError
 from trainyard.launch.child import attached
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError, whichever click typer was built with."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""A disk, or what one may have of it."""
+VERBS = {
+    "train": "Train a model. With no argument: a small Llama on a text that trainyard writes itself.",
+    "config": "Check a configuration and print it whole, defaults included.",
+    "verify": "Train a few steps on several ranks and on one, in fp32, and compare.",
+    "tune": "Measure which choices make a file fastest on this machine, and write the file with them.",
+    "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
+    "recipes": "List the recipes: what each trains, how large it is, what it needs.",
+}
+"""What each is for. Its file, of the same name, is imported when it is called: help need not wait for torch."""
+
+
+class Interrupted(Exception):
+    """KeyboardInterrupt by another name: typer would make an exit code of it, without a word."""
+
+
+class Verbs(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return (args[0], load(args[0]), args[1:]) if args[0] in VERBS else super().resolve_command(ctx, args)
+
+
+def load(verb: str) -> Any:
+    module = import_module(f"trainyard.cli.{verb}")
+    if verb == "data":
+        return get_command(module.app)
+    alone = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    alone.command(verb)(getattr(module, verb))
+    return get_command(alone)
+
+
 app = typer.Typer(
+    cls=Verbs,
     help="Pre-train language models on any number of devices from one YAML file.",
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -30,13 +77,6 @@ def options(
         raise typer.Exit
 
 
-app.command("train")(train.train)
-app.command("config")(config.config)
-app.command("verify")(verify.verify)
-app.command("tune")(tune.tune)
-app.command("recipes")(recipes.recipes)
-
-
 def main() -> None:
     try:
         with attached():
@@ -45,8 +85,12 @@ def main() -> None:
         _fail(str(error), 2)
     except RunStopped as error:
         _fail(str(error), 1)
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt):
         _fail("interrupted", 130)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _fail(f"{error.filename or 'a file'}: {error.strerror}", 1)
     else:
         sys.exit(code)
 
@@ -56,6 +100,8 @@ def _run() -> int:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except USAGE_ERROR as error:
+        if not str(error):  # a group without its verb, whose help has been shown
+            return 2
         raise UserError(f"{error} (see trainyard --help)") from None
     except typer.Abort:
         raise KeyboardInterrupt from None

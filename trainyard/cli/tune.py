@@ -3,12 +3,10 @@
 import glob
 import os
 import shlex
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from importlib.metadata import version
 from io import StringIO
@@ -22,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard import devices
+from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.cli.train import configure
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
@@ -211,13 +210,24 @@ def header(search: Search, words: list[str], nproc: int) -> str:
 def with_data(config: Config) -> Config:
     """The same with generated tokens where a file that it reads is missing."""
     data = config.data
-    named = [*data.paths, *(name for name in (data.vocab_file, data.merges_file) if name)]
+    suffix = ".idx" if data.source == "tokens" else ""
+    named = [f"{path.removesuffix(suffix)}{suffix}" for path in data.paths]
+    named += [name for name in (data.vocab_file, data.merges_file) if name]
     if data.tokenizer not in ("bytes", "gpt2"):
         named.append(data.tokenizer)
     here = all(glob.glob(str(Path(name).expanduser())) for name in named) and (data.paths or data.tokenizer == "bytes")
     if data.source == "synthetic" or here:
         return config
-    return parse(config.model_dump(mode="json"), ["data.source=synthetic"])
+    plain: dict[str, object] = {
+        "source": "synthetic",
+        "paths": [],
+        "weights": [],
+        "order": "shuffled",
+        "split": None,
+        "mask_ends": False,
+    }
+    settings = config.model_dump(mode="json")
+    return parse({**settings, "data": {**settings["data"], **plain}})
 
 
 def target(source: str, out: Path | None) -> Path:
@@ -229,13 +239,3 @@ def target(source: str, out: Path | None) -> Path:
     if path.exists() and own.exists() and path.samefile(own) and path.name != name:
         raise UserError(f"--out {path}: is the file to tune, whose comments would be lost; nearest: {name}")
     return path
-
-
-@contextmanager
-def interrupt_on_terminate() -> Iterator[None]:
-    """SIGTERM ends the search as Ctrl-C does, so that no trial is left behind."""
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)

@@ -19,10 +19,19 @@ Dotted = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 class DataSection(Section):
     """Where samples come from. Their order is a function of train.seed and the step alone."""
 
-    source: Literal["text", "synthetic"] = "text"
-    """text: files through a tokenizer; synthetic: generated tokens (masked sentence pairs for BERT)."""
+    source: Literal["text", "tokens", "arrow", "hdf5", "synthetic"] = "text"
+    """text: files through a tokenizer, in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
+    sentence pairs (BERT); synthetic: generated samples."""
     paths: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Text files or globs. None: a small text that trainyard writes itself (only with tokenizer=bytes)."""
+    """Files or globs; for tokens, names without .bin. None: a small text of our own (only with tokenizer=bytes)."""
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
+    """Shares of a blend, one for each of data.paths; none: the paths are one set."""
+    order: Literal["shuffled", "megatron"] = "shuffled"
+    """shuffled: by train.seed and step, without index files; megatron: what Megatron-LM would see (source=tokens)."""
+    split: str | None = None
+    """Documents for training, validation and test, such as 980,10,10 (source=tokens)."""
+    mask_ends: bool = False
+    """Do not predict what begins a document from the end of the one before (text and tokens)."""
     tokenizer: str = "bytes"
     """bytes, the path of a Hugging Face tokenizer.json, or gpt2 (with vocab_file and merges_file)."""
     vocab_file: str | None = None
@@ -44,6 +53,21 @@ class DataSection(Section):
     def _tokenizer_files(self) -> Self:
         if self.tokenizer == "gpt2" and not (self.vocab_file and self.merges_file):
             raise ValueError("tokenizer=gpt2: needs data.vocab_file and data.merges_file")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.weights and len(self.weights) != len(self.paths):
+            raise ValueError(f"weights: {len(self.weights)} for {len(self.paths)} data.paths; one for each")
+        if self.source in ("tokens", "arrow", "hdf5") and not self.paths:
+            raise ValueError(f"paths: missing; source={self.source} reads files")
+        for key, used in (("order", self.order != "shuffled"), ("split", self.split)):
+            if used and self.source != "tokens":
+                raise ValueError(f"{key}: only with source=tokens; source={self.source}")
+        if self.split and self.validation:
+            raise ValueError("split and validation: both hold samples out; keep one")
+        if self.mask_ends and self.source not in ("text", "tokens"):
+            raise ValueError(f"mask_ends: only with source=text or tokens; source={self.source}")
         return self
 
 
@@ -323,8 +347,8 @@ class Config(Section):
         if isinstance(model, BertModel):
             if data.separate:
                 raise ValueError("data.separate=true: BERT's samples hold one pair each; nearest: false")
-            if data.source != "synthetic":
-                raise ValueError(f"data.source={data.source}: BERT reads masked sentence pairs; nearest: synthetic")
+            if data.source not in ("hdf5", "synthetic"):
+                raise ValueError(f"data.source={data.source}: BERT reads masked sentence pairs; nearest: hdf5")
             if data.predictions > data.sequence - 3:
                 raise ValueError(
                     f"data.predictions={data.predictions}: more than a sample of data.sequence={data.sequence} holds; "

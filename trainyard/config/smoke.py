@@ -36,6 +36,9 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     data["data"] |= {
         "source": "synthetic" if bert else "text",
         "paths": [],
+        "weights": [],
+        "order": "shuffled",
+        "split": None,
         "tokenizer": "bytes",
         "vocab_file": None,
         "merges_file": None,

@@ -7,6 +7,7 @@ from the beginning (compressed files) is read by the parent and handed out.
 
 import glob
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,8 @@ PIECE = 4 << 20
 LINES = (".json", ".jsonl")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TEXT = (".txt", ".text")
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""JSON can say it; UTF-8 cannot."""
 KINDS = "JSON lines (.json, .jsonl, also .gz and .zst), .txt, .parquet, or a directory of the datasets library"
 
 
@@ -222,6 +225,8 @@ def _read_lines(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
                     why = "not a JSON object"
                 elif missing := [key for key in keys if not isinstance(document.get(key), str)]:
                     why = f"no text under {missing[0]!r}"
+                elif any(SURROGATE.search(document[key]) for key in keys if not document[key].isascii()):
+                    why = "half of a pair of surrogates, which is no character"
                 else:
                     yield tuple(document[key] for key in keys)
         if why:

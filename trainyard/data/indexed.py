@@ -7,6 +7,7 @@ A sequence is a document, or a sentence of one. Whatever an index says is checke
 """
 
 import os
+import shutil
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,10 @@ DTYPES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int
 CODES = {name: code for code, name in DTYPES.items()}
 SMALL_VOCAB = 65500
 """Below it tokens are uint16, as the reference does it."""
+
+PARTS = (".bin", ".idx", ".sizes", ".documents")
+BLOCK = 4 << 20
+"""Bytes of sizes turned into offsets at a time."""
 
 Tokens = NDArray[Any]
 
@@ -73,7 +78,7 @@ class Indexed:
     def contiguous(self) -> bool:
         """Whether sequences lie one after the other with nothing between: so every writer leaves them."""
         ends = np.cumsum(self.sizes, dtype=np.int64)
-        return bool((self.starts == ends - self.sizes).all()) and (not len(ends) or ends[-1] == len(self.tokens))
+        return bool((self.starts == ends - self.sizes).all() and (not len(ends) or ends[-1] == len(self.tokens)))
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
@@ -108,11 +113,12 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
 
 def _check(index: Path, tokens: Path, found: Indexed) -> None:
     if not len(found.sizes):
-        if len(found.documents) > 1 or found.documents.any():
-            raise UserError(f"{index}: documents, but no sequences")
+        if found.documents.any():
+            raise UserError(f"{index}: documents with sequences, but no sequences")
         return
     ends = found.starts + found.sizes
-    wrong = (found.sizes < 0) | (found.starts < 0) | (ends > len(found.tokens))
+    # `ends` may be beyond 64 bits, and then negative.
+    wrong = (found.sizes < 0) | (found.starts < 0) | (ends > len(found.tokens)) | (ends < 0)
     if wrong.any():
         number = int(wrong.argmax())
         raise UserError(
@@ -126,27 +132,30 @@ def _check(index: Path, tokens: Path, found: Indexed) -> None:
 
 
 class Writer:
-    """Writes both files under other names and gives them their own when all is there, the index last."""
+    """Writes both files under other names and gives them their own when all is there, the index last.
+
+    Nothing is kept in memory: sizes and document entries wait in files of their own until their number is known.
+    """
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
         self.code = CODES[dtype]
-        self.sizes: list[NDArray[np.int32]] = []
-        self.documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
-        self.sequences = self.tokens = 0
-        self.file: BinaryIO = self._part(".bin").open("wb")
-
-    def _part(self, suffix: str) -> Path:
-        return self.prefix.with_name(f".{self.prefix.name}{suffix}.part")
+        self.sequences = self.entries = 0
+        self.parts = {suffix: prefix.with_name(f".{prefix.name}{suffix}.part") for suffix in PARTS}
+        self.files: dict[str, BinaryIO] = {suffix: path.open("w+b") for suffix, path in self.parts.items()}
+        self._add_documents(np.zeros(1, np.int64))
 
     def add(self, tokens: Tokens, sizes: NDArray[np.int32], documents: NDArray[np.int64]) -> None:
         """Sequences one after the other, how long each is, and how many sequences each document has."""
         assert tokens.dtype == self.dtype
-        self.file.write(tokens.tobytes())
-        self.sizes.append(sizes)
-        self.documents.append(self.sequences + np.cumsum(documents, dtype=np.int64))
+        self.files[".bin"].write(tokens.tobytes())
+        self.files[".sizes"].write(sizes.astype("<i4").tobytes())
+        self._add_documents(self.sequences + np.cumsum(documents, dtype=np.int64))
         self.sequences += len(sizes)
-        self.tokens += len(tokens)
+
+    def _add_documents(self, entries: NDArray[np.int64]) -> None:
+        self.files[".documents"].write(entries.astype("<i8").tobytes())
+        self.entries += len(entries)
 
     def __enter__(self) -> Self:
         return self
@@ -156,27 +165,28 @@ class Writer:
             if kind is None:
                 self._finish()
         finally:
-            self.file.close()
-            for suffix in (".bin", ".idx"):
-                self._part(suffix).unlink(missing_ok=True)
+            for suffix, file in self.files.items():
+                file.close()
+                self.parts[suffix].unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        sizes = np.concatenate(self.sizes) if self.sizes else np.zeros(0, np.int32)
-        documents = np.concatenate(self.documents)
-        offsets = (np.cumsum(sizes, dtype=np.int64) - sizes) * self.dtype.itemsize
-        with self._part(".idx").open("wb") as index:
-            index.write(HEADER.pack(MAGIC, 1, self.code, len(sizes), len(documents)))
-            for array, dtype in ((sizes, "<i4"), (offsets, "<i8"), (documents, "<i8")):
-                index.write(array.astype(dtype).tobytes())
-            self._sync(index)
-        self._sync(self.file)
+        index, sizes, documents = (self.files[suffix] for suffix in (".idx", ".sizes", ".documents"))
+        index.write(HEADER.pack(MAGIC, 1, self.code, self.sequences, self.entries))
+        sizes.seek(0)
+        shutil.copyfileobj(sizes, index)
+        sizes.seek(0)
+        before = 0
+        while block := sizes.read(BLOCK):
+            ends = before + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64)
+            index.write(((ends - np.frombuffer(block, "<i4")) * self.dtype.itemsize).astype("<i8").tobytes())
+            before = int(ends[-1])
+        documents.seek(0)
+        shutil.copyfileobj(documents, index)
+        for suffix in (".bin", ".idx"):
+            self.files[suffix].flush()
+            os.fsync(self.files[suffix].fileno())
         # An old index must not stand beside new tokens.
         _named(self.prefix, ".idx").unlink(missing_ok=True)
-        os.replace(self._part(".bin"), _named(self.prefix, ".bin"))
-        os.replace(self._part(".idx"), _named(self.prefix, ".idx"))
+        for suffix in (".bin", ".idx"):
+            os.replace(self.parts[suffix], _named(self.prefix, suffix))
         sync_directory(self.prefix.parent)
-
-    @staticmethod
-    def _sync(file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())

@@ -60,8 +60,9 @@ def ordered(
 
 
 def _prepare(parent: int, setup: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    """A worker leaves interrupts to its parent, and dies with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A worker leaves signals to its parent (they often go to both), and dies with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

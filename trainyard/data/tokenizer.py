@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from trainyard.config.schema import DataSection
 from trainyard.data.words import Words
 from trainyard.errors import UserError
 
@@ -135,10 +134,6 @@ class Pieces:
     def number(self, token: str) -> int | None:
         number: int = self.model.piece_to_id(token)
         return number if self.model.id_to_piece(number) == token else None
-
-
-def spec_of(data: DataSection) -> Spec:
-    return Spec(data.tokenizer, data.vocab_file, data.merges_file, data.end_of_text)
 
 
 def open_tokenizer(spec: Spec) -> Tokenizer:

@@ -41,7 +41,7 @@ class Words:
         size = 1 << BITS
         self.first, self.last = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
         self.place, self.count = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.ids = np.zeros(1 << 16, np.int32)
+        self.ids = np.zeros(0, np.int32)
         self.used = self.filled = 0
         self.long: dict[bytes, list[int]] = {}
 
@@ -137,13 +137,8 @@ class Words:
         slots[lengths > LONGEST] = -2
         new = np.flatnonzero(slots == -1)
         if len(new):
-            pairs = np.stack((first[new], last[new]), 1)
-            _, firsts, inverse = np.unique(pairs.view("u8,u8"), return_index=True, return_inverse=True)
-            found = np.empty(len(firsts), np.int64)
-            for number, which in enumerate(new[firsts].tolist()):
-                tokens = self._tokens(data[at[which] : at[which] + lengths[which]])
-                found[number] = self._insert(first[which], last[which], tokens)
-            slots[new] = found[inverse.reshape(-1)]
+            self._learn(data, first[new], last[new], at[new], at[new] + lengths[new])
+            slots[new] = self._look(first[new], last[new])
         without = np.flatnonzero(slots < 0)
         ends = (at + lengths)[without].tolist()
         spans = zip(without.tolist(), at[without].tolist(), ends, strict=True)
@@ -168,21 +163,39 @@ class Words:
         mixed = (first ^ (last * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
         return (mixed >> np.uint64(64 - BITS)).astype(np.int64)
 
-    def _insert(self, first: np.uint64, last: np.uint64, tokens: list[int]) -> int:
-        """The new slot, or -1 where the table is full."""
-        if self.used * 2 >= 1 << BITS:
-            return -1
-        slot = int(self._slot(np.array([first]), np.array([last]))[0])
-        while self.last[slot]:
-            slot = (slot + 1) & ((1 << BITS) - 1)
-        self.first[slot], self.last[slot] = first, last
-        if self.filled + len(tokens) > len(self.ids):
-            self.ids = np.concatenate((self.ids, np.zeros_like(self.ids)))
-        self.ids[self.filled : self.filled + len(tokens)] = tokens
-        self.place[slot], self.count[slot] = self.filled, len(tokens)
-        self.filled += len(tokens)
-        self.used += 1
-        return slot
+    def _learn(
+        self,
+        data: bytes,
+        first: NDArray[np.uint64],
+        last: NDArray[np.uint64],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> None:
+        """Give words a slot each, as far as there is room."""
+        order = np.lexsort((first, last))
+        first, last = first[order], last[order]
+        once = np.ones(len(order), np.bool_)
+        once[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
+        once[np.cumsum(once) > (1 << BITS) // 2 - self.used] = False
+        first, last, which = first[once], last[once], order[once]
+        spans = zip(starts[which].tolist(), ends[which].tolist(), strict=True)
+        tokens = [self._tokens(data[start:end]) for start, end in spans]
+        count = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        place = self.filled + np.cumsum(count) - count
+        self.ids = np.concatenate((self.ids[: self.filled], np.array([id for row in tokens for id in row], np.int32)))
+        self.filled = len(self.ids)
+        self.used += len(which)
+        slots = self._slot(first, last)
+        left = np.arange(len(which))
+        while len(left):
+            # Of those that want the same free slot, one gets it; the others go on to the next.
+            free = left[self.last[slots[left]] == 0]
+            free = free[np.unique(slots[free], return_index=True)[1]]
+            here = slots[free]
+            self.first[here], self.last[here] = first[free], last[free]
+            self.place[here], self.count[here] = place[free], count[free]
+            left = np.setdiff1d(left, free, assume_unique=True)
+            slots[left] = (slots[left] + 1) & ((1 << BITS) - 1)
 
     def _long_tokens(self, word: bytes) -> list[int]:
         tokens = self.long.get(word)

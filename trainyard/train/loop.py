@@ -18,7 +18,7 @@ from trainyard.checkpoint.hf import save_hf, values_of
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.data.loader import Loader
-from trainyard.data.sources import open_sources
+from trainyard.data.open import open_sources
 from trainyard.errors import RunStopped, UserError
 from trainyard.files import write_whole
 from trainyard.kernels.fp8 import Fp8
@@ -105,8 +105,8 @@ class Trainer:
         own_evaluation = config.evaluate.function
         self.evaluation = evaluate or (import_function(own_evaluation, "evaluate.function") if own_evaluation else None)
 
-        train, held_out = open_sources(config, say)
-        self.loader = Loader(train, config.train.global_batch, config.train.seed)
+        train, held_out, shuffle = open_sources(config, say)
+        self.loader = Loader(train, config.train.global_batch, config.train.seed, shuffle)
         self.held_out = (
             Loader(held_out, config.train.global_batch, config.train.seed, shuffle=False) if held_out else None
         )

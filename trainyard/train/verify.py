@@ -22,9 +22,11 @@ from trainyard.train.whole import whole
 Tensors = dict[str, Tensor]
 LOSS, CLOSE = 1e-6, 1e-5
 """Largest relative differences in fp32. Of a tensor: over its largest element."""
-FLOOR = 1e-4
-"""Of the largest element of all tensors: what smaller tensors are measured against."""
-LOSS_BF16, CLOSE_BF16, FLOOR_BF16 = 5e-3, 0.1, 1e-2
+FLOOR = 1e-2
+"""Of the largest element of all tensors: what smaller tensors are measured against, so that CLOSE of it is what fp32
+rounds off. Sums that cancel (the bias of the next-sentence head, where a batch has as many true pairs as false ones)
+leave the rounding of what they are made of."""
+LOSS_BF16, CLOSE_BF16, FLOOR_BF16 = 5e-3, 0.1, 2e-2
 """The same where bf16 rounds each product differently: of a sum that cancels, little but rounding is left."""
 
 

@@ -2,4 +2,14 @@
 
 import typer
 
-app = typer.Typer(help="Prepare data: extract, tokenize, pack, bert, inspect.", no_args_is_help=True)
+from trainyard.cli.data import bert, extract, inspect, pack, tokenize
+
+app = typer.Typer(
+    help="Prepare data: extract, tokenize, pack, bert, inspect.", no_args_is_help=True, add_completion=False
+)
+
+app.command("extract")(extract.extract)
+app.command("tokenize")(tokenize.run)
+app.command("pack")(pack.pack)
+app.command("bert")(bert.bert)
+app.command("inspect")(inspect.inspect)

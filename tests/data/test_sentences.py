@@ -1,0 +1,70 @@
+"""Sentences end where a reader would say so, and nothing of the text is lost."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainyard.data.sentences import split
+
+CASES = {
+    "titles": ["Mr. Smith met Dr. Jones on St. James Street.", "They spoke."],
+    "initials": ["J. R. R. Tolkien wrote it.", "So did C. S. Lewis.", "J. A. I. Champion did not."],
+    "latin": ["Fruit, e.g. Apples, i.e. Malus, was sold.", "Tea, cf. Coffee, was not."],
+    "country": ["He came to the U.S. Senate in May.", "He left the U.S.", "The rest stayed."],
+    "company": ["Acme Inc. Boston sold it.", "It was made by Acme Inc.", "They closed."],
+    "decimals": ["It cost 3.14 dollars, or .5 of that.", "Version 2.0.1 came next."],
+    "ellipsis": ["He waited... and waited.", "Nobody came...", "He left…", "Then it rained."],
+    "quotes": ['"Stop!" he said.', '"Why?"', "“It is late.”", "(It was.)", "He went."],
+    "several": ["What?!", "No!!!", "Yes."],
+    "marks": ["It was so.[1][23]", "It still is.[4]"],
+    "name with a stop": ["Yahoo! is a company.", "So was AOL."],
+    "numbered": ["1. First things come first.", "Then others."],
+    "letter": ["It has vitamin C.", "It also has iron."],
+    "time": ["At 5 p.m. John left.", "At 6 p.m.", "He came back."],
+    "hindi": ["यह पहला है।", "यह दूसरा है।"],
+}
+TEXTS = st.text(st.sampled_from("aAbI1 .?!…。！\n\r\t\"')]»「」([ U.S. Mr. \u2028\x1c\x85"), max_size=80)
+
+
+@pytest.mark.parametrize("sentences", CASES.values(), ids=CASES.keys())
+def test_sentences_are_found(sentences: list[str]) -> None:
+    assert split(" ".join(sentences)) == sentences
+
+
+def test_stops_of_chinese_and_japanese_need_no_space() -> None:
+    assert split("他来了。她走了！“真的吗？”好。") == ["他来了。", "她走了！", "“真的吗？”", "好。"]
+    assert split("「行こう。」と言った。雨だ。") == ["「行こう。」", "と言った。", "雨だ。"]
+
+
+def test_a_line_ends_a_sentence() -> None:
+    assert split("A heading\n\nSome text goes\r\nhere. More  \n") == ["A heading", "Some text goes", "here.", "More"]
+    assert split(" \n\t ") == split("") == []
+
+
+def test_newlines_are_kept_with_the_sentence_before() -> None:
+    assert split("\nOne.  Two.\n\nThree", keep_newlines=True) == ["\nOne.  ", "Two.\n\n", "Three"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(TEXTS | st.text(max_size=60))
+def test_nothing_is_lost(text: str) -> None:
+    sentences = split(text)
+    at = 0
+    for sentence in sentences:
+        assert sentence == sentence.strip() != ""
+        found = text.index(sentence, at)
+        assert not text[at:found].strip()
+        at = found + len(sentence)
+    assert not text[at:].strip()
+    kept = split(text, keep_newlines=True)
+    assert "".join(kept) == (text if text.strip() else "")
+    assert [sentence.strip() for sentence in kept] == sentences
+
+
+@pytest.mark.parametrize("unit", [".", " ", ". ", '.""', ".[1", "\n", "A. ", "(", "1. A ", "Mr. ", "。"])
+def test_no_text_takes_long(unit: str) -> None:
+    start = time.monotonic()
+    split("a. " + unit * 100_000)
+    assert time.monotonic() - start < 5

@@ -1,0 +1,308 @@
+"""Text to token files: the bytes of the reference's algorithm, from any kind of file, by any number of workers."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+from reference import Gpt2, token_files
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from trainyard.data import documents, words
+from trainyard.data.documents import Bad
+from trainyard.data.indexed import Indexed
+from trainyard.data.story import stories
+from trainyard.data.tokenize import Job, tokenize
+from trainyard.data.tokenizer import Spec, open_tokenizer
+from trainyard.data.words import Words
+from trainyard.errors import UserError
+
+ODD = [
+    "don't I'll we've you're it's he'd I'm 'tis 'S 'LL ''s  's\n's\t'll'll'x's",
+    "  two  spaces   and\n\n\nlines \t tabs\u00a0\u2003wide\u3000 end   ",
+    "naïve café 東京 ２０２４ ½ ²³ Ⅷ ١٢٣ 𝒳𝒴 🤖🤖👩‍👩‍👧 e\u0301 ﬁ",
+    "a1b2 3.14 x_y __init__ $100 (a)[b]{c} <|endoftext|> \x00\x01\x1c\x85 \u200b",
+    "averyveryverylongwordthatdoesnotfit pneumonoultramicroscopic 123456789012345678901234567890",
+    "",
+    " ",
+    "\n",
+    "'",
+    "x",
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's two files, small, and ordered as they come from training."""
+    where = tmp_path_factory.mktemp("gpt2")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([*ODD, *stories(50)], trainer)
+    tokenizer.model.save(str(where))
+    return where
+
+
+def spec(files: Path) -> Spec:
+    return Spec("gpt2", str(files / "vocab.json"), str(files / "merges.txt"))
+
+
+def reference(files: Path) -> Gpt2:
+    return Gpt2(files / "vocab.json", files / "merges.txt")
+
+
+PIECES = st.sampled_from(
+    ["'", "s", "'s", "'ll", "'re", "t", " ", "  ", "\n", "\t", "é", "東", "1", "½", "!", "…", "_", "A", "'t"]
+)
+TEXTS = st.lists(
+    st.one_of(
+        st.lists(PIECES, max_size=12).map("".join), st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=20)
+    ),
+    max_size=6,
+)
+
+
+@given(TEXTS)
+@settings(max_examples=300, deadline=None)
+def test_words_are_encoded_as_the_reference_does(files: Path, texts: list[str]) -> None:
+    tokenizer = open_tokenizer(spec(files))
+    tokens, counts = tokenizer.encode(texts)
+    wanted = [reference(files).encode(text) for text in texts]
+    assert counts.tolist() == [len(each) for each in wanted]
+    assert tokens.tolist() == [token for each in wanted for token in each]
+
+
+def test_odd_texts_and_a_full_table(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds no place in the table is encoded all the same; so are parts of any size."""
+    texts = [*ODD, *stories(30)] * 2
+    wanted = [token for text in texts for token in reference(files).encode(text)]
+    for bits, characters in ((19, 1 << 17), (5, 1 << 17), (19, 50)):
+        monkeypatch.setattr(words, "BITS", bits)
+        monkeypatch.setattr(words, "CHARACTERS", characters)
+        tokenizer = open_tokenizer(spec(files))
+        assert isinstance(tokenizer.words, Words)
+        assert tokenizer.encode(texts)[0].tolist() == wanted
+        assert tokenizer.words.used <= 1 << bits
+
+
+def lines(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text, "title": text[:5]}) + "\n" for text in texts))
+
+
+def run(paths: list[Path], prefix: Path, job: Job, workers: int = 1, strict: bool = False) -> list[Bad]:
+    bad: list[Bad] = []
+    tokenize(paths, prefix, job, workers, strict, bad.append, lambda *_: None)
+    return bad
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_the_bytes_are_the_references_for_any_number_of_workers(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, append: bool
+) -> None:
+    texts = [*ODD, *stories(40)]
+    lines(tmp_path / "a.jsonl", texts)
+    monkeypatch.setattr(documents, "PIECE", 700)
+    plain = reference(files)
+    end = [plain.numbers["<|endoftext|>"]] if append else []
+    wanted = token_files([[plain.encode(text) + end] for text in texts if text], "<u2", 8)
+    for workers in (1, 3):
+        run([tmp_path / "a.jsonl"], tmp_path / "out", Job(spec(files), append_eod=append), workers)
+        for data, suffix in zip(wanted, (".bin", ".idx"), strict=True):
+            assert (tmp_path / f"out_text_document{suffix}").read_bytes() == data
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_every_kind_of_input_gives_the_same(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    texts = [text for text in [*ODD, *stories(30)] if text]
+    lines(tmp_path / "a.jsonl", texts)
+    data = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.json").write_bytes(data.rstrip(b"\n"))  # no newline at the end
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(data))
+    with pa.output_stream(str(tmp_path / "d.jsonl.zst"), compression="zstd") as out:
+        out.write(data)
+    parquet.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "e.parquet", row_group_size=7)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "f"), num_shards=2)
+    (tmp_path / "g").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "g" / f"{number:04}.txt").write_bytes(text.encode())
+    monkeypatch.setattr(documents, "PIECE", 500)
+    found = {}
+    for path in sorted(tmp_path.glob("[a-g]*")):
+        inputs = documents.inputs([str(path / "*.txt") if path.name == "g" else str(path)])
+        assert run(inputs, tmp_path / f"out-{path.name}", Job(spec(files)), 1) == []
+        found[path.name] = (tmp_path / f"out-{path.name}_text_document.bin").read_bytes()
+        assert documents.size(inputs) > 0
+    assert len(found) == 7
+    assert len(set(found.values())) == 1
+
+
+def test_sentences_are_sequences_of_their_document(files: Path, tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", ["One is here. Two is there! Is three?", "", "Alone."])
+    run([tmp_path / "a.jsonl"], tmp_path / "out", Job(spec(files), ("text",), True, sentences=True))
+    data = Indexed(tmp_path / "out_text_sentence")
+    assert data.documents.tolist() == [0, 3, 4]
+    tokenizer = open_tokenizer(spec(files))
+    assert [tokenizer.decode(data.sequence(number).tolist()) for number in range(4)] == [
+        "One is here.",
+        "Two is there!",
+        "Is three?<|endoftext|>",
+        "Alone.<|endoftext|>",
+    ]
+
+
+def test_several_keys_make_several_sets(files: Path, tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", ["some longer text"])
+    run([tmp_path / "a.jsonl"], tmp_path / "out", Job(spec(files), ("text", "title")))
+    tokenizer = open_tokenizer(spec(files))
+    texts = [
+        tokenizer.decode(Indexed(tmp_path / f"out_{key}_document").sequence(0).tolist()) for key in ("text", "title")
+    ]
+    assert texts == ["some longer text", "some "]
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{number}": number for number in range(65_500)} | {"</s>": 65_500}, unk_token="w0")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lines(tmp_path / "a.jsonl", ["w1 w65499"])
+    run([tmp_path / "a.jsonl"], tmp_path / "out", Job(Spec(str(tmp_path)), append_eod=True))
+    data = Indexed(tmp_path / "out_text_document")
+    assert data.dtype == np.int32
+    assert data.tokens.tolist() == [1, 65_499, 65_500]
+
+
+def test_bad_lines_are_named_and_skipped_or_fatal(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [json.dumps({"text": f"document {number}"}).encode() for number in range(7)]
+    bad = [b"{", b'{"text": "\\ud800"}', b"[1]", b'{"text": 5}', b'{"other": "x"}', b'{"text": "\xff"}', b"null"]
+    rows = [row for pair in zip(good, bad, strict=True) for row in pair]
+    for name, data in (("a.jsonl", b"\n".join(rows)), ("b.jsonl.gz", gzip.compress(b"\n".join(rows) + b"\n"))):
+        path = tmp_path / name
+        path.write_bytes(data)
+        monkeypatch.setattr(documents, "PIECE", 40)
+        found = run([path], tmp_path / "out", Job(spec(files)))
+        assert [each.place for each in found] == [f"line {number}" for number in range(2, 15, 2)]
+        assert len(Indexed(tmp_path / "out_text_document")) == 7
+        with pytest.raises(UserError, match=f"{name}: line 2: not JSON"):
+            run([path], tmp_path / "strict", Job(spec(files)), strict=True)
+        assert not list(tmp_path.glob("*strict*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.jsonl", b'[{"text": "x"}]', "one JSON array"),
+        ("a.csv", b"text", "not a kind of file"),
+        ("a.jsonl.gz", b"not gzip", "cannot be unpacked"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 5000)[:-20], "cannot be unpacked"),
+        ("a.parquet", b"not parquet", "not a Parquet file"),
+        ("a.jsonl", b'{"text": ""}\n', "no document with any text"),
+        ("a.jsonl", b"", "no document with any text"),
+    ],
+)
+def test_bad_files_are_one_line(files: Path, tmp_path: Path, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=words) as caught:
+        run(documents.inputs([str(tmp_path / name)]), tmp_path / "out", Job(spec(files)))
+    assert "\n" not in str(caught.value)
+    assert not [path for path in tmp_path.iterdir() if path.name != name]
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.lists(
+            st.sampled_from([b'{"text": "a"}', b"{}", b"\n", b'"', b"\xff", b"[", b"\\u", b"\x00"]), max_size=9
+        ).map(b"".join),
+    ),
+    st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt"]),
+)
+@settings(max_examples=250, deadline=None)
+def test_random_bytes_are_read_or_refused(
+    files: Path, tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz", numbered=True) / name
+    path.write_bytes(data)
+    with suppress(UserError):
+        run([path], path.parent / "out", Job(spec(files)))
+        assert len(Indexed(path.parent / "out_text_document"))
+    assert not list(path.parent.glob(".*"))
+
+
+def command(files: Path, *words: str) -> list[str]:
+    own = ["--vocab-file", str(files / "vocab.json"), "--merge-file", str(files / "merges.txt")]
+    return [sys.executable, "-m", "trainyard", "data", "tokenize", *own, *words]
+
+
+def test_the_command(files: Path, tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", stories(30))
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("broken\n")
+    words = [
+        "--input",
+        str(tmp_path / "*.jsonl"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--append-eod",
+        "--workers",
+        "2",
+    ]
+    words += ["--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", "--log-interval", "100"]
+    done = subprocess.run(command(files, *words), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "30 documents" in done.stdout
+    assert "1 lines skipped" in done.stdout
+    assert "a.jsonl: line 31: not JSON" in done.stderr
+    again = subprocess.run(command(files, *words), capture_output=True, text=True)
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+    assert again.stderr.count("\n") == 1
+
+
+def test_a_kill_leaves_no_files_and_no_workers(files: Path, tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", stories(400) * 60)
+    words = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "2"]
+    for delay in (0.0, 0.2):
+        process = subprocess.Popen(command(files, *words), start_new_session=True, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + 30
+        while not list(tmp_path.glob(".out*.bin.part")) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not list(tmp_path.glob("out*"))
+        end = time.monotonic() + 10
+        while _alive(process.pid) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not _alive(process.pid)
+    done = subprocess.run(command(files, *words), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.jsonl",
+        "out_text_document.bin",
+        "out_text_document.idx",
+    ]
+
+
+def _alive(group: int) -> bool:
+    """Whether any process of the session is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

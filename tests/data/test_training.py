@@ -1,0 +1,69 @@
+"""From files to losses: every kind of set trains, and neither micro batches nor a later start change what is seen."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.data.test_rows import write
+from trainyard import Trainer
+from trainyard.config.schema import Config
+from trainyard.data.arrow_write import Writer as ArrowWriter
+from trainyard.data.hdf5_file import Shape, record
+from trainyard.data.hdf5_file import write as write_hdf5
+
+
+def tokens(directory: Path) -> dict[str, Any]:
+    write(directory / "a", [30, 7, 50, 1, 80], dtype="uint16")
+    return {"source": "tokens", "paths": [str(directory / "a")], "separate": True, "mask_ends": True}
+
+
+def megatron(directory: Path) -> dict[str, Any]:
+    write(directory / "a", [30, 7, 50, 1, 80], dtype="uint16")
+    return {"source": "tokens", "paths": [str(directory / "a")], "order": "megatron"}
+
+
+def blend(directory: Path) -> dict[str, Any]:
+    write(directory / "a", [60, 40], dtype="uint16")
+    write(directory / "b", [90], first=100, dtype="int32")
+    paths = [str(directory / name) for name in "ab"]
+    return {"source": "tokens", "paths": paths, "weights": [0.3, 0.7], "validation": 0.2}
+
+
+def arrow(directory: Path) -> dict[str, Any]:
+    with ArrowWriter(directory / "set", {"input_ids": "int32", "position_ids": "int32"}) as writer:
+        rows = np.arange(20 * 16, dtype=np.int32).reshape(20, 16) % 250
+        writer.add({"input_ids": rows, "position_ids": np.tile(np.arange(16, dtype=np.int32), (20, 1))})
+    return {"source": "arrow", "paths": [str(directory / "set")], "separate": True}
+
+
+def hdf5(directory: Path) -> dict[str, Any]:
+    samples = np.zeros(30, record(16, 4, 128))
+    rng = np.random.RandomState(0)
+    samples["tokens"] = rng.randint(4, 128, (30, 16))
+    samples["labels"], samples["places"] = rng.randint(4, 128, (30, 4)), [1, 3, 5, 7]
+    samples["mask"], samples["next_sentence"] = 0xFF, rng.randint(0, 2, 30)
+    write_hdf5(directory / "x_training_00000.hdf5", [samples], Shape(30, 16, 4))
+    return {"source": "hdf5", "paths": [str(directory / "*_training_*.hdf5")], "predictions": 4}
+
+
+def config(data: dict[str, Any], micro: int) -> Config:
+    family = "bert" if data["source"] == "hdf5" else "llama"
+    train = {"steps": 6, "global_batch": 4, "micro_batch": micro}
+    return tiny.config(family, data={"sequence": 16, **data}, train=train)
+
+
+@pytest.mark.parametrize("make", [tokens, megatron, blend, arrow, hdf5])
+def test_a_run_sees_the_same_whatever_its_micro_batch_and_wherever_it_starts(make: Any, tmp_path: Path) -> None:
+    data = make(tmp_path)
+    losses = []
+    for micro, first in ((1, 0), (4, 0), (2, 3)):
+        trainer = Trainer(config(data, micro))
+        found = [trainer.step(trainer.loader.batch(step), step + 1, 0.0).loss for step in range(first, 6)]
+        losses.append([float(loss) for loss in found])
+    whole, other, late = losses
+    assert other == pytest.approx(whole, rel=1e-5)
+    assert late == pytest.approx(whole[3:], rel=1e-5)
+    assert all(np.isfinite(whole))

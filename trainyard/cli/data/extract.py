@@ -1,0 +1,121 @@
+"""`trainyard data extract`: a MediaWiki dump to JSON lines."""
+
+import glob
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainyard.cli.data.screen import Screen
+from trainyard.data.wiki import ARTICLES, BYTES, REASONS, Bad
+from trainyard.data.wiki import extract as write
+from trainyard.data.wiki_dump import open_dump
+from trainyard.data.wiki_progress import Job, State, begin, claimed, shard_name
+from trainyard.errors import UserError
+
+SHOWN = 20
+"""Pages that cannot be read are shown up to so many, and counted beyond."""
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def extract(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="DUMP...", help="Files or globs: XML, or .bz2 or .gz of it.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For wiki_00000.jsonl and so on.")],
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="BYTES", help="Of JSON text in a file, about; K, M and G are known.")
+    ] = "256M",
+    namespaces: Annotated[
+        str, typer.Option("--namespaces", metavar="N,N", help="By number; 0 has the articles.")
+    ] = "0",
+    min_text: Annotated[int, typer.Option("--min-text", min=0, metavar="CHARS", help="Leave out shorter ones.")] = 0,
+    compress: Annotated[bool, typer.Option("--compress", help="Write .jsonl.gz.")] = False,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Processes.", show_default="all cores")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="End at the first page that cannot be read.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Remove what is in DIR and begin anew.")] = False,
+) -> None:
+    """Turn a MediaWiki dump into plain text: JSON lines with id, url, title and text.
+
+    Articles keep the order of the dump. Redirects are left out, and so are templates (but for a few), tables, pictures
+    and references. A run that was killed goes on after its last complete file when it is started again.
+
+    Examples:
+
+      trainyard data extract enwiki-latest-pages-articles-multistream.xml.bz2 --output wiki
+
+      trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200 --workers 16
+    """
+    job = Job(_bytes(shard_size), _numbers(namespaces), min_text, compress)
+    dumps = [open_dump(path) for path in _files(inputs)]
+    output = output.expanduser()
+    total, start, shown = sum(dump.path.stat().st_size for dump in dumps), time.monotonic(), 0
+
+    def bad(what: Bad) -> None:
+        nonlocal shown
+        shown += 1
+        if shown <= SHOWN:
+            print(f"skipped: {what.path}: byte {what.byte} of its XML: {what.why}", file=sys.stderr)
+        if shown == SHOWN + 1:
+            print("more pages are skipped and counted", file=sys.stderr)
+
+    with claimed(output):
+        state = begin(dumps, output, job, restart)
+        if state.finished:
+            print("finished already; --restart begins anew")
+        else:
+            if state.shards:
+                print(
+                    f"goes on after {shard_name(state.shards - 1, job)}: {state.counts[ARTICLES]:,} articles are there"
+                )
+            with Screen("extract") as screen:
+
+                def show(done: int) -> None:
+                    screen.show(done, total, f"{state.counts[ARTICLES]:,} articles")
+
+                write(dumps, output, job, state, workers or os.cpu_count() or 1, strict, bad, show)
+    print(f"{summary(state)}, {time.monotonic() - start:.1f} s")
+    if state.shards:
+        print(f"  {output / shard_name(0, job)} and so on   (trainyard data tokenize --input takes them)")
+
+
+def summary(state: State) -> str:
+    counts = state.counts
+    skipped = ", ".join(f"{counts[reason]:,} {words}" for reason, words in REASONS.items() if counts[reason])
+    return (
+        f"{counts[ARTICLES]:,} articles, {counts[BYTES]:,} bytes of JSON in {state.shards} shards"
+        f"{'; skipped: ' + skipped if skipped else ''}"
+    )
+
+
+def _bytes(words: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", words.strip(), re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise UserError(f"--shard-size {words}: not a number of bytes; nearest: 256M")
+    return int(match[1]) * UNITS[match[2].upper()]
+
+
+def _numbers(words: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted({int(word) for word in words.split(",")}))
+    except ValueError:
+        raise UserError(f"--namespaces {words}: not numbers with commas between; nearest: 0") from None
+
+
+def _files(patterns: list[str]) -> list[Path]:
+    """By name or glob, sorted within each pattern."""
+    found: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path)))]
+        if not matches:
+            raise UserError(f"{pattern}: no such file")
+        found += matches
+    return found

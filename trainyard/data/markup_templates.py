@@ -1,0 +1,195 @@
+"""The few templates that carry words of the sentence around them; without their text that sentence would have a hole.
+
+A template's definition is in the dump, but expanding it takes most of a wiki engine. All that are not named here are
+dropped with their arguments, citations and infoboxes above all.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+PATTERNS = {
+    # what one reads: the templates that show it, in lower case; {1} is the first argument
+    "{1}": "nowrap, nobr, no wrap, small, smaller, big, larger, em, strong, bold, italic, abbr, tooltip, vanchor, "
+    "visible anchor, ill, interlanguage link, math, mvar, chem2, flag, flagcountry, angle bracket, angbr, sup, sub, "
+    "smallcaps, small caps, sc, not a typo, proper name, as written, columns-list, flatlist, plainlist, underline, "
+    "u, nihongo2",
+    "{2}": "lang, langx, langr, langue, script, color, colour, font color, font colour, resize",
+    "\n{1}\n": "quote, blockquote, cquote, quotation, centered pull quote, pull quote, poem quote, poemquote",
+    "c. {1}": "circa, c., ca.",
+    "fl. {1}": "floruit, fl.",
+    "r. {1}": "reign, r.",
+    "US${1}": "us$, usd",
+    "£{1}": "gbp, £",
+    "€{1}": "eur, €",
+    "₹{1}": "inr, ₹",
+    "¥{1}": "jpy, ¥",
+    "{1} {2}": "unité, unidad",
+    "{1} [sic]": "sic",
+    " ": "nbsp, space, spaces, thinsp, hair space, thin space",
+    "–": "ndash, en dash, endash, –",
+    " – ": "snd, spnd, spaced ndash, spaced en dash, dash",
+    "—": "mdash, em dash, emdash, —",
+    " · ": "·, dot, middot, bullet, •",
+    "'": "', apostrophe",
+    "'s": "'s",
+    "|": "!",
+    "=": "=",
+    "π": "pi",
+    "×": "times",
+}
+
+UNITS = {
+    "km2": "km²", "m2": "m²", "cm2": "cm²", "mi2": "sq mi", "sqmi": "sq mi", "sqkm": "km²", "sqft": "sq ft",
+    "ft2": "sq ft", "sqm": "m²", "m3": "m³", "km3": "km³", "ft3": "cu ft", "cuft": "cu ft", "kph": "km/h",
+    "km/h": "km/h", "C": "°C", "F": "°F", "K": "K", "acre": "acres", "mile": "miles", "foot": "feet", "LT": "long tons",
+    "impgal": "imp gal", "USgal": "US gal", "nmi": "nautical miles", "kn": "knots",
+}  # fmt: skip
+RANGES = {
+    "to": " to ",
+    "-": "–",
+    "–": "–",
+    "and": " and ",
+    "or": " or ",
+    "by": " by ",
+    "x": " × ",
+    "×": " × ",
+    "+/-": " ± ",
+}
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+
+NAME = re.compile(r"[\w -]{1,40}")
+NUMBER = re.compile(r"[-−+]?[\d.,/ ]+(?:e[-+]?\d+)?", re.IGNORECASE)
+HOLE = re.compile(r"\{(\d)\}")
+
+
+class Arguments:
+    """What stands between the bars: by number, from 1 on, or by name. One that is not there is empty."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self.values: dict[str, str] = {}
+        self.count = 0
+        for part in parts:
+            name, equals, value = part.partition("=")
+            if equals and NAME.fullmatch(name.strip()):
+                self.values[name.strip()] = value.strip()
+            else:
+                self.count += 1
+                self.values[str(self.count)] = part.strip()
+        if "1" not in self.values:
+            self.values["1"] = next(
+                (self.values[key] for key in ("text", "quote", "content") if key in self.values), ""
+            )
+
+    def __getitem__(self, key: int | str) -> str:
+        return self.values.get(str(key), "")
+
+    def plain(self) -> list[str]:
+        """Those without a name, in order."""
+        return [self[number] for number in range(1, self.count + 1)]
+
+
+Rule = Callable[[Arguments], str]
+
+
+def pattern(shown: str) -> Rule:
+    """{{circa|1900}} shows "c. 1900", and {{circa}} "c."."""
+
+    def rule(arguments: Arguments) -> str:
+        return HOLE.sub(lambda hole: arguments[hole[1]], shown).strip(" ")
+
+    return rule if HOLE.search(shown) else lambda _: shown
+
+
+def convert(arguments: Arguments) -> str:
+    """{{convert|5|to|6|km|mi}}: "5 to 6 km". What it would be in another unit is left out."""
+    words = arguments.plain()
+    shown, at = "", 0
+    while at < len(words) and NUMBER.fullmatch(words[at]):
+        shown += words[at]
+        if at + 2 < len(words) and words[at + 1] in RANGES:
+            shown += RANGES[words[at + 1]]
+            at += 2
+            continue
+        if at + 1 < len(words):
+            shown += " " + UNITS.get(words[at + 1], words[at + 1])
+        # 5 ft 6 in
+        if at + 3 < len(words) and NUMBER.fullmatch(words[at + 2]) and not NUMBER.fullmatch(words[at + 3]):
+            shown += " "
+            at += 2
+            continue
+        break
+    return shown
+
+
+def fraction(arguments: Arguments) -> str:
+    """{{frac|2}}: 1/2; {{frac|3|4}}: 3/4; {{frac|1|3|4}}: 1 3/4."""
+    words = arguments.plain()
+    shown = ("", "1/{0}", "{0}/{1}", "{0} {1}/{2}")[len(words)] if len(words) < 4 else ""
+    return shown.format(*words)
+
+
+def value(arguments: Arguments) -> str:
+    """{{val|1.5|e=6|u=km}}: "1.5×10^6 km"."""
+    power = f"×10^{arguments['e']}" if arguments["e"] else ""
+    unit = arguments["u"] or arguments["ul"]
+    return f"{arguments[1]}{power}{' ' + unit if unit else ''}" if arguments[1] else ""
+
+
+def as_of(arguments: Arguments) -> str:
+    """{{as of|2019|5|4}}: "As of 4 May 2019"."""
+    year, month, day = arguments[1], arguments[2], arguments[3]
+    if month.isdecimal() and 1 <= int(month) <= 12:
+        month = MONTHS[int(month) - 1]
+    first = "as of" if arguments["lc"] else "As of"
+    return " ".join(filter(None, (arguments["alt"] or first, *(() if arguments["alt"] else (day, month, year)))))
+
+
+def nihongo(arguments: Arguments) -> str:
+    """{{nihongo|English|kanji|romaji}}: "English (kanji, romaji)"."""
+    inside = ", ".join(filter(None, (arguments[2], arguments[3])))
+    return " ".join(filter(None, (arguments[1], f"({inside})" if inside else "")))
+
+
+def last(arguments: Arguments) -> str:
+    return arguments[arguments.count]
+
+
+def joined(arguments: Arguments) -> str:
+    return "".join(arguments.plain())
+
+
+def listed(arguments: Arguments) -> str:
+    return ", ".join(filter(None, arguments.plain()))
+
+
+RULES: dict[str, Rule] = {
+    name: pattern(shown) for shown, names in PATTERNS.items() for name in names.split(", ")
+} | {
+    "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": value,
+    "as of": as_of, "nihongo": nihongo, "transl": last,
+    "transliteration": last, "chem": joined, "linktext": joined, "hlist": listed, "unbulleted list": listed,
+}  # fmt: skip
+
+
+def show(name: str, arguments: Sequence[str]) -> str:
+    """What one reads of a template; nothing of those that are not known."""
+    key = name.strip().replace("_", " ").lower()
+    rule = RULES.get(key)
+    if rule:
+        return rule(Arguments(arguments))
+    if key.startswith("lang-"):
+        return Arguments(arguments)[1]
+    return key.removeprefix("formatnum:").strip() if key.startswith("formatnum:") else ""
