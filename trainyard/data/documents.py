@@ -22,6 +22,7 @@ PIECE = 4 << 20
 LINES = (".json", ".jsonl")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TEXT = (".txt", ".text")
+DECODER = json.JSONDecoder()
 SURROGATE = re.compile("[\ud800-\udfff]")
 """JSON can say it; UTF-8 cannot."""
 KINDS = "JSON lines (.json, .jsonl, also .gz and .zst), .txt, .parquet, or a directory of the datasets library"
@@ -215,7 +216,7 @@ def _read_lines(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
         why = ""
         if line.strip():
             try:
-                document: Any = json.loads(line)
+                document: Any = DECODER.decode(line.decode())
             except UnicodeDecodeError:
                 why = "not UTF-8"
             except (ValueError, RecursionError) as error:

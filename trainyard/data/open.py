@@ -75,8 +75,8 @@ def _open(config: Config, paths: tuple[str, ...], say: Say) -> tuple[Source, Sou
         pairs = Hdf5Pairs(_files(paths), data.sequence, data.predictions, say)
         if pairs.vocab > model.vocab:
             raise UserError(
-                f"{', '.join(paths)}: has the token {pairs.vocab - 1}, but model.vocab={model.vocab}; the samples are of "
-                "another vocabulary, or model.vocab is too small"
+                f"{', '.join(paths)}: has the token {pairs.vocab - 1}, but model.vocab={model.vocab}; the samples are "
+                "of another vocabulary, or model.vocab is too small"
             )
         return pairs, None
     if data.source == "arrow":

@@ -71,7 +71,7 @@ def tokenize(
     show: Callable[[int, Counts], None],
 ) -> Counts:
     """Write a pair of files for each key. What cannot be read is told to `bad`, and ends the work where `strict`."""
-    dtype = best_dtype(open_tokenizer(job.spec).vocab)
+    dtype = best_dtype(_tokenizer(job.spec).vocab)  # opened here, workers have it too
     seen = tokens = wrong = done = 0
     with ExitStack() as stack:
         writers = {key: stack.enter_context(Writer(target(prefix, key, job), dtype)) for key in job.keys}
