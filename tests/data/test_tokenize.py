@@ -19,6 +19,7 @@ from pyarrow import parquet
 from reference import Gpt2, token_files
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from trainyard.cli.data.screen import Skips
 from trainyard.data import documents, words
 from trainyard.data.documents import Bad
 from trainyard.data.indexed import Indexed
@@ -101,9 +102,9 @@ def lines(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text, "title": text[:5]}) + "\n" for text in texts))
 
 
-def run(paths: list[Path], prefix: Path, job: Job, workers: int = 1, strict: bool = False) -> list[Bad]:
+def run(paths: list[Path], prefix: Path, job: Job, workers: int = 1) -> list[Bad]:
     bad: list[Bad] = []
-    tokenize(paths, prefix, job, workers, strict, bad.append, lambda *_: None)
+    tokenize(paths, prefix, job, workers, bad.append, lambda *_: None)
     return bad
 
 
@@ -199,7 +200,7 @@ def test_bad_lines_are_named_and_skipped_or_fatal(files: Path, tmp_path: Path, m
         assert [each.place for each in found] == [f"line {number}" for number in range(2, 15, 2)]
         assert len(Indexed(tmp_path / "out_text_document")) == 7
         with pytest.raises(UserError, match=f"{name}: line 2: not JSON"):
-            run([path], tmp_path / "strict", Job(spec(files)), strict=True)
+            tokenize([path], tmp_path / "strict", Job(spec(files)), 1, Skips(strict=True), lambda *_: None)
         assert not list(tmp_path.glob("*strict*"))
 
 

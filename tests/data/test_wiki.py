@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.data import dumps
 from trainyard.cli import main
+from trainyard.cli.data.screen import Skips
 from trainyard.data import wiki_dump
 from trainyard.data.markup import Names, clean
 from trainyard.data.wiki import Bad, extract
@@ -39,7 +40,7 @@ def run(
     with claimed(output):
         state = begin(found, output, job, restart)
         if not state.finished:
-            extract(found, output, job, state, workers, strict, bad.append, lambda _: None)
+            extract(found, output, job, state, workers, Skips(True) if strict else bad.append, lambda _: None)
     return state, bad
 
 
@@ -165,7 +166,7 @@ def test_a_run_goes_on_after_each_shard(tmp_path: Path, kind: str) -> None:
                     raise Stop
 
             try:
-                extract(found, output, SMALL, state, 1, False, lambda _: None, stop)
+                extract(found, output, SMALL, state, 1, lambda _: None, stop)
             except Stop:
                 continue
     assert starts == whole.shards > 3
@@ -184,7 +185,7 @@ found, output, job = [open_dump(Path(sys.argv[1]))], Path(sys.argv[2]), Job(shar
 with claimed(output):
     state = begin(found, output, job, False)
     if not state.finished:
-        extract(found, output, job, state, 2, False, print, lambda done: None)
+        extract(found, output, job, state, 2, print, lambda done: None)
 """
 """What the command does, without its half a second of imports."""
 

@@ -49,6 +49,9 @@ class Bad(NamedTuple):
     """Within the file: `line 12`."""
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.place}: {self.why}"
+
 
 def inputs(patterns: Sequence[str]) -> list[Path]:
     """Files and directories by name or glob, sorted within each pattern."""

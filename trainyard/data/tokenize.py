@@ -66,19 +66,16 @@ def tokenize(
     prefix: Path,
     job: Job,
     workers: int,
-    strict: bool,
     bad: Callable[[Bad], None],
     show: Callable[[int, Counts], None],
 ) -> Counts:
-    """Write a pair of files for each key. What cannot be read is told to `bad`, and ends the work where `strict`."""
+    """Write a pair of files for each key. What cannot be read is told to `bad`, which may raise."""
     dtype = best_dtype(_tokenizer(job.spec).vocab)  # opened here, workers have it too
     seen = tokens = wrong = done = 0
     with ExitStack() as stack:
         writers = {key: stack.enter_context(Writer(target(prefix, key, job), dtype)) for key in job.keys}
         for made in ordered(partial(encode, job), documents.pieces(paths), workers):
             for each in made.bad:
-                if strict:
-                    raise UserError(f"{each.path}: {each.place}: {each.why}")
                 bad(each)
             for key, rows in made.rows.items():
                 writers[key].add(rows.tokens, rows.sizes, rows.documents)

@@ -48,6 +48,9 @@ class Bad(NamedTuple):
     """Of the XML."""
     why: str
 
+    def __str__(self) -> str:
+        return f"{self.path}: byte {self.byte} of its XML: {self.why}"
+
 
 class Result(NamedTuple):
     """What a worker made of a batch."""
@@ -68,11 +71,11 @@ def extract(
     job: Job,
     state: State,
     workers: int,
-    strict: bool,
     bad: Callable[[Bad], None],
     show: Callable[[int], None],
 ) -> None:
-    """Write the rest of the shards. `bad` gets pages that cannot be read, `show` the bytes of input that are done."""
+    """Write the rest of the shards. `bad` gets pages that cannot be read, and may raise; `show` gets the bytes of input
+    that are done."""
     sizes = [dump.path.stat().st_size for dump in dumps]
     size = 0
     if not state.shards:
@@ -91,8 +94,6 @@ def extract(
                 state.place = result.after
                 path = dumps[result.file].path
                 for byte, why in result.bad:
-                    if strict:
-                        raise UserError(f"{path}: byte {byte} of its XML: {why}")
                     bad(Bad(path, byte, why))
                 if result.broken:
                     count = state.counts[ARTICLES]

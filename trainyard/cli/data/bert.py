@@ -1,25 +1,21 @@
 """`trainyard data bert`: text to BERT's samples in HDF5 files."""
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen
+from trainyard.cli.data.screen import Screen, Skips
 from trainyard.data import documents
 from trainyard.data.bert import Recipe
 from trainyard.data.bert_files import FILE, Target, build
-from trainyard.data.documents import Bad
 from trainyard.data.tokenizer import Spec
 from trainyard.errors import UserError
 
 PHASES = {1: (128, 20), 2: (512, 80)}
 """Tokens and masked places of a sample."""
-SHOWN = 20
-"""Lines that cannot be read are shown up to so many, and counted beyond."""
 
 
 def bert(
@@ -95,21 +91,9 @@ def bert(
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror}") from None
-    start, shown = time.monotonic(), 0
-
-    def bad(what: Bad) -> None:
-        nonlocal shown
-        line = f"{what.path}: {what.place}: {what.why}"
-        if strict:
-            raise UserError(line)
-        shown += 1
-        if shown <= SHOWN:
-            print(f"skipped: {line}", file=sys.stderr)
-        if shown == SHOWN + 1:
-            print("more lines are skipped and counted", file=sys.stderr)
-
+    start = time.monotonic()
     target = Target(output, name, files, overwrite)
-    counts = build(paths, keys, recipe, target, workers or os.cpu_count() or 1, bad, Screen)
+    counts = build(paths, keys, recipe, target, workers or os.cpu_count() or 1, Skips(strict), Screen)
     skipped = f", {counts.bad:,} lines skipped" if counts.bad else ""
     print(
         f"{counts.documents:,} documents, {counts.samples:,} samples, {counts.files:,} files "

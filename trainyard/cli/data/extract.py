@@ -3,22 +3,19 @@
 import glob
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen
-from trainyard.data.wiki import ARTICLES, BYTES, REASONS, Bad
+from trainyard.cli.data.screen import Screen, Skips
+from trainyard.data.wiki import ARTICLES, BYTES, REASONS
 from trainyard.data.wiki import extract as write
 from trainyard.data.wiki_dump import open_dump
 from trainyard.data.wiki_progress import Job, State, begin, claimed, shard_name
 from trainyard.errors import UserError
 
-SHOWN = 20
-"""Pages that cannot be read are shown up to so many, and counted beyond."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -56,15 +53,7 @@ def extract(
     job = Job(_bytes(shard_size), _numbers(namespaces), min_text, compress)
     dumps = [open_dump(path) for path in _files(inputs)]
     output = output.expanduser()
-    total, start, shown = sum(dump.path.stat().st_size for dump in dumps), time.monotonic(), 0
-
-    def bad(what: Bad) -> None:
-        nonlocal shown
-        shown += 1
-        if shown <= SHOWN:
-            print(f"skipped: {what.path}: byte {what.byte} of its XML: {what.why}", file=sys.stderr)
-        if shown == SHOWN + 1:
-            print("more pages are skipped and counted", file=sys.stderr)
+    total, start = sum(dump.path.stat().st_size for dump in dumps), time.monotonic()
 
     with claimed(output):
         state = begin(dumps, output, job, restart)
@@ -80,7 +69,7 @@ def extract(
                 def show(done: int) -> None:
                     screen.show(done, total, f"{state.counts[ARTICLES]:,} articles")
 
-                write(dumps, output, job, state, workers or os.cpu_count() or 1, strict, bad, show)
+                write(dumps, output, job, state, workers or os.cpu_count() or 1, Skips(strict), show)
     print(f"{summary(state)}, {time.monotonic() - start:.1f} s")
     if state.shards:
         print(f"  {output / shard_name(0, job)} and so on   (trainyard data tokenize --input takes them)")

@@ -1,7 +1,6 @@
 """`trainyard data pack`: tokens in blocks of one length, as the datasets library saves them."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,20 +8,16 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen
+from trainyard.cli.data.screen import Screen, Skips
 from trainyard.cli.data.tokenize import spec
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.data import documents
 from trainyard.data import pack as packing
-from trainyard.data.documents import Bad
 from trainyard.data.indexed import Indexed
 from trainyard.data.pack import Counts, Part, Shape
 from trainyard.data.tokenize import Job
 from trainyard.data.tokenizer import Tokenizer, open_tokenizer
 from trainyard.errors import UserError
-
-SHOWN = 20
-"""Lines that cannot be read are shown up to so many, and counted beyond."""
 
 
 def pack(
@@ -91,26 +86,15 @@ def pack(
             end = next((last for each in sets if (last := packing.last_token(each)) is not None), None)
             print(f"no --tokenizer: token {end}, with which documents end, is taken for the end token")
         parts = _of_sets(sets, end if append_eod else None, known)
-    start, shown = time.monotonic(), 0
-
-    def bad(what: Bad) -> None:
-        nonlocal shown
-        line = f"{what.path}: {what.place}: {what.why}"
-        if strict:
-            raise UserError(line)
-        shown += 1
-        if shown <= SHOWN:
-            print(f"skipped: {line}", file=sys.stderr)
-        if shown == SHOWN + 1:
-            print("more lines are skipped and counted", file=sys.stderr)
-
+    start = time.monotonic()
     with Screen("pack") as screen, interrupt_on_terminate():
 
         def show(done: int, counts: Counts) -> None:
             rate = counts.tokens / (time.monotonic() - start)
             screen.show(done, total, f"{counts.tokens:,} tokens, {rate / 1e6:.1f} M/s")
 
-        counts = packing.pack(parts, output, Shape(sequence, keep_last, end or 0, boundaries), overwrite, bad, show)
+        shape = Shape(sequence, keep_last, end or 0, boundaries)
+        counts = packing.pack(parts, output, shape, overwrite, Skips(strict), show)
     seconds = time.monotonic() - start
     skipped = f", {counts.bad:,} skipped" if counts.bad else ""
     print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")

@@ -9,8 +9,28 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trainyard.errors import UserError
+
 EVERY = 10.0
 """Seconds between plain lines."""
+SHOWN = 20
+"""What cannot be read is told up to so many times, and counted beyond."""
+
+
+class Skips:
+    """Tells what could not be read, in a line each; where that is fatal, the first ends the work."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict, self.count = strict, 0
+
+    def __call__(self, what: object) -> None:
+        if self.strict:
+            raise UserError(str(what))
+        self.count += 1
+        if self.count <= SHOWN:
+            print(f"skipped: {what}", file=sys.stderr)
+        if self.count == SHOWN + 1:
+            print("more is skipped and counted", file=sys.stderr)
 
 
 class Screen:

@@ -1,17 +1,15 @@
 """`trainyard data tokenize`: text to Megatron's .bin and .idx."""
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen
+from trainyard.cli.data.screen import Screen, Skips
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.data import documents
-from trainyard.data.documents import Bad
 from trainyard.data.tokenize import Counts, Job, target, tokenize
 from trainyard.data.tokenizer import Spec
 from trainyard.errors import UserError
@@ -22,8 +20,6 @@ TYPES = {
     "BertWordPieceCase": ("wordpiece", False),
 }
 """The reference's names: ours, and whether letters become small."""
-SHOWN = 20
-"""Lines that cannot be read are shown up to so many, and counted beyond."""
 
 
 def run(
@@ -85,15 +81,7 @@ def run(
         if name.with_name(f"{name.name}.idx").exists() and not overwrite:
             raise UserError(f"{name}.idx: is there already; --overwrite replaces it")
     paths = documents.inputs(inputs)
-    total, start, shown = documents.size(paths), time.monotonic(), 0
-
-    def bad(what: Bad) -> None:
-        nonlocal shown
-        shown += 1
-        if shown <= SHOWN:
-            print(f"skipped: {what.path}: {what.place}: {what.why}", file=sys.stderr)
-        if shown == SHOWN + 1:
-            print("more lines are skipped and counted", file=sys.stderr)
+    total, start = documents.size(paths), time.monotonic()
 
     with Screen("tokenize") as screen, interrupt_on_terminate():
 
@@ -101,7 +89,7 @@ def run(
             rate = counts.tokens / (time.monotonic() - start)
             screen.show(done, total, f"{counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s")
 
-        counts = tokenize(paths, prefix, job, workers or os.cpu_count() or 1, strict, bad, show)
+        counts = tokenize(paths, prefix, job, workers or os.cpu_count() or 1, Skips(strict), show)
     seconds = time.monotonic() - start
     skipped = f", {counts.bad:,} lines skipped" if counts.bad else ""
     print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
