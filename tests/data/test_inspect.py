@@ -233,7 +233,7 @@ def test_one_json_object(tmp_path: Path) -> None:
     prefix = token_files(tmp_path / "x", [[[72, 105, 256]]])
     with ArrowWriter(tmp_path / "blocks", {"input_ids": "int32"}) as writer:
         writer.add({"input_ids": np.array([[72, 256]], np.int32)})
-    (tmp_path / "x.jsonl").write_text('{"text": "\\ud83e"}')
+    (tmp_path / "x.jsonl").write_text('{"text": "\\ud83e\\udd16"}')
     words = (prefix, tmp_path / "blocks", bert(tmp_path / "x.h5"), tmp_path / "x.jsonl")
     code, out, _ = run(*words, "--json", "--check", "--samples", 1, "--tokenizer", "bytes")
     assert code == 0
@@ -243,7 +243,7 @@ def test_one_json_object(tmp_path: Path) -> None:
     assert found[0]["contiguous"] is True
     assert found[0]["lengths"]["tokens of a document"]["longest"] == 3
     assert found[1]["tokens"] == 2
-    assert found[3]["samples"] == [{"from": "document 0", "text": "\ud83e"}]
+    assert found[3]["samples"] == [{"from": "document 0", "text": "🤖"}]
 
 
 def test_bars_are_in_proportion() -> None:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from reference import gpt_samples
 
 from tests import tiny
+from trainyard import Trainer
+from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.data import megatron
 from trainyard.data.blend import CYCLE, Blend, shares
@@ -141,6 +143,13 @@ def test_splits_hold_documents_out(tmp_path: Path) -> None:
         inside = held.samples(np.arange(len(held) - 1))["tokens"]
         assert inside.min() == 16 * 30
         assert inside.max() < 600
+
+
+def test_a_split_that_holds_nothing_out_is_told_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "x", [30] * 20)
+    made = config(tmp_path / "x", split="1,0,0").model_dump(mode="json")
+    with pytest.raises(UserError, match=r"evaluate\.every=2: data\.split=1,0,0 holds no sample out"):
+        Trainer(parse(made, ["evaluate.every=2", "model.vocab=700"]))
 
 
 def test_sequences_with_gaps_between_them_are_read_by_their_places(tmp_path: Path) -> None:

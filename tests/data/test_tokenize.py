@@ -175,6 +175,45 @@ def test_several_keys_make_several_sets(files: Path, tmp_path: Path) -> None:
     assert texts == ["some longer text", "some "]
 
 
+def test_a_sentencepiece_model(tmp_path: Path) -> None:
+    import sentencepiece
+
+    (tmp_path / "text").write_text("\n".join(stories(300)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=150, minloglevel=2
+    )
+    texts = stories(5)
+    lines(tmp_path / "a.jsonl", texts)
+    plain = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    wanted = token_files([[[*plain.encode(text), plain.eos_id()]] for text in texts], "<u2", 8)
+    for path in (tmp_path / "tokenizer.model", tmp_path):  # the file, or a directory with it
+        run([tmp_path / "a.jsonl"], tmp_path / "out", Job(Spec(str(path)), append_eod=True))
+        assert (tmp_path / "out_text_document.bin").read_bytes() == wanted[0]
+    (tmp_path / "bad.model").write_bytes(b"not a model")
+    with pytest.raises(UserError, match="not a SentencePiece model"):
+        open_tokenizer(Spec(str(tmp_path / "bad.model")))
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_a_wordpiece_vocabulary(tmp_path: Path, lowercase: bool) -> None:
+    from transformers import BertTokenizerFast
+
+    pieces = ["the", "The", "fox", "##es", "jump", "##ed", ",", ".", "na", "##ive", "##ï", "##ve", "1", "##2"]
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
+    tokenizer = open_tokenizer(Spec("wordpiece", str(tmp_path / "vocab.txt"), lowercase=lowercase))
+    theirs = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"), do_lower_case=lowercase)
+    texts = ["The foxes jumped, naïve. 12", "", "the quick"]
+    tokens, counts = tokenizer.encode(texts)
+    wanted = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    assert counts.tolist() == [len(each) for each in wanted]
+    assert tokens.tolist() == [token for each in wanted for token in each]
+    assert tokenizer.end == vocab.index("[SEP]")
+    (tmp_path / "vocab.txt").write_text("the\nfox\n")
+    with pytest.raises(UserError, match=r"not a (BERT|WordPiece) vocabulary"):
+        open_tokenizer(Spec("wordpiece", str(tmp_path / "vocab.txt")))
+
+
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         models.WordLevel({f"w{number}": number for number in range(65_500)} | {"</s>": 65_500}, unk_token="w0")

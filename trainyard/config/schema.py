@@ -381,7 +381,7 @@ class Config(Section):
                 f"schedule.floor={self.schedule.floor:g}: above optimizer.lr={self.optimizer.lr:g}; "
                 f"nearest: {self.optimizer.lr:g}"
             )
-        if self.evaluate.every and not data.validation and not self.evaluate.function:
+        if self.evaluate.every and not (data.validation or data.split or self.evaluate.function):
             raise ValueError(
                 f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation, say 0.05"
             )

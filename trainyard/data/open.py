@@ -42,14 +42,14 @@ def open_sources(config: Config, say: Say = lambda line: None) -> Opened:
     sets = [_open(config, paths, say) for paths in _sets(config)]
     trains, helds = [], []
     for (whole, held), paths in zip(sets, _sets(config), strict=True):
-        if held is None and data.validation:
-            count = max(round(len(whole) * data.validation), 1)
-            whole, held = Part(whole, 0, len(whole) - count), Part(whole, max(len(whole) - count, 0), count)
-        if len(whole) < 1:
+        count = max(round(len(whole) * data.validation), 1) if data.validation else 0
+        if len(whole) <= count:
             where = ", ".join(paths) or "the text"
             raise UserError(
                 f"data.sequence={data.sequence}: {where} gives no sample to train on; use more text or a shorter one"
             )
+        if count:
+            whole, held = Part(whole, 0, len(whole) - count), Part(whole, len(whole) - count, count)
         trains.append(whole)
         helds.append(held)
     held_out = Joined([held for held in helds if held]) if any(helds) else None
@@ -94,9 +94,17 @@ def _open(config: Config, paths: tuple[str, ...], say: Say) -> tuple[Source, Sou
         if data.split:
             train, held, _ = megatron.split(data.split, len(tokens))
         for numbers, into in ((train, trains), (held, helds)):
-            if len(numbers):
-                into.append(Rows(_row(tokens, numbers), data.sequence, model.vocab, data.separate, data.mask_ends))
+            into += _rows(config, tokens, numbers)
     return Joined(trains), Joined(helds) if helds else None
+
+
+def _rows(config: Config, tokens: Indexed, numbers: range) -> list[Source]:
+    """Samples of some sequences of a set; none where they are too short for one."""
+    if not len(numbers):
+        return []
+    data = config.data
+    rows = Rows(_row(tokens, numbers), data.sequence, config.model.vocab, data.separate, data.mask_ends)
+    return [rows] if len(rows) else []
 
 
 def _row(data: Indexed, numbers: range) -> Row:
@@ -117,7 +125,8 @@ def _as_megatron(config: Config) -> Opened:
     if len(prefixes) != len(weights):
         raise UserError(f"data.paths: {len(prefixes)} sets; data.order=megatron wants one, or data.weights for each")
     total = train.steps * train.global_batch
-    sources, helds = [], []
+    sources: list[Source] = []
+    helds: list[Source] = []
     for prefix, weight in zip(prefixes, weights, strict=True):
         tokens = Indexed(prefix)
         wanted = total if len(prefixes) == 1 else ceil(ceil(total * weight) * MORE)
@@ -127,8 +136,7 @@ def _as_megatron(config: Config) -> Opened:
                 tokens, own, wanted, data.sequence, train.seed, config.model.vocab, data.separate, data.mask_ends
             )
         )
-        if len(held):
-            helds.append(Rows(_row(tokens, held), data.sequence, config.model.vocab, data.separate, data.mask_ends))
+        helds += _rows(config, tokens, held)
     held_out = Joined(helds) if helds else None
     if len(sources) == 1:
         return Opened(sources[0], held_out, False)

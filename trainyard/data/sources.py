@@ -37,7 +37,7 @@ class Joined:
         self.ends = np.cumsum([len(source) for source in sources])
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def samples(self, numbers: NDArray[np.int64]) -> Sample:
         which = np.searchsorted(self.ends, numbers, side="right")

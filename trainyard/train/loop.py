@@ -106,6 +106,10 @@ class Trainer:
         self.evaluation = evaluate or (import_function(own_evaluation, "evaluate.function") if own_evaluation else None)
 
         train, held_out, shuffle = open_sources(config, say)
+        if config.evaluate.every and not held_out and not self.evaluation:
+            raise UserError(
+                f"evaluate.every={config.evaluate.every}: data.split={config.data.split} holds no sample out"
+            )
         self.loader = Loader(train, config.train.global_batch, config.train.seed, shuffle)
         self.held_out = (
             Loader(held_out, config.train.global_batch, config.train.seed, shuffle=False) if held_out else None
