@@ -98,6 +98,13 @@ def test_odd_texts_and_a_full_table(files: Path, monkeypatch: pytest.MonkeyPatch
         assert tokenizer.words.used <= 1 << bits
 
 
+def test_long_words_before_any_other(files: Path) -> None:
+    """Words that have no slot, more of them than the table knows tokens."""
+    for texts in (["averyveryverylongwordindeed" * 3], ["a", "averyveryverylongwordindeed" * 50, "b"]):
+        tokens, _ = open_tokenizer(spec(files)).encode(texts)
+        assert tokens.tolist() == [token for text in texts for token in reference(files).encode(text)]
+
+
 def lines(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text, "title": text[:5]}) + "\n" for text in texts))
 

@@ -41,8 +41,8 @@ class Words:
         size = 1 << BITS
         self.first, self.last = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
         self.place, self.count = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.ids = np.zeros(0, np.int32)
-        self.used = self.filled = 0
+        self.ids = np.zeros(1, np.int32)
+        self.used, self.filled = 0, 1
         self.long: dict[bytes, list[int]] = {}
 
     def encode(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -56,11 +56,13 @@ class Words:
         text = "".join(documents)
         if not text:
             return np.zeros(0, np.int32), np.zeros(len(documents), np.int64)
-        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        data = text.encode("utf-8", "surrogatepass")
+        points: NDArray[Any] = np.frombuffer(data, np.uint8)
+        if len(data) != len(text):
+            points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         lengths = np.fromiter(map(len, documents), np.int64, len(documents))
         ends = np.cumsum(lengths)
         begins = self._begins(points, ends - lengths)
-        data = text.encode("utf-8", "surrogatepass")
         at_char = np.flatnonzero(begins)
         if len(data) == len(points):
             at_byte, total = at_char, len(data)
@@ -71,7 +73,7 @@ class Words:
         slots, extra = self._find(data, at_byte, total)
         return self._emit(slots, extra, np.searchsorted(at_char, ends))
 
-    def _begins(self, points: NDArray[np.uint32], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _begins(self, points: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where words begin, by GPT-2's pattern; a document begins one too."""
         kinds = self.kinds[points]
         if (kinds == UNKNOWN).any():
@@ -92,7 +94,7 @@ class Words:
         self._contractions(points, begins, edge)
         return begins
 
-    def _contractions(self, points: NDArray[np.uint32], begins: NDArray[np.bool_], edge: NDArray[np.bool_]) -> None:
+    def _contractions(self, points: NDArray[Any], begins: NDArray[np.bool_], edge: NDArray[np.bool_]) -> None:
         """'s 't 'm 'd 're 've 'll, where a word begins with them, are words of their own."""
         at = np.flatnonzero((points == 0x27) & begins)
         at = at[at + 1 < len(points)]
@@ -217,7 +219,8 @@ class Words:
         after = np.cumsum(count)
         total = int(after[-1])
         before = after - count
-        out = self.ids[np.repeat(self.place[slots] - before, count) + np.arange(total)]
+        # Words without a slot point anywhere here, even beyond the end; their tokens come next.
+        out = self.ids.take(np.repeat(self.place[slots] - before, count) + np.arange(total), mode="clip")
         for which, tokens in extra.items():
             out[before[which] : after[which]] = tokens
         bounds = np.concatenate(([0], after))[ends]
