@@ -184,18 +184,27 @@ class Reader:
             self.out.append(label or target)
 
     def end_bracket(self, count: int) -> None:
+        """So many at once: links out of the wiki take one each, and are the innermost where the rest comes in pairs."""
+        above = self.external(count)
         while count:
-            out_of_wiki = bool(self.stack) and self.stack[-1].kind == EXTERNAL
-            if count >= 2 and self.opened[LINK] and not (out_of_wiki and count % 2):
+            if count >= 2 and self.opened[LINK] and not (above and (count - above) % 2 == 0):
                 self.link(self.close(LINK))
                 count -= 2
-            elif out_of_wiki:
+                above = self.external(count)
+            elif above:
                 found = self.close(EXTERNAL)
                 self.out[found.begin] = ""
-                count -= 1
+                count, above = count - 1, above - 1
             else:
                 self.out.append("]" * count)
                 return
+
+    def external(self, most: int) -> int:
+        """How many links out of the wiki are the innermost open things, up to `most`."""
+        count = 0
+        while count < min(most, len(self.stack)) and self.stack[-1 - count].kind == EXTERNAL:
+            count += 1
+        return count
 
     def link(self, found: Open) -> None:
         if len(self.stack) >= DEPTH:
