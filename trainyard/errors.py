@@ -7,3 +7,8 @@ class UserError(ValueError):
 
 class RunStopped(RuntimeError):
     """The run ended itself, for instance after too many non-finite steps in a row. Shown as one line; exit code 1."""
+
+
+def one_line(error: BaseException) -> str:
+    """What another library says, fit for the line of a UserError."""
+    return " ".join(str(error).split())

@@ -66,6 +66,8 @@ class DataSection(Section):
                 raise ValueError(f"{key}: only with source=tokens; source={self.source}")
         if self.split and self.validation:
             raise ValueError("split and validation: both hold samples out; keep one")
+        if self.validation and self.order == "megatron":
+            raise ValueError("validation: order=megatron holds documents out; nearest: split=980,10,10")
         if self.mask_ends and self.source not in ("text", "tokens"):
             raise ValueError(f"mask_ends: only with source=text or tokens; source={self.source}")
         return self

@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from trainyard.data.rows import IGNORED, apart
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -70,7 +70,7 @@ def open_stream(path: Path) -> Stream:
         reader = pa.ipc.open_stream(source)
         return Stream(data, reader.schema, reader.schema.names, _batches(path, source, reader))
     except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
-        raise UserError(f"{path}: not an Arrow stream: {_one_line(error)}") from None
+        raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
 
 
 def _batches(path: Path, source: pa.BufferReader, reader: Any) -> Iterator[pa.RecordBatch]:
@@ -82,7 +82,7 @@ def _batches(path: Path, source: pa.BufferReader, reader: Any) -> Iterator[pa.Re
         except StopIteration:
             break
         except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
-            raise UserError(f"{path}: batch {number} cannot be read: {_one_line(error)}") from None
+            raise UserError(f"{path}: batch {number} cannot be read: {one_line(error)}") from None
         yield batch
         number += 1
     if source.tell() != source.size():
@@ -228,7 +228,3 @@ class ArrowBlocks:
                     f"{file}: token {rows[row, place]} in row {number}, but tokens are 0 to {self.limit - 1}"
                 )
         return rows.astype(np.int32, copy=False)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -24,7 +24,7 @@ from trainyard.data.hdf5 import locked
 from trainyard.data.hdf5_file import Records, Shape, record
 from trainyard.data.pool import ordered
 from trainyard.data.sentences import split
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
 from trainyard.files import sync_directory
 
 FILE = 1 << 18
@@ -102,7 +102,7 @@ def build(
         seen = total = wrong = done = 0
         counts: list[int] = []
         start, size = time.monotonic(), documents.size(paths)
-        work = ordered(partial(make, recipe, keys, part), chunks(paths), workers, _alone)
+        work = ordered(partial(make, recipe, keys, part), chunks(paths), workers)
         with progress("bert") as screen, closing(cast(Generator[Made], work)):
             for each in work:
                 for what in each.bad:
@@ -138,7 +138,7 @@ def _told(target: Target) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or " ".join(str(error).split())
+        why = error.strerror or one_line(error)
         raise UserError(f"{error.filename or target.directory}: {why}") from None
 
 
@@ -222,8 +222,3 @@ def write(recipe: Recipe, vocab: int, part: Path, counts: Sequence[int], files: 
 def _before(start: int, end: int, files: int, number: int) -> int:
     """How many of the samples from `start` to `end` belong to the files before this one."""
     return sum(sign * (at // files * number + min(at % files, number)) for sign, at in ((1, end), (-1, start)))
-
-
-def _alone() -> None:
-    """Processes are enough: no threads in each."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -164,7 +164,7 @@ def _unpacked(path: Path) -> Iterator[Piece]:
             try:
                 block = stream.read(PIECE)
             except (OSError, pa.ArrowException) as error:
-                raise UserError(f"{path}: cannot be unpacked after line {line}: {_one_line(error)}") from None
+                raise UserError(f"{path}: cannot be unpacked after line {line}: {one_line(error)}") from None
             data, rest = rest + block, b""
             if block:
                 cut = data.rfind(b"\n") + 1
@@ -184,7 +184,7 @@ def _row_groups(path: Path) -> Iterator[Piece]:
     try:
         metadata = parquet.ParquetFile(path).metadata
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: not a Parquet file: {_one_line(error)}") from None
+        raise UserError(f"{path}: not a Parquet file: {one_line(error)}") from None
     groups = metadata.num_row_groups
     for number in range(groups):
         yield Piece(path, "parquet", number, number + 1, None, path.stat().st_size // groups)
@@ -203,7 +203,7 @@ def _batches(path: Path) -> Iterator[Piece]:
         with pa.memory_map(str(path)) as file:
             sizes += [batch.nbytes for batch in pa.ipc.open_stream(file)]
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: not an Arrow stream: {_one_line(error)}") from None
+        raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
     for number, bytes_ in enumerate(sizes):
         yield Piece(path, "arrow", number, number + 1, None, bytes_)
 
@@ -223,7 +223,7 @@ def _read_lines(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...] |
             except UnicodeDecodeError:
                 why = "not UTF-8"
             except (ValueError, RecursionError) as error:
-                why = f"not JSON: {_one_line(error)}"
+                why = f"not JSON: {one_line(error)}"
             else:
                 if not isinstance(document, dict):
                     why = "not a JSON object"
@@ -254,14 +254,10 @@ def _read_table(piece: Piece, keys: Sequence[str]) -> "pa.Table":
                 stream.read_next_batch()
             return pa.Table.from_batches([stream.read_next_batch()])
     except (OSError, pa.ArrowException, StopIteration) as error:
-        raise UserError(f"{piece.path}: part {piece.start} cannot be read: {_one_line(error)}") from None
+        raise UserError(f"{piece.path}: part {piece.start} cannot be read: {one_line(error)}") from None
 
 
 def _has(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
             raise UserError(f"{path}: no column {key!r}; has: {', '.join(names)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
 
 DTYPES = {
     "input_ids": "<i4",
@@ -179,7 +179,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except UserError:
         raise
     except Exception as error:  # of many kinds, by what is wrong with the file
-        raise UserError(f"{path}: cannot be read as HDF5: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}") from None
 
 
 def _all_there(dataset: Any) -> bool:

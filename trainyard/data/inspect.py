@@ -17,7 +17,7 @@ from trainyard.data.documents import Bad
 from trainyard.data.indexed import Indexed, prefix_of
 from trainyard.data.report import Lengths, Report, Wanted, chosen, in_range
 from trainyard.data.rows import IGNORED
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
 
 STRETCH = 1 << 22
 """Numbers looked at together."""
@@ -224,7 +224,7 @@ def _hdf5(path: Path, wanted: Wanted, show: Show) -> Report:
     except UserError:
         raise
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not an HDF5 file that can be read: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path}: not an HDF5 file that can be read: {one_line(error)}") from None
 
 
 def _pairs(path: Path, file: Any, wanted: Wanted, show: Show) -> Report:

@@ -39,9 +39,9 @@ def open_sources(config: Config, say: Say = lambda line: None) -> Opened:
     data = config.data
     if data.source == "tokens" and data.order == "megatron":
         return _as_megatron(config)
-    sets = [_open(config, paths, say) for paths in _sets(config)]
     trains, helds = [], []
-    for (whole, held), paths in zip(sets, _sets(config), strict=True):
+    for paths in _sets(config):
+        whole, held = _open(config, paths, say)
         count = max(round(len(whole) * data.validation), 1) if data.validation else 0
         if len(whole) <= count:
             where = ", ".join(paths) or "the text"

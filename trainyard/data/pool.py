@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainyard.errors import RunStopped
 
@@ -25,24 +25,19 @@ def ordered(
     function: Callable[[A], B],
     items: Iterable[A],
     workers: int,
-    setup: Callable[..., None] | None = None,
-    arguments: tuple[Any, ...] = (),
 ) -> Iterator[B]:
     """function(item) for each item, in order, by so many processes; by this one if `workers` is 1.
 
-    `setup(*arguments)` runs first in each worker. At most AHEAD items per worker are taken from `items` before their
+    At most AHEAD items per worker are taken from `items` before their
     results are: memory does not grow with the input. An exception of a worker is raised here, at its item.
     """
     if workers == 1:
-        if setup:
-            setup(*arguments)
         yield from map(function, items)
         return
     # A fork starts at once and shares what is loaded. Made before anything here has threads.
     method = "fork" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
-    initial = (os.getpid(), setup, arguments)
-    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=initial) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(os.getpid(),)) as pool:
         coming: deque[Future[B]] = deque()
         try:
             for item in items:
@@ -59,13 +54,12 @@ def ordered(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _prepare(parent: int, setup: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    """A worker leaves signals to its parent (they often go to both), and dies with it."""
+def _prepare(parent: int) -> None:
+    """A worker leaves signals to its parent (they often go to both), dies with it, and has no threads of its own."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-    if setup:
-        setup(*arguments)

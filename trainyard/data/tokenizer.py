@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trainyard.data.words import Words
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 
@@ -116,7 +116,7 @@ class Pieces:
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except Exception as error:  # plain RuntimeError, OSError or TypeError, by version
-            raise UserError(f"{path}: not a SentencePiece model: {' '.join(str(error).split())}") from None
+            raise UserError(f"{path}: not a SentencePiece model: {one_line(error)}") from None
         self.vocab = self.model.vocab_size()
         self.end = self.model.piece_to_id(end) if end else self.model.eos_id()
         if self.end < 0 or (end and self.model.id_to_piece(self.end) != end):
