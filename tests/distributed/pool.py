@@ -2,6 +2,7 @@
 for every layout would take most of the time."""
 
 import atexit
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -82,6 +83,7 @@ class Pool:
 
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.enable()  # a crash in a library's own code says where we were
     import torch
     import torch.distributed as dist
 

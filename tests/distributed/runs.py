@@ -40,7 +40,12 @@ def accuracy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
 def run(config: Config, own: bool) -> dict[str, Any]:
     seen = Losses()
     summary = Trainer(config, loss=own_loss if own else None, metrics={"accuracy": accuracy}, hooks=[seen]).run()
-    return {"losses": seen.losses, "evaluation": summary.evaluation, "directory": str(summary.directory)}
+    return {
+        "losses": seen.losses,
+        "steps": summary.steps,
+        "evaluation": summary.evaluation,
+        "directory": str(summary.directory),
+    }
 
 
 def stopped_on_one_rank(config: Config, rank: int, step: int) -> dict[str, Any]:

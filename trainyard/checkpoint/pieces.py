@@ -1,8 +1,8 @@
 """What the files of a format hold of a model, as data: one description serves reading and writing.
 
-The hub of all conversion are a model's *parts*, whole and unfused, by the blueprint's names for them. A format says, for
-each tensor in its files, which stretches of which parts it is made of. To write a tensor is to put its pieces together;
-to read a part is to find the pieces that cover it. Nothing is ever held but the tensor in hand.
+The hub of all conversion are a model's *parts*, whole and unfused, by the blueprint's names for them. A format says,
+for each tensor in its files, which stretches of which parts it is made of. To write a tensor is to put its pieces
+together; to read a part is to find the pieces that cover it. Nothing is ever held but the tensor in hand.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -37,6 +37,9 @@ class Watch(Hook):
     def on_evaluate(self, trainer: Run, record: dict[str, Any]) -> None:
         self.screen.evaluate(record)
 
+    def on_checkpoint(self, trainer: Run, record: dict[str, Any]) -> None:
+        self.screen.checkpoint(record)
+
     def on_end(self, trainer: Run) -> None:
         self.screen.end()
 

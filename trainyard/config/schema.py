@@ -247,13 +247,48 @@ class CompileSection(Section):
 
 
 class CheckpointSection(Section):
-    """What the run starts from and what it leaves behind."""
+    """What the run starts from, what it keeps on the way, and what it leaves behind."""
 
+    every: Count = 0
+    """Steps between checkpoints; 0: none by steps. With this or minutes, one is written at the end of the run too, and
+    when a signal ends it."""
+    minutes: float = Field(0.0, ge=0)
+    """Minutes between checkpoints; 0: none by the clock."""
+    keep: Count = 3
+    """Newest checkpoints that are kept; 0: all."""
+    directory: str | None = None
+    """Where they go: a path that all hosts share, or an fsspec URL such as s3://bucket/name. Default: checkpoints/ in
+    the run directory."""
+    resume: str = "none"
+    """auto: go on from this run's newest whole checkpoint, or begin if there is none; or the path of one, or of a
+    directory of them; none: begin."""
+    weights_only: bool = False
+    """Take the weights of checkpoint.resume and begin at step 0, with a fresh optimizer."""
     start: str | None = None
-    """Hugging Face directory (safetensors) whose weights the run starts from (continued pre-training). Default: fresh
-    weights."""
+    """Weights that a run which begins starts from, in any form that `trainyard convert` reads (continued pre-training).
+    Default: fresh weights."""
+    blocking: bool = False
+    """Wait until a checkpoint is written. Default: the steps go on meanwhile, with a copy of the state in host
+    memory."""
+    window: Size | None = None
+    """Ranks of a host that hold such a copy, and write, at a time; all but the last so many are waited for. Default:
+    all at once."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a run does when a checkpoint cannot be written (a full disk, say): say so and go on, or stop."""
     final: bool = True
     """At the end write the weights in Hugging Face form (config.json, model.safetensors) to the run directory."""
+
+    @property
+    def saves(self) -> bool:
+        return bool(self.every or self.minutes)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.weights_only and self.resume in ("auto", "none"):
+            raise ValueError(f"weights_only: goes with the path of a checkpoint; resume={self.resume}")
+        if self.weights_only and self.start:
+            raise ValueError("start and weights_only: both bring weights; keep one")
+        return self
 
 
 class EvaluateSection(Section):

@@ -1,7 +1,7 @@
 """What a device answers. Everything else in the tree asks these questions instead of naming a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -87,6 +87,24 @@ class Device(ABC):
     def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start copying to the host now; the call that is returned waits for that copy and for nothing queued later."""
         return lambda: tensor
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised memory of the host that `copy_out` is fast to."""
+        return torch.empty(size, dtype=dtype)
+
+    def copy_out(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Copy each (tensor of the device, memory of the host). What is queued later may change the tensors; the call
+        that is returned waits until the host may read its memory."""
+        for tensor, host in pairs:
+            host.copy_(tensor)
+        return lambda: None
+
+    def random_state(self) -> torch.Tensor | None:
+        """Of the device's own generator, where it has one besides the host's."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        return
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         """The same in memory that the device copies from by itself."""

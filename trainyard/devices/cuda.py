@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,22 @@ class Cuda(Device):
             return host
 
         return wait
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
+    def copy_out(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        for tensor, host in pairs:
+            host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return copied.synchronize
+
+    def random_state(self) -> torch.Tensor | None:
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.cuda.set_rng_state(state)
 
     def pin(self, host: torch.Tensor) -> torch.Tensor:
         with torch.cuda.device(self.handle):  # a thread begins with the first GPU, whoever has it

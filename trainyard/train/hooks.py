@@ -40,5 +40,8 @@ class Hook:
     def on_evaluate(self, trainer: Run, record: dict[str, Any]) -> None:
         """An evaluation was made."""
 
+    def on_checkpoint(self, trainer: Run, record: dict[str, Any]) -> None:
+        """A checkpoint is complete: where it is, its bytes, how long it took, and how long the steps waited for it."""
+
     def on_end(self, trainer: Run) -> None:
         """The run is over, finished or not."""

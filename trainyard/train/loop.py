@@ -7,6 +7,7 @@ Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.hf import save_hf, values_of
+from trainyard.checkpoint.places import open_place
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.data.loader import Loader
@@ -38,6 +40,8 @@ from trainyard.train.hooks import Hook
 from trainyard.train.losses import Loss, LossFunction, OwnLoss, loss_of
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.own import import_function
+from trainyard.train.resume import check_fits, continued, load, restore_random
+from trainyard.train.saving import Saver, Words
 from trainyard.train.schedules import rate
 from trainyard.train.step import Forward, Step, StepResult
 from trainyard.train.stop import Stop, quiet_garbage_collector
@@ -52,6 +56,11 @@ def fp8_blocks(config: Config) -> models.Fp8Blocks | None:
         return None
     how = Fp8(precision.scaling, precision.backward)
     return models.Fp8Blocks(how, range(precision.bf16_first, config.model.layers - precision.bf16_last))
+
+
+def _nothing(blueprint: models.Blueprint, tp: int, rank: int, name: str) -> torch.Tensor:
+    """Values of a parameter that are read later."""
+    return torch.zeros(blueprint.local_shape(name, tp, rank))
 
 
 @dataclass
@@ -83,6 +92,7 @@ class Trainer:
         """`loss` and each metric take (output, batch) and give (sum, count); `evaluate` takes the trainer."""
         self.config = config
         self.hooks = list(hooks)
+        self.say = say
         _, ranks = world()
         self.layout = Layout.of(config, ranks)
         self.device = devices.select(config.device.name)
@@ -90,6 +100,9 @@ class Trainer:
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
         self.mesh = Mesh.join(self.layout, self.device, self.device.order(self.layout.tp, ranks))
+        self.directory, resumed = continued(config, self.mesh, self.device, say)
+        if resumed:
+            check_fits(resumed, config, say)
         compile_ = compiler(config.compile)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
@@ -124,12 +137,14 @@ class Trainer:
         ]
         self.models = [model for _, model in self.stages]
         """This rank's stages of the pipeline; a single one has the whole model."""
-        start = config.checkpoint.start
-        if start and not weights:
-            say(f"reading weights from {start}")
-            weights = values_of(Path(start).expanduser(), config.model)
-        if weights:
+        start = config.checkpoint.resume if config.checkpoint.weights_only else config.checkpoint.start
+        if resumed:
+            values: models.Values = partial(_nothing, self.blueprint, tp.size, tp.rank)
+        elif weights:
             values = local(self.blueprint, weights, tp.size, tp.rank)
+        elif start:
+            say(f"reading weights from {start}")
+            values = local(self.blueprint, values_of(Path(start).expanduser(), config.model), tp.size, tp.rank)
         else:
             values = initial(self.blueprint, config.train.seed, self.device.handle, tp.size, tp.rank)
         self.optimizer = Optimizer(
@@ -153,9 +168,17 @@ class Trainer:
         """Of each global batch, what this rank works on."""
         flops = per_sample(config.model, self.blueprint, config.data.sequence, config.data.predictions)
         self.meter = Meter(config, flops, self.device.peak(self.optimizer.compute), self.layout.world)
-        self.directory: Path | None = None
         self.number = 0
         """Updates done."""
+        self.saver: Saver | None = None
+        self.clock = False
+        """Whether rank 0's clock asked for a checkpoint."""
+        if resumed:
+            say(f"going on from step {resumed.step}: {resumed.place}")
+            with resumed:
+                load(resumed, self.optimizer, self.blueprint, self.mesh)
+                restore_random(resumed, self.device, self.mesh)
+            self.number = resumed.step
         self.stop = Stop()
         self.last: dict[str, Any] = {}
         """The newest logged record."""
@@ -171,12 +194,22 @@ class Trainer:
         """Train to config.train.steps, or until a signal; leave a run directory behind."""
         config = self.config
         leads = self.mesh.rank == 0
-        self.directory = self.mesh.agree(
+        self.directory = self.directory or self.mesh.agree(
             lambda: new_directory(Path(config.log.directory).expanduser(), config.log.name), self.device
         )
         if leads:
             write_whole(self.directory / "config.yaml", dump(config))
-        writers = Writers(self.directory, config.log.tensorboard) if leads else None
+        writers = Writers(self.directory, config.log.tensorboard, self.number) if leads else None
+        if config.checkpoint.saves:
+
+            def tell(record: dict[str, Any]) -> None:
+                if writers:
+                    writers.write(record)
+                self._tell("on_checkpoint", record)
+
+            place = open_place(config.checkpoint.directory or self.directory / "checkpoints")
+            self.saver = Saver(config, place, self.blueprint, self.optimizer, self.device, self.mesh, tell, self.say)
+            self.saver.look_ahead()
         start = time.perf_counter()
         losses: list[float] = []
         weights: Path | None = None
@@ -192,6 +225,8 @@ class Trainer:
                         if writers:
                             writers.write(evaluation)
                         self._tell("on_evaluate", evaluation)
+                if self.saver:
+                    self.saver.finish()
                 if config.checkpoint.final:
                     weights = self.directory / "model"
                     save_hf(weights, config.model, self.values, self.optimizer.compute, write=leads)
@@ -263,7 +298,9 @@ class Trainer:
         batches = self.loader.ahead(self.number, self.config.train.steps, self.rows, self.forward.prepare)
         while self.number < self.config.train.steps and not self.stopping():
             batch = next(batches)
-            result = self.step(batch, self.number + 1, rate(self.config, self.number + 1), self.stop.asked)
+            words = self.saver.words(self.number + 1) if self.saver else Words()
+            says = (float(self.stop.asked), *words)
+            result = self.step(batch, self.number + 1, rate(self.config, self.number + 1), says)
             self.number += 1
             self._tell("on_step", self.number)
             due = self._due(self.number)
@@ -273,6 +310,10 @@ class Trainer:
             if self.device.synchronous or due:
                 self._check(result)
                 pending = None
+            ends = self.number == self.config.train.steps or self.stopping()
+            if self.saver and self.saver.due(self.number, self.clock or ends):
+                self.clock = False
+                self.saver.begin(self.number)
             if due:
                 yield self._record(result)
                 self.meter.start()
@@ -287,8 +328,12 @@ class Trainer:
 
     def _check(self, result: StepResult) -> None:
         """Stop after too many skipped steps in a row, naming what was not finite."""
-        _, in_a_row, asked = result.control().tolist()
+        _, in_a_row, asked, *words = result.control().tolist()
         self.stop_agreed = self.stop_agreed or bool(asked)
+        if self.saver:
+            said = Words(*words)
+            self.clock = self.clock or bool(said.due)
+            self.saver.heard(result.number, said)
         if in_a_row >= self.config.train.max_skipped:
             raise RunStopped(
                 f"step {result.number}: {in_a_row} steps in a row were not finite and were skipped (train.max_skipped="
@@ -303,7 +348,7 @@ class Trainer:
         return f"loss {loss}, not finite: {what}"
 
     def _record(self, result: StepResult) -> dict[str, Any]:
-        total, in_a_row, _ = result.control().tolist()
+        total, in_a_row, *_ = result.control().tolist()
         self.optimizer.settle()  # for hooks that look at the weights
         record: dict[str, Any] = {
             "step": result.number,

@@ -148,6 +148,16 @@ class Optimizer:
         if self.weight_exchange:
             self.weight_exchange.settle()
 
+    def spread(self) -> None:
+        """The master weights were set from outside: bring them to where the model computes with them."""
+        if self.zero == 0 and self.weights is not self.master:
+            self.weights.copy_(self.master)
+        if self.weight_exchange:
+            self.weight_exchange.start(self.master)
+            self.settle()
+        for backed in self.sharded:
+            backed.refresh()
+
     def weight_norm(self) -> Tensor:
         return self.shares.norm(self.shares.squares(self.master))
 

@@ -34,8 +34,8 @@ class StepResult:
     terms: dict[str, Tensor]
     grad_norm: Tensor
     control: Callable[[], Tensor]
-    """Steps skipped in all, and in a row, and whether any rank was asked to stop. Its copy to the host was queued with
-    the step: it can be read while the next step runs."""
+    """Steps skipped in all, and in a row, and then the sums of what all ranks said. Its copy to the host was queued
+    with the step: it can be read while the next step runs."""
 
 
 class Prepared(NamedTuple):
@@ -154,8 +154,9 @@ class Step:
         self.look: Callable[[], None] | None = None
         """Called when gradients are complete, before the update."""
 
-    def __call__(self, batch: Batch | Prepared, number: int, lr: float, stop: bool = False) -> StepResult:
-        """`batch` holds this data-parallel rank's samples, in host memory; `stop` says that this rank wants to end."""
+    def __call__(self, batch: Batch | Prepared, number: int, lr: float, says: Sequence[float] = ()) -> StepResult:
+        """`batch` holds this data-parallel rank's samples, in host memory; `says` are numbers of this rank that all
+        ranks are to know the sums of."""
         mesh = self.mesh
         parts = self.forward.send(batch)
         self.key.copy_(self.device.to_device(torch.tensor(key32(self.seed, "step", number), dtype=torch.int32)))
@@ -166,8 +167,8 @@ class Step:
             self.divisors.copy_(at_least_one(mesh.data.sum(torch.stack(ahead).sum(0))))
         self.sums.values.zero_()
         self.forward(parts, self.key, self._take, backward=True)
-        asked = self.device.to_device(torch.tensor([float(stop)]))
-        totals, counts, asked = self.sums.over(mesh, asked)
+        said = self.device.to_device(torch.tensor(says, dtype=torch.float32))
+        totals, counts, said = self.sums.over(mesh, said)
         means = dict(zip(self.loss.names, totals / at_least_one(counts), strict=True))
         loss = torch.stack(list(means.values())).sum()
         scale = torch.ones_like(loss) if ahead else 1 / at_least_one(counts[0])
@@ -176,7 +177,7 @@ class Step:
         if self.look:
             self.look()
         norm = self.optimizer.step(rate, scale, loss, number)
-        control = torch.cat((self.optimizer.skipped, (asked > 0).int()))
+        control = torch.cat((self.optimizer.skipped, said.int()))
         return StepResult(number, lr, loss, means, norm, self.device.fetch(control))
 
     def _take(self, output: Output, micro: Batch) -> Tensor:
@@ -198,13 +199,14 @@ class Sums:
         )
 
     def over(self, mesh: Mesh, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(sums, counts) of the whole batch, and `extra` [1] summed over all ranks.
+        """(sums, counts) of the whole batch, and `extra` [N] summed over all ranks.
 
         Tensor-parallel ranks have found the same numbers, so one of them speaks; stages without a loss have zeros.
         """
         mine = self.values if mesh.tp.rank == 0 else torch.zeros_like(self.values)
         whole = mesh.everyone.sum(torch.cat((mine.flatten(), extra)))
-        return whole[: len(self.names)], whole[len(self.names) : -1], whole[-1:]
+        terms = len(self.names)
+        return whole[:terms], whole[terms : 2 * terms], whole[2 * terms :]
 
 
 def at_least_one(count: Tensor) -> Tensor:

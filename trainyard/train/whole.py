@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.models.blueprint import Blueprint, layer
+from trainyard.checkpoint.boxes import holder
+from trainyard.models.blueprint import Blueprint
 from trainyard.models.slicing import join
-from trainyard.parallel.layout import Layout
 from trainyard.train.optimizers import Optimizer
 
 
@@ -28,11 +28,3 @@ def whole(optimizer: Optimizer, blueprint: Blueprint, row: Tensor, name: str) ->
         out = out.contiguous()
         dist.broadcast(out, src=mesh.pp.ranks[owner], group=mesh.pp.handle)
     return out
-
-
-def holder(blueprint: Blueprint, layout: Layout, name: str) -> int:
-    """The pipeline rank that has a parameter (the first one, if two have)."""
-    number = layer(name)
-    if number is not None:
-        return layout.owners[number]
-    return layout.holder(len(layout.stages) - 1) if blueprint.row(name).place == "last" else 0

@@ -49,6 +49,14 @@ class Screen:
         text = f"evaluation at step {record['step']} | " + " | ".join(words)
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
+    def checkpoint(self, record: dict[str, Any]) -> None:
+        text = (
+            f"checkpoint of step {record['step']} | {record['checkpoint']} | "
+            f"{record['checkpoint_bytes'] / 2**20:,.1f} MiB in {record['checkpoint_seconds']:.1f} s | "
+            f"steps waited {record['checkpoint_stall']:.2f} s"
+        )
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def end(self) -> None:
         if self.bar:
             self.bar.stop()

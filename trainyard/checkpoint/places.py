@@ -1,0 +1,226 @@
+"""Where checkpoints live: a local directory, or whatever an fsspec URL names (s3://, memory://, file://).
+
+One set of operations for both, so that saving and resuming know no difference. A local file gets its name when it is
+whole and safe on disk; object stores do the same by themselves.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from trainyard.errors import UserError, one_line
+from trainyard.files import whole_file
+
+
+class Readable(Protocol):
+    """Bytes of a file, by place. EOFError where it ends too early."""
+
+    size: int
+
+    def read(self, start: int, stop: int) -> memoryview: ...
+
+    def strips(self, start: int, width: int, apart: int, count: int) -> memoryview:
+        """`count` times `width` bytes, the first at `start`, `apart` bytes from one to the next."""
+        ...
+
+
+class Place(Protocol):
+    """A directory of files, and of directories one level down; names use `/`."""
+
+    def __str__(self) -> str: ...
+
+    def __truediv__(self, name: str) -> "Place": ...
+
+    def prepare(self) -> None:
+        """Make the directory."""
+        ...
+
+    def names(self) -> list[str]:
+        """What it holds; nothing where it does not exist."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        ...
+
+    def write(self, name: str) -> Any:
+        """A context that gives a file to write to; it is there, whole, when the context ends well."""
+        ...
+
+    def open(self, name: str) -> Any:
+        """A context that gives a Readable."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """A file or a directory; nothing happens where there is none."""
+        ...
+
+    def free(self) -> int | None:
+        """Bytes that can still be written; None where that cannot be known."""
+        ...
+
+
+def open_place(where: str | Path) -> Place:
+    text = str(where)
+    if "://" not in text:
+        return LocalPlace(Path(text).expanduser())
+    if text.startswith("file://"):
+        return LocalPlace(Path(text.removeprefix("file://")))
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(text)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{text}: {one_line(error)}") from None
+    return RemotePlace(system, path.rstrip("/"), text.rstrip("/"))
+
+
+class LocalPlace:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> "LocalPlace":
+        return LocalPlace(self.path / name)
+
+    def prepare(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self.path / name).stat().st_size
+        except OSError:
+            return None
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[BinaryIO]:
+        with whole_file(self.path / name) as file:
+            yield file
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Readable]:
+        with (self.path / name).open("rb", buffering=0) as file:
+            yield _LocalFile(file.fileno())
+
+    def remove(self, name: str) -> None:
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def free(self) -> int | None:
+        here = self.path
+        while not here.exists():
+            here = here.parent
+        return shutil.disk_usage(here).free
+
+
+class _LocalFile:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.size = os.fstat(handle).st_size
+
+    def read(self, start: int, stop: int) -> memoryview:
+        out = memoryview(bytearray(stop - start))
+        self._into(out, start)
+        return out
+
+    def strips(self, start: int, width: int, apart: int, count: int) -> memoryview:
+        out = memoryview(bytearray(width * count))
+        for number in range(count):
+            self._into(out[number * width : (number + 1) * width], start + number * apart)
+        return out
+
+    def _into(self, out: memoryview, start: int) -> None:
+        done = 0
+        while done < len(out):
+            count = os.preadv(self.handle, [out[done:]], start + done)
+            if not count:
+                raise EOFError
+            done += count
+
+
+class RemotePlace:
+    def __init__(self, system: Any, path: str, url: str) -> None:
+        self.system, self.path, self.url = system, path, url
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "RemotePlace":
+        return RemotePlace(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    def prepare(self) -> None:
+        self.system.makedirs(self.path, exist_ok=True)
+
+    def names(self) -> list[str]:
+        self.system.invalidate_cache()
+        try:
+            found = self.system.ls(self.path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(name for each in found if (name := each.rstrip("/").rsplit("/", 1)[-1]))
+
+    def size(self, name: str) -> int | None:
+        self.system.invalidate_cache()
+        try:
+            return int(self.system.info(f"{self.path}/{name}")["size"] or 0)
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def write(self, name: str) -> Iterator[BinaryIO]:
+        file = self.system.open(f"{self.path}/{name}", "wb", autocommit=True)
+        try:
+            yield file
+        except BaseException:
+            # Closing would put what there is under the final name.
+            discard = getattr(file, "discard", None)
+            file.closed = True
+            if discard:
+                discard()
+            raise
+        file.close()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Readable]:
+        path = f"{self.path}/{name}"
+        yield _RemoteFile(self.system, path, int(self.system.info(path)["size"] or 0))
+
+    def remove(self, name: str) -> None:
+        try:
+            self.system.rm(f"{self.path}/{name}", recursive=True)
+        except FileNotFoundError:
+            return
+
+    def free(self) -> int | None:
+        return None
+
+
+class _RemoteFile:
+    def __init__(self, system: Any, path: str, size: int) -> None:
+        self.system, self.path, self.size = system, path, size
+
+    def read(self, start: int, stop: int) -> memoryview:
+        data = self.system.cat_file(self.path, start, stop) if stop > start else b""
+        if len(data) != stop - start:
+            raise EOFError
+        return memoryview(bytearray(data))
+
+    def strips(self, start: int, width: int, apart: int, count: int) -> memoryview:
+        """In one request: each costs more than the bytes between the strips."""
+        between = self.read(start, start + (count - 1) * apart + width)
+        strips = (between[number * apart : number * apart + width] for number in range(count))
+        return memoryview(bytearray(b"".join(strips)))

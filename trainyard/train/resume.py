@@ -1,0 +1,132 @@
+"""Goes on from a checkpoint: finds the newest whole one, and gives every rank its pieces, at any layout."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trainyard.checkpoint import store
+from trainyard.checkpoint.boxes import boxes
+from trainyard.checkpoint.places import Place, open_place
+from trainyard.checkpoint.shards import Broken
+from trainyard.checkpoint.store import Checkpoint
+from trainyard.config.schema import Config
+from trainyard.devices import Device
+from trainyard.errors import UserError
+from trainyard.models.blueprint import Blueprint
+from trainyard.parallel.mesh import Mesh
+from trainyard.train.optimizers import Optimizer
+from trainyard.watch.writers import newest_directory
+
+
+class Say(Protocol):
+    def __call__(self, line: str, /) -> None: ...
+
+
+def find(where: str | Path, mesh: Mesh, device: Device, say: Say) -> Checkpoint | None:
+    """The newest whole checkpoint in a directory of them, or the one that `where` is itself. Broken ones are named and
+    passed over; None where there is none at all. Every rank calls this; each checks some of the files."""
+    place = open_place(where)
+    if mesh.agree(lambda: place.size(store.MARKER) is not None, device):
+        found, line = _open(place, mesh)
+        if not found:
+            raise UserError(line)
+        return found
+    steps = mesh.agree(lambda: store.steps_in(place), device)
+    for step in steps:
+        if not mesh.agree(lambda step=step: store.is_complete(place, step), device):  # type: ignore[misc]
+            say(f"passing over {place / store.directory_name(step)}: it was never completed")
+            continue
+        found, line = _open(place / store.directory_name(step), mesh)
+        if found:
+            return found
+        say(f"passing over {line}")
+    return None
+
+
+def continued(config: Config, mesh: Mesh, device: Device, say: Say) -> tuple[Path | None, Checkpoint | None]:
+    """The run directory to go on in, if there is one, and the checkpoint to go on from."""
+    section = config.checkpoint
+    if section.resume == "none" or section.weights_only:
+        return None, None
+    if section.resume != "auto":
+        if not (found := find(section.resume, mesh, device, say)):
+            raise UserError(f"checkpoint.resume={section.resume}: no whole checkpoint there; nearest: auto, or none")
+        return None, found
+    parent = Path(config.log.directory).expanduser()
+    directory = mesh.agree(lambda: newest_directory(parent, config.log.name), device)
+    where = section.directory or (directory / "checkpoints" if directory else None)
+    found = find(where, mesh, device, say) if where else None
+    return (directory if found else None), found
+
+
+def load(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprint, mesh: Mesh) -> None:
+    """Weights and the optimizer's state, this rank's part of them, whatever layout they were saved at."""
+    rows = {"weights": optimizer.master, "first": optimizer.first, "second": optimizer.second}
+    for name in optimizer.names:
+        held = optimizer.flat.rows(name, optimizer.number)
+        for box in boxes(blueprint, name, mesh.tp.size, mesh.tp.rank, held, once=False):
+            here = tuple(slice(at, at + size) for at, size in zip(box.at, box.sizes, strict=True))
+            for kind, row in rows.items():
+                optimizer.view(row, name)[here].copy_(checkpoint.tensor(kind, box))
+    body = checkpoint.body
+    optimizer.updates.fill_(body["updates"])
+    optimizer.skipped.copy_(torch.tensor(body["skipped"], dtype=torch.int32))
+    optimizer.spread()
+
+
+def restore_random(checkpoint: Checkpoint, device: Device, mesh: Mesh) -> None:
+    """Generators of a user's own code, where the run had a rank of this number."""
+    if not (own := checkpoint.extra(mesh.rank)):
+        return
+    tensors, texts = own
+    if (host := tensors.get(f"random.host.{mesh.rank}")) is not None:
+        torch.set_rng_state(host)
+    if (there := tensors.get(f"random.device.{mesh.rank}")) is not None:
+        device.set_random_state(there)
+    if "RANDOM" in texts:
+        states = json.loads(texts["RANDOM"])
+        kind, numbers, gauss = states["python"]
+        random.setstate((kind, tuple(numbers), gauss))
+        np.random.set_state(tuple(states["numpy"]))
+
+
+def check_fits(checkpoint: Checkpoint, config: Config, say: Say) -> None:
+    """The model must be the same; what else differs is said."""
+    old, new = checkpoint.config, config
+    for key, before, now in _differences(old.model.model_dump(mode="json"), new.model.model_dump(mode="json"), "model"):
+        if key.split(".")[-1] not in ("hidden_dropout", "attention_dropout", "embedding_dropout", "fused"):
+            raise UserError(f"{key}={now}: the checkpoint {checkpoint.place} has {before}")
+    for section in ("data", "train", "optimizer", "schedule", "precision"):
+        before, now = (getattr(each, section).model_dump(mode="json") for each in (old, new))
+        for key, was, is_now in _differences(before, now, section):
+            if key == "train.global_batch":
+                raise UserError(
+                    f"{key}={is_now}: the checkpoint counts samples in batches of {was}; nearest: {was}, or "
+                    "checkpoint.weights_only=true"
+                )
+            if key not in ("train.steps", "train.micro_batch"):
+                say(f"note: {key} was {was} when the checkpoint was written, and is {is_now}")
+    if checkpoint.step > config.train.steps:
+        raise UserError(f"train.steps={config.train.steps}: the checkpoint is of step {checkpoint.step} already")
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], path: str) -> list[tuple[str, Any, Any]]:
+    keys = [*before, *(key for key in now if key not in before)]
+    return [(f"{path}.{key}", before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
+
+
+def _open(place: Place, mesh: Mesh) -> tuple[Checkpoint | None, str]:
+    """The checkpoint if all ranks find their share of its files whole, or a line that says what is wrong."""
+    found: Checkpoint | None = None
+    line = ""
+    try:
+        found = Checkpoint(place)
+        found.check(found.files[mesh.rank :: mesh.layout.world])
+    except (Broken, UserError) as error:
+        line = str(error)
+    lines = [each for each in mesh.collect(line) if each]
+    return (None, lines[0]) if lines else (found, "")

@@ -1,0 +1,308 @@
+"""Writes checkpoints while the steps go on.
+
+A save has three phases. Every rank copies what it has to write to host memory, and the steps go on. A thread of each
+rank writes that copy to its file. When all files are there, rank 0 writes the marker that makes them a checkpoint. How
+far a rank has come travels with the numbers that ranks sum in every step anyway, so that all know the same at the same
+step and no thread ever talks to another rank.
+"""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainyard import __version__
+from trainyard.checkpoint import store
+from trainyard.checkpoint.boxes import Box, share_of_rows, written
+from trainyard.checkpoint.places import Place
+from trainyard.checkpoint.shards import CODES, write_shard
+from trainyard.config.schema import Config
+from trainyard.devices import Device
+from trainyard.errors import RunStopped, UserError, one_line
+from trainyard.models.blueprint import Blueprint
+from trainyard.parallel.mesh import Mesh, local_rank
+from trainyard.train.optimizers import Optimizer
+
+SLACK = 2**20
+"""Bytes that a checkpoint may need beyond its tensors, and for each rank."""
+
+
+class Words(NamedTuple):
+    """What a rank says of its saves with each step; summed, what all said."""
+
+    due: float = 0.0
+    """By rank 0's clock it is time for a checkpoint."""
+    written: float = 0.0
+    """This rank's file is there."""
+    sealed: float = 0.0
+    """The marker is there."""
+    failed: float = 0.0
+
+
+@dataclass
+class Save:
+    step: int
+    place: Place
+    body: dict[str, Any]
+    started: float
+    stalled: float = 0.0
+    """Seconds that the steps waited for it."""
+    own: dict[str, Tensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Random generators of this rank."""
+    updates: Tensor = field(default_factory=lambda: torch.zeros(()))
+    skipped: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int32))
+    thread: threading.Thread | None = None
+    written: bool = False
+    sealed: bool = False
+    sealing: bool = False
+    bytes: int = 0
+    error: str = ""
+
+    def join(self) -> None:
+        if self.thread:
+            self.thread.join()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """In a thread of its own; what goes wrong is kept as one line."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:  # a thread's traceback would go nowhere
+                self.error = _line(error)
+
+        self.thread = threading.Thread(target=guarded, daemon=True)
+        self.thread.start()
+
+
+@dataclass
+class Saver:
+    config: Config
+    place: Place
+    blueprint: Blueprint
+    optimizer: Optimizer
+    device: Device
+    mesh: Mesh
+    tell: Callable[[dict[str, Any]], None]
+    """Called on every rank when a checkpoint is complete, with what there is to say of it."""
+    complain: Callable[[str], None]
+    """Called when one could not be written."""
+    current: Save | None = None
+    boxes: list[Box] = field(init=False)
+    memory: dict[str, Tensor] = field(init=False, default_factory=dict)
+    """Host copies of what this rank writes, by kind."""
+    sent: dict[int, Save | None] = field(init=False, default_factory=dict)
+    """Of which save this rank spoke at a step that has not been heard yet."""
+    last: float = field(init=False, default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.boxes = written(self.blueprint, self.mesh.layout, self.mesh.rank)
+        optimizer = self.optimizer
+        ranks = self.config.checkpoint.window or self.mesh.layout.world
+        self.window = local_rank() // ranks
+        """When this rank's turn is: the ranks of a host take turns in so many windows."""
+        self.windows = max(self.mesh.collect(self.window)) + 1
+        self.rows = {"weights": optimizer.master, "first": optimizer.first, "second": optimizer.second}
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a whole checkpoint, all ranks together."""
+        each = sum(row.dtype.itemsize for row in self.rows.values())
+        return self.blueprint.parameters() * each + SLACK * (1 + self.mesh.layout.world)
+
+    def look_ahead(self) -> None:
+        """Before the first step: can a checkpoint be written there at all?"""
+        trouble = ""
+        if self.mesh.rank == 0:
+            try:
+                self.place.prepare()
+                with self.place.write(".probe") as file:
+                    file.write(b"1")
+                self.place.remove(".probe")
+                self._room()
+            except Exception as error:
+                trouble = _line(error)
+        for line in self.mesh.collect(trouble):
+            if line:
+                raise UserError(f"checkpoint.directory={self.place}: cannot be written: {line}")
+
+    def due(self, step: int, asked: bool) -> bool:
+        """Whether to save after this step; `asked`: rank 0's clock said so, or the run ends here."""
+        every = self.config.checkpoint.every
+        return asked or bool(every and step % every == 0)
+
+    def begin(self, step: int) -> None:
+        """Copy the state as it is after `step` and start to write it. All ranks call this after the same step."""
+        begun = time.monotonic()
+        if self.current:
+            self.finish()  # the one before took longer than the time between two
+        self.last = time.monotonic()
+        body = {
+            "step": step,
+            "consumed_samples": step * self.config.train.global_batch,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": {"trainyard": __version__, "torch": version("torch")},
+            "kinds": {kind: CODES[row.dtype] for kind, row in self.rows.items()},
+            "config": self.config.model_dump(mode="json"),
+        }
+        save = Save(step, self.place / store.directory_name(step), body, begun)
+        if self.mesh.rank == 0:
+            try:
+                self._make_way(step)
+            except Exception as error:
+                save.error = _line(error)
+        self.current = save
+        if self._together(Words(failed=float(bool(save.error)))).failed:  # also: no file before its directory
+            self._give_up(save)
+            return
+        for number in range(self.windows):
+            last = number == self.windows - 1
+            if self.window == number:
+                save.run(partial(self._write, save, self._copy(save)))
+                if not last:
+                    save.join()
+                    self.memory.clear()
+            if not last:
+                self._together(Words())
+        save.stalled = time.monotonic() - begun
+        if self.config.checkpoint.blocking:
+            self.finish()
+
+    def words(self, step: int) -> Words:
+        """What to say with this step."""
+        save = self.sent[step] = self.current
+        minutes = self.config.checkpoint.minutes
+        due = bool(minutes) and self.mesh.rank == 0 and time.monotonic() - self.last > 60 * minutes
+        return self._of(save)._replace(due=float(due))
+
+    def heard(self, step: int, said: Words) -> None:
+        """What all ranks said with a step."""
+        if (save := self.sent.pop(step, None)) and save is self.current:
+            self._go_on(save, said)
+
+    def finish(self) -> None:
+        """Wait for the save under way. All ranks call this together."""
+        waiting = time.monotonic()
+        while save := self.current:
+            save.join()
+            save.stalled += time.monotonic() - waiting
+            waiting = time.monotonic()
+            self._go_on(save, self._together(self._of(save)))
+
+    def _of(self, save: Save | None) -> Words:
+        if not save:
+            return Words()
+        return Words(written=float(save.written), sealed=float(save.sealed), failed=float(bool(save.error)))
+
+    def _go_on(self, save: Save, said: Words) -> None:
+        if said.failed:
+            save.join()
+            self._give_up(save)
+        elif said.sealed:
+            self.current = None
+            seconds = time.monotonic() - save.started
+            record = {"step": save.step, "checkpoint": str(save.place), "checkpoint_seconds": seconds}
+            self.tell({**record, "checkpoint_stall": save.stalled, "checkpoint_bytes": save.bytes})
+        elif said.written == self.mesh.layout.world and self.mesh.rank == 0 and not save.sealing:
+            save.sealing = True
+            save.run(partial(self._seal, save))
+
+    def _copy(self, save: Save) -> Callable[[], None]:
+        """Start copying what this rank writes to host memory."""
+        save.own, save.texts = random_state(self.device, self.mesh.rank)
+        pairs = [(self.optimizer.updates, save.updates), (self.optimizer.skipped, save.skipped)]
+        for kind, row in self.rows.items():
+            if kind not in self.memory:
+                size = sum(box.count for box in self.boxes)
+                self.memory[kind] = self.device.host_memory(size, row.dtype)
+            at = 0
+            for box in self.boxes:
+                pairs.append((self._held(row, box), self.memory[kind][at : at + box.count].view(box.sizes)))
+                at += box.count
+        return self.device.copy_out(pairs)
+
+    def _held(self, row: Tensor, box: Box) -> Tensor:
+        """A box in this rank's memory."""
+        mine = self.optimizer.view(row, box.name)
+        data = self.mesh.data
+        if self.optimizer.flat.shards == 1:
+            rows = share_of_rows(len(mine), data.size, data.rank)
+            mine = mine[rows.start : rows.stop]
+        return mine[tuple(slice(at, at + size) for at, size in zip(box.at, box.sizes, strict=True))]
+
+    def _write(self, save: Save, wait: Callable[[], None]) -> None:
+        wait()
+        tensors: list[tuple[str, Sequence[int], Tensor]] = []
+        for kind in self.rows:
+            at = 0
+            for box in self.boxes:
+                piece = self.memory[kind][at : at + box.count].view(box.sizes)
+                tensors.append((store.key_of(kind, box.part), box.offsets, piece))
+                at += box.count
+        tensors += [(name, [0], tensor) for name, tensor in save.own.items()]
+        write_shard(save.place, store.file_name(self.mesh.rank), tensors, save.texts)
+        save.written = True
+
+    def _seal(self, save: Save) -> None:
+        body = {**save.body, "updates": int(save.updates), "skipped": save.skipped.tolist()}
+        save.bytes = store.seal(save.place, self.blueprint, self.mesh.layout, body)
+        save.sealed = True
+        if keep := self.config.checkpoint.keep:
+            complete = [step for step in store.steps_in(self.place) if store.is_complete(self.place, step)]
+            for step in complete[keep:]:
+                store.remove(self.place, step)
+
+    def _make_way(self, step: int) -> None:
+        """Clear away what kills have left over, make the directory, see that there is room."""
+        for found in store.steps_in(self.place):
+            if not store.is_complete(self.place, found):
+                store.remove(self.place, found)
+            elif found == step:
+                raise UserError(f"{self.place / store.directory_name(step)}: is there already; it stays as it is")
+        self._room()
+        (self.place / store.directory_name(step)).prepare()
+
+    def _room(self) -> None:
+        free = self.place.free()
+        if free is not None and free < self.needed:
+            raise UserError(
+                f"{self.place}: a checkpoint needs {self.needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free"
+            )
+
+    def _give_up(self, save: Save) -> None:
+        self.current = None
+        line = next(filter(None, self.mesh.collect(save.error)))
+        text = f"checkpoint of step {save.step} was not written: {line}"
+        if self.config.checkpoint.on_failure == "stop":
+            raise RunStopped(f"{text} (checkpoint.on_failure=stop)")
+        self.complain(text)
+
+    def _together(self, words: Words) -> Words:
+        said = torch.tensor(words, dtype=torch.float32, device=self.device.handle)
+        return Words(*self.mesh.everyone.sum(said).tolist())
+
+
+def random_state(device: Device, rank: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Generators that a user's own code may draw from: the run itself needs none (see random.py)."""
+    states = {"host": torch.get_rng_state(), "device": device.random_state()}
+    tensors = {f"random.{name}.{rank}": state for name, state in states.items() if state is not None}
+    kind, keys, *rest = np.random.get_state()
+    texts = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+    return tensors, {"RANDOM": json.dumps(texts)}
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
