@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.models.test_parity import batch_for
 from trainyard import Trainer, load_model
-from trainyard.checkpoint.hf import load_hf, save_hf
+from trainyard.checkpoint.hf import open_hf, save_hf
+from trainyard.checkpoint.pieces import slices_of
 from trainyard.errors import UserError
 
 AUTO = {
@@ -77,7 +78,7 @@ def test_sharded_directories_are_read(tmp_path: Path) -> None:
     for file in set(where.values()):
         save_file({name: tensors[name] for name in tensors if where[name] == file}, sharded / file)
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    _, values = load_hf(sharded)
+    values = slices_of(open_hf(sharded))
     for name, tensor in model.state_dict().items():
         assert torch.equal(values(name), tensor)
 
@@ -86,7 +87,7 @@ def test_saving_again_replaces_whole(tmp_path: Path) -> None:
     section = tiny.config().model
     for seed in (0, 1):
         save_hf(tmp_path / "model", section, tiny.model(section, seed).state_dict().__getitem__)
-    _, values = load_hf(tmp_path / "model")
+    values = slices_of(open_hf(tmp_path / "model"))
     assert torch.equal(values("norm.weight"), tiny.model(section, 1).state_dict()["norm.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -101,7 +102,7 @@ def test_checkpoints_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
         new = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
         save_file(new, file)
         with pytest.raises(UserError, match=words) as caught:
-            load_hf(tmp_path / "model")[1]("norm.weight")
+            open_hf(tmp_path / "model")
         assert "\n" not in str(caught.value)
 
     changed("model.norm.weight is missing", **{"model.norm.weight": None})
@@ -109,7 +110,7 @@ def test_checkpoints_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     changed(r"model.norm.weight is \[3\], wanted \[32\]", **{"model.norm.weight": torch.zeros(3)})
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match="not a readable safetensors file"):
-        load_hf(tmp_path / "model")
+        open_hf(tmp_path / "model")
     file.unlink()
     with pytest.raises(UserError, match="no such file"):
-        load_hf(tmp_path / "model")
+        open_hf(tmp_path / "model")

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from tests import tiny
 from trainyard import models
+from trainyard.checkpoint.hf import InMemory, of_tensors, to_tensors
+from trainyard.checkpoint.pieces import slices_of
 from trainyard.config.hf import from_hf as config_from_hf
 from trainyard.config.hf import to_hf as config_to_hf
-from trainyard.models.names import from_hf, to_hf
 from trainyard.train.losses import BertLoss, CausalLoss
 
 LLAMA = {
@@ -89,9 +90,8 @@ def reference(variant: str) -> tuple[str, nn.Module, dict[str, Any]]:
 
 def ours(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> tuple[Any, nn.Module]:
     section = config_from_hf(hf_config).model_copy(update=changes)
-    family = models.family(section)
     state = hf.state_dict()
-    values = from_hf(family.blueprint(section), family.names(section), state, state.__getitem__)
+    values = slices_of(of_tensors(section, state))
     return section, models.fill(models.build(section), lambda name: values(name).clone())
 
 
@@ -156,9 +156,8 @@ def test_logits_loss_and_gradients(variant: str, fused: bool) -> None:
     torch.testing.assert_close(own, loss, atol=1e-5, rtol=1e-5)
     own.backward()
     loss.backward()
-    kind = models.family(section)
     gradients = dict(model.named_parameters())
-    mapped = dict(to_hf(kind.blueprint(section), kind.names(section), lambda name: gradients[name].grad))
+    mapped = dict(to_tensors(InMemory(section, lambda name: gradients[name].grad)))
     wanted = {name: parameter.grad for name, parameter in hf.named_parameters()}
     assert set(mapped) == set(wanted)
     for name, gradient in wanted.items():
@@ -174,7 +173,7 @@ def test_names_round_trip_bit_exact(variant: str, fused: bool) -> None:
     section, model = ours(hf, hf_config, fuse_qkv=fused)
     kind = models.family(section)
     state = model.state_dict()
-    back = dict(to_hf(kind.blueprint(section), kind.names(section), state.__getitem__))
+    back = dict(to_tensors(InMemory(section, state.__getitem__)))
     ties = kind.names(section).ties
     original = {name: tensor for name, tensor in hf.state_dict().items() if name not in ties}
     assert set(back) == set(original)

@@ -162,3 +162,20 @@ class Scattered(Generic[File]):
         if each.stored.transposed:
             return self._read(each.file, each.stored.name, tuple(reversed(inside))).T
         return self._read(each.file, each.stored.name, tuple(inside))
+
+
+def slices_of(weights: Weights, tp: int = 1, rank: int = 0) -> models.Values:
+    """What a tensor-parallel rank holds of these weights, in fp32. Nothing else is read."""
+    blueprint = models.family(weights.model).blueprint(weights.model)
+
+    def values(name: str) -> Tensor:
+        pieces = []
+        for piece in blueprint.slices(name, tp, rank):
+            region = list(everything(piece.shape))
+            region[piece.dim] = slice(piece.start, piece.stop)
+            pieces.append(weights.read(piece.name, tuple(region)).float())
+        held = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        missing = blueprint.local_shape(name, tp)[0] - len(held) if blueprint.row(name).padded else 0
+        return F.pad(held, (0, 0) * (held.dim() - 1) + (0, missing)) if missing else held
+
+    return values

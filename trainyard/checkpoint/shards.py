@@ -5,85 +5,42 @@ HuggingFaceStorageReader puts the pieces together too. Beside it stands a checks
 """
 
 import json
-import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainyard.checkpoint.places import Place, Readable
-from trainyard.errors import UserError
+from trainyard.checkpoint.safetensors_file import as_bytes, header, parse, write_tensor
+from trainyard.errors import UserError, one_line
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-LARGEST_HEADER = 100_000_000
 BLOCK = 2**24
-"""Bytes written, or checked, at a time."""
+"""Bytes checked at a time."""
 
 
 class Broken(UserError):
     """A file that is not what was written."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    """First byte in the file."""
-    stop: int
-    crc: int | None
-
-
 def write_shard(
     place: Place, name: str, tensors: Sequence[tuple[str, Sequence[int], Tensor]], extra: Mapping[str, str]
 ) -> None:
     """Write (name, offsets, contiguous host tensor) of each, and `extra` in the header."""
-    at = 0
-    header: dict[str, Any] = {}
-    sums: dict[str, int] = {}
-    views = []
-    for key, _, tensor in tensors:
-        view = as_bytes(tensor)
-        views.append(view)
-        header[key] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + len(view)],
-        }
-        sums[key] = zlib.crc32(view)
-        at += len(view)
-    header["__metadata__"] = {
+    sums = {key: zlib.crc32(as_bytes(tensor)) for key, _, tensor in tensors}
+    offsets = {key: {"saved_offsets": list(begins)} for key, begins, _ in tensors}
+    texts = {
         "format": "pt",
         "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps({key: {"saved_offsets": list(offsets)} for key, offsets, _ in tensors}),
+        "DCP_SHARDING_INFO": json.dumps(offsets),
         "CRC32": json.dumps(sums),
         **extra,
     }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with place.write(name) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for view in views:
-            for start in range(0, len(view), BLOCK):
-                file.write(view[start : start + BLOCK])
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        file.write(header([(key, tensor.dtype, tuple(tensor.shape)) for key, _, tensor in tensors], texts))
+        for _, _, tensor in tensors:
+            write_tensor(file, tensor)
 
 
 class Shard:
@@ -92,15 +49,12 @@ class Shard:
     def __init__(self, file: Readable, where: str) -> None:
         self.file, self.where = file, where
         try:
-            (length,) = struct.unpack("<Q", file.read(0, 8))
-            if length > min(LARGEST_HEADER, file.size - 8):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(bytes(file.read(8, 8 + length)))
-            self.extra: dict[str, str] = header.pop("__metadata__", {})
-            sums = json.loads(self.extra.get("CRC32", "{}"))
-            self.entries = {key: self._entry(value, 8 + length, sums.get(key)) for key, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-            raise Broken(f"{where}: broken: {_why(error)}") from None
+            self.entries, self.extra = parse(file.read, file.size)
+            self.sums: dict[str, int] = json.loads(self.extra.get("CRC32", "{}"))
+        except EOFError:
+            raise Broken(f"{where}: broken: it ends too early") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Broken(f"{where}: broken: {one_line(error)}") from None
 
     def read(self, key: str, region: Sequence[tuple[int, int]]) -> Tensor:
         """The box of a tensor that begins and ends at `region`, reading no byte outside it where that can be."""
@@ -129,23 +83,5 @@ class Shard:
             crc = 0
             for start in range(entry.start, entry.stop, BLOCK):
                 crc = zlib.crc32(self.file.read(start, min(start + BLOCK, entry.stop)), crc)
-            if crc != entry.crc:
+            if crc != self.sums.get(key):
                 raise Broken(f"{self.where}: broken: the checksum of {key} differs")
-
-    def _entry(self, value: Any, begin: int, crc: int | None) -> Entry:
-        start, stop = value["data_offsets"]
-        dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
-        if not (0 <= start <= stop and stop - start == prod(shape) * dtype.itemsize):
-            raise ValueError("a tensor's size is not that of its bytes")
-        if begin + stop > self.file.size:
-            raise EOFError
-        return Entry(dtype, shape, begin + start, begin + stop, crc)
-
-
-def total_bytes(tensors: Iterable[tuple[int, torch.dtype]]) -> int:
-    """Bytes of so many elements of each dtype."""
-    return sum(count * dtype.itemsize for count, dtype in tensors)
-
-
-def _why(error: Exception) -> str:
-    return "it ends too early" if isinstance(error, EOFError) else " ".join(str(error).split()) or "no header"

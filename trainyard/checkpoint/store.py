@@ -21,7 +21,8 @@ from trainyard import models
 from trainyard.checkpoint.boxes import Box, written
 from trainyard.checkpoint.pieces import Region
 from trainyard.checkpoint.places import Place
-from trainyard.checkpoint.shards import DTYPES, Broken, Shard
+from trainyard.checkpoint.safetensors_file import DTYPES
+from trainyard.checkpoint.shards import Broken, Shard
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.errors import UserError

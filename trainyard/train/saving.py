@@ -25,7 +25,8 @@ from trainyard import __version__
 from trainyard.checkpoint import store
 from trainyard.checkpoint.boxes import Box, share_of_rows, written
 from trainyard.checkpoint.places import Place
-from trainyard.checkpoint.shards import CODES, write_shard
+from trainyard.checkpoint.safetensors_file import CODES
+from trainyard.checkpoint.shards import write_shard
 from trainyard.config.schema import Config
 from trainyard.devices import Device
 from trainyard.errors import RunStopped, UserError, one_line

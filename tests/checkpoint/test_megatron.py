@@ -1,0 +1,439 @@
+"""Megatron checkpoints of every shape give back, bit for bit, the weights that plain torch code cut them from."""
+
+import argparse
+import enum
+import random
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.models.test_parity import batch_for
+from trainyard import models
+from trainyard.checkpoint.megatron import Megatron, find_megatron, open_megatron
+from trainyard.checkpoint.pieces import everything, shapes_of
+from trainyard.config.model import GptModel, LlamaModel
+from trainyard.errors import UserError
+
+Parts = dict[str, Tensor]
+GPT = GptModel(**{**tiny.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
+LLAMA = LlamaModel(**{**tiny.LLAMA, "layers": 4, "vocab": 250, "heads": 8, "kv_heads": 4, "tied": False})
+ARGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+LLAMA_ARGS = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "kv_channels": 4,
+    "max_position_embeddings": 64,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "params_dtype": torch.bfloat16,
+}
+
+
+def random_parts(model: models.AnyModel, dtype: torch.dtype = torch.float32) -> Parts:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
+        for name, shape in shapes_of(model).items()
+    }
+
+
+def fused_heads(matrices: list[Tensor], groups: int, version: float) -> Tensor:
+    """Query, key and value of one rank in the order of a checkpoint version."""
+    if version == 0:
+        return torch.cat(matrices)
+    by_group = [matrix.unflatten(0, (groups, -1)) for matrix in matrices]
+    return torch.cat(by_group, 1).flatten(0, 1)
+
+
+def one_layer(model: GptModel | LlamaModel, parts: Parts, number: int, tp: int, rank: int, version: float) -> Parts:
+    """A layer on a tensor-parallel rank, by the AWS reference's names."""
+    own = {name.removeprefix(f"layers.{number}."): part for name, part in parts.items()}
+    out = {}
+    for kind in ("weight", "bias") if isinstance(model, GptModel) else ("weight",):
+        qkv = [own[f"attention.{x}.{kind}"].chunk(tp)[rank] for x in "qkv"]
+        up = [own[f"mlp.{x}.{kind}"].chunk(tp)[rank] for x in ("gate", "up") if f"mlp.{x}.{kind}" in own]
+        dense, down = own[f"attention.output.{kind}"], own[f"mlp.down.{kind}"]
+        out |= {
+            f"input_layernorm.{kind}": own[f"attention_norm.{kind}"],
+            f"self_attention.query_key_value.{kind}": fused_heads(qkv, model.kv // tp, version),
+            f"self_attention.dense.{kind}": dense.chunk(tp, 1)[rank] if kind == "weight" else dense,
+            f"post_attention_layernorm.{kind}": own[f"mlp_norm.{kind}"],
+            f"mlp.dense_h_to_4h.{kind}": torch.cat(up),
+            f"mlp.dense_4h_to_h.{kind}": down.chunk(tp, 1)[rank] if kind == "weight" else down,
+        }
+    return {f"layers.{number}.{name}": tensor.clone() for name, tensor in out.items()}
+
+
+def padded(matrix: Tensor, rows: int, tp: int, rank: int) -> Tensor:
+    filler = torch.full((rows - len(matrix), matrix.shape[1]), 7.0, dtype=matrix.dtype)  # not always zeros in Megatron
+    return torch.cat([matrix, filler]).chunk(tp)[rank].clone()
+
+
+def stage_of(
+    model: GptModel | LlamaModel, parts: Parts, layers: range, tp: int, rank: int, version: float = 3.0, rows: int = 256
+) -> dict[str, Any]:
+    """The `model` dict of one rank's stage."""
+    encoder = {}
+    for local, number in enumerate(layers):
+        layer = one_layer(model, parts, number, tp, rank, version)
+        encoder |= {name.replace(f"layers.{number}.", f"layers.{local}."): part for name, part in layer.items()}
+    language: dict[str, Any] = {"encoder": encoder}
+    out: dict[str, Any] = {"language_model": language}
+    embedding = padded(parts["embedding.weight"], rows, tp, rank)
+    if layers.start == 0:
+        language["embedding"] = {"word_embeddings": {"weight": embedding}}
+        if "position.weight" in parts:
+            language["embedding"]["position_embeddings"] = {"weight": parts["position.weight"]}
+    if layers.stop == model.layers:
+        encoder |= {
+            f"final_layernorm.{kind}": parts[f"norm.{kind}"] for kind in ("weight", "bias") if f"norm.{kind}" in parts
+        }
+        if not model.tied:
+            language["output_layer"] = {"weight": padded(parts["output.weight"], rows, tp, rank)}
+        elif layers.start:
+            out["word_embeddings_for_head"] = {"weight": embedding.clone()}
+    return out
+
+
+def write(
+    root: Path,
+    model: GptModel | LlamaModel,
+    parts: Parts,
+    tp: int = 1,
+    pp: int = 1,
+    version: float = 3.0,
+    vpp: int = 1,
+    **top: Any,
+) -> Path:
+    """An iteration as Megatron saves it; returns the root."""
+    each = model.layers // (pp * vpp)
+    for rank in range(tp):
+        for stage in range(pp):
+            starts = [each * (chunk * pp + stage) for chunk in range(vpp)]
+            chunks = [stage_of(model, parts, range(start, start + each), tp, rank, version) for start in starts]
+            held = {"model": chunks[0]} if vpp == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+            sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+            head = {"checkpoint_version": version} if version else {}
+            directory = root / "iter_0000005" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            directory.mkdir(parents=True)
+            torch.save({**sizes, **head, "iteration": 5, **(top or ARGS), **held}, directory / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    return root
+
+
+def assert_gives(weights: Megatron, parts: Parts) -> None:
+    for name, part in parts.items():
+        assert weights.dtype(name) == part.dtype
+        assert torch.equal(weights.read(name, everything(tuple(part.shape))), part), name
+        region = tuple(slice(size // 3, size // 3 + 1) for size in part.shape)
+        assert torch.equal(weights.read(name, region), part[region]), name
+
+
+@pytest.mark.parametrize("version", [0, 2.0, 3.0])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gpt_comes_back_bit_for_bit(tp: int, pp: int, version: float, tmp_path: Path) -> None:
+    parts = random_parts(GPT)
+    weights = open_megatron(write(tmp_path, GPT, parts, tp, pp, version), GPT)
+    assert weights.model == GPT
+    assert_gives(weights, parts)
+
+
+def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
+    original = tiny.model(GPT).eval()
+    blueprint = models.family(GPT).blueprint(GPT)
+
+    def split(name: str) -> Iterator[tuple[str, Tensor]]:
+        slices = blueprint.slices(name)
+        pieces = original.get_parameter(name).detach().split([each.shape[0] for each in slices])
+        yield from zip((each.name for each in slices), pieces, strict=True)
+
+    parts = {part: tensor for name in blueprint.names() for part, tensor in split(name)}
+    weights = open_megatron(write(tmp_path, GPT, parts, tp=2, pp=2), GPT)
+
+    def values(name: str) -> Tensor:
+        return torch.cat([weights.read(each.name, everything(each.shape)) for each in blueprint.slices(name)])
+
+    filled = models.fill(models.build(weights.model), values).eval()
+    batch = batch_for("gpt")
+    assert torch.equal(filled(batch).logits(), original(batch).logits())
+
+
+def test_the_configuration_is_what_the_file_says(tmp_path: Path) -> None:
+    """The AWS reference stores sizes only; the vocabulary is then the padded one."""
+    weights = open_megatron(write(tmp_path, GPT, random_parts(GPT), tp=2, pp=2))
+    assert weights.model == GPT.model_copy(update={"vocab": 256, "ffn": 128})
+    vocab, activation = weights.notes
+    assert "vocab=256" in vocab
+    assert "activation=gelu" in activation
+    assert weights.read("embedding.weight", (slice(250, 256), slice(0, 32))).eq(7).all()
+
+
+def test_virtual_stages_take_turns(tmp_path: Path) -> None:
+    parts = random_parts(GPT)
+    assert_gives(open_megatron(write(tmp_path, GPT, parts, tp=2, pp=2, vpp=2), GPT), parts)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_llama_of_upstream_is_read_by_its_arguments(pp: int, tmp_path: Path) -> None:
+    parts = random_parts(LLAMA, torch.bfloat16)
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": pp}
+    weights = open_megatron(write(tmp_path, LLAMA, parts, 2, pp, args=argparse.Namespace(**LLAMA_ARGS, **sizes)))
+    assert weights.model == LLAMA.model_copy(update={"vocab": 256, "head_dim": 4})
+    rows = {name: parts.pop(name) for name in ("embedding.weight", "output.weight")}
+    assert_gives(weights, parts)
+    for name, part in rows.items():
+        assert torch.equal(weights.read(name, (slice(0, 250), slice(0, 32))), part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, {"kind": "llama3", "factor": 32.0}),
+        ({"rotary_seq_len_interpolation_factor": 4}, {"kind": "linear", "factor": 4.0}),
+    ],
+)
+def test_stretched_positions_are_read(changes: dict[str, Any], found: dict[str, Any], tmp_path: Path) -> None:
+    args = argparse.Namespace(**{**LLAMA_ARGS, **changes})
+    model = open_megatron(write(tmp_path, LLAMA, random_parts(LLAMA), args=args)).model
+    assert isinstance(model, LlamaModel)
+    assert {key: getattr(model.rope_scaling, key) for key in found} == found
+
+
+def renamed(root: Path, changes: dict[str, str]) -> None:
+    """Write the files again with other names, as one flat dict."""
+
+    def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        for key, value in tree.items():
+            yield from walk(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+
+    for path in root.glob("iter_*/*/*.pt"):
+        held = torch.load(path, weights_only=False)
+        tensors = {}
+        for name, tensor in walk(held["model"]):
+            for theirs, other in changes.items():
+                name = name.replace(theirs, other)
+            tensors[name] = tensor
+        torch.save({**held, "model": tensors}, path)
+
+
+def test_names_of_older_and_newer_code(tmp_path: Path) -> None:
+    parts = random_parts(GPT)
+    old = write(tmp_path / "old", GPT, parts, pp=2)
+    renamed(old, {"encoder.layers": "transformer.layers", "self_attention": "attention"})
+    assert_gives(open_megatron(old, GPT), parts)
+    newer = write(tmp_path / "newer", GPT, parts, pp=2)
+    renamed(newer, {"_layernorm": "_norm"})
+    assert_gives(open_megatron(newer, GPT), parts)
+    core = write(tmp_path / "core", GPT, parts, pp=2, **ARGS, untie_embeddings_and_output_weights=False)
+    names = {"language_model.": "", "encoder.": "decoder.", "word_embeddings_for_head": "output_layer"}
+    names |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "query_key_value": "linear_qkv"}
+    names |= {
+        "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_",
+        "self_attention.dense": "self_attention.linear_proj",
+    }
+    renamed(core, {**names, "dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2"})
+    assert_gives(open_megatron(core, GPT), parts)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_nemo_megatron_keeps_key_and_value_together_and_gate_and_up_apart(pp: int, tmp_path: Path) -> None:
+    parts, tp = random_parts(LLAMA), 2
+    for rank in range(tp):
+        for stage in range(pp):
+            numbers = range(stage * 4 // pp, (stage + 1) * 4 // pp)
+            tensors: Parts = {}
+            for local, number in enumerate(numbers):
+                layer = one_layer(LLAMA, parts, number, tp, rank, 2.0)
+                own = {name.removeprefix(f"layers.{number}."): part for name, part in layer.items()}
+                q, k, v = (parts[f"layers.{number}.attention.{x}.weight"].chunk(tp)[rank] for x in "qkv")
+                del own["self_attention.query_key_value.weight"]
+                gate, up = own.pop("mlp.dense_h_to_4h.weight").chunk(2)
+                own |= {"mlp.dense_h_to_4h.weight": gate, "mlp.dense_h_to_4h_2.weight": up}
+                own |= {
+                    "self_attention.query.weight": q,
+                    "self_attention.key_value.weight": fused_heads([k, v], 2, 2.0),
+                }
+                own["self_attention.core_attention.rotary_emb.inv_freq"] = torch.ones(2)
+                tensors |= {f"encoder.layers.{local}.{name}": part.clone() for name, part in own.items()}
+            if stage == 0:
+                tensors["embedding.word_embeddings.weight"] = padded(parts["embedding.weight"], 250, tp, rank)
+            if stage == pp - 1:
+                tensors["encoder.final_layernorm.weight"] = parts["norm.weight"]
+                tensors["output_layer.weight"] = padded(parts["output.weight"], 250, tp, rank)
+            directory = tmp_path / (f"tp_rank_{rank:02d}_pp_rank_{stage:03d}" if pp > 1 else f"mp_rank_{rank:02d}")
+            directory.mkdir()
+            state = {f"model.language_model.{name}": tensor for name, tensor in tensors.items()}
+            torch.save({"state_dict": state, "epoch": 0, "global_step": 0}, directory / "model_optim_rng.ckpt")
+    assert_gives(open_megatron(tmp_path, LLAMA), parts)
+    with pytest.raises(UserError, match="is not in it; give the model's configuration"):
+        open_megatron(tmp_path)
+
+
+def as_xser(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a file again as torch-xla's saver does: references, and a file for every tensor."""
+
+    class TensorReference:
+        def __init__(self, tid: int) -> None:
+            self.tid = tid
+
+    def outside(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: outside(value) for key, value in tree.items()}
+        if not isinstance(tree, Tensor):
+            return tree
+        reference = TensorReference(len(list(directory.iterdir())))
+        torch.save(tree, directory / f"tensor_{reference.tid}.pt")
+        return reference
+
+    directory, held = Path(f"{path}.tensors"), torch.load(path)
+    directory.mkdir()
+    with monkeypatch.context() as patch:
+        for name in ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        TensorReference.__module__, TensorReference.__qualname__ = name, "TensorReference"
+        patch.setattr(sys.modules[name], "TensorReference", TensorReference, raising=False)
+        torch.save(outside(held), path)
+
+
+def test_tensors_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = random_parts(GPT, torch.bfloat16)
+    root = write(tmp_path, GPT, parts, tp=2)
+    for path in root.glob("iter_*/*/*.pt"):
+        as_xser(path, monkeypatch)
+    assert_gives(open_megatron(root, GPT), parts)
+
+
+def test_arguments_may_hold_classes_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = random_parts(LLAMA)
+    with monkeypatch.context() as patch:
+        module = types.ModuleType("megatron_enums")
+        patch.setitem(sys.modules, module.__name__, module)
+        kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=module.__name__)
+        patch.setattr(module, "ModelType", kind, raising=False)
+        args = argparse.Namespace(**LLAMA_ARGS, model_type=kind(1), rank=0)
+        root = write(tmp_path, LLAMA, parts, args=args, random_rng_state=random.getstate())
+    assert_gives(open_megatron(root, LLAMA), parts)
+
+
+def test_any_of_its_paths_finds_it(tmp_path: Path) -> None:
+    root = write(tmp_path, GPT, random_parts(GPT), tp=2, pp=2)
+    iteration = root / "iter_0000005"
+    file = iteration / "mp_rank_01_001" / "model_optim_rng.pt"
+    found = find_megatron(root)
+    assert found
+    assert (found.tp, found.pp, found.grid[1, 1], found.notes) == (2, 2, file, ())
+    assert all(find_megatron(path) == found for path in (str(iteration), file.parent, file))
+    iteration.rename(root / "release")
+    (root / "latest_checkpointed_iteration.txt").write_text("release\n")
+    released = find_megatron(root)
+    assert released
+    assert released.grid[0, 0].parts[-3] == "release"
+    assert find_megatron(root / "nothing") is None
+    (tmp_path / "other").mkdir()
+    assert find_megatron(tmp_path / "other") is None
+    with pytest.raises(UserError, match="no Megatron checkpoint"):
+        open_megatron(tmp_path / "other")
+
+
+def test_a_lost_iteration_falls_back_to_the_newest_whole_one(tmp_path: Path) -> None:
+    root = write(tmp_path, GPT, random_parts(GPT), tp=2)
+    latest = root / "latest_checkpointed_iteration.txt"
+    latest.write_text("9")
+    half = root / "iter_0000007" / "mp_rank_01"
+    half.mkdir(parents=True)
+    (half / "model_optim_rng.pt").write_bytes(b"")
+    found = find_megatron(root)
+    assert found
+    assert found.grid[0, 0].parts[-3] == "iter_0000005"
+    assert "iter_0000005 is read" in found.notes[0]
+    latest.unlink()
+    assert "iter_0000005 is read" in open_megatron(root, GPT).notes[0]
+
+
+def one_line(path: Path, words: str, model: models.AnyModel | None = GPT) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        open_megatron(path, model)
+    assert "\n" not in str(caught.value)
+
+
+def changed(path: Path, **changes: Any) -> None:
+    torch.save({**torch.load(path), **changes}, path)
+
+
+def test_files_that_do_not_do_are_one_line(tmp_path: Path) -> None:
+    root = write(tmp_path / "a", GPT, random_parts(GPT), tp=2, pp=2)
+    iteration = root / "iter_0000005"
+    (iteration / "mp_rank_00_001" / "model_optim_rng.pt").rename(tmp_path / "kept.pt")
+    one_line(root, r"model_optim_rng.pt is missing in mp_rank_00_001 \(tp=2 x pp=2")
+    one_line(
+        write(tmp_path / "b", GPT, random_parts(GPT), 1, 1, **ARGS, tensor_model_parallel_size=4),
+        "tp=4 x pp=1 saved it",
+    )
+    root = write(tmp_path / "c", GPT, random_parts(GPT))
+    file = root / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
+    whole = file.read_bytes()
+    changed(file, checkpoint_version=1.0)
+    one_line(root, "checkpoint_version=1.0: it has query, key and value in turn row by row")
+    file.write_bytes(whole)
+    held = torch.load(file)
+    held["model"]["language_model"]["encoder"]["layers.0.inter_attention.dense.weight"] = torch.zeros(1)
+    torch.save(held, file)
+    one_line(root, "layers.0.inter_attention.dense.weight has no place in this model")
+    torch.save([1, 2], file)
+    one_line(root, "not a Megatron checkpoint: a list")
+    torch.save({"weights": torch.zeros(2)}, file)
+    one_line(root, "not a Megatron checkpoint: no model in it, only weights")
+    (tmp_path / "d" / "iter_0000005").mkdir(parents=True)
+    (tmp_path / "d" / "iter_0000005" / ".metadata").touch()
+    (tmp_path / "d" / "latest_checkpointed_iteration.txt").write_text("5")
+    one_line(tmp_path / "d", r"a distributed checkpoint \(torch_dist\)")
+    for wrong in (whole[: len(whole) // 2], b"not a zip file", b""):
+        file.write_bytes(wrong)
+        one_line(root, "model_optim_rng.pt: ")
+
+
+@pytest.mark.parametrize(
+    ("update", "words"),
+    [
+        ({"heads": 8}, "num_attention_heads=4, but the model has heads=8"),
+        ({"layers": 2}, "num_layers=4, but the model has layers=2"),
+        ({"ffn": 64}, r"mlp.dense_h_to_4h.weight is \[128, 32\], the model wants \[64, 32\]"),
+        ({"vocab": 257}, "word_embeddings.weight has 256 x tp=1 rows, the model has vocab=257"),
+        ({"tied": False}, "nothing in it holds output.weight"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_one_line(update: dict[str, Any], words: str, tmp_path: Path) -> None:
+    one_line(write(tmp_path, GPT, random_parts(GPT)), words, GPT.model_copy(update=update))
+
+
+def test_models_that_we_do_not_have_are_one_line(tmp_path: Path) -> None:
+    root = write(tmp_path / "gpt", GPT, random_parts(GPT))
+    one_line(root, "family=bert: not read from Megatron's files", tiny.config("bert").model)
+    llama = LLAMA.model_copy(update={"heads": 4, "kv_heads": 4, "ffn": 128})
+    one_line(root, r"dense_h_to_4h.weight is \[128, 32\], the model wants \[256, 32\]", llama)
+    split = write(tmp_path / "split", LLAMA, random_parts(LLAMA), tp=4, num_layers=4)
+    fewer = LLAMA.model_copy(update={"kv_heads": 2})
+    one_line(split, "layers.0.attention.q.weight cannot be split over tp=4 ranks", fewer)
+    for key, value in (("normalization", "LayerNorm"), ("num_experts", 8), ("rotary_percent", 0.5)):
+        args = argparse.Namespace(**{**LLAMA_ARGS, key: value})
+        one_line(write(tmp_path / key, LLAMA, random_parts(LLAMA), args=args), f"{key}={value}: not supported", None)
+    args = argparse.Namespace(**{**LLAMA_ARGS, "kv_channels": 5})
+    one_line(write(tmp_path / "odd", LLAMA, random_parts(LLAMA), args=args), "rotary positions need an even one", None)
+    held = {"model": {}, "checkpoint_version": 3.0}
+    file = tmp_path / "model_optim_rng.pt"
+    torch.save(held, file)
+    one_line(file, "word_embeddings.weight is not in it", None)

@@ -1,0 +1,60 @@
+"""What NxD's two kinds of Llama model call their tensors: the one after Hugging Face's, and NxDT's Megatron one.
+
+A table for each style, since nothing else differs between them. A tensor may hold several matrices, in the order given.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Qkv = Literal["separate", "coalesced", "qkv_linear", "fused"]
+Style = Literal["hf", "megatron"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Names of one style: outside the layers, then after the layer's prefix. A name may hold several matrices."""
+
+    embedding: str
+    norm: str
+    output: str
+    layer: str
+    attention_output: str
+    down: str
+    qkv: dict[Qkv, tuple[tuple[str, str], ...]]
+    gate_up: dict[bool, tuple[tuple[str, tuple[str, ...]], ...]]
+
+
+STYLES: dict[Style, Table] = {
+    "hf": Table(
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.layers.",
+        "self_attn.o_proj.weight",
+        "mlp.down_proj.weight",
+        {
+            "separate": tuple((f"self_attn.{x}_proj.weight", x) for x in "qkv"),
+            "coalesced": (("self_attn.qkv_proj.weight", "qkv"),),
+            "qkv_linear": tuple((f"self_attn.qkv_proj.weight_{x}", x) for x in "qkv"),
+            "fused": (("self_attn.qkv_proj.weight_qkv", "qkv"),),
+        },
+        {
+            True: (("mlp.gate_up_proj.weight", ("gate", "up")),),
+            False: (("mlp.gate_proj.weight", ("gate",)), ("mlp.up_proj.weight", ("up",))),
+        },
+    ),
+    "megatron": Table(
+        "language_model.embedding.word_embeddings.weight",
+        "language_model.encoder.final_layernorm.weight",
+        "language_model.output_layer.weight",
+        "language_model.encoder.layers.",
+        "self_attention.dense.weight",
+        "mlp.dense_4h_to_h.weight",
+        {
+            "coalesced": (("self_attention.query_key_value.weight", "qkv"),),
+            "qkv_linear": (("self_attention.query.weight", "q"), ("self_attention.key_value.weight", "kv")),
+        },
+        {True: (("mlp.dense_h_to_4h.weight", ("gate", "up")),)},
+    ),
+}
+NORMS = {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
