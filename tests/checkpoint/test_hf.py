@@ -59,7 +59,7 @@ def test_a_run_starts_from_a_directory(tmp_path: Path) -> None:
     expected, _ = again.loss.terms(model(batch), batch)["lm"]
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert total / count < first.first_loss - 1
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="no checkpoint that is known"):
         Trainer(tiny.config(**sections, checkpoint={"start": str(tmp_path)}))
 
 

@@ -87,7 +87,7 @@ def repack(path: Path, change: Callable[[str, bytes], bytes]) -> Path:
     return to
 
 
-@pytest.mark.parametrize(("dtypes", "zipped"), [(TYPED, True), (TYPED, False), (NEWER, True)])
+@pytest.mark.parametrize(("dtypes", "zipped"), [(TYPED, True), (TYPED, False), (NEWER, True), (NEWER, False)])
 def test_dtypes(dtypes: list[torch.dtype], zipped: bool, tmp_path: Path) -> None:
     state = state_of(dtypes)
     ours = open_pickle(save(state, tmp_path / "a.pt", zipped))
@@ -228,11 +228,12 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Classes of packages that are not installed, under their names."""
 
     def make(full: str) -> Any:
-        module, _, name = full.rpartition(".")
-        made = types.ModuleType(module)
-        monkeypatch.setitem(sys.modules, module, made)
-        setattr(made, name, type(name, (), {"__module__": module}))
-        return getattr(made, name)
+        *modules, name = full.split(".")
+        for depth in range(1, len(modules) + 1):
+            module = ".".join(modules[:depth])
+            monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        setattr(sys.modules[module], name, type(name, (), {"__module__": module}))
+        return getattr(sys.modules[module], name)
 
     return make
 

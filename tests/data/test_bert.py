@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from trainyard.cli.data import app
-from trainyard.cli.data.screen import Screen
+from trainyard.cli.screen import Screen
 from trainyard.data import documents
 from trainyard.data.bert import Recipe, Text, encode, pairs, samples, tools
 from trainyard.data.bert_files import Counts, Target, build, chunks

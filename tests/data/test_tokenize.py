@@ -19,7 +19,7 @@ from pyarrow import parquet
 from reference import Gpt2, token_files
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainyard.cli.data.screen import Skips
+from trainyard.cli.screen import Skips
 from trainyard.data import documents, words
 from trainyard.data.documents import Bad
 from trainyard.data.indexed import Indexed

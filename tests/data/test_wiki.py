@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.data import dumps
 from trainyard.cli import main
-from trainyard.cli.data.screen import Skips
+from trainyard.cli.screen import Skips
 from trainyard.data import wiki_dump
 from trainyard.data.markup import Names, clean
 from trainyard.data.wiki import Bad, extract

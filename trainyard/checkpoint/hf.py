@@ -184,14 +184,28 @@ def write_hf(
             part / f"{SAFETENSORS}.index.json",
             {"metadata": {"total_size": sum(each.bytes for each in plan)}, "weight_map": where},
         )
-    _write_json(part / "config.json", config_to_hf(weights.model, str(plan[0].dtype).removeprefix("torch.")))
-    for path in sorted(beside.iterdir()) if beside else ():
-        if TOKENIZER.fullmatch(path.name):
-            shutil.copy2(path, part / path.name)
+    write_config(part / "config.json", weights.model, plan[0].dtype)
+    if beside:
+        copy_tokenizer(beside, part)
     sync_directory(part)
     shutil.rmtree(directory, ignore_errors=True)
     part.rename(directory)
     sync_directory(directory.parent)
+
+
+def write_config(path: Path, model: models.AnyModel, dtype: torch.dtype) -> None:
+    _write_json(path, config_to_hf(model, str(dtype).removeprefix("torch.")))
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return directory.is_dir() and any(TOKENIZER.fullmatch(path.name) for path in directory.iterdir())
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Files that belong to a model whatever form its weights have."""
+    for path in sorted(source.iterdir()):
+        if TOKENIZER.fullmatch(path.name):
+            shutil.copy2(path, directory / path.name)
 
 
 def save_hf(

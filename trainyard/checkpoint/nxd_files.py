@@ -120,8 +120,10 @@ def write_nxd(
     dtype: torch.dtype | None = None,
     xser: bool = False,
     progress: Progress = lambda size: None,
+    also: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write `directory`/model/... as NxD's save_checkpoint does; each tensor in `dtype`, or the one it has."""
+    """Write `directory`/model/... as NxD's save_checkpoint does; each tensor in `dtype`, or the one it has. `also` puts
+    other files beside model/ before it is complete."""
     model = _llama(weights.model)
     nxd.check(model, layout)
     parts = shapes_of(model)
@@ -133,6 +135,7 @@ def write_nxd(
                         tensor = put_together(each, parts, weights).to(dtype)
                         writer.add(each.name, tensor)
                         progress(tensor.nbytes)
+        also(folder.parent)
 
 
 def repack_nxd(path: Path, directory: Path, xser: bool, progress: Progress = lambda size: None) -> None:

@@ -22,16 +22,19 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.pickles_machine import Inert, Known, Language, unpickle
+from trainyard.checkpoint.pickles_machine import Language, unpickle
 from trainyard.checkpoint.pickles_names import FILL, NAMES, REFERENCES, StorageKind
 from trainyard.checkpoint.pickles_tensors import File, Lazy, Storage, sizes
+from trainyard.checkpoint.pickles_values import Inert, Known
 from trainyard.checkpoint.pieces import Region
 from trainyard.errors import UserError, one_line
 
 __all__ = ["Inert", "Lazy", "open_pickle"]
 
 _LONGEST = 2**30
-"""Bytes of a pickle, or of a zip file's directory."""
+"""Bytes of a pickle."""
+_LONGEST_DIRECTORY = 2**26
+"""Bytes of a zip file's directory; a storage takes about a hundred."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 _DAMAGE = (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, EOFError, MemoryError, AttributeError)
 _DAMAGE_OF_ZIP = (zipfile.BadZipFile, struct.error, zlib.error)
@@ -54,9 +57,8 @@ def open_pickle(path: Path, *, inert: bool = False) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from None
     except (*_DAMAGE, *_DAMAGE_OF_ZIP) as error:
-        raise UserError(
-            f"{path}: damaged, or not a file of torch.save: {one_line(error)[:200] or type(error).__name__}"
-        ) from None
+        said = ascii(one_line(error))[1:-1][:200] or type(error).__name__
+        raise UserError(f"{path}: damaged, or not a file of torch.save: {said}") from None
 
 
 Find = Callable[[str, str], Any]
@@ -78,13 +80,13 @@ def _find(path: Path, references: "_References", inert: bool, module: str, name:
 
 
 class _Capped(io.FileIO):
-    """A file that gives no more at once than a pickle may have, whatever lengths it claims."""
+    """A file that gives no more at once than its directory may have, whatever lengths it claims."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
             size = os.fstat(self.fileno()).st_size - self.tell()
-        if size > _LONGEST:
-            raise ValueError(f"a record of {size} bytes where at most {_LONGEST} are read")
+        if size > _LONGEST_DIRECTORY:
+            raise ValueError(f"a directory of {size} bytes")
         return super().read(size)
 
 
@@ -113,8 +115,9 @@ def _zip(file: File, stream: _Capped, find: Find) -> Any:
 
     def content(name: str) -> bytes:
         start, size = locate(name)
-        stream.seek(start)
-        data = stream.read(size)
+        if size > _LONGEST:
+            raise ValueError(f"record {name} has {size} bytes; at most {_LONGEST} are read")
+        data = os.pread(stream.fileno(), size, start)
         if (crc := records[f"{folder}/{name}"].CRC) and crc != zlib.crc32(data):  # 0 where torch was told to make none
             raise ValueError(f"record {name} has another checksum")
         return data
@@ -159,6 +162,8 @@ def _old(file: File, stream: _Capped, find: Find) -> Any:
             raise UserError(f"{file.path}: written by a big-endian machine, in the format before torch 1.6")
         value, places = unpickle(front, language), unpickle(front, language)
         at = front.tell()
+    if type(places) is not list or not all(type(place) is str for place in places):
+        raise ValueError("storages without keys")
     for place in places:
         stream.seek(at)
         (count,) = struct.unpack("<q", stream.read(8))

@@ -7,46 +7,13 @@ goes to a table of our own functions, keys are simple values, memory is bounded 
 bounded in steps and in depth.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pickletools import genops
 from typing import IO, Any
 
-import torch
-
-MOST = 10_000_000
-"""Opcodes in a pickle, and values in what it builds, counted as a tree: shared lists in lists unfold to any number."""
-DEEPEST = 100
-"""Containers inside containers."""
-
-
-class Inert:
-    """A class or function, or what one made, as a name only. Whatever a pickle does with it does nothing."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"<{self.name}, not loaded>"
-
-
-class Known(Inert):
-    """A name of the table; `call` is what a pickle gets when it calls the function or makes an instance."""
-
-    def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
-        super().__init__(name)
-        self.call = call
-
-
-ATOMS = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, Inert)
-
-
-def key(value: Any) -> Any:
-    """A value that may be a key or in a set: hashed in a few steps, and not made to collide (great integers do)."""
-    for each in value if type(value) in (tuple, torch.Size) else (value,):
-        if type(each) not in ATOMS or (type(each) is int and abs(each) >= 2**60):
-            raise ValueError(f"a {type(value).__name__} is used as a key")
-    return value
+from trainyard.checkpoint import pickles_values
+from trainyard.checkpoint.pickles_values import Inert, Known, check_bounds, cost, described, key
 
 
 @dataclass(frozen=True)
@@ -66,11 +33,11 @@ def unpickle(stream: IO[bytes], language: Language) -> Any:
     LookupError, TypeError, ArithmeticError or RuntimeError; what is refused is what `find` raises."""
     machine = _Machine(language)
     for number, (opcode, argument, _) in enumerate(genops(stream)):
-        if number == MOST:
-            raise ValueError(f"more than {MOST} opcodes in a pickle")
+        if number == pickles_values.MOST:
+            raise ValueError(f"more than {number} opcodes in a pickle")
         _STEPS[opcode.name](machine, argument)
     (value,) = machine.stack
-    _bounded(value)
+    check_bounds(value)
     return value
 
 
@@ -80,6 +47,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []  # the stacks below each mark
         self.memo: dict[int, Any] = {}
+        self.copied = 0
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -92,11 +60,17 @@ class _Machine:
         self.stack = self.outer.pop()
         return items
 
+    def pay(self, arguments: Any) -> None:
+        self.copied += cost(arguments)
+        if self.copied > pickles_values.MOST_COPIED:
+            raise ValueError("the same values are copied over and over")
+
     def called(self, function: Any, arguments: Any) -> Any:
         if type(function) is Inert:
             return Inert(function.name)
         if not isinstance(function, Known) or function.call is None or type(arguments) is not tuple:
-            raise ValueError(f"a call of {function!r:.100}")
+            raise ValueError(f"a call of {described(function)} with {described(arguments)}")
+        self.pay(arguments)
         return function.call(*arguments)
 
 
@@ -127,7 +101,7 @@ def _extend(kind: type, put: Callable[[Any, list[Any]], None], items: Callable[[
         if type(container) is kind:
             put(container, new)
         elif type(container) is not Inert:
-            raise ValueError(f"a {type(container).__name__} where a {kind.__name__} was expected")
+            raise ValueError(f"{described(container)} where a {kind.__name__} was expected")
 
     return step
 
@@ -151,8 +125,8 @@ def _global(machine: _Machine, argument: Any) -> None:
 
 def _stack_global(machine: _Machine, _: Any) -> None:
     module, name = _two(machine)
-    if type(module) is not str or type(name) is not str:
-        raise ValueError("a name that is no string")
+    if type(module) is not str or type(name) is not str or len(module) + len(name) > 1000:
+        raise ValueError("a name that is none")
     machine.push(machine.language.find(module, name))
 
 
@@ -164,7 +138,7 @@ def _call_with_names(machine: _Machine, _: Any) -> None:
     names = machine.pop()
     function, arguments = _two(machine)
     if type(function) is not Inert and names != {}:
-        raise ValueError(f"a call of {function!r:.100} with names")
+        raise ValueError(f"a call of {described(function)} with names")
     machine.push(machine.called(function, arguments))
 
 
@@ -182,12 +156,16 @@ def _build(machine: _Machine, _: Any) -> None:
     state, target = machine.pop(), machine.stack[-1]
     fill = machine.language.fill.get(type(target))
     if fill is None:
-        raise ValueError(f"a state for a {type(target).__name__}")
+        raise ValueError(f"a state for {described(target)}")
+    machine.pay(state)
     fill(target, state)
 
 
 def _remember(machine: _Machine, place: Any) -> None:
-    machine.memo[len(machine.memo) if place is None else place] = machine.stack[-1]
+    place = len(machine.memo) if place is None else place
+    if not 0 <= place < 2**32:
+        raise ValueError("a memo number out of range")
+    machine.memo[place] = machine.stack[-1]
 
 
 def _pushes(make: Callable[[_Machine, Any], Any]) -> Step:
@@ -236,19 +214,3 @@ _STEPS: dict[str, Step] = {
     "BUILD": _build,
     "BINPERSID": _pushes(lambda machine, _: machine.language.storage(machine.pop())),
 }
-
-
-def _bounded(value: Any) -> None:
-    """Whoever walks the value later walks a small tree: no cycles, no depths, no sharing that unfolds without end."""
-    count = 0
-    levels: list[Iterator[Any]] = [iter((value,))]
-    while levels:
-        for each in levels[-1]:
-            count += 1
-            if isinstance(each, dict | list | tuple):
-                levels.append(iter(each.values() if isinstance(each, dict) else each))
-                break
-        else:
-            levels.pop()
-        if len(levels) > DEEPEST or count > MOST:
-            raise ValueError(f"containers nested more than {DEEPEST} deep, or more than {MOST} values")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainyard.checkpoint.pickles_machine import Inert, Known, key
 from trainyard.checkpoint.pickles_tensors import Inline, Lazy, View, sizes
+from trainyard.checkpoint.pickles_values import Inert, Known, described, key
 
 STORAGES = {
     "DoubleStorage": torch.float64,
@@ -63,7 +63,7 @@ class NumpyType:
 
     def __init__(self, code: Any, *_: Any) -> None:
         if code not in _NUMBERS:
-            raise ValueError(f"numpy values of type {code!r:.20}, where only numbers are read")
+            raise ValueError("numpy values that are not numbers")
         self.dtype = np.dtype(code)
 
     def fill(self, state: Any) -> None:
@@ -80,9 +80,11 @@ def _checked(shape: Any, kind: Any, data: Any) -> tuple[tuple[int, ...], np.dtyp
     return sizes(shape), kind.dtype
 
 
-def _fill_array(array: np.ndarray[Any, Any], state: Any) -> None:
+def _fill_array(array: Any, state: Any) -> None:
     _, shape, kind, fortran, data = state
-    array.__setstate__((1, *_checked(shape, kind, data), np.bool_(fortran is True), bytes(data)))
+    if array.size:  # numpy would free memory that a tensor may be a view of
+        raise ValueError("a numpy array filled twice")
+    array.__setstate__((1, *_checked(shape, kind, data), fortran is True, bytes(data)))
 
 
 def _array(data: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
@@ -93,7 +95,7 @@ def _array(data: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]
 
 def _new_array(kind: Any, *_: Any) -> np.ndarray[Any, Any]:
     if not isinstance(kind, Known) or kind.name != "numpy.ndarray":
-        raise ValueError(f"a numpy array of kind {kind!r:.100}")
+        raise ValueError(f"a numpy array as {described(kind)}")
     return np.empty(0, np.int8)
 
 
@@ -101,9 +103,9 @@ def _scalar(kind: Any, data: Any) -> Any:
     return _array(data, kind, (), None).item()
 
 
-def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:
+def _encoded(text: Any, encoding: Any) -> bytes:
     """How a pickle of protocol 2 spells bytes."""
-    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+    if not isinstance(text, str) or encoding != "latin1":
         raise ValueError("bytes in an unknown encoding")
     return text.encode("latin1")
 
@@ -134,9 +136,9 @@ def _tensor_with_dtype(
 
 
 def _tensor_of_numpy(array: Any, dtype: Any, *_: Any) -> Lazy:
-    if not isinstance(array, np.ndarray) or not isinstance(dtype, torch.dtype):
+    if not isinstance(array, np.ndarray) or not isinstance(dtype, torch.dtype) or dtype.itemsize > array.itemsize:
         raise ValueError("a tensor without values or dtype")
-    return Inline(torch.from_numpy(array.astype(array.dtype.newbyteorder("="))).to(dtype))
+    return Inline(torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)).to(dtype))
 
 
 def _same(tensor: Any, *_: Any) -> Lazy:
@@ -151,7 +153,7 @@ def _with_attributes(function: Any, kind: Any, arguments: Any, _state: Any) -> A
     if type(kind) is Inert:
         return Inert(kind.name)
     if not isinstance(function, Known) or function.call is None or not isinstance(arguments, tuple):
-        raise ValueError(f"a tensor made by {function!r:.100}")
+        raise ValueError(f"a tensor made by {described(function)}")
     return _same(function.call(*arguments))
 
 
@@ -164,18 +166,34 @@ def _numpy(core: str) -> dict[str, Callable[..., Any] | None]:
 
 
 def _members(items: Any = ()) -> list[Any]:
-    return [key(item) for item in items]
+    return [key(item) for item in _listed(items)]
+
+
+def _ordered(pairs: Any = ()) -> dict[Any, Any]:
+    return {key(name): value for name, value in map(_listed, _listed(pairs))}
+
+
+def _listed(items: Any) -> list[Any]:
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"{described(items)} where a list was expected")
+    return list(items)
+
+
+def _complex(*parts: Any) -> complex:
+    if not all(type(part) is float for part in parts):
+        raise ValueError("a complex number of other things than numbers")
+    return complex(*parts)
 
 
 _CALLS: dict[str, Callable[..., Any] | None] = {
-    "collections.OrderedDict": lambda pairs=(): {key(name): value for name, value in pairs},
+    "collections.OrderedDict": _ordered,
     "collections.defaultdict": lambda *_: {},
     "argparse.Namespace": Namespace,
     "builtins.set": lambda items=(): set(_members(items)),
     "builtins.frozenset": lambda items=(): frozenset(_members(items)),
     "builtins.bytes": lambda: b"",
-    "builtins.bytearray": lambda *text: bytearray(_encoded(*text)),
-    "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
+    "builtins.bytearray": lambda *data: bytearray(b"".join(data)),
+    "builtins.complex": _complex,
     # As the makers of missing values in a defaultdict, and as types in arguments.
     **dict.fromkeys([f"builtins.{name}" for name in ("dict", "list", "tuple", "int", "float", "str", "bool")]),
     "_codecs.encode": _encoded,

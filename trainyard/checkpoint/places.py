@@ -1,18 +1,29 @@
 """Where checkpoints live: a local directory, or whatever an fsspec URL names (s3://, memory://, file://).
 
-One set of operations for both, so that saving and resuming know no difference. A local file gets its name when it is
-whole and safe on disk; object stores do the same by themselves.
+One set of operations for both, so that saving and resuming know no difference. A file gets its name when it is whole,
+and a local one safe on disk too; object stores do the same by themselves.
 """
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from trainyard.errors import UserError, one_line
-from trainyard.files import whole_file
+from trainyard.files import sync_directory, whole_file
+
+STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+"""Object stores: a file is there, whole, when it was closed well; directories are but beginnings of names."""
+EXTRAS = {"s3": "s3", "s3a": "s3"}
+"""What to install with trainyard for a URL of this kind."""
+
+
+class Unreachable(UserError):
+    """A store that gave no answer, or would not."""
 
 
 class Readable(Protocol):
@@ -71,11 +82,15 @@ def open_place(where: str | Path) -> Place:
         return LocalPlace(Path(text.removeprefix("file://")))
     import fsspec
 
+    kind = text.partition("://")[0]
     try:
         system, path = fsspec.core.url_to_fs(text)
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        extra = f"pip install 'trainyard[{EXTRAS[kind]}]'" if kind in EXTRAS else one_line(error)
+        raise UserError(f"{text}: {kind}:// needs a package that is not installed: {extra}") from None
+    except ValueError as error:
         raise UserError(f"{text}: {one_line(error)}") from None
-    return RemotePlace(system, path.rstrip("/"), text.rstrip("/"))
+    return RemotePlace(system, path.rstrip("/"), text.rstrip("/"), kind in STORES)
 
 
 class LocalPlace:
@@ -89,7 +104,9 @@ class LocalPlace:
         return LocalPlace(self.path / name)
 
     def prepare(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+            sync_directory(self.path.parent)
 
     def names(self) -> list[str]:
         try:
@@ -99,9 +116,10 @@ class LocalPlace:
 
     def size(self, name: str) -> int | None:
         try:
-            return (self.path / name).stat().st_size
+            found = (self.path / name).stat()
         except OSError:
             return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     @contextmanager
     def write(self, name: str) -> Iterator[BinaryIO]:
@@ -153,51 +171,63 @@ class _LocalFile:
 
 
 class RemotePlace:
-    def __init__(self, system: Any, path: str, url: str) -> None:
-        self.system, self.path, self.url = system, path, url
+    def __init__(self, system: Any, path: str, url: str, store: bool) -> None:
+        self.system, self.path, self.url, self.store = system, path, url, store
 
     def __str__(self) -> str:
         return self.url
 
     def __truediv__(self, name: str) -> "RemotePlace":
-        return RemotePlace(self.system, f"{self.path}/{name}", f"{self.url}/{name}")
+        return RemotePlace(self.system, f"{self.path}/{name}", f"{self.url}/{name}", self.store)
 
     def prepare(self) -> None:
-        self.system.makedirs(self.path, exist_ok=True)
+        if not self.store:  # there it could only make a bucket, which nobody asked for
+            self.system.makedirs(self.path, exist_ok=True)
 
     def names(self) -> list[str]:
         self.system.invalidate_cache()
         try:
-            found = self.system.ls(self.path, detail=False)
+            with _asking(self.url):
+                found = self.system.ls(self.path, detail=False)
         except FileNotFoundError:
             return []
-        return sorted(name for each in found if (name := each.rstrip("/").rsplit("/", 1)[-1]))
+        inside = [each.strip("/") for each in found if each.strip("/") != self.path.strip("/")]  # not itself, a file
+        return sorted(each.rsplit("/", 1)[-1] for each in inside)
 
     def size(self, name: str) -> int | None:
         self.system.invalidate_cache()
         try:
-            return int(self.system.info(f"{self.path}/{name}")["size"] or 0)
+            with _asking(f"{self.url}/{name}"):
+                found = self.system.info(f"{self.path}/{name}")
         except FileNotFoundError:
             return None
+        return int(found["size"] or 0) if found["type"] == "file" else None
 
     @contextmanager
     def write(self, name: str) -> Iterator[BinaryIO]:
-        file = self.system.open(f"{self.path}/{name}", "wb", autocommit=True)
+        final = f"{self.path}/{name}"
+        path = final if self.store else f"{self.path}/.{name}.part"
+        file = self.system.open(path, "wb")
         try:
             yield file
         except BaseException:
-            # Closing would put what there is under the final name.
-            discard = getattr(file, "discard", None)
-            file.closed = True
-            if discard:
-                discard()
+            with suppress(Exception):  # what went wrong first is what counts
+                if self.store:
+                    file.closed = True  # closing would put what there is under the final name
+                    file.discard()
+                else:
+                    file.close()
+                    self.system.rm(path)
             raise
         file.close()
+        if path != final:
+            self.system.mv(path, final)
 
     @contextmanager
     def open(self, name: str) -> Iterator[Readable]:
-        path = f"{self.path}/{name}"
-        yield _RemoteFile(self.system, path, int(self.system.info(path)["size"] or 0))
+        if (size := self.size(name)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.url}/{name}")
+        yield _RemoteFile(self.system, f"{self.path}/{name}", f"{self.url}/{name}", size)
 
     def remove(self, name: str) -> None:
         try:
@@ -210,11 +240,14 @@ class RemotePlace:
 
 
 class _RemoteFile:
-    def __init__(self, system: Any, path: str, size: int) -> None:
-        self.system, self.path, self.size = system, path, size
+    def __init__(self, system: Any, path: str, url: str, size: int) -> None:
+        self.system, self.path, self.url, self.size = system, path, url, size
 
     def read(self, start: int, stop: int) -> memoryview:
-        data = self.system.cat_file(self.path, start, stop) if stop > start else b""
+        if stop > self.size:
+            raise EOFError
+        with _asking(self.url):
+            data = self.system.cat_file(self.path, start, stop) if stop > start else b""
         if len(data) != stop - start:
             raise EOFError
         return memoryview(bytearray(data))
@@ -224,3 +257,14 @@ class _RemoteFile:
         between = self.read(start, start + (count - 1) * apart + width)
         strips = (between[number * apart : number * apart + width] for number in range(count))
         return memoryview(bytearray(b"".join(strips)))
+
+
+@contextmanager
+def _asking(where: str) -> Iterator[None]:
+    """A store's trouble as one line, whichever library tells it. That there is no such file is an answer."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise Unreachable(f"{where}: {type(error).__name__}: {one_line(error)}") from None

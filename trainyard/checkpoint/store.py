@@ -65,6 +65,24 @@ def remove(place: Place, step: int) -> None:
     place.remove(directory_name(step))
 
 
+def clear(place: Place) -> None:
+    """Take away what kills have left over: directories without a marker, files that never got their name."""
+    for name in place.names():
+        if name.startswith(".") and name.endswith(".part"):
+            place.remove(name)
+    for step in steps_in(place):
+        if not is_complete(place, step):
+            remove(place, step)
+
+
+def prune(place: Place, newest: int, keep: int) -> None:
+    """Keep so many (0: all) of those up to step `newest`. Later ones are broken, or of a run that this one branched off
+    from; they do not count, or they would push out what was just written."""
+    complete = [step for step in steps_in(place) if step <= newest and is_complete(place, step)]
+    for step in complete[keep or len(complete) :]:
+        remove(place, step)
+
+
 def seal(place: Place, blueprint: Blueprint, layout: Layout, body: dict[str, Any]) -> int:
     """Every file is there: write the marker. Returns the bytes of the whole checkpoint."""
     files: dict[str, Any] = {}
@@ -112,6 +130,9 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._stack.close()
 
     @property

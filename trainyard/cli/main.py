@@ -24,6 +24,8 @@ VERBS = {
     "verify": "Train a few steps on several ranks and on one, in fp32, and compare.",
     "tune": "Measure which choices make a file fastest on this machine, and write the file with them.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
+    "convert": "Bring a checkpoint of any known form to Hugging Face's, NxD's or our own, at any layout.",
+    "convert-nxd": "The same with the flags of NxD's checkpoint_converter.py.",
     "recipes": "List the recipes: what each trains, how large it is, what it needs.",
 }
 """What each is for. Its file, of the same name, is imported when it is called: help need not wait for torch."""
@@ -51,11 +53,13 @@ class Verbs(TyperGroup):
 
 
 def load(verb: str) -> Any:
-    module = import_module(f"trainyard.cli.{verb}")
+    name = verb.replace("-", "_")
+    module = import_module(f"trainyard.cli.{name}")
     if verb == "data":
         return get_command(module.app)
-    alone = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-    alone.command(verb)(getattr(module, verb))
+    settings = getattr(module, "SETTINGS", {"help_option_names": ["-h", "--help"]})
+    alone = typer.Typer(add_completion=False)
+    alone.command(verb, context_settings=settings)(getattr(module, name))
     return get_command(alone)
 
 

@@ -1,9 +1,11 @@
 """What a device answers. Everything else in the tree asks these questions instead of naming a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,15 @@ class Peak:
     """FLOP/s."""
     source: str
     """Where the number comes from: a data sheet, or a measurement made now."""
+
+
+class Copying(NamedTuple):
+    """Tensors on their way to the host."""
+
+    wait: Callable[[], None]
+    """Until the host may read them, in any thread."""
+    fence: Callable[[], None]
+    """What the device is given after this may change them."""
 
 
 class Device(ABC):
@@ -92,12 +103,16 @@ class Device(ABC):
         """Uninitialised memory of the host that `copy_out` is fast to."""
         return torch.empty(size, dtype=dtype)
 
-    def copy_out(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Copy each (tensor of the device, memory of the host). What is queued later may change the tensors; the call
-        that is returned waits until the host may read its memory."""
-        for tensor, host in pairs:
-            host.copy_(tensor)
-        return lambda: None
+    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copying:
+        """Start to copy each (tensor of the device, memory of the host), beside other work."""
+
+        def copy() -> None:
+            for tensor, host in pairs:
+                host.copy_(tensor)
+
+        thread = Thread(target=copy, daemon=True)
+        thread.start()
+        return Copying(thread.join, thread.join)
 
     def random_state(self) -> torch.Tensor | None:
         """Of the device's own generator, where it has one besides the host's."""

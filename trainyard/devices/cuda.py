@@ -2,14 +2,14 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainyard.devices.base import Device, Peak
+from trainyard.devices.base import Copying, Device, Peak
 from trainyard.errors import UserError
 from trainyard.kernels.plain import Kernels
 
@@ -115,12 +115,15 @@ class Cuda(Device):
     def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
-    def copy_out(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        for tensor, host in pairs:
-            host.copy_(tensor, non_blocking=True)
+    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copying:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for tensor, host in pairs:
+                host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        return copied.synchronize
+        copied.record(stream)
+        return Copying(copied.synchronize, lambda: torch.cuda.current_stream().wait_event(copied))
 
     def random_state(self) -> torch.Tensor | None:
         return torch.cuda.get_rng_state()

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from trainyard import devices, models
-from trainyard.checkpoint.hf import open_hf, save_hf
+from trainyard.checkpoint.hf import save_hf
+from trainyard.checkpoint.open import open_weights
 from trainyard.checkpoint.pieces import slices_of
 from trainyard.checkpoint.places import open_place
 from trainyard.config.load import dump
@@ -145,7 +146,7 @@ class Trainer:
             values = local(self.blueprint, weights, tp.size, tp.rank)
         elif start:
             say(f"reading weights from {start}")
-            values = slices_of(open_hf(start, config.model), tp.size, tp.rank)
+            values = slices_of(open_weights(start, config.model).weights, tp.size, tp.rank)
         else:
             values = initial(self.blueprint, config.train.seed, self.device.handle, tp.size, tp.rank)
         self.optimizer = Optimizer(

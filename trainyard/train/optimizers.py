@@ -118,6 +118,8 @@ class Optimizer:
                 parameters = assign(model, place)
                 memory = {name: (self.view(self.master, name), self.view(self.sums, name)) for name in parameters}
                 self.sharded.append(sharded.Backed(parameters, memory, device_mesh))
+        self.fence: Callable[[], None] | None = None
+        """Called once before the next update: somebody is copying the state as it is."""
         self.updates = torch.zeros((), device=handle)
         """Updates made (skipped steps do not count), for the moments' bias correction."""
         self.skipped = torch.zeros(2, dtype=torch.int32, device=handle)
@@ -178,6 +180,9 @@ class Optimizer:
     def step(self, lr: Tensor, scale: Tensor, loss: Tensor, number: int) -> Tensor:
         """One update. Gradients are multiplied by `scale` and clipped first. Returns the norm before clipping."""
         self.settle()
+        if self.fence:
+            self.fence()
+            self.fence = None
         squares = self.shares.squares(self.sums)
         norm = self.shares.norm(squares) * scale
         ok = norm.isfinite() & loss.isfinite()

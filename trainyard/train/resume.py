@@ -10,8 +10,8 @@ import torch
 
 from trainyard.checkpoint import store
 from trainyard.checkpoint.boxes import boxes
-from trainyard.checkpoint.places import Place, open_place
-from trainyard.checkpoint.shards import Broken
+from trainyard.checkpoint.open import WORDS, find_form
+from trainyard.checkpoint.places import Place, Unreachable, open_place
 from trainyard.checkpoint.store import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.devices import Device
@@ -53,13 +53,21 @@ def continued(config: Config, mesh: Mesh, device: Device, say: Say) -> tuple[Pat
     if section.resume == "none" or section.weights_only:
         return None, None
     if section.resume != "auto":
-        if not (found := find(section.resume, mesh, device, say)):
-            raise UserError(f"checkpoint.resume={section.resume}: no whole checkpoint there; nearest: auto, or none")
+        found = find(section.resume, mesh, device, say)
+        if not found or set(found.dtypes) != set(store.KINDS):
+            form = None if "://" in section.resume else find_form(Path(section.resume).expanduser())
+            if form == "native" and not found:  # a line has said what is wrong with it
+                form = None
+            what = f"{WORDS[form]}, without the optimizer's state" if form else "no whole checkpoint"
+            near = "checkpoint.weights_only=true" if form else "auto, or none"
+            raise UserError(f"checkpoint.resume={section.resume}: {what}; nearest: {near}")
         return None, found
     parent = Path(config.log.directory).expanduser()
     directory = mesh.agree(lambda: newest_directory(parent, config.log.name), device)
     where = section.directory or (directory / "checkpoints" if directory else None)
     found = find(where, mesh, device, say) if where else None
+    if directory and found and mesh.rank == 0:
+        store.clear(open_place(directory))
     return (directory if found else None), found
 
 
@@ -98,7 +106,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, say: Say) -> None:
     """The model must be the same; what else differs is said."""
     old, new = checkpoint.config, config
     for key, before, now in _differences(old.model.model_dump(mode="json"), new.model.model_dump(mode="json"), "model"):
-        if key.split(".")[-1] not in ("hidden_dropout", "attention_dropout", "embedding_dropout", "fused"):
+        if not (key.endswith("dropout") or key.startswith("model.fuse")):
             raise UserError(f"{key}={now}: the checkpoint {checkpoint.place} has {before}")
     for section in ("data", "train", "optimizer", "schedule", "precision"):
         before, now = (getattr(each, section).model_dump(mode="json") for each in (old, new))
@@ -122,11 +130,18 @@ def _differences(before: dict[str, Any], now: dict[str, Any], path: str) -> list
 def _open(place: Place, mesh: Mesh) -> tuple[Checkpoint | None, str]:
     """The checkpoint if all ranks find their share of its files whole, or a line that says what is wrong."""
     found: Checkpoint | None = None
-    line = ""
+    mine: UserError | None = None
     try:
         found = Checkpoint(place)
         found.check(found.files[mesh.rank :: mesh.layout.world])
-    except (Broken, UserError) as error:
-        line = str(error)
-    lines = [each for each in mesh.collect(line) if each]
-    return (None, lines[0]) if lines else (found, "")
+    except UserError as error:
+        mine = error
+    troubles = [each for each in mesh.collect(mine) if each]
+    if not troubles:
+        return found, ""
+    if found:
+        found.close()
+    for each in troubles:
+        if isinstance(each, Unreachable):
+            raise each  # it may be whole: no reason to go on from an older one
+    return None, str(troubles[0])

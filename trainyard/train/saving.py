@@ -1,9 +1,10 @@
 """Writes checkpoints while the steps go on.
 
-A save has three phases. Every rank copies what it has to write to host memory, and the steps go on. A thread of each
-rank writes that copy to its file. When all files are there, rank 0 writes the marker that makes them a checkpoint. How
-far a rank has come travels with the numbers that ranks sum in every step anyway, so that all know the same at the same
-step and no thread ever talks to another rank.
+A save has three phases. Every rank copies what it has to write to host memory, beside the next forward and backward
+pass: nothing of it changes before the next update, which waits for the copy. A thread of each rank writes that copy to
+its file. When all files are there, rank 0 writes the marker that makes them a checkpoint. How far a rank has come
+travels with the numbers that ranks sum in every step anyway, so that all know the same at the same step and no thread
+ever talks to another rank.
 """
 
 import json
@@ -26,7 +27,7 @@ from trainyard.checkpoint import store
 from trainyard.checkpoint.boxes import Box, share_of_rows, written
 from trainyard.checkpoint.places import Place
 from trainyard.checkpoint.safetensors_file import CODES
-from trainyard.checkpoint.shards import write_shard
+from trainyard.checkpoint.shards import Broken, write_shard
 from trainyard.config.schema import Config
 from trainyard.devices import Device
 from trainyard.errors import RunStopped, UserError, one_line
@@ -34,6 +35,7 @@ from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh, local_rank
 from trainyard.train.optimizers import Optimizer
 
+PROBE = ".probe.part"
 SLACK = 2**20
 """Bytes that a checkpoint may need beyond its tensors, and for each rank."""
 
@@ -69,6 +71,8 @@ class Save:
     sealing: bool = False
     bytes: int = 0
     error: str = ""
+    note: str = ""
+    """What went wrong after it was complete."""
 
     def join(self) -> None:
         if self.thread:
@@ -128,9 +132,10 @@ class Saver:
         if self.mesh.rank == 0:
             try:
                 self.place.prepare()
-                with self.place.write(".probe") as file:
+                store.clear(self.place)
+                with self.place.write(PROBE) as file:
                     file.write(b"1")
-                self.place.remove(".probe")
+                self.place.remove(PROBE)
                 self._room()
             except Exception as error:
                 trouble = _line(error)
@@ -176,7 +181,7 @@ class Saver:
                     self.memory.clear()
             if not last:
                 self._together(Words())
-        save.stalled = time.monotonic() - begun
+        save.stalled += time.monotonic() - begun
         if self.config.checkpoint.blocking:
             self.finish()
 
@@ -212,6 +217,8 @@ class Saver:
             self._give_up(save)
         elif said.sealed:
             self.current = None
+            if save.note:
+                self.complain(save.note)
             seconds = time.monotonic() - save.started
             record = {"step": save.step, "checkpoint": str(save.place), "checkpoint_seconds": seconds}
             self.tell({**record, "checkpoint_stall": save.stalled, "checkpoint_bytes": save.bytes})
@@ -231,7 +238,15 @@ class Saver:
             for box in self.boxes:
                 pairs.append((self._held(row, box), self.memory[kind][at : at + box.count].view(box.sizes)))
                 at += box.count
-        return self.device.copy_out(pairs)
+        copying = self.device.copy_out(pairs)
+
+        def fence() -> None:
+            begun = time.monotonic()
+            copying.fence()
+            save.stalled += time.monotonic() - begun
+
+        self.optimizer.fence = fence
+        return copying.wait
 
     def _held(self, row: Tensor, box: Box) -> Tensor:
         """A box in this rank's memory."""
@@ -258,21 +273,26 @@ class Saver:
     def _seal(self, save: Save) -> None:
         body = {**save.body, "updates": int(save.updates), "skipped": save.skipped.tolist()}
         save.bytes = store.seal(save.place, self.blueprint, self.mesh.layout, body)
+        try:
+            store.prune(self.place, save.step, self.config.checkpoint.keep)
+        except Exception as error:
+            save.note = f"old checkpoints in {self.place} could not be removed: {_line(error)}"
         save.sealed = True
-        if keep := self.config.checkpoint.keep:
-            complete = [step for step in store.steps_in(self.place) if store.is_complete(self.place, step)]
-            for step in complete[keep:]:
-                store.remove(self.place, step)
 
     def _make_way(self, step: int) -> None:
         """Clear away what kills have left over, make the directory, see that there is room."""
-        for found in store.steps_in(self.place):
-            if not store.is_complete(self.place, found):
-                store.remove(self.place, found)
-            elif found == step:
-                raise UserError(f"{self.place / store.directory_name(step)}: is there already; it stays as it is")
+        store.clear(self.place)
+        place = self.place / store.directory_name(step)
+        if store.is_complete(self.place, step):
+            try:
+                with store.Checkpoint(place) as there:
+                    there.check(there.files)
+            except Broken:  # resuming passed over it
+                store.remove(self.place, step)
+            else:
+                raise UserError(f"{place}: is there already; it stays as it is")
         self._room()
-        (self.place / store.directory_name(step)).prepare()
+        place.prepare()
 
     def _room(self) -> None:
         free = self.place.free()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen, Skips
+from trainyard.cli.screen import Screen, Skips
 from trainyard.data import documents
 from trainyard.data.bert import Recipe
 from trainyard.data.bert_files import FILE, Target, build

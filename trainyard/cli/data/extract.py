@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen, Skips
+from trainyard.cli.screen import Screen, Skips
 from trainyard.data.wiki import ARTICLES, BYTES, REASONS
 from trainyard.data.wiki import extract as write
 from trainyard.data.wiki_dump import open_dump

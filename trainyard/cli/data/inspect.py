@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trainyard.cli.data.screen import Screen
 from trainyard.cli.data.tokenize import spec
+from trainyard.cli.screen import Screen
 from trainyard.data import inspect as inspection
 from trainyard.data.report import Report, Wanted
 from trainyard.data.tokenizer import Tokenizer, open_tokenizer

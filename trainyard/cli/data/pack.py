@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen, Skips
 from trainyard.cli.data.tokenize import spec
+from trainyard.cli.screen import Screen, Skips
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.data import documents
 from trainyard.data import pack as packing

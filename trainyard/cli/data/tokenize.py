@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.data.screen import Screen, Skips
+from trainyard.cli.screen import Screen, Skips
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.data import documents
 from trainyard.data.tokenize import Counts, Job, target, tokenize

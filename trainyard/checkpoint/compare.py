@@ -1,0 +1,77 @@
+"""Do two checkpoints hold the same model? Both run on the same tokens, and their logits are compared.
+
+A block's weights are read when its turn comes and given up after it, so that a model larger than memory can be
+compared.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainyard import models
+from trainyard.checkpoint.pieces import Weights, slices_of
+from trainyard.models.blueprint import layer
+from trainyard.models.output import Output
+from trainyard.random import key64, normal
+
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    difference: float
+    """Largest, of any logit."""
+    largest: float
+    """Logit of the first model, by size."""
+
+
+def compare(first: Weights, second: Weights, seed: int = 0) -> Comparison:
+    model = first.model
+    length = min(TOKENS, model.max_positions)
+    draws = normal(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
+    tokens = (draws.abs() * 1e6).long().remainder(model.vocab).view(1, length)
+    logits = [_logits(weights, tokens) for weights in (first, second)]
+    return Comparison(float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max()))
+
+
+@torch.no_grad()
+def _logits(weights: Weights, tokens: Tensor) -> Tensor:
+    values = slices_of(weights)
+    model = models.build(weights.model).eval()
+    owners = {
+        f"{prefix}.{key}": (module, key)
+        for prefix, module in model.named_modules()
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    held: list[str] = []
+
+    def put(name: str, tensor: Tensor) -> None:
+        module, key = owners[name]
+        module.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+
+    def before(part: str) -> None:
+        """Take this part's weights, and give up those of the part before."""
+        for name in held:
+            put(name, torch.empty(0, device="meta"))
+        held.clear()
+        for name in owners:
+            number = layer(name)
+            if str(number) == part or (number is None and part in ("first", "last")):
+                put(name, values(name))
+                held.append(name)
+
+    model.before = before
+    everywhere = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
+    batch = {
+        "tokens": tokens.int(),
+        "key": torch.zeros(2, dtype=torch.int32),
+        "sample": torch.zeros(1, dtype=torch.int32),
+        # For BERT: all one segment, no padding, logits at every place.
+        "segments": torch.zeros_like(everywhere),
+        "mask": torch.ones_like(everywhere),
+        "places": everywhere,
+    }
+    output = model(batch)
+    assert isinstance(output, Output)
+    return output.logits().float()

@@ -1,0 +1,149 @@
+"""Opens a checkpoint of any form that is known, whichever it is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from trainyard import models
+from trainyard.checkpoint import hf, store
+from trainyard.checkpoint.megatron import open_megatron
+from trainyard.checkpoint.megatron_files import find_megatron
+from trainyard.checkpoint.native import State
+from trainyard.checkpoint.nxd_files import find_nxd, open_nxd
+from trainyard.checkpoint.nxd_optimizer import find_optimizer, open_nxd_state
+from trainyard.checkpoint.optimum import find_optimum, open_optimum
+from trainyard.checkpoint.pickles import Lazy, open_pickle
+from trainyard.checkpoint.pieces import Weights
+from trainyard.checkpoint.places import Place, open_place
+from trainyard.checkpoint.store import Checkpoint
+from trainyard.config.hf import from_hf
+from trainyard.errors import UserError
+
+Form = Literal["native", "hf", "optimum", "megatron", "nxd", "full"]
+SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
+WORDS: dict[Form, str] = {
+    "native": "a checkpoint of trainyard",
+    "hf": "a Hugging Face directory",
+    "optimum": "shards of optimum-neuron",
+    "megatron": "a Megatron-LM checkpoint",
+    "nxd": "an NxD checkpoint",
+    "full": "one file of Hugging Face weights",
+}
+
+
+@dataclass(frozen=True)
+class Opened:
+    form: Form
+    weights: Weights
+    notes: tuple[str, ...] = ()
+    """What was assumed, for the user to know."""
+    state: Callable[[], State] | None = None
+    """Weights with the optimizer's state, where it has one."""
+
+
+def find_form(path: Path) -> Form | None:
+    """What lies at `path`, by its files' names."""
+    if newest_native(path):
+        return "native"
+    finders: dict[Form, Callable[[Path], Any]] = {
+        "hf": hf.is_hf,
+        "optimum": find_optimum,
+        "megatron": find_megatron,
+        "nxd": find_nxd,
+        "full": lambda path: path.is_file() and path.suffix in SUFFIXES,
+    }
+    return next((form for form, find in finders.items() if find(path)), None)
+
+
+def open_weights(
+    where: str | Path, model: models.AnyModel | None = None, hints: Mapping[str, Any] | None = None
+) -> Opened:
+    """The weights at `where`. `model` is for forms that do not say what model they hold; where they do it must agree.
+    `hints` are fields of NxdLayout that the user is sure of."""
+    if "://" in str(where):
+        checkpoint = Checkpoint(newest_in(open_place(where)))
+        _agrees(where, checkpoint.model, model)
+        return Opened("native", checkpoint, state=_state_of(checkpoint))
+    path = Path(where).expanduser()
+    form = find_form(path)
+    if form == "native":
+        checkpoint = Checkpoint(open_place(newest_native(path) or path))
+        _agrees(path, checkpoint.model, model)
+        return Opened(form, checkpoint, state=_state_of(checkpoint))
+    if form == "hf":
+        return Opened(form, hf.open_hf(path, model))
+    if form == "optimum":
+        return Opened(form, open_optimum(path, model))
+    if form == "megatron":
+        megatron = open_megatron(path, model)
+        return Opened(form, megatron, tuple(megatron.notes))
+    if form == "nxd":
+        model = model or _beside(path)
+        weights = open_nxd(path, model, hints)
+        found = find_nxd(path)
+        notes = tuple(f"passing over {name}: it was never completed" for name in (found.skipped if found else ()))
+        state = partial(open_nxd_state, path, model, hints) if find_optimizer(path) else None
+        return Opened(form, weights, notes, state)
+    if form == "full":
+        return Opened(form, _full(path, model or _beside(path)))
+    if not path.exists():
+        raise UserError(f"{path}: no such file or directory")
+    raise UserError(f"{path}: no checkpoint that is known; known are {', '.join(WORDS.values())}")
+
+
+def newest_native(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or the newest complete one in it, or in the checkpoints/ of a run."""
+    if (path / store.MARKER).is_file():
+        return path
+    for directory in (path, path / "checkpoints"):
+        place = open_place(directory)
+        for step in store.steps_in(place):
+            if store.is_complete(place, step):
+                return directory / store.directory_name(step)
+    return None
+
+
+def newest_in(place: Place) -> Place:
+    """The checkpoint at a URL, or the newest complete one in a directory of them."""
+    if place.size(store.MARKER) is not None:
+        return place
+    for step in store.steps_in(place):
+        if store.is_complete(place, step):
+            return place / store.directory_name(step)
+    raise UserError(f"{place}: no checkpoint of trainyard, nor a directory of them")
+
+
+def _state_of(checkpoint: Checkpoint) -> Callable[[], State] | None:
+    return (lambda: checkpoint) if set(checkpoint.dtypes) == set(store.KINDS) else None
+
+
+def _full(path: Path, model: models.AnyModel) -> Weights:
+    found = open_pickle(path)
+    while isinstance(found, dict) and not any(isinstance(value, Lazy) for value in found.values()):
+        inner = next((found[key] for key in ("model", "state_dict") if key in found), None)
+        if inner is None:
+            raise UserError(f"{path}: holds no weights by name")
+        found = inner
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no weights by name")
+    tensors = {name: value for name, value in found.items() if isinstance(value, Lazy)}
+    return hf.of_tensors(model, tensors)
+
+
+def _beside(path: Path) -> models.AnyModel:
+    """The model of a config.json in, beside or above the files."""
+    for directory in (path, *list(path.absolute().parents)[:3]):
+        if (directory / "config.json").is_file():
+            return from_hf(directory)
+    raise UserError(f"{path}: does not say what model it holds; give --config config.json (Hugging Face's)")
+
+
+def _agrees(path: str | Path, found: models.AnyModel, given: models.AnyModel | None) -> None:
+    if given is None:
+        return
+    theirs, ours = found.model_dump(mode="json"), given.model_dump(mode="json")
+    for key, value in ours.items():
+        if theirs.get(key) != value and not (key.endswith("dropout") or key.startswith("fuse")):
+            raise UserError(f"model.{key}={value}: {path} has {theirs.get(key)}")

@@ -1,0 +1,83 @@
+"""What a foreign pickle may build, and the bounds that keep it harmless.
+
+A file can be small and still ask for the world: lists of lists that unfold to more values than there is memory for,
+a key whose hash takes years, a long text that is copied a million times. Whatever is read is held against these bounds.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+MOST = 10_000_000
+"""Opcodes in a pickle, and values in what it builds, counted as a tree."""
+MOST_COPIED = 2**31
+"""Bytes that calls may copy; a value in a container counts as 64."""
+DEEPEST = 100
+"""Containers inside containers."""
+_LONGEST_KEY = 16
+"""Values in a tuple that is a key."""
+
+
+class Inert:
+    """A class or function, or what one made, as a name only. Whatever a pickle does with it does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not loaded>"
+
+
+class Known(Inert):
+    """A name of the table; `call` is what a pickle gets when it calls the function or makes an instance."""
+
+    def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
+        super().__init__(name)
+        self.call = call
+
+
+_ATOMS = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, Inert)
+
+
+def key(value: Any) -> Any:
+    """A value that may be a key or in a set: hashed in a few steps, and not made to collide (great integers do)."""
+    items = value if type(value) in (tuple, torch.Size) else (value,)
+    if len(items) > _LONGEST_KEY or any(
+        type(each) not in _ATOMS or (type(each) is int and abs(each) >= 2**60) for each in items
+    ):
+        raise ValueError(f"a {type(value).__name__} is used as a key")
+    return value
+
+
+def described(value: Any) -> str:
+    """For a message. Never a repr: that of a nested value can be endless."""
+    return value.name if isinstance(value, Inert) else f"a {type(value).__name__}"
+
+
+def cost(value: Any, depth: int = 2) -> int:
+    """Of copying an argument, and those inside it if it is a tuple."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, tuple) and depth:
+        return 64 * len(value) + sum(cost(each, depth - 1) for each in value)
+    return 64 * len(value) if isinstance(value, tuple | list | dict | set | frozenset) else 64
+
+
+def check_bounds(value: Any) -> None:
+    """Whoever walks the value later walks a small tree: no cycles, no depths, no sharing that unfolds without end."""
+    count = 0
+    levels: list[Iterator[Any]] = [iter((value,))]
+    while levels:
+        for each in levels[-1]:
+            count += 1
+            if isinstance(each, dict | list | tuple):
+                levels.append(iter(each.values() if isinstance(each, dict) else each))
+                break
+        else:
+            levels.pop()
+        if len(levels) > DEEPEST or count > MOST:
+            raise ValueError(f"containers nested more than {DEEPEST} deep, or more than {MOST} values")

@@ -1,0 +1,104 @@
+"""`trainyard convert`: a checkpoint from anywhere, to where it is wanted."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from trainyard import models
+from trainyard.checkpoint.compare import compare
+from trainyard.checkpoint.convert import DTYPES, Target, parse_layout, total_bytes
+from trainyard.checkpoint.convert import convert as carry_over
+from trainyard.checkpoint.open import WORDS, Opened, open_weights
+from trainyard.cli.screen import Screen
+from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.config.hf import from_hf
+from trainyard.errors import RunStopped, UserError
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint; which form it has is found out.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory that is new.")],
+    to: Annotated[Literal["hf", "nxd", "native"], typer.Option("--to", help="The form to write.")] = "hf",
+    layout: Annotated[
+        str, typer.Option("--layout", metavar="KEY=VALUE,...", help="nxd, native: how it is cut, such as tp=8,pp=4.")
+    ] = "",
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option("--dtype", help="Default: as the source has it.")
+    ] = None,
+    xser: Annotated[bool, typer.Option("--xser", help="nxd: each tensor in a file of its own.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Hugging Face config.json, for a source that has none."),
+    ] = None,
+    source_layout: Annotated[
+        str, typer.Option("--source-layout", metavar="KEY=VALUE,...", help="What an NxD source does not show.")
+    ] = "",
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="native: leave the optimizer's state behind.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run both sides and print the largest logit difference.")
+    ] = False,
+) -> int:
+    """Bring a checkpoint of any known form to Hugging Face's, NxD's or our own, at any layout, tensor by tensor.
+
+    Read are: our checkpoints and runs; Hugging Face directories (safetensors, .bin, sharded or not); NxD and NxDT, old
+    and new, xser or not; Megatron-LM iter_*/mp_rank_*; optimum-neuron's shards; one .pt file of weights. Foreign
+    pickles are read as data: nothing in them runs.
+
+    --layout for nxd: tp, pp, vpp, cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear, fused), gate_up,
+    kv_order (trn1, trn2), style (hf, megatron), vocab. For native: tp, pp, vpp, cp, dp, cuts.
+
+    Examples:
+
+      trainyard convert runs/my-run hf-model
+
+      trainyard convert hf-model nxd-model --to nxd --layout tp=32,pp=8,kv_order=trn2 --xser --check
+
+      trainyard convert nxd/step_1000 hf-model --config config.json
+
+      trainyard convert megatron/ start --to native --layout tp=2
+    """
+    opened = open_weights(source, from_hf(config) if config else None, parse_layout("nxd", source_layout))
+    wanted = Target(to, parse_layout(to, layout), DTYPES[dtype] if dtype else None, xser, weights_only)
+    if xser and to != "nxd":
+        raise UserError(f"--xser: goes with --to nxd, not {to}")
+    for note in opened.notes:
+        print(f"note: {note}")
+    run(opened, source, target, wanted)
+    if check:
+        compared(opened, target, opened.weights.model, wanted)
+    return 0
+
+
+def run(opened: Opened, source: Path, target: Path, wanted: Target) -> None:
+    """Convert, with a bar, and say what was done."""
+    weights = models.family(opened.weights.model).blueprint(opened.weights.model).parameters()
+    print(f"{source}: {WORDS[opened.form]}, {opened.weights.model.family} with {weights:,} weights", flush=True)
+    if wanted.form == "native":
+        kept = opened.state and not wanted.weights_only
+        print("with the optimizer's state" if kept else "weights alone: resume with checkpoint.weights_only=true")
+    total, done, start = total_bytes(opened, wanted), 0, time.monotonic()
+    with Screen("convert") as screen, interrupt_on_terminate():
+
+        def wrote(count: int) -> None:
+            nonlocal done
+            done += count
+            screen.show(done, total)
+
+        carry_over(opened, source, target, wanted, wrote)
+    seconds = max(time.monotonic() - start, 1e-9)
+    print(f"{target}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
+
+
+def compared(opened: Opened, target: Path, model: models.AnyModel, wanted: Target) -> None:
+    written = open_weights(target, model, wanted.layout if wanted.form == "nxd" else None)
+    found = compare(opened.weights, written.weights)
+    print(f"largest logit difference {found.difference:.3g} (logits up to {found.largest:.3g})", flush=True)
+    first = next(iter(models.family(model).blueprint(model).names()))
+    same = wanted.dtype in (None, torch.float32, opened.weights.dtype(first))
+    if found.difference > 0 and same:
+        raise RunStopped(f"{target}: not the model that {opened.form} holds; nothing was rounded, so this is a defect")
