@@ -28,7 +28,7 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.boxes import boxes, share_of_rows
-from trainyard.checkpoint.convert import Target, convert
+from trainyard.checkpoint.convert import Target, convert, parse_layout
 from trainyard.checkpoint.hf import write_hf
 from trainyard.checkpoint.native import WeightsAlone, write_native
 from trainyard.checkpoint.open import open_weights
@@ -108,41 +108,40 @@ def conversions(root: Path, layers: int) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in source.iterdir())
     out: dict[str, Any] = {"bytes": size, "page_cache_emptied": forget(), "runs": []}
 
-    def record(what: str, seconds: float, memory: Memory | None = None) -> None:
+    def record(what: str, seconds: float, memory: dict[str, int] | None = None) -> None:
         row = {"what": what, "seconds": round(seconds, 2), "GB_per_second": round(size / seconds / 1e9, 3)}
-        if memory:
-            row |= {"anonymous_MiB": memory.peak // 2**20, "resident_MiB": memory.mapped // 2**20}
-        out["runs"].append(row)
-        print(row, flush=True)
+        out["runs"].append(row | (memory or {}))
+        print(out["runs"][-1], flush=True)
 
     def copy() -> None:
         subprocess.run(["cp", "-r", str(source), str(root / "copy")], check=True)
 
-    def one(what: str, start: Path, target: Target, name: str) -> None:
-        with Memory() as memory:
-            opened = open_weights(start)
-            record(what, timed(lambda: convert(opened, start, root / name, target, lambda count: None)), memory)
+    def one(what: str, start: Path, name: str, to: str, layout: str = "", xser: bool = False) -> None:
+        """In a process of its own, whose memory is its own."""
+        words = [sys.executable, __file__, "--convert", str(start), str(root / name), to, layout, str(int(xser))]
+        found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+        record(what, found.pop("seconds"), found)
 
     record("cp -r", timed(copy))
     shutil.rmtree(root / "copy")
-    one("hf to hf", source, Target("hf", {}), "hf2")
+    one("hf to hf", source, "hf2", "hf")
     same = all(
         subprocess.run(["cmp", str(path), str(root / "hf2" / path.name)], check=False).returncode == 0
         for path in source.glob("*.safetensors")
     )
     out["hf_to_hf_same_bytes"] = same
     shutil.rmtree(root / "hf2")
-    one("hf to NxD tp=8", source, Target("nxd", {"tp": 8}), "nxd")
-    one("NxD tp=8 to hf", root / "nxd", Target("hf", {}), "hf2")
+    one("hf to NxD tp=8", source, "nxd", "nxd", "tp=8")
+    one("NxD tp=8 to hf", root / "nxd", "hf2", "hf")
     out["through_nxd_same_bytes"] = all(
         subprocess.run(["cmp", str(path), str(root / "hf2" / path.name)], check=False).returncode == 0
         for path in source.glob("*.safetensors")
     )
     shutil.rmtree(root / "hf2")
     shutil.rmtree(root / "nxd")
-    one("hf to NxD tp=8 pp=4 xser", source, Target("nxd", {"tp": 8, "pp": 4}, xser=True), "nxd")
+    one("hf to NxD tp=8 pp=4 xser", source, "nxd", "nxd", "tp=8,pp=4", xser=True)
     shutil.rmtree(root / "nxd")
-    one("hf to native tp=4", source, Target("native", {"tp": 4}), "native")
+    one("hf to native tp=4", source, "native", "native", "tp=4")
     shutil.rmtree(root / "native")
     record("cp -r again", timed(copy))
     shutil.rmtree(root / "copy")
@@ -151,6 +150,16 @@ def conversions(root: Path, layers: int) -> dict[str, Any]:
     for row in out["runs"]:
         row["speed_of_cp"] = round(sum(copies) / len(copies) / row["seconds"], 2)
     return out
+
+
+def convert_alone(source: str, target: str, to: Any, layout: str, xser: str) -> None:
+    with Memory() as memory:
+        opened = open_weights(source)
+        wanted = Target(to, parse_layout(to, layout), xser=bool(int(xser)))
+        seconds = timed(lambda: convert(opened, Path(source), Path(target), wanted, lambda count: None))
+    print(
+        json.dumps({"seconds": seconds, "anonymous_MiB": memory.peak // 2**20, "resident_MiB": memory.mapped // 2**20})
+    )
 
 
 class Watch(Hook):
@@ -224,19 +233,26 @@ def resharding(root: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if sys.argv[1:2] == ["--convert"]:
+        convert_alone(*sys.argv[2:])
+        return
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory on the disk to measure")
+    parser.add_argument("--only", choices=("reshard", "save", "convert"))
     parser.add_argument("--layers", type=int, default=32, help="of the 7B model that is converted")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    found = {
+    works: dict[str, Callable[[], Any]] = {
+        "reshard": lambda: resharding(arguments.directory),
+        "save": lambda: saving(arguments.directory),
+        "convert": lambda: conversions(arguments.directory, arguments.layers),
+    }
+    found: dict[str, Any] = {
         "date": str(date.today()),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "reshard": resharding(arguments.directory),
-        "save": saving(arguments.directory),
-        "convert": conversions(arguments.directory, arguments.layers),
     }
+    found |= {name: work() for name, work in works.items() if arguments.only in (None, name)}
     text = json.dumps(found, indent=2)
     print(text)
     if arguments.out:

@@ -1,4 +1,4 @@
-"""SIGKILL at any instant of a save: what was complete stays whole, the run goes on from the newest, nothing is left over.
+"""SIGKILL at any instant of a save: what was complete stays whole, the run goes on from it, nothing is left over.
 
 Lives of a run are forked from a process that has imported everything and done nothing, so that each costs a third of a
 second. The disk is made slow in them, so that most of a life is writing and most kills hit a save.
@@ -292,6 +292,8 @@ class Story:
         assert life.codes == [0] * self.ranks, life.failed
         assert self.complete == [last, last - 1]
         assert [step for step, _ in life.saved] == [last - 1, last]
+        lines = [json.loads(line) for line in (self.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == [*range(1, last + 1)]
         last = max(step for life in self.lives for step in life.steps)
         plain = self.live_once(self.parent / "undisturbed", ranks=self.ranks, every=0, last=last)
         assert plain.codes == [0] * self.ranks, plain.failed

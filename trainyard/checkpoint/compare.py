@@ -21,7 +21,7 @@ TOKENS = 64
 @dataclass(frozen=True)
 class Comparison:
     difference: float
-    """Largest, of any logit."""
+    """Largest, of any logit; infinite where one model has a number and the other has none."""
     largest: float
     """Logit of the first model, by size."""
 
@@ -31,13 +31,17 @@ def compare(first: Weights, second: Weights, seed: int = 0) -> Comparison:
     length = min(TOKENS, model.max_positions)
     draws = normal(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
     tokens = (draws.abs() * 1e6).long().remainder(model.vocab).view(1, length)
-    logits = [_logits(weights, tokens) for weights in (first, second)]
-    return Comparison(float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max()))
+    one, two = (_logits(weights, tokens) for weights in (first, second))
+    alike = (one == two) | (one.isnan() & two.isnan())
+    apart = (one - two).abs().masked_fill(alike, 0)
+    return Comparison(float(apart.masked_fill(apart.isnan(), torch.inf).max()), float(one.abs().max()))
 
 
 @torch.no_grad()
 def _logits(weights: Weights, tokens: Tensor) -> Tensor:
+    """All of them in a row, those of BERT's next-sentence head too."""
     values = slices_of(weights)
+    blueprint = models.family(weights.model).blueprint(weights.model)
     model = models.build(weights.model).eval()
     owners = {
         f"{prefix}.{key}": (module, key)
@@ -56,8 +60,8 @@ def _logits(weights: Weights, tokens: Tensor) -> Tensor:
             put(name, torch.empty(0, device="meta"))
         held.clear()
         for name in owners:
-            number = layer(name)
-            if str(number) == part or (number is None and part in ("first", "last")):
+            place = blueprint.row(name).place
+            if str(layer(name)) == part or place == part or (place == "both" and part in ("first", "last")):
                 put(name, values(name))
                 held.append(name)
 
@@ -67,11 +71,12 @@ def _logits(weights: Weights, tokens: Tensor) -> Tensor:
         "tokens": tokens.int(),
         "key": torch.zeros(2, dtype=torch.int32),
         "sample": torch.zeros(1, dtype=torch.int32),
-        # For BERT: all one segment, no padding, logits at every place.
-        "segments": torch.zeros_like(everywhere),
+        # For BERT: every segment, no padding, logits at every place.
+        "segments": everywhere.remainder(getattr(weights.model, "segments", 1)),
         "mask": torch.ones_like(everywhere),
         "places": everywhere,
     }
     output = model(batch)
     assert isinstance(output, Output)
-    return output.logits().float()
+    logits = [output.logits(), *([] if output.next_sentence is None else [output.next_sentence])]
+    return torch.cat([each.flatten() for each in logits])

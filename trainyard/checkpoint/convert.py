@@ -135,6 +135,8 @@ def _write_native(directory: Path, opened: Opened, target: Target, progress: Pro
         passed = {key: state.body.get(key, value) for key, value in passed.items()}
     elif isinstance(state, NxdState):
         passed |= {"step": state.step if state.step is not None else state.updates, "updates": state.updates}
+    if not isinstance(opened.weights, Checkpoint):
+        passed["converted"] = True  # its configuration says nothing but what the model is
     config = _config(opened.weights, sizes, ranks)
     part = directory.absolute().with_name(f".{directory.absolute().name}.part")
     shutil.rmtree(part, ignore_errors=True)

@@ -5,11 +5,11 @@ stream: a tensor at a time, from mapped memory.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from trainyard.checkpoint.pieces import (
     stored_shape,
 )
 from trainyard.checkpoint.safetensors_file import header, lazy_tensors, write_tensor
+from trainyard.checkpoint.streams import ahead, syncing
 from trainyard.config.hf import from_hf as config_from_hf
 from trainyard.config.hf import to_hf as config_to_hf
 from trainyard.errors import UserError
@@ -152,11 +153,12 @@ def write_hf(
     beside: Path | None = None,
     progress: Callable[[int], None] = lambda count: None,
     write: bool = True,
+    beside_writing: bool = True,
 ) -> None:
     """Write weights that transformers' from_pretrained reads. The directory appears whole or not at all.
 
     `dtype` None: as they are. `beside`: where tokenizer files are taken from. Where reading brings ranks together, all
-    call this and one has `write`.
+    call this, one has `write`, and nothing is read beside writing, in another thread.
     """
     shapes = shapes_of(weights.model)
     plan = [
@@ -171,13 +173,15 @@ def write_hf(
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    for name, tensors in files.items():
-        with (part / name).open("wb") as file:
+    makers = (partial(_made, each, shapes, weights) for tensors in files.values() for each in tensors)
+    made = ahead(makers) if beside_writing else (make() for make in makers)
+    with syncing() as close:
+        for name, tensors in files.items():
+            file = (part / name).open("wb")
             file.write(header([(each.stored.name, each.dtype, each.shape) for each in tensors], {"format": "pt"}))
-            for each in tensors:
-                progress(write_tensor(file, put_together(each.stored, shapes, weights).to("cpu", each.dtype)))
-            file.flush()
-            os.fsync(file.fileno())
+            for _ in tensors:
+                progress(write_tensor(file, next(made)))
+            close(file)
     if len(files) > 1:
         where = {each.stored.name: name for name, tensors in files.items() for each in tensors}
         _write_json(
@@ -191,6 +195,10 @@ def write_hf(
     shutil.rmtree(directory, ignore_errors=True)
     part.rename(directory)
     sync_directory(directory.parent)
+
+
+def _made(each: _Planned, shapes: Mapping[str, tuple[int, ...]], weights: Weights) -> Tensor:
+    return put_together(each.stored, shapes, weights).to("cpu", each.dtype)
 
 
 def write_config(path: Path, model: models.AnyModel, dtype: torch.dtype) -> None:
@@ -216,7 +224,7 @@ def save_hf(
     write: bool = True,
 ) -> None:
     """`write_hf` from whole parameters of ours."""
-    write_hf(directory, InMemory(model, values, dtype), dtype, write=write)
+    write_hf(directory, InMemory(model, values, dtype), dtype, write=write, beside_writing=False)
 
 
 def load_model(directory: str | Path, device: str = "auto") -> tuple[models.AnyModel, nn.Module]:

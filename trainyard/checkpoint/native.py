@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from trainyard.checkpoint.pieces import Weights, shapes_of
 from trainyard.checkpoint.places import LocalPlace
 from trainyard.checkpoint.safetensors_file import CODES
 from trainyard.checkpoint.shards import stream_shard
+from trainyard.checkpoint.streams import Lanes, ahead
 from trainyard.config.schema import Config
 from trainyard.errors import UserError
 from trainyard.parallel.layout import Layout
@@ -74,18 +76,22 @@ def write_native(
     if place.names():
         raise UserError(f"{directory}: is there already and not empty; give a directory that is new")
     place.prepare()
-    for rank in range(layout.world):
+
+    def write(rank: int) -> None:
         boxes = [(kind, box) for kind in state.dtypes for box in written(blueprint, layout, rank)]
 
-        def tensors(boxes: list[tuple[str, Box]] = boxes) -> Iterator[Tensor]:
-            for kind, box in boxes:
-                tensor = state.tensor(kind, box).contiguous()
-                yield tensor
+        def tensors() -> Iterator[Tensor]:
+            for tensor in ahead(partial(state.tensor, kind, box) for kind, box in boxes):
+                yield tensor.contiguous()
                 wrote(tensor.nbytes)
 
         specs = [(store.key_of(kind, box.part), state.dtypes[kind], box.sizes) for kind, box in boxes]
         offsets = {store.key_of(kind, box.part): box.offsets for kind, box in boxes}
         stream_shard(place, store.file_name(rank), specs, offsets, tensors())
+
+    with Lanes() as lanes:
+        for rank in range(layout.world):
+            lanes.put(rank, partial(write, rank))
     body = {
         **progress,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -12,9 +12,10 @@ source is gone through once and at most one stage's files are open.
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ from trainyard.checkpoint.nxd_infer import Hints, infer, with_kv_order
 from trainyard.checkpoint.nxd_names import STYLES
 from trainyard.checkpoint.pickles import Lazy, open_pickle
 from trainyard.checkpoint.pickles_write import PickleWriter, XserWriter
-from trainyard.checkpoint.pieces import Scattered, Weights, put_together, shapes_of
+from trainyard.checkpoint.pieces import Scattered, Stored, Weights, put_together, shapes_of
+from trainyard.checkpoint.streams import Lanes, ahead, all_together
 from trainyard.config.model import LlamaModel
 from trainyard.errors import UserError, one_line
 from trainyard.files import sync_directory, write_whole
@@ -130,10 +132,15 @@ def write_nxd(
     with _new_checkpoint(directory) as folder:
         for pp in range(layout.pp):
             with _writers([folder / _file(tp, pp) for tp in range(layout.tp)], xser) as writers:
-                for group in nxd.tensors(model, layout, pp):
-                    for writer, each in zip(writers, group, strict=True):
-                        tensor = put_together(each, parts, weights).to(dtype)
-                        writer.add(each.name, tensor)
+                held = [
+                    (writer, each)
+                    for group in nxd.tensors(model, layout, pp)
+                    for writer, each in zip(writers, group, strict=True)
+                ]
+                made = ahead(partial(_made, each, parts, weights, dtype) for _, each in held)
+                with Lanes() as lanes:
+                    for number, ((writer, each), tensor) in enumerate(zip(held, made, strict=True)):
+                        lanes.put(number % layout.tp, partial(writer.add, each.name, tensor))
                         progress(tensor.nbytes)
         also(folder.parent)
 
@@ -160,6 +167,12 @@ def read_state(path: Path) -> dict[str, Lazy]:
     if not held:
         raise UserError(f"{path}: holds no tensors by name; a rank's state dict was expected, bare or under 'model'")
     return held
+
+
+def _made(
+    each: Stored, parts: Mapping[str, tuple[int, ...]], weights: Weights, dtype: torch.dtype | None
+) -> torch.Tensor:
+    return put_together(each, parts, weights).to(dtype)
 
 
 def _find(path: Path) -> NxdFound:
@@ -215,8 +228,7 @@ def _writers(paths: list[Path], xser: bool) -> Iterator[list[PickleWriter | Xser
         for path in paths:
             made.append(XserWriter(path) if xser else PickleWriter(path))
         yield made
-        for writer in made:
-            writer.close()
+        all_together(writer.close for writer in made)
     except BaseException:
         for writer in made:
             writer.abandon()

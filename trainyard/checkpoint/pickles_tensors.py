@@ -1,15 +1,14 @@
 """Tensors that lie in a file: where one is, and the reading of any box of it through mapped memory.
 
 Nothing is read before it is asked for, and then only the pages of the box. The mapping is private and copied on
-writing, so a tensor may be written to by mistake without harm to the file. It lives as long as a tensor read through it
-does: a checkpoint can have more files than a process may hold open.
+writing, so a tensor may be written to by mistake without harm to the file. It lives as long as the tensor does: a
+checkpoint can have more files than a process may hold open, and more bytes than it has memory.
 """
 
 import mmap
 import os
 import stat
 import sys
-import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +27,8 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 _GREATEST = 2**48
 """No size, stride, offset or number of elements reaches this."""
 _MOST_DIMS = 32
+_LARGE = 2**20
+"""Bytes from which the disk is told that all of a stretch will be read."""
 _MOST_REPEATED = 2**30
 """Bytes of a tensor that is greater than its storage because it repeats it (strides of 0)."""
 
@@ -57,26 +58,25 @@ class File:
         if not stat.S_ISREG(state.st_mode):
             raise UserError(f"{path}: not a file")
         self.size, self._stamp = state.st_size, state.st_mtime_ns
-        self._mapping: weakref.ref[mmap.mmap] | None = None
 
-    def bytes(self, start: int, count: int) -> Tensor:
-        """A view of `count` > 0 bytes."""
-        mapping = self._mapping() if self._mapping else None
-        if mapping is None:
-            mapping = self._map()
-            self._mapping = weakref.ref(mapping)
-        return torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=start)
-
-    def _map(self) -> mmap.mmap:
+    def bytes(self, start: int, count: int, needed: tuple[int, int]) -> Tensor:
+        """A view of `count` > 0 bytes, of which [needed) are going to be read. It has a mapping of its own, which goes
+        when it goes: memory holds what is being worked on and not what has been."""
+        page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             with open(self.path, "rb") as file:
                 state = os.fstat(file.fileno())
                 if (state.st_size, state.st_mtime_ns) != (self.size, self._stamp):
                     raise UserError(f"{self.path}: has changed since it was opened; start again")
-                flags = mmap.MAP_PRIVATE | _NO_RESERVE
-                return mmap.mmap(file.fileno(), self.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                flags, protection = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                mapping = mmap.mmap(file.fileno(), start + count - page, flags=flags, prot=protection, offset=page)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror}") from None
+        begin, stop = (start - page + place for place in needed)
+        if stop - begin >= _LARGE:  # the disk may begin: page by page, when touched, it would be far slower
+            begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            mapping.madvise(mmap.MADV_WILLNEED, begin, stop - begin)
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=start - page)
 
 
 @dataclass
@@ -124,7 +124,11 @@ class View(Lazy):
             empty = torch.empty(self._shape, dtype=self._dtype)
             return empty if region is None else empty[region]
         width = self._dtype.itemsize
-        held = self._storage.file.bytes(self._storage.start + self._offset * width, self._span * width)
+        needed = 0, self._span * width
+        if region is not None and self._stride:
+            row = self._stride[0] * width
+            needed = region[0].start * row, min(region[0].stop * row, needed[1])
+        held = self._storage.file.bytes(self._storage.start + self._offset * width, self._span * width, needed)
         # As bytes, with those of an element along a last dim: so that any place in the file will do.
         box = held.as_strided((*self._shape, width), (*(step * width for step in self._stride), 1))
         if region is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.pickles_names import REBUILD, REFERENCES, STORAGES
+from trainyard.checkpoint.streams import sync_all
 from trainyard.files import sync_directory, whole_file
 
 _ALIGNMENT = 64
@@ -72,8 +73,6 @@ class XserWriter:
         with open(self._part / f"tensor_{tid}.pt", "wb") as file:
             archive = _Archive(file)
             archive.finish(archive.tensor("0", tensor))
-            file.flush()
-            os.fsync(file.fileno())
         self._info[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
         module, _, kind = REFERENCES[0].rpartition(".")
         made = _named(module, kind) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + _plain({"tid": tid}) + pickle.BUILD
@@ -85,6 +84,7 @@ class XserWriter:
             self._path.unlink(missing_ok=True)  # it would refer to the new tensors
             shutil.rmtree(tensors, ignore_errors=True)
             os.chmod(self._part, 0o755)
+            sync_all(self._part.iterdir())
             os.replace(self._part, tensors)
             sync_directory(tensors)
         except BaseException:

@@ -247,7 +247,7 @@ class _RemoteFile:
         if stop > self.size:
             raise EOFError
         with _asking(self.url):
-            data = self.system.cat_file(self.path, start, stop) if stop > start else b""
+            data = self.system.cat_file(self.path, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
             raise EOFError
         return memoryview(bytearray(data))

@@ -24,11 +24,17 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -76,7 +82,7 @@ def parse(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, Entry],
         for name, value in table.items():
             start, stop = value["data_offsets"]
             dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
-            if not (0 <= start <= stop and all(type(each) is int and each >= 0 for each in shape)):
+            if not all(type(each) is int and each >= 0 for each in (start, stop, *shape)) or start > stop:
                 raise ValueError(f"{name} has no size")
             if stop - start != prod(shape) * dtype.itemsize:
                 raise ValueError(f"the size of {name} is not that of its bytes")
@@ -85,6 +91,8 @@ def parse(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, Entry],
             entries[name] = Entry(dtype, shape, begin + start, begin + stop)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its table is not one of tensors ({error})") from None
+    except RecursionError:
+        raise ValueError("its table is not one of tensors") from None
     return entries, texts
 
 
@@ -99,18 +107,21 @@ def lazy_tensors(path: Path) -> dict[str, Lazy]:
                 return handle.read(stop - start)
 
             entries, _ = parse(read, file.size)
+        return {name: _lazy(file, entry) for name, entry in entries.items()}
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a Hugging Face directory with safetensors was expected") from None
     except EOFError:
         raise UserError(f"{path}: not a readable safetensors file: it ends too early") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
-    out: dict[str, Lazy] = {}
-    for name, entry in entries.items():
-        storage = Storage(file, entry.dtype, prod(entry.shape), entry.start, swapped=False)
-        strides = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
-        out[name] = View(storage, entry.dtype, 0, entry.shape, strides)
-    return out
+
+
+def _lazy(file: File, entry: Entry) -> Lazy:
+    storage = Storage(file, entry.dtype, prod(entry.shape), entry.start, swapped=False)
+    strides = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
+    return View(storage, entry.dtype, 0, entry.shape, strides)
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> int:

@@ -21,6 +21,9 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.train.optimizers import Optimizer
 from trainyard.watch.writers import newest_directory
 
+COMPARED = ("data", "train", "optimizer", "schedule", "precision")
+"""Sections whose differences are told."""
+
 
 class Say(Protocol):
     def __call__(self, line: str, /) -> None: ...
@@ -108,7 +111,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, say: Say) -> None:
     for key, before, now in _differences(old.model.model_dump(mode="json"), new.model.model_dump(mode="json"), "model"):
         if not (key.endswith("dropout") or key.startswith("model.fuse")):
             raise UserError(f"{key}={now}: the checkpoint {checkpoint.place} has {before}")
-    for section in ("data", "train", "optimizer", "schedule", "precision"):
+    for section in () if checkpoint.body.get("converted") else COMPARED:
         before, now = (getattr(each, section).model_dump(mode="json") for each in (old, new))
         for key, was, is_now in _differences(before, now, section):
             if key == "train.global_batch":
