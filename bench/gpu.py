@@ -73,7 +73,8 @@ def ours(case: str, overrides: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "case.yaml"
         file.write_text(yaml.safe_dump(CASES[case]))
-        words = [f"log.directory={directory}", "log.every=4", "checkpoint.final=false", *overrides]
+        saves = ["checkpoint.final=false", "checkpoint.every=0", "checkpoint.resume=none"]
+        words = [f"log.directory={directory}", "log.every=4", *saves, *overrides]
         run = [sys.executable, "-m", "trainyard", "train", str(file), *words]
         done = subprocess.run(run, capture_output=True, text=True)
         if done.returncode:

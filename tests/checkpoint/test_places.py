@@ -3,13 +3,14 @@
 The S3 side is a real server that speaks S3, on the loopback.
 """
 
+import json
 import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("remove_all"), UNDER),
     st.tuples(st.just("names"), UNDER),
     st.tuples(st.just("size"), UNDER, NAMES),
-    st.tuples(st.just("read"), UNDER, NAMES, NUMBER, NUMBER),
+    st.tuples(st.just("read"), UNDER, NAMES, NUMBER, NUMBER).filter(lambda each: each[3] <= each[4]),
     st.tuples(st.just("strips"), UNDER, NAMES, NUMBER, st.integers(1, 4), st.integers(4, 8), st.integers(1, 4)),
 )
 
@@ -114,7 +115,8 @@ def expected(files: dict[tuple[str, str], bytes], what: str, under: str, *argume
     if what == "fail":
         return "failed"
     if what == "remove":
-        return files.pop((under, arguments[0]), None) and None
+        files.pop((under, arguments[0]), None)
+        return None
     if what == "remove_all":
         for key in [key for key in files if key[0] == under and under]:
             del files[key]
@@ -129,7 +131,7 @@ def expected(files: dict[tuple[str, str], bytes], what: str, under: str, *argume
         return FileNotFoundError
     if what == "read":
         start, stop = arguments[1:]
-        return (len(data), data[start:stop]) if stop <= len(data) or stop <= start else EOFError
+        return (len(data), data[start:stop]) if stop <= len(data) or start == stop else EOFError
     start, width, apart, count = arguments[1:]
     if start + (count - 1) * apart + width > len(data):
         return EOFError
@@ -140,7 +142,7 @@ def expected(files: dict[tuple[str, str], bytes], what: str, under: str, *argume
 def test_operations_give_the_same_everywhere(urls: dict[str, str]) -> None:
     number = 0
 
-    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=25, deadline=None, database=None, derandomize=True)
     @given(st.lists(OPERATIONS, min_size=5, max_size=20))
     def check(operations: list[tuple[Any, ...]]) -> None:
         nonlocal number
@@ -208,12 +210,13 @@ def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[li
     """Losses, and what was said."""
     section = {"directory": directory, "every": 1, "keep": 2, "final": False, **checkpoint}
     schedule = {"decay_steps": 6}  # the same whatever the number of steps
-    config = tiny.config(train={"steps": steps}, schedule=schedule, checkpoint=section, log={"directory": str(logs)})
+    model = {**tiny.LLAMA, "layers": 1}  # few tensors, for a server that is slower than it could be
+    config = tiny.config(
+        model, train={"steps": steps}, schedule=schedule, checkpoint=section, log={"directory": str(logs)}
+    )
     said: list[str] = []
     summary = Trainer(config, say=said.append).run()
     text = (summary.directory / "metrics.jsonl").read_text()
-    import json
-
     return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record], said
 
 
@@ -286,7 +289,7 @@ def test_a_killed_upload_leaves_nothing(server: str, urls: dict[str, str]) -> No
 
 
 def test_a_bucket_that_is_not_there_is_one_line(server: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="^checkpoint.directory=s3://no-such-yard/x: cannot be written: ") as told:
+    with pytest.raises(UserError, match=r"^checkpoint.directory=s3://no-such-yard/x: cannot be written: ") as told:
         train("s3://no-such-yard/x", tmp_path, 1)
     assert "bucket does not exist" in str(told.value)
     assert "\n" not in str(told.value)
@@ -302,24 +305,34 @@ def test_a_store_that_does_not_answer_is_one_line_and_no_reason_to_begin_anew(
     train(url, tmp_path / "logs", 2)
     system = fsspec.get_filesystem_class("memory")
 
-    def refused(self: Any, path: str, *_: Any, **__: Any) -> Any:
-        if broken in path:
-            raise PermissionError("Access\nDenied")
-        return method(self, path, *_, **__)
+    def refusing(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(self: Any, path: str, *arguments: Any, **named: Any) -> Any:
+            if part in path:
+                raise PermissionError("Access\nDenied")
+            return method(self, path, *arguments, **named)
 
-    for name, broken in (("ls", ""), ("info", "complete.json"), ("cat_file", "step_00000002")):
+        return call
+
+    for name, part in (("ls", ""), ("info", "complete.json"), ("cat_file", "step_00000002")):
         with monkeypatch.context() as patch:
-            method = getattr(system, name)
-            patch.setattr(system, name, refused)
+            patch.setattr(system, name, refusing(getattr(system, name), part))
             with pytest.raises(Unreachable, match=r"^memory://.*: PermissionError: Access Denied$"):
                 train(url, tmp_path / "logs", 2, resume="auto")
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.setattr(fsspec.registry, "_registry", {})
-    with pytest.raises(UserError) as told:
-        open_place("s3://yard/x")
-    assert str(told.value) == "s3://yard/x: s3:// needs a package that is not installed: pip install 'trainyard[s3]'"
-    with pytest.raises(UserError, match="^nosuch://x: "):
+WITHOUT = """
+import sys
+sys.modules["s3fs"] = None
+from trainyard.checkpoint.places import open_place
+try:
+    open_place("s3://yard/x")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_what_is_not_installed_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "s3://yard/x: s3:// needs a package that is not installed: pip install 'trainyard[s3]'\n"
+    with pytest.raises(UserError, match=r"^nosuch://x: "):
         open_place("nosuch://x")

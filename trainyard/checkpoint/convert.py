@@ -1,6 +1,9 @@
 """From any form of checkpoint that is known to ours, Hugging Face's or NxD's, tensor by tensor."""
 
+import os
+import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +24,8 @@ from trainyard.checkpoint.store import Checkpoint
 from trainyard.config.load import parse
 from trainyard.config.model import LlamaModel
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
+from trainyard.errors import UserError, one_line
+from trainyard.files import sync_directory
 
 To = Literal["hf", "nxd", "native"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,7 +51,7 @@ class Target:
     """native: leave the optimizer's state behind."""
 
 
-def parse_layout(form: To, words: str) -> dict[str, Any]:
+def parse_layout(form: To, words: str, flag: str = "--layout") -> dict[str, Any]:
     """`tp=8,pp=4,cuts=3:7` to values by name, each checked."""
     known = NATIVE if form == "native" else [field.name for field in fields(NxdLayout)] if form == "nxd" else []
     out: dict[str, Any] = {}
@@ -55,8 +59,8 @@ def parse_layout(form: To, words: str) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals or key not in known:
             takes = f"takes {', '.join(known)}, such as tp=8,pp=4" if known else "takes no layout"
-            raise UserError(f"--layout {word}: --to {form} {takes}")
-        out[key] = _value(key, value)
+            raise UserError(f"{flag} {word}: {form} {takes}")
+        out[key] = _value(flag, key, value)
     return out
 
 
@@ -82,11 +86,9 @@ def total_bytes(opened: Opened, target: Target) -> int:
 
 def convert(opened: Opened, source: Path, directory: Path, target: Target, progress: Progress) -> None:
     """Write `opened`, which lies at `source`, to `directory`, which must be new. It appears whole or not at all."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory}: is there already and not empty; give a directory that is new")
-    weights = opened.weights
-    beside = next((each for each in (source, source.parent) if hf.has_tokenizer(each)), None)
-    directory.absolute().parent.mkdir(parents=True, exist_ok=True)
+    directory = new_directory(directory)
+    weights, source = opened.weights, source.expanduser()
+    beside = next((each for each in (source, source.parent) if hf.tokenizer_files(each)), None)
     if target.form == "hf":
         hf.write_hf(directory, weights, target.dtype, beside=beside, progress=progress)
     elif target.form == "nxd":
@@ -103,6 +105,21 @@ def convert(opened: Opened, source: Path, directory: Path, target: Target, progr
         write_nxd(directory, weights, layout, target.dtype, target.xser, progress, also)
     else:
         _write_native(directory, opened, target, progress)
+
+
+def new_directory(given: Path) -> Path:
+    """Where a checkpoint can be put: there is nothing yet, but a place for it."""
+    if given.parts and given.parts[0].endswith(":"):  # what a Path leaves of a URL
+        raise UserError(f"{given}: a directory of this machine was expected, not a URL")
+    try:
+        directory = given.expanduser().resolve()
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UserError(f"{given}: is there already and not empty; give a directory that is new")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=directory.parent))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{given}: cannot be made: {one_line(error)}") from None
+    return directory
 
 
 def nxd_layout(model: LlamaModel, given: Mapping[str, Any]) -> NxdLayout:
@@ -135,14 +152,15 @@ def _write_native(directory: Path, opened: Opened, target: Target, progress: Pro
         passed = {key: state.body.get(key, value) for key, value in passed.items()}
     elif isinstance(state, NxdState):
         passed |= {"step": state.step if state.step is not None else state.updates, "updates": state.updates}
-    if not isinstance(opened.weights, Checkpoint):
+    if not isinstance(opened.weights, Checkpoint) or opened.weights.body.get("converted"):
         passed["converted"] = True  # its configuration says nothing but what the model is
     config = _config(opened.weights, sizes, ranks)
-    part = directory.absolute().with_name(f".{directory.absolute().name}.part")
+    part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         write_native(part, state, config, ranks, passed, progress)
         part.rename(directory)
+        sync_directory(directory.parent)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -153,6 +171,9 @@ def _config(weights: Weights, sizes: Mapping[str, Any], ranks: int) -> Config:
     model = weights.model
     if isinstance(weights, Checkpoint):
         data = weights.config.model_dump(mode="json")
+        dp = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
+        if data["train"]["global_batch"] % (data["train"]["micro_batch"] * dp):
+            data["train"]["micro_batch"] = 1  # any will do for a run that goes on
     else:
         data = {
             "model": model.model_dump(mode="json"),
@@ -162,18 +183,18 @@ def _config(weights: Weights, sizes: Mapping[str, Any], ranks: int) -> Config:
     return parse({**data, "layout": dict(sizes)})
 
 
-def _value(key: str, value: str) -> Any:
+def _value(flag: str, key: str, value: str) -> Any:
     if key in CHOICES:
         if value not in CHOICES[key]:
-            raise UserError(f"--layout {key}={value}: not one of {', '.join(CHOICES[key])}")
+            raise UserError(f"{flag} {key}={value}: not one of {', '.join(CHOICES[key])}")
         return value
     if key in ("gate_up", "by_head"):
-        return truth(f"--layout {key}", value)
-    try:
+        return truth(f"{flag} {key}", value)
+    if re.fullmatch(r"\d{1,9}(:\d{1,9})*" if key == "cuts" else r"0*[1-9]\d{0,8}", value):
         return tuple(int(each) for each in value.split(":")) if key == "cuts" else int(value)
-    except ValueError:
-        wanted = "layer numbers such as 3:7" if key == "cuts" else "a number"
-        raise UserError(f"--layout {key}={value}: wanted {wanted}") from None
+    raise UserError(
+        f"{flag} {key}={value}: wanted {'layer numbers such as 3:7' if key == 'cuts' else 'a number from 1 up'}"
+    )
 
 
 def truth(flag: str, value: str) -> bool:

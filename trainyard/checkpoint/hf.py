@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ class InMemory:
 
 def of_tensors(model: models.AnyModel, tensors: Mapping[str, Tensor | Lazy]) -> Weights:
     """Weights from Hugging Face tensors by name, checked for what is missing, unknown or of another shape."""
-    wanted = {each.name: each for each in stored(model)}
+    wanted, tensors = {each.name: each for each in stored(model)}, _by_todays_names(model, tensors)
     ties = models.family(model).names(model).ties
     missing = [name for name in wanted if name not in tensors]
     extra = [name for name in tensors if name not in wanted and name not in ties and not BUFFERS.search(name)]
@@ -109,6 +110,17 @@ def of_tensors(model: models.AnyModel, tensors: Mapping[str, Tensor | Lazy]) -> 
 
     held = [("", each) for each in wanted.values()]
     return Scattered(model, held, read, lambda _, name: tensors[name].dtype)
+
+
+def _by_todays_names(model: models.AnyModel, tensors: Mapping[str, Tensor | Lazy]) -> dict[str, Tensor | Lazy]:
+    """The first BERT files call a norm's weight and bias gamma and beta, and GPT-2's have names without a prefix."""
+    bare = model.family == "gpt" and "wte.weight" in tensors
+
+    def today(name: str) -> str:
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        return f"transformer.{name}" if bare and not name.startswith("lm_head.") else name
+
+    return {today(name): tensor for name, tensor in tensors.items()}
 
 
 def to_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -170,11 +182,41 @@ def write_hf(
             put_together(each.stored, shapes, weights)
         return
     files = _in_files(plan, shard)
+    makers = (partial(_made, each, shapes, weights) for tensors in files.values() for each in tensors)
+    made = ahead(makers) if beside_writing else (make() for make in makers)
+    with _replacing(directory) as part:
+        _write_files(part, files, made, progress)
+        if len(files) > 1:
+            where = {each.stored.name: name for name, tensors in files.items() for each in tensors}
+            _write_json(
+                part / f"{SAFETENSORS}.index.json",
+                {"metadata": {"total_size": sum(each.bytes for each in plan)}, "weight_map": where},
+            )
+        write_config(part / "config.json", weights.model, plan[0].dtype)
+        if beside:
+            copy_tokenizer(beside, part)
+
+
+@contextmanager
+def _replacing(directory: Path) -> Iterator[Path]:
+    """A directory that takes the place of `directory` when the block ends well; when it does not, nothing is left."""
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    makers = (partial(_made, each, shapes, weights) for tensors in files.values() for each in tensors)
-    made = ahead(makers) if beside_writing else (make() for make in makers)
+    try:
+        yield part
+        sync_directory(part)
+        shutil.rmtree(directory, ignore_errors=True)
+        part.rename(directory)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    sync_directory(directory.parent)
+
+
+def _write_files(
+    part: Path, files: Mapping[str, list[_Planned]], made: Iterator[Tensor], progress: Callable[[int], None]
+) -> None:
     with syncing() as close:
         for name, tensors in files.items():
             file = (part / name).open("wb")
@@ -182,19 +224,6 @@ def write_hf(
             for _ in tensors:
                 progress(write_tensor(file, next(made)))
             close(file)
-    if len(files) > 1:
-        where = {each.stored.name: name for name, tensors in files.items() for each in tensors}
-        _write_json(
-            part / f"{SAFETENSORS}.index.json",
-            {"metadata": {"total_size": sum(each.bytes for each in plan)}, "weight_map": where},
-        )
-    write_config(part / "config.json", weights.model, plan[0].dtype)
-    if beside:
-        copy_tokenizer(beside, part)
-    sync_directory(part)
-    shutil.rmtree(directory, ignore_errors=True)
-    part.rename(directory)
-    sync_directory(directory.parent)
 
 
 def _made(each: _Planned, shapes: Mapping[str, tuple[int, ...]], weights: Weights) -> Tensor:
@@ -205,15 +234,15 @@ def write_config(path: Path, model: models.AnyModel, dtype: torch.dtype) -> None
     _write_json(path, config_to_hf(model, str(dtype).removeprefix("torch.")))
 
 
-def has_tokenizer(directory: Path) -> bool:
-    return directory.is_dir() and any(TOKENIZER.fullmatch(path.name) for path in directory.iterdir())
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Files that belong to a model whatever form its weights have."""
+    paths = sorted(directory.iterdir()) if directory.is_dir() else []
+    return [path for path in paths if TOKENIZER.fullmatch(path.name) and path.is_file()]
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Files that belong to a model whatever form its weights have."""
-    for path in sorted(source.iterdir()):
-        if TOKENIZER.fullmatch(path.name):
-            shutil.copy2(path, directory / path.name)
+    for path in tokenizer_files(source):
+        shutil.copyfile(path, directory / path.name)
 
 
 def save_hf(
@@ -242,12 +271,12 @@ def _names() -> list[str]:
 
 def _sharded(root: Path, index: str, opener: Callable[[Path], Mapping[str, Lazy]]) -> dict[str, Lazy]:
     try:
-        where: dict[str, str] = json.loads((root / index).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(where.values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        found = json.loads((root / index).read_text(encoding="utf-8"))["weight_map"]
+        where = {name: str(file) for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{root / index}: not an index of weights") from None
     opened: dict[str, Mapping[str, Lazy]] = {}
-    for file in files:
+    for file in sorted(set(where.values())):
         if Path(file).name != file:
             raise UserError(f"{root / index}: names {file}, which is not beside it")
         opened[file] = opener(root / file)
@@ -259,7 +288,7 @@ def _sharded(root: Path, index: str, opener: Callable[[Path], Mapping[str, Lazy]
 
 def _lazy_bin(path: Path) -> dict[str, Lazy]:
     found = open_pickle(path)
-    if not isinstance(found, dict) or not all(isinstance(value, Lazy) for value in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(x, str) and isinstance(y, Lazy) for x, y in found.items()):
         raise UserError(f"{path}: not a file of weights by name")
     return found
 

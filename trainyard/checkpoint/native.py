@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from functools import partial
+from functools import partial, reduce
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,12 +38,12 @@ class State(Protocol):
 
 
 class WeightsAlone:
-    """Weights as a State without moments. Where parts differ in dtype, all take the widest."""
+    """Weights as a State without moments. Where parts differ in dtype, all take one that holds the values of each."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype | None = None) -> None:
         self.weights = weights
-        found = {dtype} if dtype else {weights.dtype(part) for part in shapes_of(weights.model)}
-        self.dtypes = {"weights": max(found, key=lambda each: each.itemsize)}
+        found = [dtype] if dtype else [weights.dtype(part) for part in shapes_of(weights.model)]
+        self.dtypes = {"weights": reduce(torch.promote_types, found)}
 
     @property
     def model(self) -> models.AnyModel:

@@ -60,8 +60,8 @@ def find_form(path: Path) -> Form | None:
 def open_weights(
     where: str | Path, model: models.AnyModel | None = None, hints: Mapping[str, Any] | None = None
 ) -> Opened:
-    """The weights at `where`. `model` is for forms that do not say what model they hold; where they do it must agree.
-    `hints` are fields of NxdLayout that the user is sure of."""
+    """The weights at `where`. `model` is for forms that do not say what model they hold, and goes before what a Hugging
+    Face directory says; a checkpoint of ours must agree. `hints` are fields of NxdLayout that the user is sure of."""
     if "://" in str(where):
         checkpoint = Checkpoint(newest_in(open_place(where)))
         _agrees(where, checkpoint.model, model)
@@ -115,20 +115,35 @@ def newest_in(place: Place) -> Place:
     raise UserError(f"{place}: no checkpoint of trainyard, nor a directory of them")
 
 
+def unlike(one: models.AnyModel, two: models.AnyModel) -> tuple[str, Any, Any] | None:
+    """The first key by which two models have other weights or give other logits, and what each has. A default is what it
+    stands for; what matters to training alone (dropout, initial weights, fused matrices) does not count."""
+    ones, twos = (
+        {"family": each.family, **each.model_dump(mode="json"), "ffn": each.inner}
+        | ({"kv_heads": each.kv, "head_dim": each.head_size} if each.family == "llama" else {})
+        for each in (one, two)
+    )
+    for key in ones | twos:
+        training = key.endswith("dropout") or key.startswith("fuse") or key in ("init_std", "scaled_init")
+        if not training and ones.get(key) != twos.get(key):
+            return key, ones.get(key), twos.get(key)
+    return None
+
+
 def _state_of(checkpoint: Checkpoint) -> Callable[[], State] | None:
     return (lambda: checkpoint) if set(checkpoint.dtypes) == set(store.KINDS) else None
 
 
 def _full(path: Path, model: models.AnyModel) -> Weights:
     found = open_pickle(path)
-    while isinstance(found, dict) and not any(isinstance(value, Lazy) for value in found.values()):
-        inner = next((found[key] for key in ("model", "state_dict") if key in found), None)
-        if inner is None:
-            raise UserError(f"{path}: holds no weights by name")
-        found = inner
+    for key in ("model", "state_dict", "model"):  # {"model": ...} and {"state_dict": {"model": ...}} alike
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds no weights by name")
-    tensors = {name: value for name, value in found.items() if isinstance(value, Lazy)}
+    tensors = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, Lazy)}
+    if not tensors:
+        raise UserError(f"{path}: holds no weights by name")
     return hf.of_tensors(model, tensors)
 
 
@@ -141,9 +156,6 @@ def _beside(path: Path) -> models.AnyModel:
 
 
 def _agrees(path: str | Path, found: models.AnyModel, given: models.AnyModel | None) -> None:
-    if given is None:
-        return
-    theirs, ours = found.model_dump(mode="json"), given.model_dump(mode="json")
-    for key, value in ours.items():
-        if theirs.get(key) != value and not (key.endswith("dropout") or key.startswith("fuse")):
-            raise UserError(f"model.{key}={value}: {path} has {theirs.get(key)}")
+    if given and (other := unlike(found, given)):
+        key, has, wanted = other
+        raise UserError(f"model.{key}={wanted}: {path} has {has}")

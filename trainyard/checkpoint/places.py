@@ -244,10 +244,12 @@ class _RemoteFile:
         self.system, self.path, self.url, self.size = system, path, url, size
 
     def read(self, start: int, stop: int) -> memoryview:
+        if start == stop:
+            return memoryview(bytearray())
         if stop > self.size:
             raise EOFError
         with _asking(self.url):
-            data = self.system.cat_file(self.path, start=start, end=stop) if stop > start else b""
+            data = self.system.cat_file(self.path, start=start, end=stop)
         if len(data) != stop - start:
             raise EOFError
         return memoryview(bytearray(data))

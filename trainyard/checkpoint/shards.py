@@ -119,13 +119,18 @@ class Shard:
         )
 
     def check(self) -> None:
-        """Read everything once and compare checksums."""
+        """Read everything once, from front to back, and compare checksums."""
         end = max((entry.stop for entry in self.entries.values()), default=None)
         if end is not None and end != self.file.size:
             raise Broken(f"{self.where}: broken: {self.file.size} bytes where its header says {end}")
-        for key, entry in self.entries.items():
-            crc = 0
-            for start in range(entry.start, entry.stop, BLOCK):
-                crc = zlib.crc32(self.file.read(start, min(start + BLOCK, entry.stop)), crc)
+        begin, block = 0, memoryview(b"")
+        for key, entry in sorted(self.entries.items(), key=lambda each: each[1].start):
+            at, crc = entry.start, 0
+            while at < entry.stop:
+                if at >= begin + len(block):
+                    begin, block = at, self.file.read(at, min(at + BLOCK, self.file.size))
+                piece = block[at - begin : entry.stop - begin]
+                crc = zlib.crc32(piece, crc)
+                at += len(piece)
             if f"{crc:08x}" != self.sums.get(key):
                 raise Broken(f"{self.where}: broken: the checksum of {key} differs")

@@ -105,10 +105,11 @@ def configure(source: str, words: list[str], smoke: bool, ranks: int) -> Config:
 def closing(summary: Summary) -> list[str]:
     """Where everything is, and what to do next."""
     what = "Stopped early" if summary.interrupted else "Done"
-    lines = [
-        f"{what}: {summary.steps} steps in {summary.seconds:.1f} s, loss {summary.first_loss:.4f} -> {summary.loss:.4f}"
-        + (f", {summary.skipped} steps skipped" if summary.skipped else ""),
-    ]
+    learned = f", loss {summary.first_loss:.4f} -> {summary.loss:.4f}" if summary.loss == summary.loss else ""
+    skipped = f", {summary.skipped} steps skipped" if summary.skipped else ""
+    lines = [f"{what}: {summary.steps} steps in {summary.seconds:.1f} s{learned}{skipped}"]
+    if not learned and not summary.interrupted:
+        lines = [f"Done: all {summary.steps} steps were made before; more train.steps go on from here"]
     if summary.evaluation:
         lines.append("  evaluation   " + ", ".join(f"{k} {v:.4f}" for k, v in summary.evaluation.items()))
     where = summary.directory
@@ -119,5 +120,11 @@ def closing(summary: Summary) -> list[str]:
     ]
     if summary.weights:
         lines.append(f"  weights      {summary.weights}   (Hugging Face form: from_pretrained reads it)")
-    lines.append(f"Next: trainyard train {where / 'config.yaml'} train.steps=... to run it again changed.")
+    if summary.checkpoint:
+        lines.append(f"  checkpoint   {summary.checkpoint}")
+    config = where / "config.yaml"
+    if summary.interrupted and summary.checkpoint:
+        lines.append(f"Next: trainyard train {config} checkpoint.resume=auto to go on.")
+    else:
+        lines.append(f"Next: trainyard train {config} train.steps=... to run it again changed.")
     return lines

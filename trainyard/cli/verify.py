@@ -29,7 +29,10 @@ SHARP = {
     "precision.": ["precision.kind=fp32", "precision.gradients=null", "precision.reduce=null"],
     "optimizer.eps": ["optimizer.eps=1e-3"],
 }
-PLAIN = ["compile.enabled=false", "checkpoint.final=false"]
+PLAIN = [
+    *("compile.enabled=false", "checkpoint.final=false", "checkpoint.every=0", "checkpoint.minutes=0"),
+    *("checkpoint.resume=none", "checkpoint.weights_only=false"),
+]
 
 
 def verify(

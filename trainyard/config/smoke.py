@@ -53,6 +53,10 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     data["schedule"] |= {"warmup": min(config.schedule.warmup, 2), "decay_steps": None}
     if data["evaluate"]["every"]:
         data["evaluate"] |= {"every": STEPS // 2, "batches": 2}
+    if config.checkpoint.saves:
+        data["checkpoint"] |= {"every": STEPS // 2, "minutes": 0.0, "keep": 1}
+    # Another model: nothing that was saved fits it.
+    data["checkpoint"] |= {"directory": None, "resume": "none", "weights_only": False, "start": None}
     data["log"] |= {"every": 1, "name": f"{config.log.name}-smoke"}
     return parse(data)
 

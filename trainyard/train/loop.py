@@ -77,6 +77,8 @@ class Summary:
     skipped: int
     interrupted: bool
     weights: Path | None
+    checkpoint: str | None
+    """The newest that this run has completed."""
     evaluation: dict[str, float]
 
 
@@ -173,6 +175,8 @@ class Trainer:
         self.number = 0
         """Updates done."""
         self.saver: Saver | None = None
+        self.newest: str | None = None
+        """Checkpoint that was completed last."""
         self.clock = False
         """Whether rank 0's clock asked for a checkpoint."""
         if resumed:
@@ -205,6 +209,7 @@ class Trainer:
         if config.checkpoint.saves:
 
             def tell(record: dict[str, Any]) -> None:
+                self.newest = record["checkpoint"]
                 if writers:
                     writers.write(record)
                 self._tell("on_checkpoint", record)
@@ -246,6 +251,7 @@ class Trainer:
             skipped=int(self.optimizer.skipped[0]),
             interrupted=self.stopping(),
             weights=weights,
+            checkpoint=self.newest,
             evaluation=self.last_evaluation,
         )
 

@@ -100,7 +100,8 @@ class Space:
         words = [
             *(f"train.steps={steps}", f"train.global_batch={self.batch}", f"train.max_skipped={steps + 1}"),
             *(f"log.directory={json.dumps(str(directory))}", "log.name=run", "log.every=1", "log.tensorboard=false"),
-            *("checkpoint.final=false", "checkpoint.start=null", "evaluate.every=0"),
+            *("checkpoint.final=false", "checkpoint.start=null", "checkpoint.every=0", "checkpoint.minutes=0"),
+            *("checkpoint.resume=none", "checkpoint.weights_only=false", "evaluate.every=0"),
         ]
         return self.config(choice, words)
 
