@@ -16,17 +16,27 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
+from tests.checkpoint.runs import complete
 from trainyard import Trainer
-from trainyard.checkpoint import store
 from trainyard.checkpoint.places import Place, Unreachable, open_place
 from trainyard.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 KINDS = ["path", "file", "memory", "s3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait spin: with matrices this small they cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +73,11 @@ def urls(server: str, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 # One operation at a time.
 
-NAMES = st.sampled_from(["a", "b.json", "c.safetensors"])
-UNDER = st.sampled_from(["", "step_00000001", "step_00000002"])
+NAMES = st.sampled_from(["a.json", "b.safetensors"])
+UNDER = st.sampled_from(["", "step_00000001"])
 NUMBER = st.integers(0, 40)
 OPERATIONS = st.one_of(
-    st.tuples(st.just("write"), UNDER, NAMES, st.binary(max_size=40)),
+    st.tuples(st.just("write"), UNDER, NAMES, st.binary(min_size=20, max_size=40)),
     st.tuples(st.just("fail"), UNDER, NAMES, st.binary(max_size=40)),
     st.tuples(st.just("remove"), UNDER, NAMES),
     st.tuples(st.just("remove_all"), UNDER),
@@ -149,7 +159,8 @@ def test_operations_give_the_same_everywhere(urls: dict[str, str]) -> None:
         number += 1
         places = {kind: open_place(f"{url}/{number}") for kind, url in urls.items()}
         files: dict[tuple[str, str], bytes] = {}
-        for operation in operations:
+        begin = [("write", under, "a.json", bytes(range(30))) for under in ("", "step_00000001")]
+        for operation in [*begin, *operations]:
             wanted = expected(files, *operation)
             found = {kind: perform(place, *operation) for kind, place in places.items()}
             assert found == dict.fromkeys(places, wanted), operation
@@ -218,15 +229,6 @@ def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[li
     summary = Trainer(config, say=said.append).run()
     text = (summary.directory / "metrics.jsonl").read_text()
     return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record], said
-
-
-def complete(url: str) -> list[int]:
-    place = open_place(url)
-    found = [step for step in store.steps_in(place) if store.is_complete(place, step)]
-    for step in found:
-        with store.Checkpoint(place / store.directory_name(step)) as checkpoint:
-            checkpoint.check(checkpoint.files)
-    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

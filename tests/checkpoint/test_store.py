@@ -65,7 +65,7 @@ def write(directory: Path, config: Config, ranks: int) -> Whole:
         write_shard(place, store.file_name(rank), [*tensors, (f"random.host.{rank}", [0], own)], {"RANDOM": str(rank)})
     kinds = {"weights": "F32", "first": "BF16", "second": "F32"}
     body = {"step": 7, "kinds": kinds, "config": config.model_dump(mode="json")}
-    store.seal(place, blueprint, layout, body)
+    store.seal(place, store.table_of(blueprint, layout), body)
     return whole
 
 
@@ -182,7 +182,7 @@ def test_what_is_not_all_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "one" / "rank_00001.safetensors").unlink()
     (tmp_path / "one" / "complete.json").unlink()
     with pytest.raises(UserError, match=r"rank_00001.safetensors: not seen here; .* shared by all hosts"):
-        store.seal(LocalPlace(tmp_path / "one"), blueprint, Layout.of(config, 3), {})
+        store.seal(LocalPlace(tmp_path / "one"), store.table_of(blueprint, Layout.of(config, 3)), {})
     assert not (tmp_path / "one" / "complete.json").exists()
 
 

@@ -6,10 +6,13 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from trainyard.launch.local import free_port
@@ -25,14 +28,29 @@ class RankFailed(Exception):
     """What the first rank that failed said."""
 
 
+class RankDied(RankFailed):
+    """A rank's process ended without a word: a crash in a library's own code."""
+
+
 class Pool:
     def __init__(self) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
+        self.notes: list[Any] = []
+        """Where each process says where it was when it crashed."""
         atexit.register(self.close)
 
     def run(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
         """Call `module:name` with `arguments` on the first `ranks` processes as one world; what each gave."""
+        try:
+            return self._meet(function, arguments, ranks)
+        except RankDied as died:
+            # torch's gloo corrupts memory once in some ten thousand collectives (docs/log.md). Nothing of ours runs in
+            # its threads; what it did is told, and the job is done over. A crash of our own would come again.
+            warnings.warn(f"{function}: {died}; run again", stacklevel=2)
+            return self._meet(function, arguments, ranks)
+
+    def _meet(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
         if not self.pipes:
             self._start()
         with free_port() as port:
@@ -52,8 +70,11 @@ class Pool:
                 try:
                     ok, out[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
+                    self.processes[rank].join(AFTER)
+                    code = self.processes[rank].exitcode
+                    stack = Path(self.notes[rank].name).read_text()
                     self.close()
-                    raise RankFailed(f"rank {rank}'s process died; {errors}") from None
+                    raise RankDied(f"rank {rank}'s process died with {code}; {errors} {stack}") from None
                 if not ok:
                     errors.append(f"rank {rank}: {out[rank]}")
                     end = min(end, time.monotonic() + AFTER)  # the others fail too, or wait for this one for ever
@@ -69,21 +90,25 @@ class Pool:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-        self.pipes, self.processes = [], []
+        for note in self.notes:
+            note.close()
+        self.pipes, self.processes, self.notes = [], [], []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         for _ in range(RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            self.notes.append(tempfile.NamedTemporaryFile(prefix="rank-"))  # noqa: SIM115
+            process = context.Process(target=_serve, args=(theirs, self.notes[-1].name), daemon=True)
             process.start()
+            theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, note: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    faulthandler.enable()  # a crash in a library's own code says where we were
+    faulthandler.enable(open(note, "w"))  # noqa: SIM115
     import torch
     import torch.distributed as dist
 

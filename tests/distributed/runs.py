@@ -1,5 +1,7 @@
 """Runs that ranks of the pool make."""
 
+import os
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -132,3 +134,11 @@ def reordered(config: Config, order: list[int]) -> list[str]:
     with patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0"}):
         findings = compare(found, record(single(config), 3), "fp32")
     return [str(finding) for finding in findings if not finding.ok]
+
+
+def dies(path: str) -> int:
+    """Crashes the first time on rank 1."""
+    if os.environ["RANK"] != "1" or Path(path).exists():
+        return int(os.environ["RANK"])
+    Path(path).touch()
+    os.abort()

@@ -30,6 +30,7 @@ from trainyard.devices.cpu import Cpu
 from trainyard.parallel import ring
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.loop import Trainer
+from trainyard.train.saving import Words
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,7 @@ LIMIT = 300.0
 VOTES = int(splits_backward())
 """In the first step of a pipeline neighbours greet each other; since torch 2.13 to ask whether shapes are fixed."""
 BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
+PLAIN = ("data.source=synthetic", "checkpoint.resume=none")
 GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
 
 
@@ -121,11 +123,11 @@ class Traffic(TorchDispatchMode):
 
 def configure(recipe: str, micro_batches: int | None, *words: str) -> Config:
     """A recipe with so many micro batches a step (None: its own number); its text is not on this machine."""
-    config = load(recipe, ["data.source=synthetic", *words])
+    config = load(recipe, [*PLAIN, *words])
     if micro_batches is None:
         return config
     batch = micro_batches * Sizes(config, 0).dp * config.train.micro_batch
-    return load(recipe, ["data.source=synthetic", f"train.global_batch={batch}", *words])
+    return load(recipe, [*PLAIN, f"train.global_batch={batch}", *words])
 
 
 def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Counts:
@@ -143,7 +145,7 @@ def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Cou
             model.train()
         batch = trainer.loader.batch(0, trainer.rows)
         with Traffic(trainer.mesh) as traffic:
-            trainer.step(batch, 1, config.optimizer.lr)
+            trainer.step(batch, 1, config.optimizer.lr, (0.0, *Words()))
             trainer.optimizer.settle()  # new weights travel while the next step begins
         # The first step of a pipeline asks its neighbours whether shapes are fixed. Nothing else waits for the device.
         assert traffic.questions == (config.layout.pp > 1) * VOTES
@@ -240,8 +242,8 @@ def expected(config: Config, rank: int) -> Counts:
     kv_here = sum(row >= s.q_rows for row in range(s.shard * rows, (s.shard + 1) * rows))
     add("copies", s.copies, "all_reduce", "float32", kv_here * s.hidden * s.layers)
 
-    # Numbers: loss, count and the wish to stop; each parameter's norm; the norm of all.
-    add("everyone", s.tp * s.pp * s.shards, "all_reduce", "float32", 3)
+    # Numbers: loss, count, the wish to stop and four of a save; each parameter's norm; the norm of all.
+    add("everyone", s.tp * s.pp * s.shards, "all_reduce", "float32", 7)
     add("stage", s.tp * s.shards, "all_reduce", "float32", len(s.matrices) + s.vectors)
     add("pp", s.pp, "all_reduce", "float32", 1)
     return out

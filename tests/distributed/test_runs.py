@@ -114,3 +114,8 @@ def test_the_pool_tells_what_failed(pool: Pool) -> None:
         pool.run(
             "tests.distributed.runs:run", (tiny.config(layout={"pp": 3}, model={**tiny.LLAMA, "layers": 3}), False), 2
         )
+
+
+def test_a_crash_is_told_and_the_job_done_over(pool: Pool, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"died with -6; .*Fatal Python error: Aborted(.|\n)*in dies"):
+        assert pool.run("tests.distributed.runs:dies", (str(tmp_path / "once"),), 2) == [0, 1]

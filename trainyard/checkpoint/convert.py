@@ -88,7 +88,8 @@ def convert(opened: Opened, source: Path, directory: Path, target: Target, progr
     """Write `opened`, which lies at `source`, to `directory`, which must be new. It appears whole or not at all."""
     directory = new_directory(directory)
     weights, source = opened.weights, source.expanduser()
-    beside = next((each for each in (source, source.parent) if hf.tokenizer_files(each)), None)
+    inside = source.is_file() or source.name == "model"  # then what belongs to it lies above
+    beside = next((each for each in (source, *([source.parent] * inside)) if hf.tokenizer_files(each)), None)
     if target.form == "hf":
         hf.write_hf(directory, weights, target.dtype, beside=beside, progress=progress)
     elif target.form == "nxd":

@@ -99,4 +99,4 @@ def write_native(
         "kinds": {kind: CODES[dtype] for kind, dtype in state.dtypes.items()},
         "config": config.model_dump(mode="json"),
     }
-    store.seal(place, blueprint, layout, body)
+    store.seal(place, store.table_of(blueprint, layout), body)

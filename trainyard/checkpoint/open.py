@@ -116,8 +116,8 @@ def newest_in(place: Place) -> Place:
 
 
 def unlike(one: models.AnyModel, two: models.AnyModel) -> tuple[str, Any, Any] | None:
-    """The first key by which two models have other weights or give other logits, and what each has. A default is what it
-    stands for; what matters to training alone (dropout, initial weights, fused matrices) does not count."""
+    """The first key by which two models have other weights or give other logits, and what each has. A default is what
+    it stands for; what matters to training alone (dropout, initial weights, fused matrices) does not count."""
     ones, twos = (
         {"family": each.family, **each.model_dump(mode="json"), "ffn": each.inner}
         | ({"kv_heads": each.kv, "head_dim": each.head_size} if each.family == "llama" else {})

@@ -83,15 +83,24 @@ def prune(place: Place, newest: int, keep: int) -> None:
         remove(place, step)
 
 
-def seal(place: Place, blueprint: Blueprint, layout: Layout, body: dict[str, Any]) -> int:
+Table = dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
+"""For each file the part, offsets and sizes of its boxes."""
+
+
+def table_of(blueprint: Blueprint, layout: Layout) -> Table:
+    return {
+        file_name(rank): [(box.part, box.offsets, box.sizes) for box in written(blueprint, layout, rank)]
+        for rank in range(layout.world)
+    }
+
+
+def seal(place: Place, table: Table, body: dict[str, Any]) -> int:
     """Every file is there: write the marker. Returns the bytes of the whole checkpoint."""
     files: dict[str, Any] = {}
-    for rank in range(layout.world):
-        name = file_name(rank)
+    for name, held in table.items():
         size = place.size(name)
         if size is None:
             raise UserError(f"{place}/{name}: not seen here; checkpoint.directory must be shared by all hosts")
-        held = [[box.part, box.offsets, box.sizes] for box in written(blueprint, layout, rank)]
         files[name] = {"bytes": size, "boxes": held}
     text = json.dumps({"format": FORMAT, **body, "files": files})
     with place.write(MARKER) as file:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Literal
 
 import torch
@@ -12,6 +13,7 @@ from trainyard.checkpoint.compare import compare
 from trainyard.checkpoint.convert import DTYPES, Target, parse_layout, total_bytes
 from trainyard.checkpoint.convert import convert as carry_over
 from trainyard.checkpoint.open import WORDS, Opened, open_weights
+from trainyard.checkpoint.pieces import shapes_of
 from trainyard.cli.screen import Screen
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf import from_hf
@@ -19,7 +21,7 @@ from trainyard.errors import RunStopped, UserError
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint; which form it has is found out.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint; which form it has is found out.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A directory that is new.")],
     to: Annotated[Literal["hf", "nxd", "native"], typer.Option("--to", help="The form to write.")] = "hf",
     layout: Annotated[
@@ -34,7 +36,10 @@ def convert(
         typer.Option("--config", metavar="FILE", help="Hugging Face config.json, for a source that has none."),
     ] = None,
     source_layout: Annotated[
-        str, typer.Option("--source-layout", metavar="KEY=VALUE,...", help="What an NxD source does not show.")
+        str,
+        typer.Option(
+            "--source-layout", metavar="KEY=VALUE,...", help="What an NxD source may not show: kv_order, by_head."
+        ),
     ] = "",
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="native: leave the optimizer's state behind.")
@@ -45,12 +50,12 @@ def convert(
 ) -> int:
     """Bring a checkpoint of any known form to Hugging Face's, NxD's or our own, at any layout, tensor by tensor.
 
-    Read are: our checkpoints and runs; Hugging Face directories (safetensors, .bin, sharded or not); NxD and NxDT, old
-    and new, xser or not; Megatron-LM iter_*/mp_rank_*; optimum-neuron's shards; one .pt file of weights. Foreign
-    pickles are read as data: nothing in them runs.
+    Read are: our checkpoints and runs, at URLs too; Hugging Face directories (safetensors, .bin, sharded or not); NxD
+    and NxDT, old and new, xser or not; Megatron-LM iter_*/mp_rank_*; optimum-neuron's shards; one .pt file of weights.
+    Foreign pickles are read as data: nothing in them runs.
 
     --layout for nxd: tp, pp, vpp, cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear, fused), gate_up,
-    kv_order (trn1, trn2), style (hf, megatron), vocab. For native: tp, pp, vpp, cp, dp, cuts.
+    kv_order (trn1, trn2), style (hf, megatron), by_head, vocab. For native: tp, pp, vpp, cp, dp, cuts.
 
     Examples:
 
@@ -62,7 +67,8 @@ def convert(
 
       trainyard convert megatron/ start --to native --layout tp=2
     """
-    opened = open_weights(source, from_hf(config) if config else None, parse_layout("nxd", source_layout))
+    hints = parse_layout("nxd", source_layout, "--source-layout")
+    opened = open_weights(source, from_hf(config) if config else None, hints)
     wanted = Target(to, parse_layout(to, layout), DTYPES[dtype] if dtype else None, xser, weights_only)
     if xser and to != "nxd":
         raise UserError(f"--xser: goes with --to nxd, not {to}")
@@ -70,11 +76,11 @@ def convert(
         print(f"note: {note}")
     run(opened, source, target, wanted)
     if check:
-        compared(opened, target, opened.weights.model, wanted)
+        compared(opened, target, wanted)
     return 0
 
 
-def run(opened: Opened, source: Path, target: Path, wanted: Target) -> None:
+def run(opened: Opened, source: str | Path, target: Path, wanted: Target) -> None:
     """Convert, with a bar, and say what was done."""
     weights = models.family(opened.weights.model).blueprint(opened.weights.model).parameters()
     print(f"{source}: {WORDS[opened.form]}, {opened.weights.model.family} with {weights:,} weights", flush=True)
@@ -82,23 +88,26 @@ def run(opened: Opened, source: Path, target: Path, wanted: Target) -> None:
         kept = opened.state and not wanted.weights_only
         print("with the optimizer's state" if kept else "weights alone: resume with checkpoint.weights_only=true")
     total, done, start = total_bytes(opened, wanted), 0, time.monotonic()
+    one_by_one = Lock()  # files are written by several threads
     with Screen("convert") as screen, interrupt_on_terminate():
 
         def wrote(count: int) -> None:
             nonlocal done
-            done += count
-            screen.show(done, total)
+            with one_by_one:
+                done += count
+                screen.show(done, total)
 
-        carry_over(opened, source, target, wanted, wrote)
+        carry_over(opened, Path(source), target, wanted, wrote)
     seconds = max(time.monotonic() - start, 1e-9)
     print(f"{target}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
 
 
-def compared(opened: Opened, target: Path, model: models.AnyModel, wanted: Target) -> None:
-    written = open_weights(target, model, wanted.layout if wanted.form == "nxd" else None)
-    found = compare(opened.weights, written.weights)
+def compared(opened: Opened, target: Path, wanted: Target) -> None:
+    weights = opened.weights
+    unseen = {key: wanted.layout[key] for key in ("kv_order", "by_head") if key in wanted.layout}  # all else shows
+    found = compare(weights, open_weights(target, weights.model, unseen).weights)
     print(f"largest logit difference {found.difference:.3g} (logits up to {found.largest:.3g})", flush=True)
-    first = next(iter(models.family(model).blueprint(model).names()))
-    same = wanted.dtype in (None, torch.float32, opened.weights.dtype(first))
-    if found.difference > 0 and same:
+    dtypes = {weights.dtype(part) for part in shapes_of(weights.model)}
+    kept = wanted.dtype is None or all(torch.promote_types(each, wanted.dtype) == wanted.dtype for each in dtypes)
+    if found.difference > 0 and kept:
         raise RunStopped(f"{target}: not the model that {opened.form} holds; nothing was rounded, so this is a defect")

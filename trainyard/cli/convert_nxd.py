@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from trainyard.checkpoint.convert import Target, truth
+from trainyard.checkpoint.convert import Target, new_directory, truth
 from trainyard.checkpoint.hf import to_tensors
 from trainyard.checkpoint.nxd_files import repack_nxd
 from trainyard.checkpoint.open import Opened, open_weights
@@ -55,6 +55,8 @@ def convert_nxd(context: typer.Context) -> int:
         run(opened, flags.input_dir, flags.output_dir, Target("nxd", given, xser=flags.save_xser))
     else:
         known = {key: value for key, value in given.items() if key not in ("qkv", "gate_up") and value not in (1, ())}
+        if not flags.model_style:
+            del known["style"]  # its files show
         opened = open_weights(flags.input_dir, model, known)
         _to_full(opened, flags.output_dir)
     return 0
@@ -67,7 +69,7 @@ def parser() -> Parser:
         out.add_argument(f"--{name}", help=words, **rest)
 
     def switch(name: str, words: str) -> None:
-        flag(name, words, nargs="?", const=True, default=False, type=lambda word: truth(f"--{name}", word))
+        flag(name, words, nargs="?", const=True, default=False, type=_truth)
 
     flag("input_dir", "a file or directory of weights; for NxD's, its model directory", type=Path)
     flag("output_dir", "a directory that is new", type=Path, required=True)
@@ -84,7 +86,7 @@ def parser() -> Parser:
         flag(name, words, type=int, default=1)
     flag("n_layers", "checked against --config", type=int, default=0)
     flag("pipeline_cuts", "last layer of each stage but the last, such as 9,19,29", default="")
-    flag("model_style", "names of tensors", choices=("hf", "megatron"), default="hf")
+    flag("model_style", "names of tensors (default: hf)", choices=("hf", "megatron"))
     switch("coalesce_qkv", "q, k and v in one matrix (as many kv heads as heads)")
     switch("qkv_linear", "q, k and v of NxD's GQA layer")
     switch("fuse_qkv", "the same, in one matrix")
@@ -97,6 +99,13 @@ def parser() -> Parser:
     for name in (*DIRECTIONS, *OLD):
         switch(name, f"as --{OLD[name]}" if name in OLD else "what to do: one of these four")
     return out
+
+
+def _truth(word: str) -> bool:
+    try:
+        return truth("", word or "false")
+    except UserError:
+        raise argparse.ArgumentTypeError(f"{word}: wanted true or false") from None
 
 
 def _layout(flags: argparse.Namespace, all_heads: bool) -> dict[str, Any]:
@@ -117,7 +126,7 @@ def _layout(flags: argparse.Namespace, all_heads: bool) -> dict[str, Any]:
         "cuts": cuts,
         "kv_multiplier": flags.kv_size_multiplier,
         "kv_order": flags.hw_backend,
-        "style": flags.model_style,
+        "style": flags.model_style or "hf",
         "qkv": qkv,
         "gate_up": True,
     }
@@ -140,15 +149,16 @@ def _refuse(flags: argparse.Namespace) -> None:
 
 def _to_full(opened: Opened, directory: Path) -> None:
     """One file of Hugging Face weights, as NxD's converter leaves it."""
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory}: is there already and not empty; give a directory that is new")
-    directory.mkdir(parents=True, exist_ok=True)
-    writer = PickleWriter(directory / "checkpoint.pt")
+    final = new_directory(directory)
+    final.mkdir(exist_ok=True)
+    writer = PickleWriter(final / "checkpoint.pt")
     try:
-        for name, tensor in to_tensors(opened.weights):
-            writer.add(name, tensor)
-        writer.close()
+        with interrupt_on_terminate():
+            for name, tensor in to_tensors(opened.weights):
+                writer.add(name, tensor)
+            writer.close()
     except BaseException:
         writer.abandon()
+        final.rmdir()
         raise
     print(f"{directory / 'checkpoint.pt'}: written (`trainyard convert` writes a Hugging Face directory instead)")

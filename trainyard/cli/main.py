@@ -106,7 +106,8 @@ def _run() -> int:
     except USAGE_ERROR as error:
         if not str(error):  # a group without its verb, whose help has been shown
             return 2
-        raise UserError(f"{error} (see trainyard --help)") from None
+        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        raise UserError(f"{' '.join(said.split())} (see trainyard --help)") from None
     except typer.Abort:
         raise KeyboardInterrupt from None
     return code if isinstance(code, int) else 0

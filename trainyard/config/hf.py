@@ -26,16 +26,20 @@ def from_hf(source: str | Path | dict[str, Any]) -> AnyModel:
         where = str(path)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: not a readable config.json: {error}") from None
+        if not isinstance(data, dict):
+            raise UserError(f"{path}: not a config.json: a {type(data).__name__} where names and values were expected")
     readers: dict[Any, Callable[[dict[str, Any]], AnyModel]] = {"llama": _llama, "gpt2": _gpt, "bert": _bert}
     kind = data.get("model_type")
-    if kind not in readers:
+    if not isinstance(kind, str) or kind not in readers:
         raise UserError(f"{where}: model_type={kind}: not supported; one of {', '.join(readers)}")
     try:
         return readers[kind](data)
     except KeyError as error:
         raise UserError(f"{where}: {error.args[0]}: missing") from None
+    except (TypeError, AttributeError):
+        raise UserError(f"{where}: not a config.json of {kind}: a value is of the wrong kind") from None
     except ValueError as error:
         raise UserError(f"{where}: {_first_line(error)}") from None
 

@@ -37,12 +37,13 @@ from trainyard.parallel.mesh import Mesh, local_rank, world
 from trainyard.train.batches import samples
 from trainyard.train.compile import compile_model, compiler
 from trainyard.train.evaluate import Metric, evaluate
+from trainyard.train.generators import restore
 from trainyard.train.head import make_head
 from trainyard.train.hooks import Hook
 from trainyard.train.losses import Loss, LossFunction, OwnLoss, loss_of
 from trainyard.train.optimizers import Optimizer
 from trainyard.train.own import import_function
-from trainyard.train.resume import check_fits, continued, load, restore_random
+from trainyard.train.resume import check_fits, continued, load
 from trainyard.train.saving import Saver, Words
 from trainyard.train.schedules import rate
 from trainyard.train.step import Forward, Step, StepResult
@@ -183,7 +184,7 @@ class Trainer:
             say(f"going on from step {resumed.step}: {resumed.place}")
             with resumed:
                 load(resumed, self.optimizer, self.blueprint, self.mesh)
-                restore_random(resumed, self.device, self.mesh)
+                restore(resumed.extra(self.mesh.rank), self.device, self.mesh.rank)
             self.number = resumed.step
         self.stop = Stop()
         self.last: dict[str, Any] = {}
@@ -318,13 +319,12 @@ class Trainer:
             if self.device.synchronous or due:
                 self._check(result)
                 pending = None
-            ends = self.number == self.config.train.steps or self.stopping()
-            if self.saver and self.saver.due(self.number, self.clock or ends):
-                self.clock = False
-                self.saver.begin(self.number)
             if due:
                 yield self._record(result)
                 self.meter.start()
+            if self.saver and self.saver.due(self.number, self.clock):  # the last step's is `finish`'s to save
+                self.clock = False
+                self.saver.begin(self.number)
         batches.close()
         if not due:  # a signal came: the last step is logged too
             yield self._record(result)

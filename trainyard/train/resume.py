@@ -1,16 +1,13 @@
 """Goes on from a checkpoint: finds the newest whole one, and gives every rank its pieces, at any layout."""
 
-import json
-import random
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from trainyard.checkpoint import store
 from trainyard.checkpoint.boxes import boxes
-from trainyard.checkpoint.open import WORDS, find_form
+from trainyard.checkpoint.open import WORDS, find_form, unlike
 from trainyard.checkpoint.places import Place, Unreachable, open_place
 from trainyard.checkpoint.store import Checkpoint
 from trainyard.config.schema import Config
@@ -89,28 +86,12 @@ def load(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprint, mes
     optimizer.spread()
 
 
-def restore_random(checkpoint: Checkpoint, device: Device, mesh: Mesh) -> None:
-    """Generators of a user's own code, where the run had a rank of this number."""
-    if not (own := checkpoint.extra(mesh.rank)):
-        return
-    tensors, texts = own
-    if (host := tensors.get(f"random.host.{mesh.rank}")) is not None:
-        torch.set_rng_state(host)
-    if (there := tensors.get(f"random.device.{mesh.rank}")) is not None:
-        device.set_random_state(there)
-    if "RANDOM" in texts:
-        states = json.loads(texts["RANDOM"])
-        kind, numbers, gauss = states["python"]
-        random.setstate((kind, tuple(numbers), gauss))
-        np.random.set_state(tuple(states["numpy"]))
-
-
 def check_fits(checkpoint: Checkpoint, config: Config, say: Say) -> None:
     """The model must be the same; what else differs is said."""
     old, new = checkpoint.config, config
-    for key, before, now in _differences(old.model.model_dump(mode="json"), new.model.model_dump(mode="json"), "model"):
-        if not (key.endswith("dropout") or key.startswith("model.fuse")):
-            raise UserError(f"{key}={now}: the checkpoint {checkpoint.place} has {before}")
+    if differs := unlike(old.model, new.model):
+        key, before, now = differs
+        raise UserError(f"model.{key}={now}: the checkpoint {checkpoint.place} has {before}")
     for section in () if checkpoint.body.get("converted") else COMPARED:
         before, now = (getattr(each, section).model_dump(mode="json") for each in (old, new))
         for key, was, is_now in _differences(before, now, section):

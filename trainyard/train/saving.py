@@ -7,18 +7,15 @@ travels with the numbers that ranks sum in every step anyway, so that all know t
 ever talks to another rank.
 """
 
-import json
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +30,7 @@ from trainyard.devices import Device
 from trainyard.errors import RunStopped, UserError, one_line
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh, local_rank
+from trainyard.train import generators
 from trainyard.train.optimizers import Optimizer
 
 PROBE = ".probe.part"
@@ -110,6 +108,9 @@ class Saver:
     sent: dict[int, Save | None] = field(init=False, default_factory=dict)
     """Of which save this rank spoke at a step that has not been heard yet."""
     last: float = field(init=False, default_factory=time.monotonic)
+    reached: int = field(init=False, default=0)
+    """The newest step of this run, and the newest whose save was begun."""
+    begun: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.boxes = written(self.blueprint, self.mesh.layout, self.mesh.rank)
@@ -119,6 +120,11 @@ class Saver:
         """When this rank's turn is: the ranks of a host take turns in so many windows."""
         self.windows = max(self.mesh.collect(self.window)) + 1
         self.rows = {"weights": optimizer.master, "first": optimizer.first, "second": optimizer.second}
+
+    @cached_property
+    def table(self) -> store.Table:
+        """What all ranks write; takes seconds for thousands of them, once."""
+        return store.table_of(self.blueprint, self.mesh.layout)
 
     @property
     def needed(self) -> int:
@@ -144,7 +150,7 @@ class Saver:
                 raise UserError(f"checkpoint.directory={self.place}: cannot be written: {line}")
 
     def due(self, step: int, asked: bool) -> bool:
-        """Whether to save after this step; `asked`: rank 0's clock said so, or the run ends here."""
+        """Whether to save after this step; `asked`: rank 0's clock said so."""
         every = self.config.checkpoint.every
         return asked or bool(every and step % every == 0)
 
@@ -152,8 +158,8 @@ class Saver:
         """Copy the state as it is after `step` and start to write it. All ranks call this after the same step."""
         begun = time.monotonic()
         if self.current:
-            self.finish()  # the one before took longer than the time between two
-        self.last = time.monotonic()
+            self._wait()  # the one before took longer than the time between two
+        self.last, self.begun = time.monotonic(), step
         body = {
             "step": step,
             "consumed_samples": step * self.config.train.global_batch,
@@ -183,10 +189,11 @@ class Saver:
                 self._together(Words())
         save.stalled += time.monotonic() - begun
         if self.config.checkpoint.blocking:
-            self.finish()
+            self._wait()
 
     def words(self, step: int) -> Words:
         """What to say with this step."""
+        self.reached = step
         save = self.sent[step] = self.current
         minutes = self.config.checkpoint.minutes
         due = bool(minutes) and self.mesh.rank == 0 and time.monotonic() - self.last > 60 * minutes
@@ -198,7 +205,13 @@ class Saver:
             self._go_on(save, said)
 
     def finish(self) -> None:
-        """Wait for the save under way. All ranks call this together."""
+        """The run ends: a signal may have come when it was decided already not to save after the last step. Then wait
+        for what is under way. All ranks call this together."""
+        if self.begun < self.reached:
+            self.begin(self.reached)
+        self._wait()
+
+    def _wait(self) -> None:
         waiting = time.monotonic()
         while save := self.current:
             save.join()
@@ -228,7 +241,7 @@ class Saver:
 
     def _copy(self, save: Save) -> Callable[[], None]:
         """Start copying what this rank writes to host memory."""
-        save.own, save.texts = random_state(self.device, self.mesh.rank)
+        save.own, save.texts = generators.state(self.device, self.mesh.rank)
         pairs = [(self.optimizer.updates, save.updates), (self.optimizer.skipped, save.skipped)]
         for kind, row in self.rows.items():
             if kind not in self.memory:
@@ -272,7 +285,7 @@ class Saver:
 
     def _seal(self, save: Save) -> None:
         body = {**save.body, "updates": int(save.updates), "skipped": save.skipped.tolist()}
-        save.bytes = store.seal(save.place, self.blueprint, self.mesh.layout, body)
+        save.bytes = store.seal(save.place, self.table, body)
         try:
             store.prune(self.place, save.step, self.config.checkpoint.keep)
         except Exception as error:
@@ -312,15 +325,6 @@ class Saver:
     def _together(self, words: Words) -> Words:
         said = torch.tensor(words, dtype=torch.float32, device=self.device.handle)
         return Words(*self.mesh.everyone.sum(said).tolist())
-
-
-def random_state(device: Device, rank: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Generators that a user's own code may draw from: the run itself needs none (see random.py)."""
-    states = {"host": torch.get_rng_state(), "device": device.random_state()}
-    tensors = {f"random.{name}.{rank}": state for name, state in states.items() if state is not None}
-    kind, keys, *rest = np.random.get_state()
-    texts = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
-    return tensors, {"RANDOM": json.dumps(texts)}
 
 
 def _line(error: Exception) -> str:
