@@ -181,10 +181,13 @@ def saving(root: Path) -> dict[str, Any]:
         "device": {"name": "cpu"},
     }
     out: dict[str, Any] = {}
+    none = {"every": 0, "final": False}
+    Trainer(parse({**base, "checkpoint": none, "train": {**base["train"], "steps": 2}})).run()  # warms up
+    out["run_seconds_without"] = round(Trainer(parse({**base, "checkpoint": none})).run().seconds, 2)
     for blocking in (True, False):
         watch = Watch()
         section = {"every": 4, "final": False, "blocking": blocking, "keep": 1}
-        Trainer(parse({**base, "checkpoint": section}), hooks=[watch]).run()
+        summary = Trainer(parse({**base, "checkpoint": section}), hooks=[watch]).run()
         # The first allocates the memory of the copy, the last one is waited for by the end of the run.
         middle = watch.saves[1]
         out["blocking" if blocking else "meanwhile"] = {
@@ -192,6 +195,7 @@ def saving(root: Path) -> dict[str, Any]:
             "steps_waited_seconds": round(middle["checkpoint_stall"], 3),
             "until_complete_seconds": round(middle["checkpoint_seconds"], 3),
             "first_waited_seconds": round(watch.saves[0]["checkpoint_stall"], 3),
+            "run_seconds_with_three": round(summary.seconds, 2),
         }
         shutil.rmtree(root / "runs")
     out["waits_over_blocking"] = round(
