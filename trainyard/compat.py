@@ -96,15 +96,26 @@ def all_reduce_(x: Tensor, group: str) -> Tensor:
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """[n, ...] on each of `size` ranks to [size * n, ...], in the order of ranks."""
-    out = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
-    # gloo: with two under way, on one group or on two, its threads corrupted memory (torch 2.13 and 2.14, about once in
-    # ten thousand). One at a time was fine, beside other collectives too.
-    return wait(out) if x.is_cpu else out
+    if not _by_sums(x):
+        return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
+    out = x.new_zeros(size, *x.shape)
+    out[group_rank(group)] = x
+    wait(all_reduce_(out.view(-1).view(torch.uint8), group))  # bytes and zeros: bits stay as they are
+    return out.flatten(0, 1)
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """[size * n, ...] to this rank's [n, ...] of the sum."""
-    return torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+    if not _by_sums(x):
+        return torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+    return wait(all_reduce(x, group)).chunk(size)[group_rank(group)].clone()
+
+
+def _by_sums(x: Tensor) -> bool:
+    """Whether ranks gather and scatter by plain sums: on a CPU, outside compiled code (whose graph must not know the
+    rank). With gloo's own gathers and scatters under way its threads corrupted memory or hung, once in some ten
+    thousand (torch 2.13 and 2.14); sums never did."""
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def permute(x: Tensor, to: int, source: int, size: int, group: str) -> Tensor:

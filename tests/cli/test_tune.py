@@ -127,7 +127,7 @@ def test_ctrl_c_keeps_the_best_so_far(
         (["mine.yaml", "--out", "mine.yaml"], 2, "nearest: mine.tuned.yaml"),
         (["tiny-llama", "train.micro_batch=8", "recompute.kind=none"], 1, "the last one: out of memory"),
         (["tiny-llama", "--budget", "0"], 2, "greater than or equal to 0.01"),
-        ([], 2, "Missing parameter: source"),
+        ([], 2, "Missing argument"),
     ],
 )
 def test_mistakes_are_one_line(
