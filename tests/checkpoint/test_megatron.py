@@ -221,7 +221,8 @@ def renamed(root: Path, changes: dict[str, str]) -> None:
             yield from walk(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
 
     for path in root.glob("iter_*/*/*.pt"):
-        held = torch.load(path, weights_only=False)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            held = torch.load(path, weights_only=True)
         tensors = {}
         for name, tensor in walk(held["model"]):
             for theirs, other in changes.items():
