@@ -18,6 +18,7 @@ ORDER = [
     {"models"},
     {"data", "watch", "checkpoint", "launch"},
     {"train"},
+    {"plan", "compile"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -81,6 +81,13 @@ def ordered_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timeout, sort_ranks=False)
 
 
+def fake_world(backend: str, rank: int, ranks: int) -> None:
+    """This process as one of many that do not exist: groups are made, messages go nowhere (torch 2.11 to 2.14)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=ranks)
+
+
 # Functional collectives on plain local tensors (torch 2.11 to 2.14). Each starts the work and gives a tensor that must
 # go through `wait` before it is read, so that the caller decides what overlaps.
 

@@ -7,7 +7,6 @@ shapes. As a script this file prints the tables of one whole step:
     .venv/bin/python tests/distributed/test_communication.py
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,17 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainyard import devices, models
 from trainyard.compat import splits_backward
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import Cpu
 from trainyard.parallel import ring
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.loop import Trainer
+from trainyard.train.rehearsal import rehearsal
 from trainyard.train.saving import Words
 
 pytestmark = pytest.mark.slow
@@ -40,7 +37,6 @@ LIMIT = 300.0
 VOTES = int(splits_backward())
 """In the first step of a pipeline neighbours greet each other; since torch 2.13 to ask whether shapes are fixed."""
 BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
-PLAIN = ("data.source=synthetic", "checkpoint.resume=none")
 GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
 
 
@@ -60,15 +56,6 @@ Counts = Counter[Message]
 
 
 # What is sent.
-
-
-class Nowhere(Cpu):
-    """A device of shapes."""
-
-    name = "meta"
-
-    def peak(self, dtype: torch.dtype) -> None:
-        return None
 
 
 # Operators that are opaque, and whose stand-ins on the meta device send nothing: what they really do is run instead.
@@ -122,25 +109,20 @@ class Traffic(TorchDispatchMode):
 
 
 def configure(recipe: str, micro_batches: int | None, *words: str) -> Config:
-    """A recipe with so many micro batches a step (None: its own number); its text is not on this machine."""
-    config = load(recipe, [*PLAIN, *words])
+    """A recipe with so many micro batches a step (None: its own number)."""
+    config = load(recipe, words)
     if micro_batches is None:
         return config
     batch = micro_batches * Sizes(config, 0).dp * config.train.micro_batch
-    return load(recipe, [*PLAIN, f"train.global_batch={batch}", *words])
+    return load(recipe, [f"train.global_batch={batch}", *words])
 
 
 def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Counts:
     """What `rank` sends and gets in its first step. For a process of its own: it becomes that rank."""
     config = configure(recipe, micro_batches, *words)
     assert config.layout.ranks
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.layout.ranks)}
     torch.set_num_threads(1)
-    devices.select = lambda name: Nowhere()
-    blueprint = models.family(config.model).blueprint(config.model)
-    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=config.layout.ranks)
-    try:
-        trainer = Trainer(config, weights=lambda name: torch.empty(blueprint.row(name).shape, device="meta"))
+    with rehearsal(config, rank, config.layout.ranks) as trainer:
         for model in trainer.models:
             model.train()
         batch = trainer.loader.batch(0, trainer.rows)
@@ -150,8 +132,6 @@ def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Cou
         # The first step of a pipeline asks its neighbours whether shapes are fixed. Nothing else waits for the device.
         assert traffic.questions == (config.layout.pp > 1) * VOTES
         return traffic.counts
-    finally:
-        dist.destroy_process_group()
 
 
 # What must be sent.
@@ -392,7 +372,6 @@ def table(counts: Counts) -> str:
 
 
 def main() -> None:
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     shown = [(SEVEN, 0, (1, 2)), *((SEVENTY, stage * STAGE + 32, (8, 9)) for stage in (0, 1, 7)), (RING, STAGE, (8, 9))]
     traces = Traces([(recipe, rank, micro) for recipe, rank, some in shown for micro in some])
     for recipe, rank, (a, b) in shown:

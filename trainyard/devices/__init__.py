@@ -3,6 +3,7 @@
 from trainyard.devices.base import Device, Peak
 from trainyard.devices.cpu import Cpu
 from trainyard.devices.cuda import Cuda
+from trainyard.devices.nowhere import Nowhere
 from trainyard.errors import UserError
 
 DEVICES: tuple[type[Device], ...] = (Cuda, Cpu)
@@ -11,7 +12,7 @@ DEVICES: tuple[type[Device], ...] = (Cuda, Cpu)
 NAMES = ("auto", *(device.name for device in DEVICES))
 ATTENTIONS = ("auto", *(name for device in DEVICES for name in device.attentions))
 
-__all__ = ["ATTENTIONS", "DEVICES", "NAMES", "Device", "Peak", "select"]
+__all__ = ["ATTENTIONS", "DEVICES", "NAMES", "Device", "Nowhere", "Peak", "select"]
 
 
 def select(name: str) -> Device:

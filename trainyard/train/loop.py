@@ -93,14 +93,16 @@ class Trainer:
         hooks: Iterable[Hook] = (),
         weights: models.Values | None = None,
         say: Callable[[str], None] = lambda line: None,
+        device: devices.Device | None = None,
     ) -> None:
-        """`loss` and each metric take (output, batch) and give (sum, count); `evaluate` takes the trainer."""
+        """`loss` and each metric take (output, batch) and give (sum, count); `evaluate` takes the trainer. `device` is
+        for rehearsals: a run's is config.device.name."""
         self.config = config
         self.hooks = list(hooks)
         self.say = say
         _, ranks = world()
         self.layout = Layout.of(config, ranks)
-        self.device = devices.select(config.device.name)
+        self.device = device or devices.select(config.device.name)
         self.device.prepare(config.device.deterministic, local_rank())
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
