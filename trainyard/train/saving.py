@@ -242,7 +242,9 @@ class Saver:
     def _copy(self, save: Save) -> Callable[[], None]:
         """Start copying what this rank writes to host memory."""
         save.own, save.texts = generators.state(self.device, self.mesh.rank)
-        pairs = [(self.optimizer.updates, save.updates), (self.optimizer.skipped, save.skipped)]
+        counters = self.optimizer.updates, self.optimizer.skipped
+        save.updates, save.skipped = (self.device.host_memory(c.numel(), c.dtype).view(c.shape) for c in counters)
+        pairs = [(counters[0], save.updates), (counters[1], save.skipped)]
         for kind, row in self.rows.items():
             if kind not in self.memory:
                 size = sum(box.count for box in self.boxes)
