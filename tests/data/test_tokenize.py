@@ -87,15 +87,18 @@ def test_words_are_encoded_as_the_reference_does(files: Path, texts: list[str]) 
 
 def test_odd_texts_and_a_full_table(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no place in the table is encoded all the same; so are parts of any size."""
-    texts = [*ODD, *stories(30)] * 2
+    long = [" ".join(letter * length for letter in "ab") for length in range(16, 40)]
+    texts = [*ODD, *stories(30), *long] * 2
     wanted = [token for text in texts for token in reference(files).encode(text)]
-    for bits, characters in ((19, 1 << 17), (5, 1 << 17), (19, 50)):
+    for bits, characters, kept in ((19, 1 << 17, 1 << 16), (5, 1 << 17, 7), (19, 50, 1 << 16), (19, 50, 7)):
         monkeypatch.setattr(words, "BITS", bits)
         monkeypatch.setattr(words, "CHARACTERS", characters)
+        monkeypatch.setattr(words, "LONG_WORDS", kept)
         tokenizer = open_tokenizer(spec(files))
         assert isinstance(tokenizer.words, Words)
         assert tokenizer.encode(texts)[0].tolist() == wanted
         assert tokenizer.words.used <= 1 << bits
+        assert len(tokenizer.words.long) <= kept
 
 
 def test_long_words_before_any_other(files: Path) -> None:

@@ -20,7 +20,7 @@ LONGEST = 15
 CHARACTERS = 1 << 17
 """Encoded at a time: what is at work then stays near the core (7.5 million tokens/s; 5.1 in one go of 4.8 million)."""
 LONG_WORDS = 1 << 16
-"""Longer words whose tokens are kept."""
+"""Longer words that are kept, in slots after the table's, found by a dictionary."""
 BITS = 19
 """Of a slot's number. The table takes half as many words and then stays as it is."""
 FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(8)] + [2**64 - 1] * 8, dtype=np.uint64)
@@ -34,16 +34,15 @@ class Words:
     def __init__(self, tokenizer: Fast) -> None:
         self.model: Any = tokenizer.model
         self.split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = byte_letters()
-        self.letters = [alphabet[byte] for byte in range(256)]
+        self.letters = byte_letters()
         self.kinds = np.full(0x110000, UNKNOWN, dtype=np.uint8)
         self._classify(np.arange(128))
         size = 1 << BITS
         self.first, self.last = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-        self.place, self.count = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self.place, self.count = np.zeros(size + LONG_WORDS, np.int64), np.zeros(size + LONG_WORDS, np.int64)
         self.ids = np.zeros(1, np.int32)
-        self.used, self.filled = 0, 1
-        self.long: dict[bytes, list[int]] = {}
+        self.used = 0
+        self.long: dict[bytes, int] = {}
 
     def encode(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Tokens of all documents, one after the other, and how many each has."""
@@ -128,7 +127,7 @@ class Words:
             self.kinds[point] = kind
 
     def _find(self, data: bytes, at: NDArray[np.int64], total: int) -> tuple[NDArray[np.int64], dict[int, list[int]]]:
-        """The slot of each word; and, for words that have none (slot -1), their tokens."""
+        """The slot of each word; and, for words that have none (a negative slot), their tokens."""
         lengths = np.diff(at, append=total)
         padded = np.frombuffer(data + bytes(16), np.uint8)
         eights = np.ndarray((len(data) + 9,), "<u8", padded, strides=(1,))
@@ -142,9 +141,15 @@ class Words:
             self._learn(data, first[new], last[new], at[new], at[new] + lengths[new])
             slots[new] = self._look(first[new], last[new])
         without = np.flatnonzero(slots < 0)
-        ends = (at + lengths)[without].tolist()
-        spans = zip(without.tolist(), at[without].tolist(), ends, strict=True)
-        return slots, {which: self._long_tokens(data[start:end]) for which, start, end in spans}
+        spans = zip(at[without].tolist(), (at + lengths)[without].tolist(), strict=True)
+        words = [data[start:end] for start, end in spans]
+        found = self._look_long(words)
+        if -1 in found:
+            self._learn_long(list(dict.fromkeys(word for word, slot in zip(words, found, strict=True) if slot < 0)))
+            found = self._look_long(words)
+        slots[without] = found
+        rest = [which for which, slot in enumerate(found) if slot < 0]
+        return slots, {int(without[which]): self._tokens(words[which]) for which in rest}
 
     def _look(self, first: NDArray[np.uint64], last: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Slots by key; -1 where there is none. A slot that is taken by another sends on to the next."""
@@ -181,11 +186,7 @@ class Words:
         once[np.cumsum(once) > (1 << BITS) // 2 - self.used] = False
         first, last, which = first[once], last[once], order[once]
         spans = zip(starts[which].tolist(), ends[which].tolist(), strict=True)
-        tokens = [self._tokens(data[start:end]) for start, end in spans]
-        count = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        place = self.filled + np.cumsum(count) - count
-        self.ids = np.concatenate((self.ids[: self.filled], np.array([id for row in tokens for id in row], np.int32)))
-        self.filled = len(self.ids)
+        place, count = self._keep([self._tokens(data[start:end]) for start, end in spans])
         self.used += len(which)
         slots = self._slot(first, last)
         left = np.arange(len(which))
@@ -199,16 +200,25 @@ class Words:
             left = np.setdiff1d(left, free, assume_unique=True)
             slots[left] = (slots[left] + 1) & ((1 << BITS) - 1)
 
-    def _long_tokens(self, word: bytes) -> list[int]:
-        tokens = self.long.get(word)
-        if tokens is None:
-            tokens = self._tokens(word)
-            if len(self.long) < LONG_WORDS:
-                self.long[word] = tokens
-        return tokens
+    def _look_long(self, words: list[bytes]) -> list[int]:
+        return [self.long.get(word, -1) for word in words]
+
+    def _learn_long(self, words: list[bytes]) -> None:
+        words = words[: LONG_WORDS - len(self.long)]
+        begin = (1 << BITS) + len(self.long)
+        slots = range(begin, begin + len(words))
+        self.place[begin : slots.stop], self.count[begin : slots.stop] = self._keep(list(map(self._tokens, words)))
+        self.long.update(zip(words, slots, strict=True))
+
+    def _keep(self, tokens: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in `ids` each word's tokens are from now on, and how many."""
+        count = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        place = len(self.ids) + np.cumsum(count) - count
+        self.ids = np.concatenate((self.ids, np.array([id for row in tokens for id in row], np.int32)))
+        return place, count
 
     def _tokens(self, word: bytes) -> list[int]:
-        return [token.id for token in self.model.tokenize("".join(map(self.letters.__getitem__, word)))]
+        return [token.id for token in self.model.tokenize(word.decode("latin-1").translate(self.letters))]
 
     def _emit(
         self, slots: NDArray[np.int64], extra: dict[int, list[int]], ends: NDArray[np.int64]
