@@ -1,6 +1,7 @@
-"""Files that are either whole or not there: nothing half-written under a final name."""
+"""Files and directories that are either whole or not there: nothing half-written under a final name."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,25 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` to `path` in one rename, so that a reader or a crash never sees a part of it."""
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def whole_directory(path: Path) -> Iterator[Path]:
+    """A directory that takes the place of `path` when the block ends well; when it does not, nothing is left. Its files
+    are for the block to make safe."""
+    path = path.absolute()
+    part = path.with_name(f".{path.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        sync_directory(part)
+        shutil.rmtree(path, ignore_errors=True)
+        part.rename(path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,9 +1,6 @@
 """From any form of checkpoint that is known to ours, Hugging Face's or NxD's, tensor by tensor."""
 
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,12 +17,13 @@ from trainyard.checkpoint.nxd_names import Qkv, Style
 from trainyard.checkpoint.nxd_optimizer import NxdState
 from trainyard.checkpoint.open import Opened
 from trainyard.checkpoint.pieces import Weights, shapes_of, stored_shape
+from trainyard.checkpoint.places import new_directory
 from trainyard.checkpoint.store import Checkpoint
 from trainyard.config.load import parse
 from trainyard.config.model import LlamaModel
 from trainyard.config.schema import Config
-from trainyard.errors import UserError, one_line
-from trainyard.files import sync_directory
+from trainyard.errors import UserError
+from trainyard.files import whole_directory
 
 To = Literal["hf", "nxd", "native"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,28 +106,12 @@ def convert(opened: Opened, source: Path, directory: Path, target: Target, progr
         _write_native(directory, opened, target, progress)
 
 
-def new_directory(given: Path) -> Path:
-    """Where a checkpoint can be put: there is nothing yet, but a place for it."""
-    if given.parts and given.parts[0].endswith(":"):  # what a Path leaves of a URL
-        raise UserError(f"{given}: a directory of this machine was expected, not a URL")
-    try:
-        directory = given.expanduser().resolve()
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UserError(f"{given}: is there already and not empty; give a directory that is new")
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        os.rmdir(tempfile.mkdtemp(dir=directory.parent))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{given}: cannot be made: {one_line(error)}") from None
-    return directory
-
-
 def nxd_layout(model: LlamaModel, given: Mapping[str, Any]) -> NxdLayout:
     """What the user asked for; what was left open as NxD's own models of today have it."""
     layout = NxdLayout(**given)
-    if "qkv" not in given and layout.style == "hf":
-        layout = replace(layout, qkv="coalesced" if model.kv == model.heads else "fused")
-    elif "qkv" not in given:
-        layout = replace(layout, qkv="coalesced" if model.kv == model.heads else "qkv_linear")
+    if "qkv" not in given:
+        grouped: Qkv = "fused" if layout.style == "hf" else "qkv_linear"
+        layout = replace(layout, qkv="coalesced" if model.kv == model.heads else grouped)
     if "kv_multiplier" not in given and layout.qkv in ("fused", "qkv_linear"):
         works = nxd.multipliers(model, layout)
         layout = replace(layout, kv_multiplier=works[0] if works else 1)
@@ -156,15 +138,8 @@ def _write_native(directory: Path, opened: Opened, target: Target, progress: Pro
     if not isinstance(opened.weights, Checkpoint) or opened.weights.body.get("converted"):
         passed["converted"] = True  # its configuration says nothing but what the model is
     config = _config(opened.weights, sizes, ranks)
-    part = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+    with whole_directory(directory) as part:
         write_native(part, state, config, ranks, passed, progress)
-        part.rename(directory)
-        sync_directory(directory.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def _config(weights: Weights, sizes: Mapping[str, Any], ranks: int) -> Config:

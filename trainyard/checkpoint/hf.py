@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from trainyard.checkpoint.streams import ahead, syncing
 from trainyard.config.hf import from_hf as config_from_hf
 from trainyard.config.hf import to_hf as config_to_hf
 from trainyard.errors import UserError
-from trainyard.files import sync_directory
+from trainyard.files import whole_directory
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 SHARD = 5 * 10**9
@@ -184,7 +183,7 @@ def write_hf(
     files = _in_files(plan, shard)
     makers = (partial(_made, each, shapes, weights) for tensors in files.values() for each in tensors)
     made = ahead(makers) if beside_writing else (make() for make in makers)
-    with _replacing(directory) as part:
+    with whole_directory(directory) as part:
         _write_files(part, files, made, progress)
         if len(files) > 1:
             where = {each.stored.name: name for name, tensors in files.items() for each in tensors}
@@ -195,23 +194,6 @@ def write_hf(
         write_config(part / "config.json", weights.model, plan[0].dtype)
         if beside:
             copy_tokenizer(beside, part)
-
-
-@contextmanager
-def _replacing(directory: Path) -> Iterator[Path]:
-    """A directory that takes the place of `directory` when the block ends well; when it does not, nothing is left."""
-    part = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        sync_directory(part)
-        shutil.rmtree(directory, ignore_errors=True)
-        part.rename(directory)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    sync_directory(directory.parent)
 
 
 def _write_files(

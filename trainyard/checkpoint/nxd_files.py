@@ -9,9 +9,7 @@ whole or not at all. Every tensor goes to all tensor-parallel ranks of a stage b
 source is gone through once and at most one stage's files are open.
 """
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,10 +26,11 @@ from trainyard.checkpoint.nxd_names import STYLES
 from trainyard.checkpoint.pickles import Lazy, open_pickle
 from trainyard.checkpoint.pickles_write import PickleWriter, XserWriter
 from trainyard.checkpoint.pieces import Scattered, Stored, Weights, put_together, shapes_of
+from trainyard.checkpoint.places import new_directory
 from trainyard.checkpoint.streams import Lanes, ahead, all_together
 from trainyard.config.model import LlamaModel
-from trainyard.errors import UserError, one_line
-from trainyard.files import sync_directory, write_whole
+from trainyard.errors import UserError
+from trainyard.files import sync_directory, whole_directory, write_whole
 from trainyard.models import AnyModel
 
 NOW = re.compile(r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
@@ -238,22 +237,10 @@ def _writers(paths: list[Path], xser: bool) -> Iterator[list[PickleWriter | Xser
 @contextmanager
 def _new_checkpoint(directory: Path) -> Iterator[Path]:
     """A folder for model files; when the block ends well, it is `directory`/model, marked complete."""
-    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        raise UserError(f"{directory}: is there already and not empty; give a directory that is new")
-    part = directory.absolute().with_name(f".{directory.absolute().name}.part")
-    folder = part / "model"
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be made: {one_line(error)}") from None
-    try:
+    with whole_directory(new_directory(directory)) as part:
         write_whole(part / "checkpoint", "1")
+        folder = part / "model"
+        folder.mkdir()
         yield folder
         sync_directory(folder)
         write_whole(part / "done", "1")
-        os.replace(part, directory)  # takes the place of an empty directory
-        sync_directory(part.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

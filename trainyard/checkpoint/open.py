@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ class Opened:
 
 def find_form(path: Path) -> Form | None:
     """What lies at `path`, by its files' names."""
-    if newest_native(path):
+    if newest(open_place(path)):
         return "native"
     finders: dict[Form, Callable[[Path], Any]] = {
         "hf": hf.is_hf,
@@ -62,16 +62,16 @@ def open_weights(
 ) -> Opened:
     """The weights at `where`. `model` is for forms that do not say what model they hold, and goes before what a Hugging
     Face directory says; a checkpoint of ours must agree. `hints` are fields of NxdLayout that the user is sure of."""
-    if "://" in str(where):
-        checkpoint = Checkpoint(newest_in(open_place(where)))
+    place = open_place(where)
+    if found := newest(place):
+        checkpoint = Checkpoint(found)
         _agrees(where, checkpoint.model, model)
-        return Opened("native", checkpoint, state=_state_of(checkpoint))
+        state = (lambda: checkpoint) if set(checkpoint.dtypes) == set(store.KINDS) else None
+        return Opened("native", checkpoint, state=state)
+    if "://" in str(where):
+        raise UserError(f"{place}: no checkpoint of trainyard, nor a directory of them")
     path = Path(where).expanduser()
     form = find_form(path)
-    if form == "native":
-        checkpoint = Checkpoint(open_place(newest_native(path) or path))
-        _agrees(path, checkpoint.model, model)
-        return Opened(form, checkpoint, state=_state_of(checkpoint))
     if form == "hf":
         return Opened(form, hf.open_hf(path, model))
     if form == "optimum":
@@ -82,10 +82,10 @@ def open_weights(
     if form == "nxd":
         model = model or _beside(path)
         weights = open_nxd(path, model, hints)
-        found = find_nxd(path)
-        notes = tuple(f"passing over {name}: it was never completed" for name in (found.skipped if found else ()))
-        state = partial(open_nxd_state, path, model, hints) if find_optimizer(path) else None
-        return Opened(form, weights, notes, state)
+        files = find_nxd(path)
+        notes = tuple(f"passing over {name}: it was never completed" for name in (files.skipped if files else ()))
+        opens = cache(partial(open_nxd_state, path, model, hints)) if find_optimizer(path) else None
+        return Opened(form, weights, notes, opens)
     if form == "full":
         return Opened(form, _full(path, model or _beside(path)))
     if not path.exists():
@@ -93,26 +93,15 @@ def open_weights(
     raise UserError(f"{path}: no checkpoint that is known; known are {', '.join(WORDS.values())}")
 
 
-def newest_native(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or the newest complete one in it, or in the checkpoints/ of a run."""
-    if (path / store.MARKER).is_file():
-        return path
-    for directory in (path, path / "checkpoints"):
-        place = open_place(directory)
-        for step in store.steps_in(place):
-            if store.is_complete(place, step):
-                return directory / store.directory_name(step)
-    return None
-
-
-def newest_in(place: Place) -> Place:
-    """The checkpoint at a URL, or the newest complete one in a directory of them."""
+def newest(place: Place) -> Place | None:
+    """The checkpoint that `place` is, or the newest complete one in it, or in the checkpoints/ of a run."""
     if place.size(store.MARKER) is not None:
         return place
-    for step in store.steps_in(place):
-        if store.is_complete(place, step):
-            return place / store.directory_name(step)
-    raise UserError(f"{place}: no checkpoint of trainyard, nor a directory of them")
+    for directory in (place, place / "checkpoints"):
+        for step in store.steps_in(directory):
+            if store.is_complete(directory, step):
+                return directory / store.directory_name(step)
+    return None
 
 
 def unlike(one: models.AnyModel, two: models.AnyModel) -> tuple[str, Any, Any] | None:
@@ -128,10 +117,6 @@ def unlike(one: models.AnyModel, two: models.AnyModel) -> tuple[str, Any, Any] |
         if not training and ones.get(key) != twos.get(key):
             return key, ones.get(key), twos.get(key)
     return None
-
-
-def _state_of(checkpoint: Checkpoint) -> Callable[[], State] | None:
-    return (lambda: checkpoint) if set(checkpoint.dtypes) == set(store.KINDS) else None
 
 
 def _full(path: Path, model: models.AnyModel) -> Weights:

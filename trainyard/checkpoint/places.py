@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -270,3 +271,18 @@ def _asking(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise Unreachable(f"{where}: {type(error).__name__}: {one_line(error)}") from None
+
+
+def new_directory(given: Path) -> Path:
+    """Where a checkpoint can be put: there is nothing yet, but a place for it."""
+    if given.parts and given.parts[0].endswith(":"):  # what a Path leaves of a URL
+        raise UserError(f"{given}: a directory of this machine was expected, not a URL")
+    try:
+        directory = given.expanduser().resolve()
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UserError(f"{given}: is there already and not empty; give a directory that is new")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=directory.parent))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{given}: cannot be made: {one_line(error)}") from None
+    return directory

@@ -9,11 +9,12 @@ from typing import Any, NoReturn
 
 import typer
 
-from trainyard.checkpoint.convert import Target, new_directory, truth
+from trainyard.checkpoint.convert import Target, truth
 from trainyard.checkpoint.hf import to_tensors
 from trainyard.checkpoint.nxd_files import repack_nxd
 from trainyard.checkpoint.open import Opened, open_weights
 from trainyard.checkpoint.pickles_write import PickleWriter
+from trainyard.checkpoint.places import new_directory
 from trainyard.cli.convert import run
 from trainyard.cli.screen import Screen
 from trainyard.cli.signals import interrupt_on_terminate
