@@ -1,5 +1,6 @@
 # The two commands: `make train` and `make test`. Both set up what they need, on a machine that has never seen us.
-.PHONY: train test check lock clean
+# `make test-xla` tests the path for Trainium1 in an environment of its own (docs/xla.md).
+.PHONY: train test test-xla check lock clean
 
 train:
 	@scripts/prepare run
@@ -7,6 +8,9 @@ train:
 
 test: check
 	@.venv/bin/python -m pytest $(ARGS)
+
+test-xla:
+	@start=$$(scripts/xla_environment) && "$$start" -m pytest tests/xla $(ARGS)
 
 check:
 	@scripts/prepare test

@@ -4,8 +4,8 @@
     python bench/data.py tokenize load   some of it
 
 tokenize: GPT-2's encoding of JSON lines to token files by one worker and by two, and the reference's algorithm (a
-Python encoder with a cache of words, a pool of processes, 25 documents at a time) with as many; memory for one input
-and for four times as much. load: tokens per second and core through the loader to batches. index: opening a set of a
+Python encoder with a cache of words, a pool of processes, 25 documents at a time) with as many; how much two workers
+bring, also where the input is long enough for their start not to count; memory for one input and for four times that. load: tokens per second and core through the loader to batches. index: opening a set of a
 billion tokens in our order and in the reference's. resume: the time to the first batch of a late step.
 """
 
@@ -168,10 +168,15 @@ def tokenize(directory: Path) -> dict[str, Any]:
         )
     scaling = {name: pair[1] / pair[0] for name, pair in rates.items()}
     scaling["two runs at once"] = at_once(directory, large) / rates["ours"][0]
+    huge = directory / "huge.jsonl"
+    write_lines(huge, documents, 32)
+    alone, both = (ours(directory, huge, workers)["seconds"] for workers in (1, 2))
+    scaling["ours, four times the input"] = alone / both
     memory = [ours(directory, file, 2, watch=True)["memory_bytes"] for file in (small, large)]
     print(
         f"  two workers over one: reference {scaling['reference']:.2f}x, ours {scaling['ours']:.2f}x; "
-        f"two runs at once, each of all the input, over one: {scaling['two runs at once']:.2f}x"
+        f"two runs at once, each of all the input, over one: {scaling['two runs at once']:.2f}x; "
+        f"four times the input, ours {scaling['ours, four times the input']:.2f}x ({alone:.1f} s, {both:.1f} s)"
     )
     print(
         f"  memory for {out['megabytes'] / 4:.0f} MB {memory[0] / 2**20:.0f} MiB, for four times that "

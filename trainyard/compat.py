@@ -1,13 +1,22 @@
 """Private torch names, each with the version range it was seen to hold for. The only file that may use one."""
 
-from collections.abc import Callable
+import copy
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache, partial
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def foreach_norm(tensors: list[Tensor]) -> Tensor:
@@ -51,6 +60,12 @@ def fused_adamw_(
     )
 
 
+def fuses_adamw(weight: Tensor) -> bool:
+    """Whether `fused_adamw_` runs where this tensor is: CPUs and GPUs, and shapes alone. Elsewhere torch has no such
+    kernel, and a compiler makes one pass of the plain update."""
+    return weight.is_cpu or weight.is_cuda or weight.is_meta
+
+
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total may be fp32 and the others bf16: summed in the product's own last step, so that the
     product is never rounded or written (the out_dtype of addmm: GPUs, torch 2.11 to 2.14)."""
@@ -86,6 +101,41 @@ def fake_world(backend: str, rank: int, ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=ranks)
+
+
+# Looking on while torch works (torch 2.11 to 2.14): a mode that is handed every operator, below autograd.
+
+DispatchMode = TorchDispatchMode
+
+
+def newest_node() -> int:
+    """The number of the node that autograd made last in this thread: while an operator runs forward, its own."""
+    return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+
+
+def running_node() -> int | None:
+    """The number of the node that runs backward now; None outside of a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def body(operator: Any) -> Callable[..., Any]:
+    """What an operator made by torch.library.custom_op does where its tensors have memory."""
+    return operator._init_fn
+
+
+def finished_work() -> Any:
+    """What a message gives that went nowhere."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def name_device(name: str) -> None:
+    """Let torch.utils.checkpoint find a module for a device that brings none (torch 2.9, for torch_xla). Nothing in it
+    is asked for as long as no random state is kept."""
+    if not hasattr(torch, name):
+        torch._register_device_module(name, ModuleType(f"torch.{name}"))  # type: ignore[no-untyped-call]
 
 
 # Functional collectives on plain local tensors (torch 2.11 to 2.14). Each starts the work and gives a tensor that must
@@ -236,3 +286,201 @@ def scaled_mm(
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
+
+
+# Compiling ahead (torch 2.11 to 2.14, seen on 2.13): a step runs on tensors without memory, and inductor's compiler is
+# asked for each graph as in a run. What it makes is kept, and never called: it would write to no memory.
+
+
+def name_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let functional collectives find this group by `name` too. torch numbers groups, so that ranks of one stage would
+    have different graphs; by a name of ours they have the same."""
+    torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
+
+
+class CompileCounts(NamedTuple):
+    compiled: int
+    cached: int
+    seconds: float
+    """In the compiler, loading from its cache included."""
+
+
+def compile_counts() -> CompileCounts:
+    """Graphs that this process has compiled and found in inductor's cache so far."""
+    from torch._dynamo.utils import compilation_time_metrics, counters
+
+    found = counters["inductor"]
+    compiled = found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
+    return CompileCounts(
+        compiled, found["fxgraph_cache_hit"], sum(compilation_time_metrics.get("fx_codegen_and_compile", []))
+    )
+
+
+def shapes_only() -> Any:
+    """A mode in which every tensor has a device, a shape and no memory; what has no rule for that is answered here. No
+    class of ours: torch keeps rules of some operators by the class of the mode."""
+    from torch._C._distributed_c10d import FakeWork
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    rest = mode.__torch_dispatch__
+
+    def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._fused_adamw_.tensor_lr:
+            return None
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if function.namespace == "c10d":  # messages go nowhere
+            work = FakeWork().boxed()
+            return work if len(function._schema.returns) == 1 else (args[0], work)
+        return rest(function, types, args, kwargs)
+
+    mode.__torch_dispatch__ = MethodType(dispatch, mode)  # type: ignore[method-assign]
+    return mode
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """Tensors with memory, even inside `shapes_only`."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+class Unmade(BaseException):
+    """A graph was not in the cache and is not compiled here. No Exception: inductor would make another one of it."""
+
+
+class Asked(NamedTuple):
+    """A graph that inductor was asked for."""
+
+    key: str
+    """In inductor's cache; empty where there was nothing to compile."""
+    origin: str
+    """File and function that most of it comes from."""
+    backward: bool
+
+
+@contextmanager
+def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[Asked], None]) -> Iterator[None]:
+    """Inside, torch.compile gives functions that only work on shapes. `miss` is called for a graph that is not in
+    inductor's cache, with what would compile it, and gives what that gives or raises Unmade; `found` for a graph that
+    is in the cache now."""
+    from torch._inductor import codecache, compile_fx
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    whole, one, make = compile_fx.compile_fx, compile_fx.compile_fx_inner, compile_fx.fx_codegen_and_compile
+
+    def codegen(graph: Any, inputs: Any, checked: Any, *rest: Any, **options: Any) -> Any:
+        key, _ = codecache.compiled_fx_graph_hash(graph, inputs, cast(Any, options), checked)
+        asked = Asked(key, _origin(graph), bool(options.get("is_backward")))
+        return miss(asked, lambda: make(graph, inputs, checked, *rest, **options))
+
+    def inner(graph: Any, inputs: Any, **options: Any) -> Any:
+        kept = copy.deepcopy(graph)
+
+        def run(tensors: list[Any]) -> Any:
+            out = kept(*tensors)
+            tensors.clear()
+            return out
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        try:
+            compiled = one(graph, inputs, **options)
+        except Unmade:
+            return run
+        key = getattr(compiled, "_fx_graph_cache_key", None) or ""
+        found(Asked(key, _origin(kept), bool(options.get("is_backward"))))
+        if isinstance(compiled, CompiledFxGraph):
+            compiled.current_callable = run
+        return compiled
+
+    def outer(model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        # Autograd's key holds the types of a graph's inputs: those that they have in a run.
+        for node, value in zip(model.graph.find_nodes(op="placeholder"), inputs, strict=False):
+            if node.type is FakeTensor:
+                node.type = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else Tensor
+        model.recompile()
+        return whole(model, inputs, *rest, **{"inner_compile": inner, **options})
+
+    with patch.multiple(compile_fx, compile_fx=outer, fx_codegen_and_compile=codegen):
+        yield
+
+
+def _origin(graph: Any) -> str:
+    """By what the nodes say they come from: the outermost frame of each, the most frequent one."""
+    frames = [_FRAME.search(node.meta.get("stack_trace") or "") for node in graph.graph.nodes]
+    names = [f"{frame[1]}.{frame[2]}" for frame in frames if frame]
+    return max(set(names), key=names.count) if names else "?"
+
+
+_FRAME = re.compile(r'File ".*?([^/]+)\.py", line \d+, in (\w+)')
+
+
+def lowered(make: Callable[[], Any]) -> None:
+    """As much of compiling a graph as says how its outputs lie in memory, which the backward pass depends on."""
+    from torch._inductor.graph import GraphLowering
+
+    def strides(graph: Any) -> None:
+        context = torch._guards.TracingContext.try_get()
+        if context is not None and context.output_strides is not None:
+            outputs = [out.get_layout().stride if hasattr(out, "get_layout") else None for out in graph.graph_outputs]
+            if all(out is None or all(str(size).isdigit() for size in out) for out in outputs):
+                context.output_strides += [out and tuple(int(size) for size in out) for out in outputs]
+        raise Unmade
+
+    with patch.object(GraphLowering, "compile_to_module", strides):
+        make()
+
+
+def pick_instructions() -> None:
+    """Let inductor find out which instructions this CPU has, by a dozen small libraries that it then keeps."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
+
+
+@contextmanager
+def without_autograd_cache() -> Iterator[None]:
+    """Only inductor's own cache is asked."""
+    from torch._functorch import config
+
+    with config.patch(enable_autograd_cache=False):
+        yield
+
+
+@cache
+def build_whole() -> None:
+    """From now on inductor's C++ compiler writes under another name, and what it wrote gets its own when it is whole: a
+    killed compiler was seen to leave half a library, which every later run then failed to load."""
+    from torch._inductor import codecache, cpp_builder
+
+    cpp_builder.run_compile_cmd = partial(_run_whole, cpp_builder.run_compile_cmd)
+    codecache._worker_compile_cpp = _build_all_whole
+
+
+def _run_whole(run: Callable[[str, str], None], command: str, cwd: str) -> None:
+    words = shlex.split(command)
+    at = words.index("-o") + 1 if "-o" in words[:-1] else 0
+    if not at:
+        run(command, cwd)
+        return
+    target, part = words[at], f"{words[at]}.{os.getpid()}.part"
+    try:
+        run(shlex.join([*words[:at], part, *words[at + 1 :]]), cwd)
+        os.replace(part, target)
+    finally:
+        if os.path.exists(part):
+            os.unlink(part)
+
+
+def _build_all_whole(lock_path: str, cpp_builders: Any) -> None:
+    """inductor's own of that name, but also whole in its worker processes, which get it by its name."""
+    from torch._inductor import codecache
+    from torch.utils._filelock import FileLock
+
+    build_whole()
+    with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
+        for builder in cpp_builders:
+            if not os.path.exists(builder.get_target_file_path()):
+                builder.build()

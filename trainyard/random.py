@@ -21,6 +21,9 @@ BINS = 1 << 14
 TAIL = 4.5
 """Standard deviations at which the normal table ends."""
 
+down = torch.bitwise_right_shift
+"""Not `>>`: on tensors torch_xla 2.9 makes it a division, which rounds negative numbers the other way."""
+
 
 def key64(*words: object) -> int:
     """A signed 64-bit key from any words, the same on every machine."""
@@ -36,16 +39,16 @@ def key32(*words: object) -> tuple[int, int]:
 
 def mix64(x: Tensor) -> Tensor:
     """The splitmix64 finaliser on int64 tensors."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+    x = (x ^ (down(x, 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ (down(x, 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ (down(x, 31) & 0x1FFFFFFFF)
 
 
 def mix32(x: Tensor) -> Tensor:
     """A 32-bit finaliser with low bias (two multiply-xorshift rounds) on int32 tensors."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x2CA96A69
-    return x ^ ((x >> 15) & 0x1FFFF)
+    x = (x ^ (down(x, 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ (down(x, 15) & 0x1FFFF)) * -0x2CA96A69
+    return x ^ (down(x, 15) & 0x1FFFF)
 
 
 def row32(key: Tensor, outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +82,7 @@ def normal(key: int, columns: int, rows: slice, cols: slice, device: torch.devic
     for top in range(0, height, per_chunk):
         row = torch.arange(rows.start + top, min(rows.start + top + per_chunk, rows.stop), device=device)
         bits = mix64((row[:, None] * columns + column) * -0x61C8864680B583EB + key)
-        place = (bits >> 24) & (BINS - 1)
+        place = down(bits, 24) & (BINS - 1)
         part = (bits & 0xFFFFFF).float() * 2.0**-24
         out[top : top + per_chunk] = low[place] + part * step[place]
     return out

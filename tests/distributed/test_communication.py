@@ -1,8 +1,8 @@
 """What a step sends: every message of the real recipes at full size, counted on one machine and without weights.
 
 In a fake process group this process is any one of 512 ranks; its tensors are on the meta device, which knows shapes and
-has no memory. A real Trainer takes a real step, and each message must be one that `expected` derives from the model's
-shapes. As a script this file prints the tables of one whole step:
+has no memory. A real Trainer takes a real step, and each message must be one that `plan.messages` derives from the
+model's shapes. As a script this file prints the tables of one whole step:
 
     .venv/bin/python tests/distributed/test_communication.py
 """
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,9 @@ from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import Cpu
 from trainyard.parallel import ring
+from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
+from trainyard.plan.messages import Counts, Message, messages
 from trainyard.train.rehearsal import rehearsal
 from trainyard.train.saving import Words
 
@@ -36,23 +38,7 @@ LIMIT = 300.0
 """Seconds for one trace; most take three."""
 VOTES = int(splits_backward())
 """In the first step of a pipeline neighbours greet each other; since torch 2.13 to ask whether shapes are fixed."""
-BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
-
-
-class Message(NamedTuple):
-    group: str
-    """As `Mesh` names it."""
-    ranks: int
-    kind: str
-    dtype: str
-    size: int
-    """Bytes of the larger one of what goes in and what comes out."""
-    peer: int | None = None
-    """Of send and receive: the other's rank in the group."""
-
-
-Counts = Counter[Message]
 
 
 # What is sent.
@@ -62,6 +48,11 @@ Counts = Counter[Message]
 OPAQUE = {
     torch.ops.trainyard.context_attention.default: ring.context_attention._init_fn,
     torch.ops.trainyard.context_attention_backward.default: ring.context_attention_backward._init_fn,
+}
+# Those of fully_shard: what comes out, what goes in, the group.
+IN_PLACE = {
+    torch.ops.c10d._allgather_base_.default: "all_gather",
+    torch.ops.c10d._reduce_scatter_base_.default: "reduce_scatter",
 }
 BETWEEN_TWO = {torch.ops.c10d.send.default: "send", torch.ops.c10d.recv_.default: "receive"}
 TOGETHER = {
@@ -93,6 +84,10 @@ class Traffic(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             self.questions += 1
             return 1
+        if function in IN_PLACE:
+            out, tensor, group = args[:3]
+            self._count(IN_PLACE[function], dist.ProcessGroup.unbox(group).group_name, tensor, out)
+            return out, FakeWork().boxed()
         if function.namespace == "c10d":
             (tensor,), group, peer = args[:3]
             self._count(BETWEEN_TWO[function], dist.ProcessGroup.unbox(group).group_name, tensor, peer=peer)
@@ -108,13 +103,28 @@ class Traffic(TorchDispatchMode):
         self.counts[Message(name, ranks, kind, dtype, max(tensor.nbytes for tensor in tensors), peer)] += 1
 
 
+class Small(Cpu):
+    """Memory of its own: fully_shard does not take the meta device."""
+
+    process_group = "cpu:fake"
+
+
 def configure(recipe: str, micro_batches: int | None, *words: str) -> Config:
     """A recipe with so many micro batches a step (None: its own number)."""
     config = load(recipe, words)
     if micro_batches is None:
         return config
-    batch = micro_batches * Sizes(config, 0).dp * config.train.micro_batch
+    batch = micro_batches * layout_of(config).dp * config.train.micro_batch
     return load(recipe, [f"train.global_batch={batch}", *words])
+
+
+def layout_of(config: Config) -> Layout:
+    assert config.layout.ranks
+    sizes = config.layout.ranks // (config.layout.tp * config.layout.pp * config.layout.cp)
+    whole = sizes * config.train.micro_batch * config.layout.pp  # any batch that the layout allows
+    train = config.train.model_copy(update={"global_batch": whole})
+    fitting = config.train.global_batch % (sizes * config.train.micro_batch) == 0
+    return Layout.of(config if fitting else config.model_copy(update={"train": train}), config.layout.ranks)
 
 
 def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Counts:
@@ -122,7 +132,8 @@ def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Cou
     config = configure(recipe, micro_batches, *words)
     assert config.layout.ranks
     torch.set_num_threads(1)
-    with rehearsal(config, rank, config.layout.ranks) as trainer:
+    device = Small() if config.layout.zero >= 2 else None
+    with rehearsal(config, rank, config.layout.ranks, device) as trainer:
         for model in trainer.models:
             model.train()
         batch = trainer.loader.batch(0, trainer.rows)
@@ -130,113 +141,21 @@ def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Cou
             trainer.step(batch, 1, config.optimizer.lr, (0.0, *Words()))
             trainer.optimizer.settle()  # new weights travel while the next step begins
         # The first step of a pipeline asks its neighbours whether shapes are fixed. Nothing else waits for the device.
-        assert traffic.questions == (config.layout.pp > 1) * VOTES
+        if device is None:
+            assert traffic.questions == (config.layout.pp > 1) * VOTES * len(trainer.models)
         return traffic.counts
 
 
-# What must be sent.
-
-
-class Sizes:
-    """The numbers that everything follows from, for one rank; ranks are numbered [pp][dp][cp][tp]."""
-
-    def __init__(self, config: Config, rank: int) -> None:
-        layout, model = config.layout, config.model
-        assert layout.ranks
-        self.tp, self.pp, self.cp = layout.tp, layout.pp, layout.cp
-        self.dp = layout.ranks // (self.tp * self.pp * self.cp)
-        self.shards = self.dp * self.cp
-        self.shard = rank // self.tp % self.shards
-        self.stage = rank // (self.tp * self.shards)
-        self.first, self.last = self.stage == 0, self.stage == self.pp - 1
-        self.layers = model.layers // self.pp
-        self.micro_batches = config.train.global_batch // (config.train.micro_batch * self.dp)
-        self.tokens = config.train.micro_batch * config.data.sequence // self.cp
-        self.hidden = model.hidden
-        self.words = model.vocab // self.tp
-        self.q_rows = model.heads * model.head_size // self.tp
-        self.kv_rows = max(model.kv // self.tp, 1) * model.head_size
-        self.copies = max(self.tp // model.kv, 1)
-        self.inner = model.ffn // self.tp
-        self.bucket = config.layout.bucket * MIB // BYTES["float32"]
-
-    @property
-    def matrices(self) -> list[int]:
-        """Elements of this rank's matrices, in the order of the forward pass."""
-        rows = self.q_rows + 2 * self.kv_rows, self.q_rows, 2 * self.inner, self.inner
-        ends = [self.words * self.hidden]
-        return ends * self.first + [each * self.hidden for each in rows] * self.layers + ends * self.last
-
-    @property
-    def vectors(self) -> int:
-        """How many norms this rank has."""
-        return 2 * self.layers + self.last
-
-
 def expected(config: Config, rank: int) -> Counts:
-    """The messages of the first step: Llama, sequence parallel, ZeRO-1, bf16 weights and fp32 gradients."""
-    s = Sizes(config, rank)
-    out: Counts = Counter()
-
-    def add(
-        group: str, ranks: int, kind: str, dtype: str, elements: int, times: int = 1, peer: int | None = None
-    ) -> None:
-        if ranks > 1 and elements and times:
-            out[Message(group, ranks, kind, dtype, elements * BYTES[dtype], peer)] += times
-
-    # Tensor parallel. Attention and MLP each gather tokens before and scatter sums after, and backward the other way
-    # round. What was gathered is not kept: backward, or the recomputing of an MLP, gathers it again. What is recomputed
-    # is not scattered twice, and core attention has nothing to gather. The embedding scatters, the head gathers.
-    once, ends = s.micro_batches, s.first + s.last
-    whole = s.tokens * s.hidden
-    add("tp", s.tp, "all_gather", "bfloat16", whole, once * (6 * s.layers + ends))
-    add("tp", s.tp, "reduce_scatter", "bfloat16", whole, once * (4 * s.layers + ends))
-    # The loss: for each token of a chunk of logits the maximum, then the sum and the label's logit.
-    chunks = -(-s.tokens // max(256, Cpu.logits_bytes // (s.words * BYTES["float32"])))
-    assert s.tokens % chunks == 0
-    add("tp", s.tp, "all_reduce", "float32", s.tokens // chunks, once * chunks * s.last)
-    add("tp", s.tp, "all_reduce", "float32", 2 * s.tokens // chunks, once * chunks * s.last)
-
-    # Pipeline: activations down and gradients up, just this rank's tokens. The first step asks if shapes are fixed.
-    for peer, there in ((s.stage - 1, not s.first), (s.stage + 1, not s.last)):
-        for kind in ("send", "receive"):
-            add("pp", s.pp, kind, "bfloat16", whole // s.tp, once * there, peer)
-            add("pp", s.pp, kind, "int32" if VOTES else "float32", 1, int(there), peer)
-
-    # Context parallel: keys and values go round, and once more in backward (core attention alone is not recomputed);
-    # their gradients go as far, in fp32, from the rank after their own back home.
-    pair = 2 * s.tokens * s.kv_rows
-    add("cp", s.cp, "all_to_all", "bfloat16", pair, once * s.layers * (s.cp - 1) * 2)
-    add("cp", s.cp, "all_to_all", "float32", pair, once * s.layers * (s.cp - 1))
-
-    # Data parallel: once a step gradients and new weights, neighbours together up to the size of a bucket, norms apart.
-    for elements in (*packed(s.matrices, s.bucket), s.vectors * s.hidden):
-        add("data", s.shards, "reduce_scatter", "float32", elements)
-        add("data", s.shards, "all_gather", "bfloat16", elements)
-    add("data", s.shards, "all_reduce", "float32", 1)  # labels that count
-
-    # What several tensor-parallel ranks hold, this shard of it: norms, and kv heads where there are more ranks than
-    # heads. A shard has some rows of the fused matrix q, k, v.
-    add("tp", s.tp, "all_reduce", "float32", s.vectors * s.hidden // s.shards)
-    rows = (s.q_rows + 2 * s.kv_rows) // s.shards
-    kv_here = sum(row >= s.q_rows for row in range(s.shard * rows, (s.shard + 1) * rows))
-    add("copies", s.copies, "all_reduce", "float32", kv_here * s.hidden * s.layers)
-
-    # Numbers: loss, count, the wish to stop and four of a save; each parameter's norm; the norm of all.
-    add("everyone", s.tp * s.pp * s.shards, "all_reduce", "float32", 7)
-    add("stage", s.tp * s.shards, "all_reduce", "float32", len(s.matrices) + s.vectors)
-    add("pp", s.pp, "all_reduce", "float32", 1)
-    return out
-
-
-def packed(sizes: list[int], most: int) -> list[int]:
-    """Neighbours added up while they fit."""
-    out: list[int] = []
-    for size in sizes:
-        if out and out[-1] + size <= most:
-            out[-1] += size
-        else:
-            out.append(size)
+    """The messages of the first step: those of every step, and greetings between neighbouring stages."""
+    layout = layout_of(config)
+    out = messages(config, layout, rank, Cpu.logits_bytes)
+    here = layout.place(rank)["pp"]
+    for stage in layout.stages_of(here):
+        for other in (stage.number - 1,) * (not stage.first) + (stage.number + 1,) * (not stage.last):
+            peer = layout.holder(other)
+            for kind in ("send", "receive") if peer != here else ():
+                out[Message("pp", layout.pp, kind, "int32" if VOTES else "float32", 4, peer)] += 1
     return out
 
 
@@ -260,6 +179,38 @@ CASES: list[Case] = [
 ]
 
 
+# Small models in every other way to share them out, each as one rank.
+LLAMA = (
+    "model.hidden=256 model.heads=8 model.kv_heads=2 model.ffn=512 model.layers=4 model.vocab=1000 data.sequence=128 "
+    "train.micro_batch=1 layout.bucket=1 precision.kind=bf16 layout.ranks=8"
+)
+ODD = "layout.ranks=6 model.heads=12 model.hidden=768 model.kv_heads=4 model.ffn=1536 data.sequence=96"
+OTHER = "model.hidden=256 model.heads=8 model.layers=4 train.micro_batch=2 layout.bucket=1 layout.ranks=8"
+SMALL: list[Case] = [
+    (recipe, rank, 4, *f"{base} {words}".split())
+    for recipe, base, rank, words in (
+        ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.sequence_parallel=true layout.zero=0"),
+        ("tiny-llama", LLAMA, 5, "layout.tp=4 layout.sequence_parallel=true layout.zero=1 recompute.kind=full"),
+        ("tiny-llama", LLAMA, 5, "layout.tp=4 recompute.kind=full"),
+        ("tiny-llama", LLAMA, 2, "layout.tp=4 recompute.kind=parts recompute.parts=[attention,mlp] model.vocab=997"),
+        ("tiny-llama", LLAMA, 3, "layout.tp=2 layout.sequence_parallel=true precision.kind=fp8 precision.bf16_first=1"),
+        ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.vpp=2 model.tied=false layout.zero=1"),
+        ("tiny-llama", LLAMA, 7, "layout.pp=2 layout.vpp=2 layout.schedule=zbv"),
+        ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.zero=2"),
+        ("tiny-llama", LLAMA, 5, "layout.pp=2 layout.vpp=2 layout.zero=3"),
+        ("tiny-llama", LLAMA, 2, "layout.cp=4 layout.context=all_gather recompute.kind=full layout.zero=1"),
+        ("tiny-llama", LLAMA, 2, "layout.cp=4 recompute.kind=full"),
+        ("tiny-llama", LLAMA, 2, "layout.cp=2 recompute.kind=attention data.separate=true"),
+        ("tiny-llama", LLAMA, 2, f"layout.tp=3 layout.cp=2 layout.zero=1 {ODD}"),
+        ("gpt3-6.7b", OTHER, 6, "layout.tp=2 layout.pp=2 layout.zero=1 precision.reduce=fp32"),
+        ("gpt3-6.7b", OTHER, 1, "layout.tp=4 layout.sequence_parallel=true"),
+        ("bert-large-phase1-lamb", OTHER, 1, "layout.tp=4 layout.sequence_parallel=true"),
+        ("bert-large-phase1-lamb", OTHER, 1, "layout.tp=2 layout.pp=2 layout.zero=1"),
+        ("bert-large-phase1", OTHER, 1, "layout.cp=2 layout.tp=2"),
+    )
+]
+
+
 class Traces:
     """Made side by side, in processes of their own: a fake process group must not leak."""
 
@@ -276,12 +227,12 @@ class Traces:
 
 @pytest.fixture(scope="module")
 def traces() -> Iterator[Traces]:
-    made = Traces(CASES)
+    made = Traces(CASES + SMALL)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", CASES + SMALL, ids=lambda case: "-".join(map(str, case)))
 def test_each_message_follows_from_the_shapes(case: Case, traces: Traces) -> None:
     recipe, rank, micro_batches, *words = case
     assert traces[case] == expected(configure(recipe, micro_batches, *words), rank)
@@ -375,9 +326,10 @@ def main() -> None:
     shown = [(SEVEN, 0, (1, 2)), *((SEVENTY, stage * STAGE + 32, (8, 9)) for stage in (0, 1, 7)), (RING, STAGE, (8, 9))]
     traces = Traces([(recipe, rank, micro) for recipe, rank, some in shown for micro in some])
     for recipe, rank, (a, b) in shown:
-        sizes = Sizes(configure(recipe, None), rank)
-        counts = extrapolated(traces[recipe, rank, a], a, traces[recipe, rank, b], b, sizes.micro_batches)
-        print(f"\n{recipe}, rank {rank} (pipeline stage {sizes.stage}), step 1, {sizes.micro_batches} micro batches")
+        layout = layout_of(configure(recipe, None))
+        counts = extrapolated(traces[recipe, rank, a], a, traces[recipe, rank, b], b, layout.micro_batches)
+        stage = layout.place(rank)["pp"]
+        print(f"\n{recipe}, rank {rank} (pipeline stage {stage}), step 1, {layout.micro_batches} micro batches")
         print(table(counts))
     traces.close()
 

@@ -20,15 +20,22 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """A disk, or what one may have of it."""
 VERBS = {
     "train": "Train a model. With no argument: a small Llama on a text that trainyard writes itself.",
+    "plan": "Whether a run fits, how fast it will be and what it costs, on hardware you may not have.",
     "config": "Check a configuration and print it whole, defaults included.",
+    "import": "Bring a configuration of NxD Training or Megatron-LM over, and show what became of every key.",
     "verify": "Train a few steps on several ranks and on one, in fp32, and compare.",
     "tune": "Measure which choices make a file fastest on this machine, and write the file with them.",
+    "audit": "Check Trainium's rules on a rehearsed run, at full size and without a Trainium.",
+    "precompile": "Compile every graph of a run ahead of time, for any number of ranks, without its memory.",
+    "cache": "Look after compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
     "convert": "Bring a checkpoint of any known form to Hugging Face's, NxD's or our own, at any layout.",
     "convert-nxd": "The same with the flags of NxD's checkpoint_converter.py.",
     "recipes": "List the recipes: what each trains, how large it is, what it needs.",
 }
 """What each is for. Its file, of the same name, is imported when it is called: help need not wait for torch."""
+FILES = {"import": "import_config"}
+"""Verbs that Python does not take as a name."""
 
 
 class Interrupted(Exception):
@@ -53,9 +60,9 @@ class Verbs(TyperGroup):
 
 
 def load(verb: str) -> Any:
-    name = verb.replace("-", "_")
+    name = FILES.get(verb, verb.replace("-", "_"))
     module = import_module(f"trainyard.cli.{name}")
-    if verb == "data":
+    if hasattr(module, "app"):  # a group of verbs
         return get_command(module.app)
     settings = getattr(module, "SETTINGS", {"help_option_names": ["-h", "--help"]})
     alone = typer.Typer(add_completion=False)

@@ -1,11 +1,13 @@
 """`trainyard train`: the main job."""
 
 import os
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from trainyard import devices
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke as shrink
@@ -69,10 +71,12 @@ def train(
         source, words = DEFAULT, [source, *words]
     rank, ranks = world()
     child = "RANK" in os.environ
-    config = configure(source, words, smoke, ranks if child else nproc)
+    alone = rank == 0 and (child or nproc == 1)  # of all processes of the run, the one that speaks
+    config = configure(source, words, smoke, ranks if child else nproc, None if alone else lambda line: None)
     if nproc > 1 and not child:
         Layout.of(config, nproc)  # a mistake is one line, before any process starts
-        return launch(["train", source, *words, *(["--smoke"] if smoke else [])], nproc)
+        variables = devices.select(config.device.name).environment()
+        return launch(["train", source, *words, *(["--smoke"] if smoke else [])], nproc, variables)
     console = Console(highlight=False, quiet=rank > 0)
     screen = Screen(config.train.steps, console)
     say = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)  # noqa: E731
@@ -97,9 +101,13 @@ def train(
     return 130 if summary.interrupted else 0
 
 
-def configure(source: str, words: list[str], smoke: bool, ranks: int) -> Config:
+def configure(
+    source: str, words: list[str], smoke: bool, ranks: int, say: Callable[[str], None] | None = None
+) -> Config:
     """The configuration of a run on `ranks` ranks. For a trial the overrides come last, so that it can be adjusted."""
-    return parse(shrink(load(source), ranks).model_dump(mode="json"), words) if smoke else load(source, words)
+    if smoke:
+        return parse(shrink(load(source, say=say), ranks).model_dump(mode="json"), words)
+    return load(source, words, say)
 
 
 def closing(summary: Summary) -> list[str]:

@@ -2,8 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,10 +15,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainyard.config.base import Section
+from trainyard.config.foreign import Mapped, plain
 from trainyard.config.hf import from_hf
 from trainyard.config.model import BertModel, GptModel, LinearRope, Llama3Rope, LlamaModel
+from trainyard.config.nxdt import from_nxdt, is_nxdt
 from trainyard.config.recipes import find
 from trainyard.config.schema import Config
+from trainyard.config.yaml_file import Loader, read
 from trainyard.errors import UserError
 
 FAMILIES: dict[str, type[Section]] = {"llama": LlamaModel, "gpt": GptModel, "bert": BertModel}
@@ -38,37 +43,28 @@ WANTED = {
 KINDS: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two mends: 3e-4 is a number, and a key given twice is an error."""
+def load(source: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] | None = None) -> Config:
+    """Read a file or a recipe by name, apply `key=value` words, check everything.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {key for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.MarkedYAMLError(
-                problem=f"key {sorted(map(str, twice))[0]} is given twice", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def load(source: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a file or a recipe by name, apply `key=value` words, check everything."""
+    A file of NxD Training is mapped on the way; `say` (default: a line to standard error) hears what that changes.
+    """
     path = find(source)
+    data = read(path)
+    if not is_nxdt(data):
+        return parse(data, overrides, where=str(source))
+    mapped = from_nxdt(data, str(source), path.parent)
+    for line in (f"{source}: NxD Training's; what its keys become: trainyard import {source}", *mapped.warnings):
+        (say or partial(print, file=sys.stderr))(f"note: {line}")
+    return settle(mapped, overrides, str(source))
+
+
+def settle(mapped: Mapped, overrides: Iterable[str] = (), where: str = "") -> Config:
+    """What was mapped from a foreign configuration, checked; what is missing is said with where it would come from."""
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise UserError(f"{path}:{line}: not valid YAML: {error.problem}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: not a configuration: a mapping of sections was expected")
-    return parse(data, overrides, where=str(source))
+        return parse(mapped.data, overrides, where)
+    except UserError as error:
+        hint = f" ({mapped.hint})" if mapped.hint and ": missing" in str(error) else ""
+        raise UserError(f"{error}{hint}") from None
 
 
 def parse(data: dict[str, Any], overrides: Iterable[str] = (), where: str = "") -> Config:
@@ -115,7 +111,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from keys(field.annotation, f"{dotted}.")
         else:
-            default = "required" if field.is_required() else _plain(field.get_default(call_default_factory=True))
+            default = "required" if field.is_required() else plain(field.get_default(call_default_factory=True))
             yield Key(dotted, _allowed(field), default, " ".join((field.description or "").split()))
 
 
@@ -127,7 +123,7 @@ def _allowed(field: FieldInfo) -> str:
     while todo:
         each = todo.pop(0)
         if get_origin(each) is Literal:
-            words += [_plain(choice) for choice in get_args(each)]
+            words += [plain(choice) for choice in get_args(each)]
         elif get_args(each):
             todo += get_args(each)
         elif isinstance(each, FieldInfo):
@@ -149,7 +145,7 @@ def _override(data: dict[str, Any], word: str) -> None:
     if not equals or not re.fullmatch(r"[\w.]+", dotted):
         raise UserError(f"{word}: not an override; write section.key=value, for instance train.steps=100")
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, Loader)
     except yaml.YAMLError:
         value = text
     *parents, leaf = dotted.split(".")
@@ -169,7 +165,7 @@ def _line(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     key, section = _locate(error["loc"])
     value = error["input"]
-    shown = f"{key}={_plain(value)}"
+    shown = f"{key}={plain(value)}"
     tag = f"{key}.family" if key == "model" else f"{key}.kind"
     if kind == "extra_forbidden":
         return f"{shown}: unknown key; nearest: {_nearest_key(key, section)}"
@@ -197,7 +193,7 @@ def _line(error: ErrorDetails) -> str:
         example = "my_module:my_function" if ":" in str(context["pattern"]) else "my-run.1"
         return f"{shown}: not of the form wanted; nearest: {example}"
     if kind == "tuple_type" and isinstance(value, str | int | float):
-        return f"{shown}: not a list; nearest: [{_plain(value)}]"
+        return f"{shown}: not a list; nearest: [{plain(value)}]"
     wanted = WANTED.get(kind.split("_")[0], error["msg"])
     return f"{shown}: not {wanted}; nearest: {_default(section, key, value)}"
 
@@ -248,17 +244,17 @@ def _default(section: type[Section] | None, key: str, value: object) -> str:
     number = next((kind for kind in types if kind in (int, float)), None)
     if number and isinstance(value, str | float) and not isinstance(value, bool):
         try:
-            return _plain(number(float(value)))
+            return plain(number(float(value)))
         except (ValueError, OverflowError):
             pass
     if not field.is_required():
-        return _plain(field.get_default(call_default_factory=True))
+        return plain(field.get_default(call_default_factory=True))
     return _describe(section, key)
 
 
 def _inside(section: type[Section] | None, key: str, bound: str, limit: float) -> str:
     if bound in ("ge", "le"):
-        return _plain(limit)
+        return plain(limit)
     default = _default(section, key, None)
     return (
         f"{default} (the default)"
@@ -269,9 +265,3 @@ def _inside(section: type[Section] | None, key: str, bound: str, limit: float) -
 
 def _closest(word: str, choices: list[str]) -> str:
     return (difflib.get_close_matches(word, choices, 1, 0.0) or choices)[0]
-
-
-def _plain(value: object) -> str:
-    value = list(value) if isinstance(value, tuple) else value
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

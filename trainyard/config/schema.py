@@ -328,6 +328,8 @@ class DeviceSection(Section):
     """fused: the device's own kernels, where it has some; plain: torch's, to compare."""
     attention: str = "auto"
     """Attention kernel to try first, by the device's name for it; auto: the one that pays most."""
+    lnc: Annotated[int, Field(ge=1, le=2)] | None = None
+    """Trainium: physical cores that one rank drives. Default: 1 on trn1, 2 on trn2 and trn3."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time (slower on a GPU; a CPU always does)."""
 

@@ -11,6 +11,7 @@ SEQUENCE = 64
 PREDICTIONS = 8
 STEPS = 8
 HEAD = 16
+HELD_OUT = 0.05
 
 
 def smoke(config: Config, ranks: int = 1) -> Config:
@@ -53,6 +54,7 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     data["schedule"] |= {"warmup": min(config.schedule.warmup, 2), "decay_steps": None}
     if data["evaluate"]["every"]:
         data["evaluate"] |= {"every": STEPS // 2, "batches": 2}
+        data["data"]["validation"] = config.data.validation or HELD_OUT  # instead of data.split's documents
     if config.checkpoint.saves:
         data["checkpoint"] |= {"every": STEPS // 2, "minutes": 0.0, "keep": 1}
     # Another model: nothing that was saved fits it.

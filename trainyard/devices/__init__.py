@@ -1,18 +1,20 @@
 """One small file per device. Nothing outside this package names one."""
 
-from trainyard.devices.base import Device, Peak
+from trainyard.devices.base import Compiling, Device, Peak
 from trainyard.devices.cpu import Cpu
 from trainyard.devices.cuda import Cuda
-from trainyard.devices.nowhere import Nowhere
+from trainyard.devices.neuron import Neuron
+from trainyard.devices.nowhere import Nowhere, traced
+from trainyard.devices.xla import Xla
 from trainyard.errors import UserError
 
-DEVICES: tuple[type[Device], ...] = (Cuda, Cpu)
+DEVICES: tuple[type[Device], ...] = (Cuda, Neuron, Xla, Cpu)
 """In the order in which `auto` prefers them."""
 
 NAMES = ("auto", *(device.name for device in DEVICES))
 ATTENTIONS = ("auto", *(name for device in DEVICES for name in device.attentions))
 
-__all__ = ["ATTENTIONS", "DEVICES", "NAMES", "Device", "Nowhere", "Peak", "select"]
+__all__ = ["ATTENTIONS", "DEVICES", "NAMES", "Compiling", "Device", "Nowhere", "Peak", "select", "traced"]
 
 
 def select(name: str) -> Device:
@@ -21,4 +23,5 @@ def select(name: str) -> Device:
     for device in here:
         if name in ("auto", device.name):
             return device()
-    raise UserError(f"device.name={name}: not on this machine; here: {', '.join(device.name for device in here)}, auto")
+    why = next((device.missing() for device in DEVICES if device.name == name), "not known")
+    raise UserError(f"device.name={name}: {why}; here: {', '.join(device.name for device in here)}, auto")

@@ -1,11 +1,12 @@
 """What a device answers. Everything else in the tree asks these questions instead of naming a device."""
 
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +32,30 @@ class Copying(NamedTuple):
     """What the device is given after this may change them."""
 
 
+class Compiling(NamedTuple):
+    """How torch.compile is to be asked."""
+
+    backend: str = "inductor"
+    options: dict[str, Any] | None = None
+    """One object for all that is compiled: a backend may write into it, and blocks share a graph where options are
+    equal."""
+    static: bool = False
+    """Every shape is a graph of its own, and no part of a function may stay outside."""
+
+
+class Collectives(Protocol):
+    """What ranks of a group do together, on a device that torch's functional collectives do not do for."""
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """`op` is "sum" or "max"."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of each rank to [size * n, ...], in the group's order."""
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * n, ...] of each rank to this rank's [n, ...] of their sum."""
+
+
 class Device(ABC):
     name: str
     process_group: str
@@ -50,6 +75,11 @@ class Device(ABC):
     @abstractmethod
     def available(cls) -> bool:
         """Whether this machine has one."""
+
+    @classmethod
+    def missing(cls) -> str:
+        """What to say where there is none."""
+        return "not on this machine"
 
     @abstractmethod
     def describe(self) -> str:
@@ -71,8 +101,48 @@ class Device(ABC):
         """The rank at each place of a layout, where tensor-parallel ranks should not simply be neighbours."""
         return None
 
-    def prepare(self, deterministic: bool, local_rank: int = 0) -> None:
+    def collectives(self, groups: list[list[int]]) -> Collectives | None:
+        """How ranks of such groups (all of one kind) work together; None: by torch's functional collectives."""
+        return None
+
+    @property
+    def maker(self) -> torch.device:
+        """Where initial weights are made: products of 64-bit integers must be exact there."""
+        return self.handle
+
+    def takes(self, ranks: Sequence[int], kind: str = "all_reduce") -> bool:
+        """Whether these ranks can be a group for messages of this kind."""
+        return True
+
+    def environment(self) -> dict[str, str]:
+        """What ranks must find in their environment when they start, as far as the user has not set it."""
+        return {}
+
+    def prepare(
+        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+    ) -> None:
         """Before the first work: settings that hold for the whole run."""
+        return
+
+    def architecture(self) -> str:
+        """What compiled code depends on: it serves devices that say the same."""
+        return platform.machine()
+
+    forks = False
+    """Whether a process that has worked with tensors of this device may fork, and the child compile for it."""
+
+    precompiles = False
+    """Whether graphs are compiled ahead by a tool of the device's maker (parallel_compile.py), not by ours."""
+
+    numbered = False
+    """Whether tensors say which of a machine's devices they are on, and compiled code with them."""
+
+    def compiling(self) -> Compiling | None:
+        """How functions are compiled; None where all work is compiled as it is."""
+        return Compiling()
+
+    def mark(self) -> None:
+        """A piece of a step ends here: a device that traces before it works sends what it has."""
         return
 
     def synchronize(self) -> None:

@@ -1,5 +1,6 @@
 """The CPU: where everything must run and where everything is tested."""
 
+import platform
 import resource
 import sys
 import time
@@ -19,6 +20,11 @@ class Cpu(Device):
     @classmethod
     def available(cls) -> bool:
         return True
+
+    forks = True
+
+    def architecture(self) -> str:
+        return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
 
     def ranks(self) -> int:
         return 8  # any number runs; more than this no laptop enjoys

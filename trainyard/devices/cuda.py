@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,12 @@ class Cuda(Device):
     def available(cls) -> bool:
         return torch.cuda.is_available()
 
+    numbered = True
+
+    def architecture(self) -> str:
+        major, minor = torch.cuda.get_device_capability()
+        return f"{platform.machine()}-sm{major}{minor}-cuda{torch.version.cuda}"
+
     def ranks(self) -> int:
         return torch.cuda.device_count()
 
@@ -61,7 +68,9 @@ class Cuda(Device):
     def memory_peak(self) -> int:
         return torch.cuda.max_memory_allocated()
 
-    def prepare(self, deterministic: bool, local_rank: int = 0) -> None:
+    def prepare(
+        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+    ) -> None:
         if local_rank >= self.ranks():
             raise UserError(f"local rank {local_rank}: this machine has {self.ranks()} GPUs, one for each rank")
         # Read when memory is first taken: blocks grow, so that large models do not die of gaps between them.

@@ -198,12 +198,17 @@ def _conclude(crew: list[Rank], passed: list[float], directory: Path) -> tuple[i
     return CODES[failure.kind] if failure else max(first.code or 0, 1), True
 
 
+def threads(ranks: int) -> int:
+    """For each of so many ranks on this machine. OpenMP threads spin while they wait: two ranks with all cores each
+    were 8 times slower than one alone."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
 def _variables(ranks: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
     """What torch.distributed reads, the same for all ranks."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
-        # OpenMP threads spin while they wait: two ranks with all cores each were 8 times slower than one alone.
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(threads(ranks)),
         **os.environ,
         **environment,
         "WORLD_SIZE": str(ranks),

@@ -46,7 +46,7 @@ class Heads(nn.Module):
         self.bias = make.parameter("mlm.bias")
 
     def forward(self, x_BTD: Tensor, place_BP: Tensor) -> Tensor:
-        index_BPD = place_BP.long().unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
+        index_BPD = place_BP.unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
         return self.norm(self.activation(self.dense.product(x_BTD.gather(1, index_BPD)), self.dense.bias))[1]
 
 

@@ -128,7 +128,10 @@ class _Columns(torch.autograd.Function):
     """Gather and multiply. What travels in backward does so while something is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        # One name for all: where gradients are off, dynamo (torch 2.13) takes a forward of as many names as arguments
+        # for one without a context.
+        x, group, *tensors = arguments
         ctx.group = group
         ctx.save_for_backward(x, *tensors)
         whole = group.gather(x, TOKENS)

@@ -173,9 +173,10 @@ class GradientExchange:
     def _land(self) -> None:
         bucket, tensor = self.flying.popleft()
         total = wait(tensor)
-        mine = self.sums[bucket.whole if self.flat.shards == 1 else bucket.shard]
-        if total.data_ptr() != mine.data_ptr():  # a sum in place is there already
-            mine.copy_(total)
+        if self.flat.shards > 1:
+            self.sums[bucket.shard].copy_(total)
+        elif self.dtype != self.sums.dtype:  # else it was summed in place
+            self.sums[bucket.whole].copy_(total)
 
 
 class WeightExchange:

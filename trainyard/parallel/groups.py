@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard import compat
+from trainyard.devices.base import Collectives
 
 wait = compat.wait
 
@@ -21,28 +22,33 @@ class Group:
     """This rank's place among them."""
     name: str = ""
     handle: dist.ProcessGroup | None = None
+    own: Collectives | None = None
+    """The device's own, where torch's functional ones do not do."""
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def sum(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else wait(compat.all_reduce(x, self.name))
+        return x if self.size == 1 else wait(self._all_reduce(x, "sum"))
 
     def max(self, x: Tensor) -> Tensor:
-        return x if self.size == 1 else wait(compat.all_reduce(x, self.name, "max"))
+        return x if self.size == 1 else wait(self._all_reduce(x, "max"))
 
     def start_sum_(self, x: Tensor) -> Tensor:
         """In place, on a contiguous tensor."""
-        return compat.all_reduce_(x, self.name)
+        return x.copy_(self.own.all_reduce(x, "sum")) if self.own else compat.all_reduce_(x, self.name)
 
     def start_gather(self, x: Tensor) -> Tensor:
         """[n] of each rank to [size * n], in the group's order."""
-        return compat.all_gather(x, self.size, self.name)
+        return self.own.all_gather(x) if self.own else compat.all_gather(x, self.size, self.name)
 
     def start_reduce_scatter(self, x: Tensor) -> Tensor:
         """[size * n] of each rank to this rank's [n] of their sum."""
-        return compat.reduce_scatter(x, self.size, self.name)
+        return self.own.reduce_scatter(x) if self.own else compat.reduce_scatter(x, self.size, self.name)
+
+    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
+        return self.own.all_reduce(x, op) if self.own else compat.all_reduce(x, self.name, op)
 
     def gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """Every rank's x, one after the other along `dim`."""

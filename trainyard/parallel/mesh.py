@@ -13,6 +13,7 @@ from trainyard.devices import Device
 from trainyard.errors import UserError
 from trainyard.parallel.groups import Group
 from trainyard.parallel.layout import Dimension, Layout
+from trainyard.parallel.within import Within
 
 T = TypeVar("T")
 ALONE = Group()
@@ -69,40 +70,42 @@ class Mesh:
         physical = order or list(range(ranks))
         here = physical.index(rank)
 
-        def group(lists: list[list[int]]) -> Group:
+        def group(lists: list[list[int]], name: str = "") -> Group:
             mine = Group((rank,))
-            for places in lists:
-                if len(places) == 1:
-                    continue
-                members = [physical[place] for place in places]
+            everywhere = [[physical[place] for place in places] for places in lists if len(places) > 1]
+            for members in everywhere:
                 in_order = members == sorted(members)
                 if not (in_order or compat.keeps_order()):
                     raise UserError(f"this device's order of ranks ({members[:4]}, ...): needs torch 2.13 or newer")
                 handle = dist.new_group(members, timeout=WAIT) if in_order else compat.ordered_group(members, WAIT)
                 if rank in members:
-                    mine = Group(tuple(members), members.index(rank), handle.group_name, handle)
+                    if name:
+                        compat.name_group(name, handle)
+                    own = device.collectives(everywhere)
+                    mine = Group(tuple(members), members.index(rank), name or handle.group_name, handle, own)
             return mine
 
-        def over(*dimensions: Dimension) -> Group:
-            return group(layout.groups(*dimensions))
+        def over(*dimensions: Dimension, name: str = "") -> Group:
+            return group(layout.groups(*dimensions), name)
 
         last = layout.holder(layout.pp * layout.vpp - 1)
+        tp = over("tp", name="trainyard.tp")  # in the graphs of blocks, which are the same on every rank
+        copies = [
+            each[first : first + layout.copies]
+            for each in layout.groups("tp")
+            for first in range(0, layout.tp, layout.copies)
+        ]
+        apart = all(device.takes([physical[place] for place in places]) for places in copies)
         return cls(
             layout,
             here,
-            tp=over("tp"),
-            cp=over("cp"),
+            tp=tp,
+            cp=over("cp", name="trainyard.cp"),
             pp=over("pp"),
             data=over("dp", "cp"),
             stage=over("dp", "cp", "tp"),
             everyone=over("pp", "dp", "cp", "tp"),
-            copies=group(
-                [
-                    each[first : first + layout.copies]
-                    for each in layout.groups("tp")
-                    for first in range(0, layout.tp, layout.copies)
-                ]
-            ),
+            copies=group(copies) if apart else Within.neighbours(tp, layout.copies, device.handle),
             tied=group([[each[0], each[last]] for each in layout.groups("pp")] if last else []),
         )
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainyard import compat
 from trainyard.devices import Device
 from trainyard.parallel.groups import Group
 
@@ -21,7 +22,8 @@ def shard(
 ) -> DeviceMesh:
     """Wrap each block and the model around them, whose parameters have no memory yet."""
     assert group.handle is not None
-    mesh = DeviceMesh.from_group(group.handle, device.name)
+    with compat.real_tensors():  # torch finds a rank's place by their values
+        mesh = DeviceMesh.from_group(group.handle, device.name)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=travel, cast_forward_inputs=False)
     for block in model.get_submodule("layers").children():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=weights_too)

@@ -1,16 +1,16 @@
 """torch.compile as the configuration asks for it: small functions once, blocks one graph for all."""
 
-import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from trainyard import compat
 from trainyard.config.schema import CompileSection
-from trainyard.errors import UserError
+from trainyard.devices import Compiling, Device
 from trainyard.models import Stack
+from trainyard.parallel.mesh import Mesh
+from trainyard.train import kept
 
 
 class Compiler(Protocol):
@@ -18,29 +18,50 @@ class Compiler(Protocol):
         """The function, compiled when first called; `dynamic` where one graph should serve many shapes."""
 
 
-def compiler(config: CompileSection) -> Compiler | None:
-    """What to wrap a function with; None where compilation is off."""
-    if not config.enabled:
+def compiler(config: CompileSection, device: Device) -> Compiler | None:
+    """What to wrap a function with; None where compilation is off, or no choice."""
+    how = device.compiling()
+    if not config.enabled or how is None:
         return None
-    # torch's own place for what it has compiled is a temporary directory.
-    kept = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trainyard" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
-    if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
-        raise UserError(
-            "compile.enabled=true: no C++ compiler (g++) on this machine; install one, or compile.enabled=false"
-        )
+    if how.backend == Compiling().backend:
+        kept.ready(device)
 
     def wrap(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
-        return torch.compile(function, mode=config.mode, dynamic=dynamic)
+        return torch.compile(function, **_asked(how, config.mode, dynamic, fullgraph=False))
 
     return wrap
 
 
-def compile_model(model: Stack, mode: str, packs: bool, embed: bool) -> None:
+def _asked(how: Compiling, mode: str, dynamic: bool | None, fullgraph: bool) -> dict[str, Any]:
+    """Arguments of torch.compile."""
+    if how.static:
+        return {"backend": how.backend, "options": how.options, "dynamic": False, "fullgraph": True}
+    return {"backend": how.backend, "mode": mode, "dynamic": dynamic, "fullgraph": fullgraph}
+
+
+def compile_model(model: Stack, how: Compiling, mode: str, packs: bool, embed: bool) -> None:
     """Each block's forward (one graph serves all), and what is before the blocks where it pays to."""
     if embed:
-        model.embed = torch.compile(model.embed, mode=mode)  # type: ignore[method-assign]
+        model.embed = torch.compile(model.embed, **_asked(how, mode, None, fullgraph=False))  # type: ignore[method-assign]
     for block in model.layers.children():
         # Packed micro batches differ in length: None makes a second graph for all lengths.
         dynamic = None if packs else False
-        block.forward = torch.compile(block.forward, mode=mode, dynamic=dynamic, fullgraph=True)
+        block.forward = torch.compile(block.forward, **_asked(how, mode, dynamic, fullgraph=True))
+
+
+class Graphs:
+    """How many graphs were compiled and how many came from the cache, by torch's own counters."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.told: compat.CompileCounts | None = None
+
+    def news(self) -> dict[str, Any]:
+        """For a logged step: at the first all ranks' sums (all must ask), later what this rank has compiled since."""
+        now, before = compat.compile_counts(), self.told
+        self.told = now
+        if before is not None:
+            return {"graphs_compiled": more} if (more := now.compiled - before.compiled) else {}
+        each = self.mesh.collect(tuple(now))
+        compiled, cached, seconds = zip(*each, strict=True)
+        return {"graphs_compiled": sum(compiled), "graphs_cached": sum(cached), "compile_seconds": max(seconds)}

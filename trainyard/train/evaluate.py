@@ -36,7 +36,7 @@ def evaluate(
         model.eval()
     key = torch.zeros(2, dtype=torch.int32, device=device.handle)
     names = [*loss.names, *metrics]
-    sums = Sums(names, device.handle)
+    sums = Sums(names, device.handle, mesh)
 
     def take(output: Output, micro: Batch) -> Tensor:
         found = {**loss.terms(output, micro), **{name: pair(own(output, micro), own) for name, own in metrics.items()}}
@@ -49,7 +49,7 @@ def evaluate(
         forward(forward.send(batch), key, take, backward=False)
     for model, training in zip(forward.models, was_training, strict=True):
         model.train(training)
-    totals, counts, _ = sums.over(mesh, torch.zeros(1, device=device.handle))
+    totals, counts, _ = sums.over(torch.zeros(1, device=device.handle))
     means = {
         name: total / count if count else 0.0
         for name, total, count in zip(names, totals.tolist(), counts.tolist(), strict=True)

@@ -152,7 +152,7 @@ def plain_chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: So
         if output.vocab % output.tp.size:  # the last ranks have rows of padding
             word = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + output.first
             logits.masked_fill_(word >= output.vocab, -torch.inf)
-    target = torch.where(here, target, 0).long()
+    target = torch.where(here, target, 0)  # int32, as labels are: indices of 64 bits are slow on some devices
     picked = torch.where(here, logits.gather(1, target).float(), 0.0)
     loss = softmax(logits, counts, picked, output.tp)
     logits.scatter_(1, target, logits.gather(1, target) - here.to(logits.dtype))

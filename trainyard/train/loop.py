@@ -35,7 +35,7 @@ from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh, local_rank, world
 from trainyard.train.batches import samples
-from trainyard.train.compile import compile_model, compiler
+from trainyard.train.compile import Graphs, compile_model, compiler
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.generators import restore
 from trainyard.train.head import make_head
@@ -103,14 +103,14 @@ class Trainer:
         _, ranks = world()
         self.layout = Layout.of(config, ranks)
         self.device = device or devices.select(config.device.name)
-        self.device.prepare(config.device.deterministic, local_rank())
+        self.device.prepare(config.device.deterministic, local_rank(), config.precision.kind, config.device.lnc)
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
         self.mesh = Mesh.join(self.layout, self.device, self.device.order(self.layout.tp, ranks))
         self.directory, resumed = continued(config, self.mesh, self.device, say)
         if resumed:
             check_fits(resumed, config, say)
-        compile_ = compiler(config.compile)
+        compile_ = compiler(config.compile, self.device)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
         kernels = self.device.kernels() if config.device.kernels == "fused" else Kernels()
@@ -137,7 +137,11 @@ class Trainer:
         self.blueprint = models.family(config.model).blueprint(config.model)
         say(f"making {self.blueprint.parameters():,} weights")
         tp, sequence = self.mesh.tp, config.layout.sequence_parallel
-        axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, config.layout.context))
+        context = config.layout.context
+        if context == "ring" and not self.device.takes(self.mesh.cp.ranks, "all_to_all"):
+            say(f"layout.context=ring: not among {self.layout.cp} ranks of this device; keys and values are gathered")
+            context = "all_gather"
+        axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, context))
         self.stages = [
             (stage, models.build(config.model, self.device.handle, axes, stage, kernels, fp8))
             for stage in self.layout.stages_of(self.mesh.place["pp"])
@@ -153,7 +157,7 @@ class Trainer:
             say(f"reading weights from {start}")
             values = slices_of(open_weights(start, config.model).weights, tp.size, tp.rank)
         else:
-            values = initial(self.blueprint, config.train.seed, self.device.handle, tp.size, tp.rank)
+            values = initial(self.blueprint, config.train.seed, self.device.maker, tp.size, tp.rank)
         self.optimizer = Optimizer(
             self.models, self.blueprint, values, config, self.device, self.mesh, kernels, compile_
         )
@@ -167,8 +171,9 @@ class Trainer:
         for model in self.models:
             model.longest = config.data.sequence
             recompute.apply(list(model.layers.children()), config.recompute)
-            if compile_:
-                compile_model(model, config.compile.mode, packs, not self.device.synchronous and tp.size == 1)
+            if compile_ and (asked := self.device.compiling()):
+                compile_model(model, asked, config.compile.mode, packs, not self.device.synchronous and tp.size == 1)
+        self.graphs = Graphs(self.mesh) if compile_ else None
         self.forward = Forward(self.stages, config, self.device, self.mesh, packs)
         self.step = Step(self.forward, self.loss, self.optimizer, self.device, self.mesh, config.train.seed)
         self.rows = samples(config.train.global_batch, self.layout.dp, self.mesh.place["dp"])
@@ -312,6 +317,7 @@ class Trainer:
             words = self.saver.words(self.number + 1) if self.saver else Words()
             says = (float(self.stop.asked), *words)
             result = self.step(batch, self.number + 1, rate(self.config, self.number + 1), says)
+            self.device.mark()
             self.number += 1
             self._tell("on_step", self.number)
             due = self._due(self.number)
@@ -374,7 +380,13 @@ class Trainer:
             "memory_bytes": self.device.memory_peak(),
         }
         if result.number == 1:
-            record["seconds_from_start"] = time.time() - psutil.Process().create_time()
+            record |= {
+                "seconds_from_start": time.time() - psutil.Process().create_time(),
+                "device": self.device.describe(),
+                "ranks": self.layout.world,
+            }
+        if self.graphs:
+            record |= self.graphs.news()
         if in_a_row:
             record["not_finite"] = self._named(record["loss"])
         self.last = record

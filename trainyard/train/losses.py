@@ -7,6 +7,7 @@ count nowhere.
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -61,8 +62,10 @@ class BertLoss:
     def terms(self, output: Output, batch: Batch) -> Terms:
         counts = self.counts(batch)
         assert output.next_sentence is not None
-        target = batch["next_sentence"].long()
-        nsp = F.cross_entropy(output.next_sentence.float(), target, ignore_index=IGNORED, reduction="sum")
+        # Compared with each answer's number, not looked up: torch's own looks up by 64-bit integers only.
+        scores = F.log_softmax(output.next_sentence.float(), -1)
+        answer = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+        nsp = -torch.where(answer == batch["next_sentence"][:, None], scores, 0.0).sum()
         return {"mlm": (self.head(output, batch["labels"]), counts["mlm"]), "nsp": (nsp, counts["nsp"])}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainyard.compat import fused_adamw_
+from trainyard.compat import fused_adamw_, fuses_adamw
 from trainyard.config.schema import Config
 from trainyard.devices import Device
 from trainyard.kernels.plain import Kernels
@@ -224,7 +224,8 @@ class Optimizer:
             self.gradient_exchange = GradientExchange(self.flat, data, self.gradients, self.sums, travel)
         made: dict[str, nn.Parameter] = {}
         for model in self.models:
-            made |= assign(model, lambda name: self.flat.view(self.weights, name), made)
+            # `.data`: autograd must not take weights of later blocks, which land while earlier ones run, for a change.
+            made |= assign(model, lambda name: self.flat.view(self.weights, name).data, made)
         self.parameters = made
         for name in self.names:
             arrived = partial(self.gradient_exchange.arrived, name) if self.gradient_exchange else None
@@ -256,7 +257,7 @@ class Optimizer:
                 continue
             weight, master, gradient, first, second = row
             # torch's own kernel is one pass too, but knows neither bf16 gradients nor the copy to bf16 weights.
-            if self.sums.dtype == torch.float32 and not (self.compiled and copied):
+            if fuses_adamw(master) and self.sums.dtype == torch.float32 and not (self.compiled and copied):
                 fused_adamw_(master, gradient, first, second, self.updates, lr, scale, ok, decay, betas, c.eps)
                 if copied:
                     weight.copy_(master)

@@ -27,11 +27,11 @@ GENERATED: dict[str, object] = {
 
 
 @contextmanager
-def pretended(backend: str, rank: int, ranks: int) -> Iterator[None]:
+def pretended(backend: str, rank: int, ranks: int, local_rank: int = 0) -> Iterator[None]:
     """This process as `rank` of `ranks`, none of the others being there."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     before = {name: os.environ.get(name) for name in names}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(local_rank)}
     if ranks > 1:
         compat.fake_world(backend, rank, ranks)
     try:

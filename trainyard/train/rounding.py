@@ -31,8 +31,10 @@ def pieces(weights: Tensor, name: str, blueprint: Blueprint, tp: Group, flat: Fl
     span, mine = flat.spans[name], flat.rows(name, shard)
     matrix = len(span.shape) > 1  # a vector is one row of the table
     out, start = [], 0
-    for held in blueprint.slices(name, tp.size, tp.rank):
-        rows = held.stop - held.start if held.dim == 0 else span.shape[0]
+    slices = blueprint.slices(name, tp.size, tp.rank)
+    for held in slices:
+        # The last one's include rows of padding, zeros that stay zeros: all ranks then have the same shapes.
+        rows = held.stop - held.start if held.dim == 0 and held is not slices[-1] else span.shape[0] - start
         first, end = max(start, mine.start), min(start + rows, mine.stop)
         skipped = first - start
         start += rows

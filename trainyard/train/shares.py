@@ -8,7 +8,10 @@ Data-parallel sums are over when this begins. What is left, all read from the bl
 - A tied embedding lives on the first and on the last pipeline rank: summed over the two.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +31,21 @@ class Stretch:
     first: int
     end: int
     holders: int
+    elsewhere: frozenset[int]
+    """What `holders` is for these rows of any shard."""
 
     def of(self, shard: Tensor) -> Tensor:
         return shard[self.first : self.end]
+
+
+class Job(NamedTuple):
+    """A sum over `group` of some stretches."""
+
+    group: Group
+    parts: list[Stretch]
+    mine: Tensor | None
+    """Where only some shards have rows to sum: whether each stretch of this one does. All take part all the same, with
+    zeros: ranks then have one graph, and those that have nothing to say would only wait."""
 
 
 class Shares:
@@ -43,34 +58,45 @@ class Shares:
         self.stretches = [part for name in self.names for part in self._stretches(blueprint, name)]
         tp, copies = mesh.tp.size, mesh.layout.copies
 
-        def summed(part: Stretch) -> Group | None:
+        def summed(part: Stretch, holders: int) -> Group | None:
             row = blueprint.row(part.name)
             if row.split is None:
                 return mesh.tp if sequence and not row.repeated else None
-            return None if part.holders == 1 else mesh.copies if part.holders == copies else mesh.tp
+            return None if holders == 1 else mesh.copies if holders == copies else mesh.tp
 
-        jobs: dict[str, tuple[Group, list[Stretch]]] = {}
-        for part in self.stretches:
-            if tp > 1 and (group := summed(part)):
-                jobs.setdefault(group.name, (group, []))[1].append(part)
+        found: dict[str, tuple[Group, list[Stretch]]] = {}
+        for part in self.stretches if tp > 1 else ():
+            for group in {group.name: group for each in part.elsewhere if (group := summed(part, each))}.values():
+                found.setdefault(group.name, (group, []))[1].append(part)
+        self.jobs: list[Job] = []
+        for group, parts in found.values():
+            everywhere = all(summed(part, each) is group for part in parts for each in part.elsewhere)
+            mine = torch.tensor([summed(part, part.holders) is group for part in parts], device=device)
+            self.jobs.append(Job(group, parts, None if everywhere else mine))
         tied = [part for part in self.stretches if blueprint.row(part.name).place == "both"]
         if mesh.tied.size > 1 and tied:
-            jobs["tied"] = (mesh.tied, tied)
-        self.jobs = list(jobs.values())
+            self.jobs.append(Job(mesh.tied, tied, None))
         index = {name: number for number, name in enumerate(self.names)}
-        self.index = torch.tensor([index[part.name] for part in self.stretches], dtype=torch.int64, device=device)
+        self.index = torch.tensor([index[part.name] for part in self.stretches], dtype=torch.int32, device=device)
         self.weight = torch.tensor([1 / part.holders for part in self.stretches], device=device)
         twice = {part.name for part in tied} if mesh.tied.size > 1 else set()
         self.once = torch.tensor([0.5 if name in twice else 1.0 for name in self.names], device=device)
 
     def sum(self, sums: Tensor) -> None:
         """Sum gradients in place over the ranks that hold the same parameters."""
-        for group, parts in self.jobs:
+        for group, parts, mine in self.jobs:
             views = [part.of(self.flat.shard(sums, part.name, self.number)) for part in parts]
-            packed = group.sum(torch.cat([view.reshape(-1) for view in views]))
+            # Which of them are this rank's to sum is a tensor, not part of the graph.
+            flags = [None] * len(views) if mine is None else mine.unbind()
+            said = [
+                (view if flag is None else torch.where(flag, view, 0.0)).reshape(-1)
+                for view, flag in zip(views, flags, strict=True)
+            ]
+            packed = group.sum(torch.cat(said))
             start = 0
-            for view in views:
-                view.copy_(packed[start : start + view.numel()].view_as(view))
+            for view, flag in zip(views, flags, strict=True):
+                total = packed[start : start + view.numel()].view_as(view)
+                view.copy_(total if flag is None else torch.where(flag, total, view))
                 start += view.numel()
 
     def squares(self, row: Tensor) -> Tensor:
@@ -89,15 +115,24 @@ class Shares:
         return self.mesh.pp.sum((squares * self.once).sum()).sqrt()
 
     def _stretches(self, blueprint: Blueprint, name: str) -> list[Stretch]:
-        row, mine = blueprint.row(name), self.flat.rows(name, self.number)
+        """This shard's rows, cut wherever a part begins in any shard: so all shards have the same pieces."""
+        row, mine, span = blueprint.row(name), self.flat.rows(name, self.number), self.flat.spans[name]
         tp, rank = self.mesh.tp.size, self.mesh.tp.rank
         holders = blueprint.holders(name, tp)
         if row.split != 0 or not row.parts:  # the same for all rows
-            return [Stretch(name, 0, len(mine), holders[0])] if len(mine) else []
-        out, start = [], 0
-        for held, count in zip(blueprint.slices(name, tp, rank), holders, strict=True):
-            first, end = max(start, mine.start), min(start + held.stop - held.start, mine.stop)
-            if first < end:
-                out.append(Stretch(name, first - mine.start, end - mine.start, count))
-            start += held.stop - held.start
+            return [Stretch(name, 0, len(mine), holders[0], frozenset(holders[:1]))] if len(mine) else []
+        sizes = [held.stop - held.start for held in blueprint.slices(name, tp, rank)]
+        starts = list(accumulate(sizes, initial=0))[:-1]
+
+        def holders_of(row: int) -> int:
+            return holders[bisect_right(starts, row) - 1]
+
+        cuts = [*sorted({start % span.rows for start in starts} | {0}), span.rows]
+        out = []
+        for first, end in pairwise(cuts):
+            shards = range(first, span.shape[0], span.rows)
+            if first < len(mine):
+                elsewhere = frozenset(holders_of(each) for each in shards)
+                here = holders_of(mine.start + first)
+                out.append(Stretch(name, first, min(end, len(mine)), here, elsewhere))
         return out

@@ -120,6 +120,7 @@ class Forward:
                     self.replays(micro, work)
                 else:
                     work(micro)
+                self.device.mark()
 
 
 class _StageModule(nn.Module):
@@ -150,7 +151,7 @@ class Step:
         # At fixed places in memory, so that what reads them can be replayed.
         self.key = torch.zeros(2, dtype=torch.int32, device=device.handle)
         self.divisors = torch.ones(len(loss.names), device=device.handle)
-        self.sums = Sums(loss.names, device.handle)
+        self.sums = Sums(loss.names, device.handle, mesh)
         self.look: Callable[[], None] | None = None
         """Called when gradients are complete, before the update."""
 
@@ -168,7 +169,7 @@ class Step:
         self.sums.values.zero_()
         self.forward(parts, self.key, self._take, backward=True)
         said = self.device.to_device(torch.tensor(says, dtype=torch.float32))
-        totals, counts, said = self.sums.over(mesh, said)
+        totals, counts, said = self.sums.over(said)
         means = dict(zip(self.loss.names, totals / at_least_one(counts), strict=True))
         loss = torch.stack(list(means.values())).sum()
         scale = torch.ones_like(loss) if ahead else 1 / at_least_one(counts[0])
@@ -189,22 +190,24 @@ class Step:
 class Sums:
     """Each term's sum and count, over micro batches and then over ranks."""
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = list(names)
+    def __init__(self, names: Sequence[str], device: torch.device, mesh: Mesh) -> None:
+        self.names, self.mesh = list(names), mesh
         self.values = torch.zeros(2, len(names), device=device)
+        self.speaks = torch.tensor(mesh.tp.rank == 0, device=device)
+        """A tensor, so that the graph does not depend on the rank."""
 
     def add(self, terms: Terms) -> None:
         self.values += torch.stack(
             [torch.stack([terms[name][which].detach() for name in self.names]) for which in (0, 1)]
         )
 
-    def over(self, mesh: Mesh, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def over(self, extra: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sums, counts) of the whole batch, and `extra` [N] summed over all ranks.
 
         Tensor-parallel ranks have found the same numbers, so one of them speaks; stages without a loss have zeros.
         """
-        mine = self.values if mesh.tp.rank == 0 else torch.zeros_like(self.values)
-        whole = mesh.everyone.sum(torch.cat((mine.flatten(), extra)))
+        mine = self.values if self.mesh.tp.size == 1 else torch.where(self.speaks, self.values, 0.0)
+        whole = self.mesh.everyone.sum(torch.cat((mine.flatten(), extra)))
         terms = len(self.names)
         return whole[:terms], whole[terms : 2 * terms], whole[2 * terms :]
 

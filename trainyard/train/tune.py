@@ -113,7 +113,7 @@ class Space:
         try:
             config = self.config(choice)
             Layout.of(config, self.ranks)
-            compiler(config.compile)
+            compiler(config.compile, devices.select(config.device.name))
         except UserError:
             return False
         return True

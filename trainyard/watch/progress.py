@@ -41,6 +41,8 @@ class Screen:
             self.console.print(line(record, self.steps), soft_wrap=True, highlight=False, markup=False)
         if "seconds_from_start" in record:
             self.console.print(f"first step done {record['seconds_from_start']:.1f} s after the start", style="dim")
+        if "graphs_compiled" in record:
+            self.console.print(compiled(record), style="dim")
         if "not_finite" in record:
             self.console.print(f"step {record['step']} skipped: {record['not_finite']}", soft_wrap=True, markup=False)
 
@@ -74,6 +76,16 @@ class Screen:
             left = (self.steps - record["step"]) * self.seconds_per_step
             words.append(f"{timedelta(seconds=round(left))} left")
         return "  ".join(words)
+
+
+def compiled(record: dict[str, Any]) -> str:
+    """Over all ranks at the first logged step; later only what should not be: graphs that were not there yet."""
+    count = record["graphs_compiled"]
+    graphs = f"{count} graph{'s' * (count != 1)}"
+    if "graphs_cached" not in record:
+        return f"Compiled {graphs} more until step {record['step']}"
+    seconds = f" ({record['compile_seconds']:.1f} s in the compiler)" if count else ""
+    return f"Compiled {graphs}, {record['graphs_cached']} from cache{seconds}"
 
 
 def line(record: dict[str, Any], steps: int) -> str:

@@ -1,0 +1,275 @@
+"""What a run takes of memory, measured, beside what `trainyard/plan/memory.py` says.
+
+    python bench/plan_memory.py gpu --out FILE                 every case on one GPU, each in a process of its own
+    python bench/plan_memory.py cpu --out FILE                 the same on a CPU, some with two or four ranks
+    python bench/plan_memory.py gpu --case llama-full          some of them
+    python bench/plan_memory.py gpu --show FILE                what was measured before, beside today's plan
+
+Each case is the Trainer's own work of a few steps on random tokens, without checkpoints. On a GPU bytes are those of
+torch's caching allocator: the most that was allocated at once, and the most that it held. Beside the peak of the run,
+which is what `trainyard train` logs as memory_bytes, stand the bytes of the run when built, the peak of the last step
+up to where all gradients are there, and that of its update. On a CPU they are those of torch's allocator as its
+profiler tells them, event by event, from before the Trainer is made.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trainyard import Trainer
+from trainyard.config.load import parse
+from trainyard.config.schema import Config
+from trainyard.launch.local import free_port
+from trainyard.parallel.layout import Layout
+from trainyard.plan.memory import memory
+
+LLAMA: dict[str, Any] = {
+    "model": {
+        "family": "llama", "vocab": 32256, "hidden": 2048, "layers": 24, "heads": 16, "ffn": 5504,
+        "max_positions": 16384,
+    },
+    "data": {"source": "synthetic", "sequence": 4096},
+    "train": {"steps": 5, "global_batch": 8, "micro_batch": 4},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
+GPT: dict[str, Any] = {
+    "model": {
+        "family": "gpt", "vocab": 50257, "hidden": 2048, "layers": 18, "heads": 16, "max_positions": 2048,
+        "embedding_dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    },
+    "data": {"source": "synthetic", "sequence": 2048},
+    "train": {"steps": 5, "global_batch": 16, "micro_batch": 8},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
+BERT: dict[str, Any] = {
+    "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
+    "data": {"source": "synthetic", "sequence": 128, "predictions": 20},
+    "train": {"steps": 5, "global_batch": 512, "micro_batch": 256},
+    "precision": {"kind": "bf16"},
+}
+SMALL: dict[str, Any] = {
+    "model": {
+        "family": "llama", "vocab": 32000, "hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816,
+        "max_positions": 2048, "tied": True,
+    },
+    "data": {"source": "synthetic", "sequence": 2048},
+    "train": {"steps": 5, "global_batch": 16, "micro_batch": 8},
+    "precision": {"kind": "fp32"},
+}  # fmt: skip
+WIDE = ["model.vocab=128256", "model.layers=12", "model.kv_heads=4", "train.micro_batch=2", "data.sequence=8192"]
+GPU: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "llama-8": (LLAMA, ["train.micro_batch=8", "train.global_batch=16"]),
+    "llama-attention": (LLAMA, ["recompute.kind=attention"]),
+    "llama-parts": (LLAMA, ["recompute.kind=parts", "recompute.parts=[activation,norm]"]),
+    "llama-full": (LLAMA, ["recompute.kind=full", "train.micro_batch=8", "train.global_batch=16"]),
+    "llama-bf16-gradients": (LLAMA, ["precision.gradients=bf16"]),
+    "llama-sr": (LLAMA, ["precision.kind=bf16_sr"]),
+    "llama-fp8": (LLAMA, ["precision.kind=fp8"]),
+    "llama-plain": (LLAMA, ["device.kernels=plain", "train.micro_batch=2"]),
+    "llama-compiled": (LLAMA, ["compile.enabled=true"]),
+    "llama-wide": (LLAMA, WIDE),
+    "llama-fp32": (SMALL, []),
+    "gpt": (GPT, []),
+    "gpt-full": (GPT, ["recompute.kind=full"]),
+    "bert": (BERT, []),
+    "bert-replay": (BERT, ["compile.replay=true"]),
+}
+
+
+def _little(family: str, **more: Any) -> dict[str, Any]:
+    """Tens of MB of weights, so that tensors and not constants decide, in seconds."""
+    model = {"family": family, "vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "max_positions": 256, **more}
+    return {
+        "model": model,
+        "data": {"source": "synthetic", "sequence": 256, "predictions": 38},
+        "train": {"steps": 2, "global_batch": 8, "micro_batch": 4},
+        "device": {"name": "cpu"},
+    }
+
+
+LITTLE = {
+    "llama": _little("llama", ffn=1408, kv_heads=4),
+    "gpt": _little("gpt", hidden_dropout=0.1, attention_dropout=0.1),
+    "bert": _little("bert"),
+}
+HALF = "precision.kind=bf16"
+RUNS = 3
+CPU: dict[str, tuple[str, int, list[str]]] = {
+    "llama-fp32": ("llama", 1, []),
+    "llama": ("llama", 1, [HALF]),
+    "llama-attention": ("llama", 1, [HALF, "recompute.kind=attention"]),
+    "llama-parts": ("llama", 1, [HALF, "recompute.kind=parts", "recompute.parts=[activation,norm]"]),
+    "llama-full": ("llama", 1, [HALF, "recompute.kind=full", "model.vocab=1024"]),
+    "llama-sr": ("llama", 1, ["precision.kind=bf16_sr"]),
+    "gpt": ("gpt", 1, [HALF]),
+    "bert": ("bert", 1, []),
+    "llama-zero0": ("llama", 2, [HALF]),
+    "llama-zero1": ("llama", 2, [HALF, "layout.zero=1"]),
+    "llama-zero2": ("llama", 2, [HALF, "layout.zero=2"]),
+    "llama-zero3": ("llama", 2, [HALF, "layout.zero=3"]),
+    "llama-tp": ("llama", 2, [HALF, "layout.tp=2"]),
+    "gpt-sequence": ("gpt", 2, [HALF, "layout.tp=2", "layout.sequence_parallel=true"]),
+    "llama-pp": ("llama", 2, [HALF, "layout.pp=2", "train.micro_batch=2"]),
+    "llama-cp": ("llama", 2, [HALF, "layout.cp=2"]),
+    "llama-tp-pp": ("llama", 4, [HALF, "layout.tp=2", "layout.pp=2", "train.micro_batch=2"]),
+    "llama-sequence-zero1": ("llama", 4, [HALF, "layout.tp=2", "layout.sequence_parallel=true", "layout.zero=1"]),
+}
+
+
+def configure(where: str, case: str, directory: str = ".") -> tuple[Config, Layout]:
+    base, ranks, words = (*GPU[case][:1], 1, GPU[case][1]) if where == "gpu" else (LITTLE[CPU[case][0]], *CPU[case][1:])
+    quiet = ["checkpoint.final=false", "log.every=1", "log.tensorboard=false", f"log.directory={directory}"]
+    config = parse(json.loads(json.dumps(base)), [*words, *quiet])
+    return config, Layout.of(config, ranks)
+
+
+def on_gpu(case: str) -> dict[str, float]:
+    """Runs in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        config, _ = configure("gpu", case, directory)
+        trainer = Trainer(config)
+        found: dict[str, float] = {"built": torch.cuda.memory_allocated()}
+        found["building"] = most = torch.cuda.max_memory_allocated()
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, torch.cuda.max_memory_allocated())
+            found["backward"] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            found["before_update"] = torch.cuda.memory_allocated()
+
+        trainer.step.look = look
+        trainer.run()
+        lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    update = torch.cuda.max_memory_allocated()
+    return found | {
+        "update": update,
+        "memory_bytes": max(most, update),
+        "reserved": torch.cuda.memory_reserved(),
+        "ms": statistics.median(record["ms_per_iteration"] for record in records[2:]),
+        "loss": records[-1]["loss"],
+    }
+
+
+def on_cpu(config: Config) -> dict[str, float]:
+    """This rank's peak over two steps, and its place in the pipeline."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer = Trainer(config)
+        batch = trainer.loader.batch(0, trainer.rows)
+        for number in (1, 2):
+            trainer.step(batch, number, 1e-3)
+        trainer.optimizer.settle()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    totals = [event["args"]["Total Allocated"] for event in events]
+    before = totals[0] - events[0]["args"]["Bytes"]
+    return {"pp": trainer.mesh.place["pp"], "memory_bytes": max(totals) - before}
+
+
+def ranks_on_cpu(case: str) -> dict[str, list[int]]:
+    """The peaks of the ranks at each place of the pipeline, from the least."""
+    ranks = CPU[case][1]
+    with free_port() as port:
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        started = [
+            subprocess.Popen(
+                [sys.executable, __file__, "cpu", "--one", case],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        said = [process.communicate() for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{case}: " + said[0][1][-2000:])
+    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    places: dict[str, list[int]] = {}
+    for one in found:
+        places.setdefault(str(one["pp"]), []).append(one["memory_bytes"])
+    return {place: sorted(peaks) for place, peaks in places.items()}
+
+
+def machine() -> dict[str, str]:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"name": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+
+
+def measure(where: str, case: str) -> dict[str, Any]:
+    if where == "cpu":
+        # With several ranks it differs from run to run: gloo's threads let go of what was sent sooner or later.
+        runs = [ranks_on_cpu(case) for _ in range(RUNS if CPU[case][1] > 1 else 1)]
+        return {"places": {place: sorted(peak for run in runs for peak in run[place]) for place in runs[0]}}
+    done = subprocess.run([sys.executable, __file__, "gpu", "--one", case], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{case}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def show(where: str, case: str, found: dict[str, Any]) -> None:
+    """A line for each place of the pipeline: what was allocated, from the least to the most where that differs, what is
+    planned, and one over the other."""
+    config, layout = configure(where, case)
+    places = found.get("places") or {"0": [found["memory_bytes"]]}
+    for pp, peaks in sorted(places.items()):
+        plan = memory(config, layout, int(pp), where)
+        allocated = plan.total - plan.fragmentation
+        name = case if len(places) == 1 else f"{case}, place {pp}"
+        ends = sorted({peaks[0], peaks[-1]})
+        got = " to ".join(f"{peak / 2**20:.1f}" for peak in ends)
+        ratio = " to ".join(f"{allocated / peak:.3f}" for peak in ends)
+        held = f"  held {found['reserved'] / peaks[0]:.3f} of it" if "reserved" in found else ""
+        print(f"{name:28} {got:>16} MiB  planned {allocated / 2**20:10.1f}  {ratio}{held}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("where", choices=["gpu", "cpu"])
+    parser.add_argument("--case", action="append", help="may be given more than once")
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON, beside those of other cases")
+    parser.add_argument("--show", type=Path, help="measure nothing: read that file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    where, cases = arguments.where, {"gpu": GPU, "cpu": CPU}[arguments.where]
+    if arguments.one:
+        config, _ = configure(where, arguments.one)
+        print(json.dumps(on_gpu(arguments.one) if where == "gpu" else on_cpu(config)))
+        return
+    source = arguments.show or arguments.out
+    results: dict[str, Any] = json.loads(source.read_text()) if source and source.exists() else {}
+    if unknown := set(arguments.case or ()) - set(cases):
+        parser.error(f"--case {sorted(unknown)[0]}: not one of {', '.join(cases)}")
+    for case in arguments.case or cases:
+        if not arguments.show:
+            results[case] = {"machine": machine(), **measure(where, case)}
+            if arguments.out:
+                arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+        if case in results:
+            show(where, case, results[case])
+
+
+if __name__ == "__main__":
+    main()

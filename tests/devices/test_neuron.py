@@ -1,0 +1,392 @@
+"""TorchNeuron without a chip: what is decided by pure functions, and the device's own code on a pretended package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import tiny
+from tests.devices.pretended import install
+from trainyard import devices
+from trainyard.config.load import load
+from trainyard.devices.instance import Instance, find, generation_of, version
+from trainyard.devices.neuron import Neuron, obstacle
+from trainyard.devices.neuron_environment import (
+    Launch,
+    cores_of,
+    launch_of,
+    lnc_of,
+    native_environment,
+    settled,
+)
+from trainyard.errors import UserError
+from trainyard.launch.local import free_port
+from trainyard.train.hooks import Hook, Run
+from trainyard.train.loop import Trainer
+
+TRN2 = Instance("trn2", 16, "trn2.48xlarge")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("here", "package", "says"),
+    [
+        (TRN2, (2, 13), None),
+        (Instance("trn3", 4, ""), (2, 14), None),
+        (TRN2, None, r"needs torch-neuronx 2\.13\.\* or 2\.14\.\* from AWS.s own package index .Python 3\.12"),
+        (TRN2, (2, 9), r"torch-neuronx 2\.9 is the older one for XLA; needs"),
+        (Instance(None, 0, "Standard PC"), (2, 13), r"no chip here \(/dev/neuron0 is missing\)"),
+        (Instance("trn1", 16, "trn1.32xlarge"), None, r"this is a trn1.*nearest: device\.name=xla"),
+        (Instance(None, 16, ""), (2, 13), r"set NEURON_PLATFORM_TARGET_OVERRIDE=trn2 or trn3"),
+    ],
+)
+def test_why_there_is_no_such_device(here: Instance, package: tuple[int, int] | None, says: str | None) -> None:
+    found = obstacle(here, package)
+    if says is None:
+        assert found is None
+    else:
+        assert found is not None
+        with pytest.raises(AssertionError, match=says):
+            raise AssertionError(found)
+
+
+def test_asked_for_by_name_it_says_what_to_install() -> None:
+    with pytest.raises(
+        UserError, match=r"device\.name=neuron: needs torch-neuronx 2\.13.*; here: .*cpu, auto"
+    ) as error:
+        devices.select("neuron")
+    assert "\n" not in str(error.value)
+
+
+def test_an_instance_is_known_by_what_ec2_and_the_driver_say(tmp_path: Path) -> None:
+    dmi = tmp_path / "sys/devices/virtual/dmi/id"
+    dmi.mkdir(parents=True)
+    (dmi / "product_name").write_text("trn2u.48xlarge\n")
+    (tmp_path / "dev").mkdir()
+    for name in ("neuron0", "neuron1", "neuron15", "neuron", "neuron_shared", "null"):
+        (tmp_path / "dev" / name).touch()
+    assert find(tmp_path, {}) == Instance("trn2", 3, "trn2u.48xlarge")
+    assert find(tmp_path, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}).generation == "trn3"
+    assert find(tmp_path / "nothing", {}) == Instance(None, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("product", "generation"),
+    [("trn1.2xlarge", "trn1"), ("trn1n.32xlarge", "trn1"), ("p5.48xlarge", None), ("Trn3pd98.3xlarge", "trn3")],
+)
+def test_generations(product: str, generation: str | None) -> None:
+    assert generation_of(product) == generation
+
+
+def test_a_package_that_is_not_there_has_no_version() -> None:
+    assert version("torch-neuronx") is None
+    found = version("torch")
+    assert found is not None
+    assert found >= (2, 11)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, Launch()),
+        (
+            {"RANK": "65", "WORLD_SIZE": "128", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "64", "MASTER_PORT": "41000"},
+            Launch(65, 128, 1, 64, "localhost", 41000),
+        ),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, Launch(3, 4, 3, 4)),
+    ],
+)
+def test_where_a_process_stands(environ: dict[str, str], launch: Launch) -> None:
+    assert launch_of(environ) == launch
+
+
+@pytest.mark.parametrize(("ranks", "local", "hosts"), [(1, 1, 1), (64, 64, 1), (128, 64, 2), (65, 64, 2)])
+def test_hosts(ranks: int, local: int, hosts: int) -> None:
+    assert Launch(ranks=ranks, local_ranks=local).hosts == hosts
+
+
+def test_a_launcher_that_gives_no_numbers_is_one_line() -> None:
+    with pytest.raises(UserError, match="WORLD_SIZE=many: must be a number"):
+        launch_of({"WORLD_SIZE": "many"})
+
+
+@pytest.mark.parametrize(
+    ("generation", "asked", "environ", "lnc"),
+    [
+        ("trn1", None, {}, 1),
+        ("trn2", None, {}, 2),
+        ("trn2", None, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 1),
+        ("trn2", 1, {}, 1),
+        ("trn3", 2, {"NEURON_LOGICAL_NC_CONFIG": "2"}, 2),
+    ],
+)
+def test_physical_cores_of_a_rank(generation: str, asked: int | None, environ: dict[str, str], lnc: int) -> None:
+    assert lnc_of(generation, asked, environ) == lnc
+
+
+@pytest.mark.parametrize(
+    ("generation", "asked", "environ", "says"),
+    [
+        ("trn2", 2, {"NEURON_LOGICAL_NC_CONFIG": "1"}, r"NEURON_LOGICAL_NC_CONFIG=1: device\.lnc=2 needs 2"),
+        ("trn1", 2, {}, "trn1 with LNC 2: not known; here: trn1 with LNC 1, trn2 with LNC 1"),
+        ("trn2", None, {"NEURON_LOGICAL_NC_CONFIG": "two"}, "NEURON_LOGICAL_NC_CONFIG=two: must be a number"),
+    ],
+)
+def test_physical_cores_that_cannot_be(generation: str, asked: int | None, environ: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        lnc_of(generation, asked, environ)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_ranks", "core"),
+    [
+        (None, 5, 64, "5"),
+        ("", 5, 64, "5"),
+        ("7", 3, 4, "7"),  # a launcher of the user's gave this rank its own
+        ("4-7", 2, 4, "6"),
+        ("8,10,12", 1, 2, "10"),
+        ("0-1,8-9", 3, 4, "9"),
+    ],
+)
+def test_the_core_of_a_rank(visible: str | None, local_rank: int, local_ranks: int, core: str) -> None:
+    assert cores_of(visible, local_rank, local_ranks) == core
+
+
+@pytest.mark.parametrize(
+    ("visible", "says"),
+    [
+        ("0-1", "0-1: 2 cores for 4 ranks; one core each"),
+        ("all", "not a list of cores"),
+        ("3-1", "not a list of cores"),
+    ],
+)
+def test_cores_that_do_not_suffice(visible: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        cores_of(visible, 0, 4)
+
+
+@given(first=st.integers(0, 100), count=st.integers(2, 64))
+def test_ranks_share_what_the_user_gave_and_none_twice(first: int, count: int) -> None:
+    visible = f"{first}-{first + count - 1}"
+    taken = [int(cores_of(visible, rank, count)) for rank in range(count)]
+    assert taken == list(range(first, first + count))
+
+
+def test_what_the_native_runtime_reads() -> None:
+    alone = native_environment(2, Launch(local_rank=3, local_ranks=4, ranks=4), "/cache")
+    assert alone["NEURON_LOGICAL_NC_CONFIG"] == "2"
+    assert alone["NEURON_RT_VISIBLE_CORES"] == "3"
+    assert alone["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache"
+    assert int(alone["NEURON_RT_EXEC_TIMEOUT"]) > 30
+    assert not [name for name in alone if name.startswith("FI_")]
+    several = native_environment(2, Launch(ranks=128, local_ranks=64), "/cache")
+    assert several["FI_PROVIDER"] == "efa"
+    assert several["FI_EFA_USE_DEVICE_RDMA"] == "1"
+    assert "NEURON_RT_ROOT_COMM_ID" not in several, "ranks find it through their store"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    wanted = native_environment(2, Launch(), "/ours")
+    mine = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/mine", "NEURON_RT_EXEC_TIMEOUT": "99"}
+    changes = settled(wanted, mine)
+    assert not changes.keys() & mine.keys()
+    assert (mine | changes).keys() == wanted.keys()
+
+
+def test_a_device_knows_its_machine() -> None:
+    device = Neuron(TRN2)
+    assert device.ranks() == 64
+    assert device.describe() == "trn2.48xlarge, a core of 24 GiB (LNC 2)"
+    peak, slow = device.peak(torch.bfloat16), device.peak(torch.float32)
+    assert peak is not None
+    assert slow is not None
+    assert peak.flops == pytest.approx(166.75e12)
+    assert slow.flops == pytest.approx(45.25e12)
+    assert device.takes(range(4))
+    assert not device.takes(range(8))
+    assert device.maker.type == "cpu", "initial weights need exact 64-bit integers"
+    assert device.order(4, 64) is None
+    assert device.order(32, 64) == [*range(16), *range(48, 64), *range(16, 48)]
+
+
+def test_mistakes_before_the_first_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Neuron(Instance("trn2", 1, "trn2.3xlarge"))
+    with pytest.raises(UserError, match="local rank 4: this machine has 4 cores, one for each rank"):
+        device.prepare(False, 4, "bf16")
+    with pytest.raises(UserError, match=r"precision\.kind=fp8: not on Trainium.*nearest: bf16"):
+        device.prepare(False, 0, "fp8")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    with pytest.raises(UserError, match=r"device\.lnc=2 needs 2"):
+        device.prepare(False, 0, "bf16", 2)
+
+
+@pytest.mark.parametrize("value", [0, 3])
+def test_an_lnc_that_no_chip_has_is_one_line(value: int) -> None:
+    with pytest.raises(UserError, match=rf"device\.lnc={value}.*nearest: {max(1, min(value, 2))}"):
+        load("tiny-llama", [f"device.lnc={value}"])
+
+
+RUN = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+import torch_neuronx
+
+from tests import tiny
+from trainyard.devices.instance import Instance
+from trainyard.devices.neuron import Neuron
+from trainyard.parallel.mesh import leave
+from trainyard.train.loop import Trainer
+
+
+class Pretended(Neuron):
+    handle = torch.device("cpu")
+
+
+torch.set_num_threads(1)
+layers = {**tiny.LLAMA, "layers": 4}
+layout, kind = json.loads(sys.argv[1]), sys.argv[2]
+common = {"precision": {"kind": kind}, "log": {"every": 1, "tensorboard": False, "directory": sys.argv[3]}}
+config = tiny.config(
+    layers, layout=layout, compile={"enabled": True}, checkpoint={"final": False, "every": 2}, **common
+)
+
+
+class Losses(list):
+    def __getattr__(self, name):
+        if name == "on_log":
+            return lambda trainer, record: self.append((record["loss"], record["memory_bytes"]))
+        return lambda *arguments: None
+
+
+device, losses = Pretended(Instance("trn2", 16, "trn2.48xlarge")), Losses()
+trainer = Trainer(config, hooks=[losses], device=device)
+summary = trainer.run()
+weights = float(trainer.optimizer.weight_norm())
+plain = Losses()
+if trainer.layout.world == 1:
+    Trainer(tiny.config(layers, **common), hooks=[plain]).run()
+print(json.dumps({
+    "losses": [loss for loss, _ in losses],
+    "plain": [loss for loss, _ in plain],
+    "memory": losses[-1][1],
+    "weights": weights,
+    "graphs": [graph.code.count("scaled_dot_product_attention(") for graph in torch_neuronx.graphs],
+    "options": len({id(each) for each in torch_neuronx.options_seen}),
+    "group": dist.get_backend() if dist.is_initialized() else None,
+    "core": os.environ["NEURON_RT_VISIBLE_CORES"],
+    "cache": os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"],
+    "device": str(torch.device("neuron")),
+    "waited": len(torch_neuronx.current_stream().waited),
+    "checkpoint": summary.checkpoint,
+}), flush=True)
+leave()
+"""
+
+
+def environment(packages: Path, home: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)]),
+        "XDG_CACHE_HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("packages")
+    install(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp32", "bf16_sr"])
+def test_a_run_on_the_pretended_package(packages: Path, tmp_path: Path, kind: str) -> None:
+    """The whole Trainer with the neuron device: same losses as on the CPU, one graph for all blocks."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "{}", kind, str(tmp_path)],
+        env=environment(packages, tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert said["losses"] == pytest.approx(said["plain"], rel=1e-6)
+    assert len(said["losses"]) == 4
+    assert sum(said["graphs"]) == 1, "four blocks, one graph"
+    assert len(said["graphs"]) > 1, "the loss and the update are compiled too"
+    assert said["options"] == 1
+    assert said["memory"] == 12345
+    assert said["device"] == "neuron"
+    assert said["core"] == "0"
+    assert said["cache"] == str(tmp_path / "trainyard" / "neff")
+    assert said["waited"] >= 1, "an update waits for the copy of a checkpoint"
+    assert said["checkpoint"]
+
+
+@pytest.mark.slow
+def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path) -> None:
+    """Process group neuron, one core each, and the losses of one rank."""
+
+    def start(rank: int, port: int) -> subprocess.Popen[str]:
+        layout = json.dumps({"tp": 2, "sequence_parallel": True})
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN, layout, "fp32", str(tmp_path)],
+            env=environment(packages, tmp_path) | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    with free_port() as port:
+        crew = [start(rank, port) for rank in range(2)]
+        ends = [rank.communicate(timeout=100) for rank in crew]
+    for rank, (out, errors) in zip(crew, ends, strict=True):
+        assert rank.returncode == 0, errors + out
+    said = [json.loads(out.splitlines()[-1]) for out, _ in ends]
+    assert [each["core"] for each in said] == ["0", "1"]
+    assert {each["group"] for each in said} == {"neuron"}
+    alone = Losses()
+    log = {"directory": str(tmp_path)}
+    Trainer(tiny.config({**tiny.LLAMA, "layers": 4}, log=log), hooks=[alone]).run()
+    for each in said:
+        assert each["losses"] == pytest.approx(alone.losses, rel=1e-5)
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+
+
+def test_the_pretended_package_without_a_chip_is_one_line(packages: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainyard", "train", "device.name=neuron"],
+        env=environment(packages, tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("trainyard: device.name=neuron: no chip here")
+    assert done.stderr.count("\n") == 1

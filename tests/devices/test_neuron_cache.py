@@ -1,0 +1,191 @@
+"""The compile cache of neuronx-cc: directories made in its exact layout, with everything that goes wrong in them."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainyard.devices.neuron_cache import (
+    DEFAULT,
+    Entry,
+    clear_locks,
+    directory,
+    entries,
+    problems,
+    remove_failed,
+    stale,
+)
+from trainyard.errors import UserError
+
+COMPILER = "neuronxcc-2.21.33363.0+82129205"
+FLAGS = ["--model-type=transformer", "--auto-cast=none"]
+GRAPH = {"model.hlo_module.pb": "graph", "compile_flags.json": json.dumps(FLAGS)}
+DONE = {**GRAPH, "model.neff": "code", "model.done": ""}
+FAILED = {**GRAPH, "model.log": "x" * 9000 + "\n[LUR015] Compiler generated too many instructions\n"}
+LOCKED = {**GRAPH, "model.hlo_module.pb.lock": ""}
+NAMES = {"success": "MODULE_1+00000001", "failed": "MODULE_2+00000001", "locked": "MODULE_3+00000001"}
+HOUR = 3600.0
+
+
+def nobody() -> list[str]:
+    return []
+
+
+def put(root: Path, name: str, files: dict[str, str], age: float = 0.0) -> Path:
+    path = root / COMPILER / name
+    path.mkdir(parents=True)
+    for file, text in files.items():
+        (path / file).write_text(text)
+        os.utime(path / file, (time.time() - age,) * 2)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    put(tmp_path, NAMES["success"], DONE)
+    put(tmp_path, NAMES["failed"], FAILED)
+    put(tmp_path, NAMES["locked"], LOCKED, age=2 * HOUR)
+    put(tmp_path, "MODULE_02e0833b58066ea94f2c+d41d8cd9", {"model.hlo.pb": "older"})
+    return tmp_path
+
+
+def by_state(cache: Path) -> dict[str, Entry]:
+    return {entry.state: entry for entry in entries(cache)}
+
+
+def test_each_state_is_seen(cache: Path) -> None:
+    found = by_state(cache)
+    assert sorted(found) == ["empty", "failed", "locked", "success"]
+    done, failed, empty = found["success"], found["failed"], found["empty"]
+    assert (done.compiler, done.graph, done.flags_hash) == ("2.21.33363.0+82129205", "1", "00000001")
+    assert done.flags == tuple(FLAGS)
+    assert done.bytes == sum(map(len, DONE.values()))
+    assert abs(done.collected - time.time()) < 60
+    assert failed.log.endswith("[LUR015] Compiler generated too many instructions")
+    assert len(failed.log) < 5000
+    assert empty.flags == ()
+    assert [lock.name for lock in found["locked"].locks] == ["model.hlo_module.pb.lock"]
+
+
+def test_what_does_not_belong_there_is_passed_over(cache: Path) -> None:
+    before = entries(cache)
+    (cache / "README").write_text("mine")
+    (cache / "other" / NAMES["success"]).mkdir(parents=True)
+    (cache / COMPILER / "lost+found").mkdir()
+    (cache / COMPILER / "MODULE_nonsense").mkdir()
+    (cache / COMPILER / "MODULE_9+00000009").write_text("a file")
+    (cache / COMPILER / ".removed-abc").mkdir()
+    assert entries(cache) == before
+
+
+def test_damaged_entries_are_entries_too(tmp_path: Path) -> None:
+    path = put(tmp_path, "MODULE_7+00000007", {**GRAPH, "compile_flags.json": "[broken", "model.neff": ""})
+    (path / "model.log").symlink_to(tmp_path / "nowhere")
+    (path / "sub").mkdir()
+    (entry,) = entries(tmp_path)
+    assert entry.flags == ()
+    assert entry.log == ""
+    assert problems(entry) == ["model.neff without model.done: cut off", "model.neff is empty"]
+
+
+def test_a_place_that_is_no_cache(tmp_path: Path) -> None:
+    assert entries(tmp_path / "nothing") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="not a directory"):
+        entries(tmp_path / "file")
+    with pytest.raises(UserError, match="s3://bucket/cache: only directories"):
+        entries("s3://bucket/cache")
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ("success", []),
+        ("empty", []),
+        ("failed", ["failed before, and is not tried again"]),
+        ("locked", ["locked"]),
+    ],
+)
+def test_what_is_wrong_is_said(cache: Path, state: str, says: list[str]) -> None:
+    assert problems(by_state(cache)[state]) == says
+
+
+def test_failures_are_removed_and_nothing_else(cache: Path) -> None:
+    gone = remove_failed(entries(cache), nobody)
+    assert [entry.key for entry in gone] == [NAMES["failed"]]
+    assert {entry.state for entry in entries(cache)} == {"success", "locked", "empty"}
+    assert sorted(path.name for path in (cache / COMPILER).iterdir()) == sorted(
+        [NAMES["success"], NAMES["locked"], "MODULE_02e0833b58066ea94f2c+d41d8cd9"]
+    )
+
+
+def test_a_failure_that_is_tried_again_just_now_stays(tmp_path: Path) -> None:
+    path = put(tmp_path, "MODULE_2+00000001", FAILED | LOCKED, age=2 * HOUR)
+    with (path / "model.hlo_module.pb.lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert remove_failed(entries(tmp_path), nobody) == []
+    assert remove_failed(entries(tmp_path), lambda: [f"neuronx-cc compile model.{path.name}.hlo.pb"]) == []
+    assert len(remove_failed(entries(tmp_path), nobody)) == 1
+
+
+@pytest.mark.parametrize(("minutes", "cleared"), [(60, 1), (150, 0)])
+def test_old_locks_are_cleared_and_young_ones_stay(cache: Path, minutes: float, cleared: int) -> None:
+    assert len(clear_locks(entries(cache), minutes, running=nobody)) == cleared
+    assert ("empty" if cleared else "locked") in [
+        entry.state for entry in entries(cache) if entry.key == NAMES["locked"]
+    ]
+
+
+@pytest.mark.parametrize("how", ["flock", "lockf"])
+def test_a_lock_that_another_process_holds_stays(cache: Path, how: str) -> None:
+    (lock,) = by_state(cache)["locked"].locks
+    script = (
+        f"import fcntl, sys; f = open(sys.argv[1], 'r+b'); fcntl.{how}(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert clear_locks(entries(cache), 0, running=nobody) == []
+    holder.communicate("")
+    assert clear_locks(entries(cache), 0, running=nobody) == [lock]
+    assert not lock.exists()
+
+
+def test_a_lock_whose_graph_is_being_compiled_stays(cache: Path) -> None:
+    """Seen by the command line of a real process, which names the entry as the compiler's does."""
+    entry = by_state(cache)["locked"]
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", "input()", f"/tmp/model.{entry.key}.hlo.pb"], stdin=subprocess.PIPE, text=True
+    )
+    try:
+        assert stale(entry, 0) == []
+    finally:
+        compiler.communicate("\n")
+    assert stale(entry, 0) == list(entry.locks)
+
+
+def test_all_locks_are_cleared_when_asked(cache: Path) -> None:
+    put(cache, "MODULE_4+00000001", LOCKED)
+    assert len(clear_locks(entries(cache), running=nobody)) == 1
+    assert len(clear_locks(entries(cache), force=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "where"),
+    [
+        ({}, DEFAULT),
+        ({"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}, "s3://bucket/cache"),
+        ({"NEURON_COMPILE_CACHE_URL": "/a", "NEURON_CC_FLAGS": "-O1 --cache_dir=/b"}, "/b"),
+        ({"NEURON_CC_FLAGS": "--cache_dir /b -O1"}, "/b"),
+        ({"NEURON_CC_FLAGS": "--cache_dir", "NEURON_COMPILE_CACHE_URL": "/a"}, "/a"),
+    ],
+)
+def test_where_the_cache_is(environ: dict[str, str], where: str) -> None:
+    assert directory(environ) == where

@@ -1,0 +1,105 @@
+"""The table of hardware, words that name it, and files that add to it."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from trainyard.config.load import load
+from trainyard.config.recipes import names
+from trainyard.errors import UserError
+from trainyard.plan.hardware import hardware, needed, read_table
+from trainyard.plan.probe import probe
+from trainyard.plan.table import TABLE, Entry
+
+
+@pytest.mark.parametrize(
+    ("word", "ranks", "node", "gib"),
+    [
+        ("trn1.32xlarge:16", 512, 32, 16),
+        ("trn2.48xlarge:8", 512, 64, 24),
+        ("trn2.48xlarge:8:lnc1", 1024, 128, 12),
+        ("trn1.2xlarge", 2, 2, 16),
+        ("trn3.gen2:1", 576, 576, 36),
+        ("h200:8", 8, 8, 139),
+        ("h100:16", 16, 8, 79),
+        ("h200:1", 1, 1, 139),
+    ],
+)
+def test_a_word_names_ranks_and_memory(word: str, ranks: int, node: int, gib: int) -> None:
+    found = hardware(word)
+    assert (found.ranks, found.node, found.memory // 2**30) == (ranks, node, gib)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("h2oo:8", "nearest: h200"),
+        ("h200:0", "NAME:COUNT"),
+        ("h200:many", "NAME:COUNT"),
+        ("trn2.48xlarge:1:lnc4", "LNC 2 or 1"),
+        ("", "not known"),
+    ],
+)
+def test_a_wrong_word_is_answered_in_one_line(word: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        hardware(word)
+    assert "\n" not in str(error.value)
+
+
+def test_every_number_has_a_source() -> None:
+    for entry in TABLE.values():
+        assert entry.why["all"]
+        assert entry.why["hop"] == entry.why["jump"] == "guess"
+        assert (entry.price is None) == (entry.why["price"] == "none found")
+        assert set(entry.why) <= {"all", *(field.name for field in fields(Entry))}
+
+
+@pytest.mark.parametrize("recipe", names())
+def test_recipes_name_hardware_with_as_many_ranks(recipe: str) -> None:
+    config = load(recipe)
+    word = needed(config)
+    if not word.startswith("cpu"):
+        assert hardware(word).ranks == config.layout.ranks
+
+
+def test_a_file_adds_and_changes_entries(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("ours: {like: h200, price: 12.5, network: 50000000000}\nh100: {price: 1}\n")
+    table = read_table(path)
+    assert table["ours"].price == 12.5
+    assert table["ours"].bf16 == TABLE["h200"].bf16
+    assert table["ours"].why["price"] == str(path)
+    assert table["h100"].price == 1
+    assert TABLE["h100"].price != 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ours: {like: h300}", "like=h300"),
+        ("ours: {price: 3}", "like=ours"),
+        ("h200: {prize: 3}", "nearest: price"),
+        ("h200: {price: cheap}", "price=cheap"),
+        ("- h200", "mapping"),
+        ("h200: {", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_answered_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        read_table(path)
+    assert "\n" not in str(error.value)
+
+
+def test_this_cpu_is_measured_and_shared_by_its_ranks() -> None:
+    entry = probe(2)
+    on = hardware("cpu:2", probe=lambda ranks: entry)
+    assert (on.ranks, on.node) == (2, 2)
+    assert on.peak("fp32") == pytest.approx(entry.fp32 / 2)
+    assert entry.fp32 > 1e8
+    assert entry.bandwidth > 1e7
+    assert on.link == pytest.approx(entry.network)
+    assert 0 < entry.hop < 1
+    assert set(entry.why.values()) <= {"measured now", "guess", "none found"}

@@ -1,0 +1,166 @@
+"""Planned memory against what is really held: on a CPU, on a GPU as recorded, and in rehearsals of any size."""
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import tiny
+from tests.plan.live import peak
+from trainyard.config.load import load
+from trainyard.parallel.layout import Layout
+from trainyard.plan.memory import Memory, memory
+
+ROOT = Path(__file__).parents[2]
+NEAR = 0.05
+RESULTS = ROOT / "bench" / "results" / "plan-memory-gpu.json"
+
+
+def _bench() -> Any:
+    """The measurements themselves are those of the published figures."""
+    spec = importlib.util.spec_from_file_location("plan_memory", ROOT / "bench" / "plan_memory.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = _bench()
+
+
+def planned(plan: Memory) -> int:
+    return plan.total - plan.fragmentation
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-fp32",
+        "llama",
+        "llama-attention",
+        "llama-parts",
+        "llama-full",
+        "llama-sr",
+        pytest.param("gpt", marks=SLOW),
+        pytest.param("bert", marks=SLOW),
+    ],
+)
+def test_a_cpu_holds_what_was_planned(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, layout = bench.configure("cpu", case)
+    assert planned(memory(config, layout, 0, "cpu")) == pytest.approx(bench.on_cpu(config)["memory_bytes"], rel=NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama-zero1", "llama-zero2", "llama-zero3", "gpt-sequence", "llama-pp", "llama-cp"])
+def test_ranks_on_a_cpu_hold_what_was_planned(case: str) -> None:
+    """The rank that held least: gloo's threads keep what was sent for a while, which differs from run to run and is not
+    planned (docs/memory.md has the spread)."""
+    config, layout = bench.configure("cpu", case)
+    for place, peaks in bench.ranks_on_cpu(case).items():
+        assert planned(memory(config, layout, int(place), "cpu")) == pytest.approx(peaks[0], rel=NEAR)
+
+
+@pytest.mark.parametrize("case", sorted(json.loads(RESULTS.read_text())))
+def test_a_gpu_held_what_is_planned(case: str) -> None:
+    found = json.loads(RESULTS.read_text())[case]
+    config, layout = bench.configure("gpu", case)
+    plan = memory(config, layout, 0, "gpu")
+    assert planned(plan) == pytest.approx(found["memory_bytes"], rel=NEAR)
+    assert plan.total == pytest.approx(found["reserved"], rel=NEAR)
+
+
+def test_runs_that_were_measured_for_speed() -> None:
+    """bench/results/gpu-h200.json: other shapes and micro batches, by another script."""
+    file = ROOT / "bench" / "results" / "gpu-h200.json"
+    config, layout = bench.configure("gpu", "llama-8")
+    assert planned(memory(config, layout, 0, "gpu")) == pytest.approx(
+        json.loads(file.read_text())["deepseek-1.3b"]["rows"]["trainyard"]["memory_bytes"], rel=NEAR
+    )
+
+
+WORDS = ["precision.kind=bf16", "model.hidden=256", "model.ffn=704", "model.heads=8", "model.kv_heads=4"]
+LONG = ["model.max_positions=2048", "data.sequence=2048", "model.vocab=2048", "model.layers=4"]
+PIPELINE = ["layout.pp=2", "train.micro_batch=4", "train.global_batch=32"]
+
+
+@pytest.mark.parametrize("recompute", [["recompute.kind=full"], ["recompute.kind=none"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["layout.tp=2"],
+        ["layout.tp=2", "layout.sequence_parallel=true"],
+        ["layout.zero=1"],
+        ["layout.cp=2"],
+        ["layout.cp=2", "layout.context=all_gather"],
+        PIPELINE,
+        [*PIPELINE, "layout.vpp=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_rehearsed_rank_holds_what_was_planned(words: list[str], recompute: list[str]) -> None:
+    config = load("tiny-llama", ["train.global_batch=32", "train.micro_batch=8", *WORDS, *LONG, *words, *recompute])
+    layout = Layout.of(config, 2)
+    for place in range(layout.pp):
+        assert planned(memory(config, layout, place, "trainium")) == pytest.approx(peak(config, place, 2), rel=NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "rank", "batch"), [("llama3-70b", 64, 32), ("llama3-70b-trn2", 0, 64)], ids=lambda value: str(value)
+)
+def test_recipes_at_full_size(recipe: str, rank: int, batch: int) -> None:
+    config = load(recipe, [f"train.global_batch={batch}"])
+    layout = Layout.of(config, 512)
+    place = layout.place(rank)["pp"]
+    assert planned(memory(config, layout, place, "trainium")) == pytest.approx(peak(config, rank, 512), rel=NEAR)
+
+
+def test_a_plan_of_70b_takes_milliseconds() -> None:
+    config = load("llama3-70b", [])
+    layout = Layout.of(config, 512)
+    start = time.process_time()
+    for place in range(layout.pp):
+        memory(config, layout, place, "trainium")
+    assert time.process_time() - start < 1.0
+
+
+FAMILIES = st.sampled_from(sorted(tiny.FAMILIES))
+KINDS = st.sampled_from(["cpu", "gpu", "trainium"])
+PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16_sr"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(FAMILIES, KINDS, PRECISIONS, st.sampled_from(["attention", "full"]))
+def test_recompute_never_keeps_more(family: str, kind: str, precision: str, recompute: str) -> None:
+    shape = {"data": {"sequence": 64}, "train": {"global_batch": 512, "micro_batch": 512}}
+    base = tiny.config(family, precision={"kind": precision}, **shape)
+    other = tiny.config(family, precision={"kind": precision}, recompute={"kind": recompute}, **shape)
+    layout = Layout.of(base, 1)
+    assert memory(other, layout, 0, kind).total <= memory(base, layout, 0, kind).total
+
+
+@settings(deadline=None, max_examples=40)
+@given(FAMILIES, KINDS, PRECISIONS, st.sampled_from([2, 4]))
+def test_zero_shares_out_the_state(family: str, kind: str, precision: str, ranks: int) -> None:
+    plans = []
+    for zero in (0, 1):
+        config = tiny.config(family, precision={"kind": precision}, layout={"zero": zero}, train={"global_batch": 8})
+        plans.append(memory(config, Layout.of(config, ranks), 0, kind))
+    assert plans[0].weights == plans[1].weights
+    assert plans[1].optimizer <= plans[0].optimizer
+
+
+def test_kinds_are_named() -> None:
+    config = tiny.config()
+    with pytest.raises(KeyError):
+        memory(config, Layout.of(config, 1), 0, "abacus")

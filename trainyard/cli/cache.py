@@ -1,0 +1,223 @@
+"""`trainyard cache`: what has been compiled, and looking after it."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainyard import devices
+from trainyard.cli.screen import Screen
+from trainyard.compile import cache as kept_code
+from trainyard.compile.pack import pack as pack_files
+from trainyard.compile.pack import unpack as unpack_files
+from trainyard.compile.precompile import records
+from trainyard.devices import neuron_cache
+from trainyard.errors import UserError
+from trainyard.train import kept
+
+app = typer.Typer(
+    help="Look after compiled code: what precompile and train keep under ~/.cache/trainyard, or TRAINYARD_CACHE.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+GIB, MIB = 2**30, 2**20
+
+Device = Annotated[str, typer.Option("--device", help="Whose toolchain it is: cpu, cuda or auto.")]
+
+
+@app.command("ls")
+def ls(
+    device: Device = "auto",
+    neuron: Annotated[Path | None, typer.Option("--neuron", metavar="DIR", help="A cache of neuronx-cc, too.")] = None,
+) -> None:
+    """List compiled graphs: when used last, size, time to compile, what they compute.
+
+    Examples:
+
+      trainyard cache ls
+
+      TRAINYARD_CACHE=/shared/cache trainyard cache ls --neuron /var/tmp/neuron-compile-cache
+    """
+    here = kept.directory(devices.select(device))
+    found = kept_code.places(kept.root())
+    for place in found if here in found or not here.exists() else [*found, here]:
+        entries = kept_code.entries(place)
+        size = kept_code.size(place)
+        mark = "  (this machine's)" if place == here else ""
+        print(f"{place}: {len(entries)} graphs, {size / MIB:,.1f} MiB{mark}")
+        for entry in entries:
+            took = f"{entry.seconds:.1f} s" if entry.seconds else "-"
+            print(f"  {_ago(entry.used):>8}  {entry.bytes / 1024:8.1f} KiB  {took:>8}  {entry.key[:16]}  {entry.name}")
+    if not found and not here.exists():
+        print(f"{kept.root()}: nothing compiled yet")
+    _say_file_system()
+    root = neuron or Path(neuron_cache.directory())
+    if neuron or root.is_dir():
+        modules = neuron_cache.entries(root)
+        print(f"{root}: {len(modules)} graphs of neuronx-cc")
+        for module in modules:
+            age = _ago(module.changed)
+            print(f"  {age:>8}  {module.bytes / 1024:8.1f} KiB  {module.state:>8}  {module.key}  {module.compiler}")
+
+
+@app.command("verify")
+def verify(
+    device: Device = "auto",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged; it is compiled again.")] = False,
+) -> int:
+    """Find damaged entries: libraries that are cut off, entries that are not what their name says.
+
+    Examples:
+
+      trainyard cache verify
+
+      trainyard cache verify --remove
+    """
+    place = _place(device)
+    start = time.monotonic()
+
+    def see(count: int) -> None:
+        if time.monotonic() - start > 2 and count % 1000 == 0:
+            print(f"{count} files ...", flush=True)
+
+    damaged = kept_code.verify(place, see)
+    for path, why in damaged.items():
+        print(f"{path}: {why}{', removed' if remove else ''}")
+        if remove:
+            kept_code.remove(path)
+    print(f"{place}: {len(damaged)} damaged" + ("" if remove or not damaged else "; --remove removes them"))
+    return 1 if damaged and not remove else 0
+
+
+@app.command("clean")
+def clean(
+    device: Device = "auto",
+    others: Annotated[bool, typer.Option("--others", help="Only what other toolchains have compiled.")] = False,
+    to: Annotated[
+        float | None, typer.Option("--to", min=0, metavar="GIB", help="Only what was used longest ago.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also while something is being compiled.")] = False,
+) -> None:
+    """Remove compiled code: all of it, other toolchains' only, or the oldest until --to GiB are left.
+
+    Examples:
+
+      trainyard cache clean --others
+
+      trainyard cache clean --to 10
+    """
+    root = kept.root()
+    if to is not None:
+        print(f"{root}: {kept.trim(root, int(to * GIB)) / MIB:,.1f} MiB removed")
+        return
+    here = kept.directory(devices.select(device))
+    chosen = [place for place in kept_code.places(root) if place != here] if others else [*kept_code.places(root)]
+    if not others and here.exists() and here not in chosen:
+        chosen.append(here)
+    for place in chosen:
+        if not force and kept_code.held_locks(place):
+            raise UserError(f"{place}: something is being compiled; wait for it, or --force")
+    for place in chosen:
+        size = kept_code.size(place)
+        kept_code.remove(place)
+        print(f"{place}: {size / MIB:,.1f} MiB removed")
+    if not chosen:
+        print(f"{root}: nothing to remove")
+
+
+@app.command("clear-locks")
+def clear_locks(device: Device = "auto") -> None:
+    """Remove locks that nobody holds. One that a process holds stays.
+
+    Example:
+
+      trainyard cache clear-locks
+    """
+    place = _place(device)
+    gone, held = kept_code.clear_locks(place), kept_code.held_locks(place)
+    print(f"{place}: {gone} locks removed" + (f", {len(held)} in use" if held else ""))
+
+
+@app.command("pack")
+def pack(
+    target: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A file that is new.")],
+    run: Annotated[
+        str | None, typer.Option("--run", help="Only what this run needs: its log.name, once precompiled.")
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Write compiled code to one file, for nodes to unpack.
+
+    Examples:
+
+      trainyard cache pack all.tar
+
+      trainyard cache pack my-run.tar --run my-run
+    """
+    place = _place(device)
+    if target.exists():
+        raise UserError(f"{target}: exists; name a new file")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"{target}: no such directory to write to")
+    known = records(place)
+    chosen = [record for record in known if run in (None, record["name"])]
+    if run and not chosen:
+        names = ", ".join(sorted({record["name"] for record in known})) or "nothing yet"
+        raise UserError(f"--run {run}: not precompiled here; here: {names}")
+    if run:
+        names_of = {name for record in chosen for name in record["files"]}
+        names_of |= {str(Path(record["path"]).relative_to(place)) for record in chosen}
+    else:
+        names_of = {str(path.relative_to(place)) for path in kept.files(place)} - {kept.FACTS}
+        names_of = {name for name in names_of if not name.startswith(("locks/", "logs/", "."))}
+    contents = pack_files(place, target, sorted(names_of), kept.fingerprint(devices.select(device)))
+    print(f"{target}: {len(contents.files)} files, {contents.bytes / MIB:,.1f} MiB")
+
+
+@app.command("unpack")
+def unpack(
+    source: Annotated[Path, typer.Argument(metavar="FILE.tar", help="From `trainyard cache pack`.")],
+    device: Device = "auto",
+) -> None:
+    """Put packed code into this machine's cache. It is run by training: unpack only what you trust.
+
+    Example:
+
+      srun --ntasks-per-node 1 trainyard cache unpack /shared/my-run.tar
+    """
+    chosen = devices.select(device)
+    place = kept.directory(chosen)
+    if not source.is_file():
+        raise UserError(f"{source}: no such file")
+    total = source.stat().st_size
+    with Screen("unpack") as screen:
+        contents = unpack_files(
+            source, place, kept.fingerprint(chosen), lambda done: screen.show(done, total, "of compiled code")
+        )
+    kept.ready(chosen)
+    print(f"{place}: {len(contents.files)} files, {contents.bytes / MIB:,.1f} MiB")
+    _say_file_system()
+
+
+def _place(device: str) -> Path:
+    place = kept.directory(devices.select(device))
+    if not place.is_dir():
+        raise UserError(f"{place}: nothing compiled yet; trainyard precompile FILE does")
+    return place
+
+
+def _say_file_system() -> None:
+    kind = kept.file_system(kept.root())
+    if kind in kept.UNSAFE and kept.TORCH_PLACE not in os.environ:
+        print(f"{kept.root()}: on {kind}, whose locks may not hold between hosts: each host has its own directory")
+
+
+def _ago(when: float) -> str:
+    """How long ago, in the largest unit that fits."""
+    seconds = max(time.time() - when, 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,116 @@
+"""`trainyard import`: other systems' configurations, as ours, with what became of every key."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainyard import __version__
+from trainyard.config.foreign import Mapped, plain
+from trainyard.config.load import dump, settle
+from trainyard.config.megatron_flags import from_flags, from_script
+from trainyard.config.nxdt import from_nxdt, is_nxdt
+from trainyard.config.yaml_file import read
+from trainyard.errors import UserError
+from trainyard.files import write_whole
+
+YAML = {".yaml", ".yml"}
+WIDTH = 140
+"""Of the table where there is no terminal."""
+
+
+def import_config(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="NxD Training's YAML, or a shell script that runs pretrain_gpt.py.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]... [-- FLAGS]",
+            help="Our keys (with a dot) to change, variables of the script (without), flags of Megatron-LM's after --.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write our YAML there, not to the screen.")
+    ] = None,
+) -> None:
+    """Bring a configuration of NxD Training or of Megatron-LM over to ours.
+
+    Every key or flag is shown with what it becomes: a key of ours, nothing (and why), or one line that refuses it.
+    Scripts are read, never run.
+
+    Examples:
+
+      trainyard import hf_llama3_70B_config.yaml
+
+      trainyard import hf_llama3_8B_config.yaml -o llama3-8b.yaml
+
+      trainyard import pretrain_gpt3.sh DATA_PATH=/data/my-gpt2_text_document train.steps=1000
+
+      trainyard import -- --num-layers 12 --hidden-size 768 --num-attention-heads 12 ...
+
+    `trainyard train`, `config` and the others take NxD Training's files as they are.
+    """
+    given, flags = _apart([source, *(words or [])])
+    file = given.pop(0) if given and not given[0].startswith("-") and "=" not in given[0] else None
+    variables = dict(word.split("=", 1) for word in given if "." not in word.partition("=")[0] and "=" in word)
+    ours = [word for word in given if word.partition("=")[0] not in variables]
+    mapped = _mapped(file, variables, flags)
+    config = settle(mapped, ours, file or "flags")
+    _report(mapped)
+    text = f"# From {file or 'flags of Megatron-LM'}, by trainyard {__version__} import.\n" + dump(config)
+    if out is None:
+        sys.stdout.write(text)
+        return
+    target = out.expanduser()
+    if target.is_dir() or not target.parent.is_dir() or (file and target.resolve() == Path(file).resolve()):
+        raise UserError(f"--output {out}: cannot be written; name another file, in a directory that is there")
+    write_whole(target, text)
+    print(f"  written      {out}   (trainyard train takes it)", file=sys.stderr)
+
+
+def _apart(words: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first flag of Megatron-LM's, and the flags."""
+    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    return words[:first], words[first:]
+
+
+def _mapped(file: str | None, variables: dict[str, str], flags: list[str]) -> Mapped:
+    if file is None:
+        if variables or not flags:
+            raise UserError("import: name a file, or flags of Megatron-LM's after -- (see trainyard import --help)")
+        return from_flags(flags)
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"{file}: no such file; wanted: NxD Training's YAML, or a script that runs pretrain_gpt.py")
+    if path.suffix not in YAML:
+        return from_script(path, variables, flags)
+    if variables or flags:
+        raise UserError(f"{[*variables, *flags][0]}: goes with a script; for {file}: our keys, such as train.steps=100")
+    data = read(path)
+    if not is_nxdt(data):
+        raise UserError(f"{file}: not NxD Training's: no model_source; if it is ours, trainyard train takes it")
+    return from_nxdt(data, file, path.parent)
+
+
+def _report(mapped: Mapped) -> None:
+    """The table, then the warnings, on standard error."""
+    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else WIDTH)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("theirs", overflow="fold")
+    table.add_column("here", overflow="fold")
+    for theirs, value, ours in mapped.rows:
+        style = "dim" if ours.startswith("no effect") else ""
+        table.add_row(*_cells((f"{theirs} = {plain(value)}", ours)), style=style)
+    console.print(table)
+    for line in mapped.warnings:
+        console.print(f"warning: {line}", style="yellow", soft_wrap=True, markup=False)
+
+
+def _cells(texts: Iterable[str]) -> list[Text]:
+    return [Text(text) for text in texts]

@@ -1,0 +1,114 @@
+"""`trainyard precompile`: all that a run compiles, before it starts."""
+
+from types import TracebackType
+from typing import Annotated, Self
+
+import typer
+from rich.console import Console
+
+from trainyard import devices
+from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.train import configure
+from trainyard.compile.precompile import Graph, Report
+from trainyard.compile.precompile import precompile as compile_all
+from trainyard.compile.report import closing
+from trainyard.devices import parallel_compile
+from trainyard.launch.local import threads
+
+
+class Lines:
+    """One line when a graph is done; in a terminal also what is under way."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.status = console.status("") if console.is_terminal else None
+        self.running: dict[str, str] = {}
+        self.done = 0
+
+    def __enter__(self) -> Self:
+        if self.status:
+            self.status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.status:
+            self.status.stop()
+
+    def say(self, line: str) -> None:
+        self.console.print(line, style="dim", soft_wrap=True, markup=False)
+
+    def see(self, graph: Graph) -> None:
+        if graph.state == "compiling":
+            self.running[graph.key] = graph.name
+        else:
+            self.running.pop(graph.key, None)
+            self.done += 1
+            took = f"{graph.seconds:.1f} s" if graph.seconds else "-"
+            line = f"{self.done:4d}  {graph.state:8}  {took:>8}  {graph.name}"
+            self.console.print(line, soft_wrap=True, markup=False)
+        if self.status:
+            self.status.update(f"compiling {len(self.running)}: {'; '.join(self.running.values())}")
+
+
+def precompile(
+    source: Annotated[str, typer.Argument(metavar="FILE|RECIPE", help="A YAML file or a recipe's name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="For the same tiny trial as train --smoke.")] = False,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks of the run on each machine, as for train.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Ranks in all. Default: --nproc, or layout.ranks of the file.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Graphs compiled at a time. Default: one for each core.")
+    ] = None,
+) -> int:
+    """Compile every graph of a run ahead of time, for any number of ranks, without its memory.
+
+    The run must be the same in all that shapes its graphs: model, batch, layout, precision, number of threads. `train`
+    then says `Compiled 0 graphs`. What fails is told with its log and tried again the next time.
+
+    Examples:
+
+      trainyard precompile my.yaml compile.enabled=true --nproc 8
+
+      trainyard precompile my.yaml compile.enabled=true --nproc 8 --ranks 512
+
+      trainyard precompile tiny-llama --smoke compile.enabled=true --workers 4
+
+      trainyard cache pack my-run.tar
+    """
+    words = list(overrides or [])
+    config = configure(source, words, smoke, ranks or nproc or 1)
+    total = ranks or nproc or (1 if smoke else config.layout.ranks or 1)
+    device = devices.select(config.device.name)
+    here = min(total, nproc or device.ranks())
+    console = Console(highlight=False)
+    if device.precompiles:
+        return _by_tool([source, *words, *["--smoke"] * smoke], here, workers, console)
+    lines = Lines(console)
+    with interrupt_on_terminate(), lines:
+        report: Report = compile_all(config, total, here, workers or threads(1), lines.say, lines.see)
+    for line in closing(report):
+        console.print(line, soft_wrap=True, markup=False)
+    return 1 if report.failed or report.problems else 0
+
+
+def _by_tool(words: list[str], ranks: int, workers: int | None, console: Console) -> int:
+    """The device's own: a few steps of the run on this machine, traced and not executed; then its compiler."""
+
+    def see(line: str) -> None:
+        console.print(line, style="dim", soft_wrap=True, markup=False)
+
+    run = parallel_compile.short_run(words[0], words[1:], ranks)
+    with interrupt_on_terminate():
+        report = parallel_compile.precompile(run, workers, see=see)
+    for line in (
+        f"Total graphs: {report.graphs}",
+        f"Total successful compilations: {report.compiled}",
+        f"Total failed compilations: {report.failed}",
+        *(f"failed: {path}" for path in report.failures),
+    ):
+        console.print(line, soft_wrap=True, markup=False)
+    return 1 if report.failed else 0

@@ -1,0 +1,104 @@
+"""Graphs compiled side by side, each in a fork of the process that has traced it.
+
+A fork has the graph as it is, in the midst of torch's compiler: nothing is pickled, and nothing is traced twice. A
+child that crashes, runs out of memory or is killed takes only its own graph with it. Children end when their parent
+does, however that comes.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOK = 0.02
+"""Seconds between two looks at the children."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the compilation of a graph ended."""
+
+    key: str
+    seconds: float
+    problem: str | None
+    log: Path
+
+
+class Pool:
+    def __init__(self, workers: int, logs: Path, tell: Callable[[Ended], None]) -> None:
+        self.workers, self.logs, self.tell = workers, logs, tell
+        self.running: dict[int, tuple[str, float]] = {}
+        self.parent = os.getpid()
+        self.watched, self.held = os.pipe()  # closed by the parent's end
+        logs.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def is_child(self) -> bool:
+        return os.getpid() != self.parent
+
+    def log(self, key: str) -> Path:
+        return self.logs / f"{key}.log"
+
+    def fork(self, key: str) -> bool:
+        """Wait for a free place, then fork; whether this is the child, which ends by `leave`."""
+        while len(self.running) >= self.workers:
+            self.look()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            self.running[pid] = (key, time.time())
+            return False
+        os.setsid()  # the compilers that it starts are ended with it
+        os.close(self.held)
+        with self.log(key).open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        threading.Thread(target=_end_with_parent, args=(self.watched,), daemon=True).start()
+        return True
+
+    def leave(self, problem: str | None = None) -> None:
+        """The end of a child; inside an `except` its traceback goes to the log."""
+        said = traceback.format_exc() if sys.exc_info()[0] else ""
+        os.write(2, f"{said}{problem or 'compiled'}\n".encode())
+        os._exit(1 if problem else 0)
+
+    def look(self) -> None:
+        """Tell of the children that have ended."""
+        time.sleep(LOOK)
+        for pid, (key, start) in list(self.running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del self.running[pid]
+                log = self.log(key)
+                # The last line of the log is written at the end, when the parent may have been busy.
+                seconds = log.stat().st_mtime - start if log.exists() else 0.0
+                problem = _problem(os.waitstatus_to_exitcode(status), log)
+                self.tell(Ended(key, max(seconds, 0.0), problem, log))
+                if problem is None:
+                    log.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        while self.running:
+            self.look()
+
+
+def _problem(code: int, log: Path) -> str | None:
+    if code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        why = "; often the machine ran out of memory" if code == -signal.SIGKILL else ""
+        return f"killed by {names.get(-code, f'signal {-code}')}{why}"
+    if code:
+        lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+        return next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
+    return None
+
+
+def _end_with_parent(fd: int) -> None:
+    os.read(fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

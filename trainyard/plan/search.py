@@ -1,0 +1,173 @@
+"""Every layout that a number of ranks allows, ranked: those that fit, fastest first.
+
+What is varied changes neither the loss nor the batch: tp, pp, vpp, cp, micro batch, recompute and ZeRO. The time is
+worked out for all; memory, which takes longer to know, for the fastest of each (tp, pp, cp) until one fits.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from trainyard.config.schema import Config
+from trainyard.errors import UserError
+from trainyard.models import family
+from trainyard.parallel.layout import Layout
+from trainyard.plan.groups import group_problems
+from trainyard.plan.hardware import Hardware
+from trainyard.plan.report import ROOM, largest
+from trainyard.plan.time import efficiency, step
+
+LONG = 8192
+"""Tokens of a sequence beyond which splitting it is tried; a file that splits it is tried with less, too."""
+TOKENS = 16384
+"""Of a micro batch on a rank; more are tried only where the file has more."""
+BUBBLE = 0.03
+"""Part of the step from which on virtual stages are tried against the bubble."""
+TRIES = 120
+"""Memory is looked at for so many, at most."""
+SIZE = {"fp32": 4, "bf16": 2}
+KEYS = ("layout.tp", "layout.pp", "layout.vpp", "layout.cp", "layout.zero", "train.micro_batch", "recompute.kind")
+
+Key = tuple[int | str, ...]
+"""Values of KEYS."""
+
+
+@dataclass(frozen=True)
+class Found:
+    key: Key
+    config: Config
+    layout: Layout
+    seconds: float
+    memory: int
+    """Bytes of the rank that holds most."""
+    own: bool
+    """The file as it is."""
+
+    def words(self, file: Config) -> list[str]:
+        """Overrides that turn the file into this one."""
+        out = [
+            f"{name}={value}" for name, value, mine in zip(KEYS, self.key, key_of(file), strict=True) if value != mine
+        ]
+        if self.config.layout.sequence_parallel != file.layout.sequence_parallel:
+            out.append(f"layout.sequence_parallel={str(self.config.layout.sequence_parallel).lower()}")
+        if file.recompute.parts and not self.config.recompute.parts:
+            out.append("recompute.parts=[]")
+        if file.layout.cuts and not self.config.layout.cuts:
+            out.append("layout.cuts=[]")
+        return out
+
+
+@dataclass(frozen=True)
+class Search:
+    found: list[Found]
+    """Those that fit, fastest first."""
+    own: Found | None
+    """The file itself, whether or not it fits; None where its layout is not possible at all."""
+    counted: int
+    """Layouts whose time was worked out."""
+
+
+def key_of(config: Config) -> Key:
+    layout = config.layout
+    return (
+        layout.tp, layout.pp, layout.vpp, layout.cp, layout.zero, config.train.micro_batch, config.recompute.kind
+    )  # fmt: skip
+
+
+def search(
+    config: Config, on: Hardware, count: int, show: Callable[[int, int], None] = lambda done, total: None
+) -> Search:
+    """The best `count`. `show` is told how many of how many layouts have been timed."""
+    e, file = efficiency(on), key_of(config)
+    keys = list(dict.fromkeys((file, *_keys(config, on))))
+    timed: list[tuple[float, Key, Config, Layout]] = []
+    for number, key in enumerate(keys):
+        show(number, len(keys))
+        other = config if key == file else _with(config, key)
+        try:
+            layout = Layout.of(other, on.ranks)
+        except UserError:
+            continue
+        timed.append((step(other, layout, on, e).seconds, key, other, layout))
+    timed.sort(key=lambda each: each[0])
+    found: dict[Key, Found] = {}
+    own: Found | None = None
+    tries = 0
+    for seconds, key, other, layout in timed:
+        shape, mine = (layout.tp, layout.pp, layout.cp), key == file
+        if not mine and (shape in found or len(found) == count or tries == TRIES):
+            continue
+        refused = any(problem.refused for problem in group_problems(layout, on, other.layout.context))
+        if refused and not mine:
+            continue
+        tries += 1
+        one = Found(key, other, layout, seconds, largest(other, layout, on), mine)
+        own = one if mine else own
+        if (
+            one.memory <= (1 if mine else ROOM) * on.memory
+            and not refused
+            and shape not in found
+            and len(found) < count
+        ):
+            found[shape] = one
+    return Search(list(found.values()), own, len(timed))
+
+
+def _keys(config: Config, on: Hardware) -> Iterator[Key]:
+    """What may be possible; `Layout.of` says what is. The cheap rules come first: its errors take time to write."""
+    model, train, ranks, sequence = config.model, config.train, on.ranks, config.data.sequence
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    longest = max(config.layout.cp, 8 if sequence > LONG else 1)
+    tensor = [tp for tp in divisors if tp <= on.node and model.heads % tp == 0 and model.inner % tp == 0]
+    context = [cp for cp in divisors if cp <= longest and (cp == 1 or sequence % (2 * cp) == 0)]
+    kinds = list(dict.fromkeys((config.recompute.kind, "none", "attention", "full")))
+    for tp, pp, cp in product(tensor, divisors, context):
+        dp = ranks // (tp * pp * cp)
+        if tp * pp * cp * dp != ranks or pp > model.layers or (tp > 1 and sequence // cp % tp):
+            continue
+        most = max(TOKENS * cp, train.micro_batch * sequence)
+        micros = [2**n for n in range(12) if 2**n == 1 or 2**n * sequence <= most]
+        zeros = [zero for zero in (0, 1, 3) if zero == config.layout.zero or (zero == 1) or (zero == 3 and pp == 1)]
+        for micro, zero in product(dict.fromkeys((train.micro_batch, *micros)), zeros):
+            count, rest = divmod(train.global_batch, micro * dp)
+            if rest or count < pp or (zero and dp * cp == 1):
+                continue
+            virtual = (1, 2, 4) if (pp - 1) / count > BUBBLE else (1,)
+            for vpp, kind in product(dict.fromkeys((*virtual, config.layout.vpp if pp > 1 else 1)), kinds):
+                even = vpp == 1 or (model.layers % (pp * vpp) == 0 and count % pp == 0)
+                if even and _least(config, tp, pp, cp, dp, zero, micro, kind) <= on.memory:
+                    yield tp, pp, vpp, cp, zero, micro, kind
+
+
+def _least(config: Config, tp: int, pp: int, cp: int, dp: int, zero: int, micro: int, kind: str) -> float:
+    """Bytes below which no rank can stay: its state, and what backward needs of the blocks."""
+    model, precision = config.model, config.precision
+    compute, gradients = SIZE[precision.compute], SIZE[precision.accumulate]
+    shards = dp * cp
+    state = 8 + (4 if precision.kind != "bf16_sr" else 0)  # moments and master weights
+    each = (compute + gradients) / (shards if zero >= 2 else 1) + state / (shards if zero else 1)
+    weights = family(model).blueprint(model).parameters() / (tp * pp)
+    kept = {"full": model.hidden, "parts": 2 * model.hidden}.get(kind, 4 * model.hidden + model.inner)
+    # The first stage holds as many micro batches as there are stages: together all layers of one.
+    tokens = micro * config.data.sequence / cp
+    return weights * each + model.layers * tokens * kept * compute / tp
+
+
+def _with(config: Config, key: Key) -> Config:
+    """The file with these values. Where ranks share matrices they share tokens too: it is never slower."""
+    tp, pp, vpp, cp, zero, micro, kind = key
+    cuts = config.layout.cuts if (pp, vpp) == (config.layout.pp, config.layout.vpp) else ()
+    layout = config.layout.model_copy(
+        update={
+            "tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "zero": zero, "cuts": cuts, "sequence_parallel": tp != 1,
+            "schedule": "1f1b" if vpp != config.layout.vpp or zero == 3 else config.layout.schedule,
+        }
+    )  # fmt: skip
+    parts = config.recompute.parts if kind == config.recompute.kind else ()
+    return config.model_copy(
+        update={
+            "layout": layout,
+            "train": config.train.model_copy(update={"micro_batch": micro}),
+            "recompute": config.recompute.model_copy(update={"kind": kind, "parts": parts}),
+        }
+    )
