@@ -5,8 +5,9 @@
 
 tokenize: GPT-2's encoding of JSON lines to token files by one worker and by two, and the reference's algorithm (a
 Python encoder with a cache of words, a pool of processes, 25 documents at a time) with as many; how much two workers
-bring, also where the input is long enough for their start not to count; memory for one input and for four times that. load: tokens per second and core through the loader to batches. index: opening a set of a
-billion tokens in our order and in the reference's. resume: the time to the first batch of a late step.
+bring, also where the input is long enough for their start not to count; memory for one input and for four times that.
+load: tokens per second and core through the loader to batches. index: opening a set of a billion tokens in our order
+and in the reference's. resume: the time to the first batch of a late step.
 """
 
 import argparse

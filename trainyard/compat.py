@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
+from itertools import count
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -292,10 +293,21 @@ def scaled_mm(
 # asked for each graph as in a run. What it makes is kept, and never called: it would write to no memory.
 
 
-def name_group(name: str, group: dist.ProcessGroup) -> None:
+def name_group(name: str, group: dist.ProcessGroup) -> str:
     """Let functional collectives find this group by `name` too. torch numbers groups, so that ranks of one stage would
-    have different graphs; by a name of ours they have the same."""
-    torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
+    have different graphs; by a name of ours they have the same. Where other ranks have the name, as in an earlier
+    Trainer of this process, the next one that is free is given."""
+    ranks = dist.get_process_group_ranks(group)
+    for number in count(1):
+        each: Any = name if number == 1 else f"{name}.{number}"
+        try:
+            there = torch._C._distributed_c10d._resolve_process_group(each)
+        except RuntimeError:
+            torch._C._distributed_c10d._register_process_group(each, group)
+            return str(each)
+        if dist.get_process_group_ranks(there) == ranks:
+            return str(each)
+    raise AssertionError
 
 
 class CompileCounts(NamedTuple):

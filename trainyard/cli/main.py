@@ -1,6 +1,7 @@
 """The `trainyard` command: one thin file per verb; user mistakes become one line and exit code 2."""
 
 import errno
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -103,6 +104,11 @@ def main() -> None:
             raise
         _fail(f"{error.filename or 'a file'}: {error.strerror}", 1)
     else:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            # Threads of a process group that outlive the interpreter abort it now and then, all work being done.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
         sys.exit(code)
 
 

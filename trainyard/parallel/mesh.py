@@ -79,10 +79,9 @@ class Mesh:
                     raise UserError(f"this device's order of ranks ({members[:4]}, ...): needs torch 2.13 or newer")
                 handle = dist.new_group(members, timeout=WAIT) if in_order else compat.ordered_group(members, WAIT)
                 if rank in members:
-                    if name:
-                        compat.name_group(name, handle)
+                    known = compat.name_group(name, handle) if name else handle.group_name
                     own = device.collectives(everywhere)
-                    mine = Group(tuple(members), members.index(rank), name or handle.group_name, handle, own)
+                    mine = Group(tuple(members), members.index(rank), known, handle, own)
             return mine
 
         def over(*dimensions: Dimension, name: str = "") -> Group:
