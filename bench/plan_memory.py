@@ -219,7 +219,7 @@ def machine() -> dict[str, str]:
 
 def measure(where: str, case: str) -> dict[str, Any]:
     if where == "cpu":
-        # With several ranks it differs from run to run: gloo's threads let go of what was sent sooner or later.
+        # With several ranks it differs from run to run: what was sent is let go sooner or later.
         runs = [ranks_on_cpu(case) for _ in range(RUNS if CPU[case][1] > 1 else 1)]
         return {"places": {place: sorted(peak for run in runs for peak in run[place]) for place in runs[0]}}
     done = subprocess.run([sys.executable, __file__, "gpu", "--one", case], capture_output=True, text=True)
