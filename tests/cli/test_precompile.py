@@ -19,6 +19,7 @@ import pytest
 
 from tests import tiny
 from trainyard.config.load import dump
+from trainyard.train import kept
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,8 @@ RANKS = {1: ["--nproc", "1"], 4: [*FOUR, "--nproc", "4"]}
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
     fixed = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRAINYARD_CACHE": str(cache)}
-    return {**os.environ, **fixed, **more}
+    ours = {name: value for name, value in os.environ.items() if name != kept.TORCH_PLACE}  # torch sets it here
+    return {**ours, **fixed, **more}
 
 
 def run(cache: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:

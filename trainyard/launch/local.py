@@ -27,6 +27,8 @@ GRACE = 3.0
 """Seconds between asking the other ranks to end and killing them."""
 AGREE = 2.0
 """Seconds in which the other ranks may find the same mistake of the user by themselves."""
+DYING = 2.0
+"""Seconds for which a process that was killed may still look alive, its connections being closed already."""
 LINES = 20
 """How much of a traceback or log is shown."""
 INTERRUPTED = 130
@@ -91,7 +93,7 @@ class Rank:
         if -code in self.sent:
             return self.seen, None
         if code == -signal.SIGKILL:
-            return self.seen, f"{me} was killed by signal 9 (SIGKILL); often the machine ran out of memory"
+            return self.seen - DYING, f"{me} was killed by signal 9 (SIGKILL); often the machine ran out of memory"
         names = {known.value: known.name for known in signal.Signals}
         how = f"was killed by signal {-code} ({names.get(-code, '?')})" if code < 0 else f"ended with exit code {code}"
         with self.log.open(errors="replace") as log:

@@ -5,17 +5,18 @@ which a node was made in the forward pass is remembered by that number.
 """
 
 import os
+from inspect import getfile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from torch import __file__ as torch_file
+import torch
 
 import trainyard
 from trainyard import compat
 
 PACKAGE = Path(trainyard.__file__).parent
-TORCH = str(Path(torch_file).parent)
+TORCH = str(Path(getfile(torch)).parent)
 ENGINE = str(Path("autograd", "graph.py"))
 """Of torch: what runs the backward pass. Frames further out are not an operator's own."""
 PLUMBING = ("parallel", "kernels", "compat.py", "random.py")
