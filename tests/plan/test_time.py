@@ -32,7 +32,7 @@ def seconds(*words: str, on: Hardware = ON, e: Efficiency | None = None) -> floa
 @settings(max_examples=5, deadline=None)
 def test_nothing_done_better_makes_a_step_longer(words: list[str], what: str, value: float) -> None:
     worse, better = (efficiency(ON)._replace(**{what: each}) for each in (value, 1.0))
-    assert seconds(*words, e=better) <= seconds(*words, e=worse)
+    assert seconds(*words, e=better) <= seconds(*words, e=worse) * (1 + 1e-9)  # it may be hidden behind another
 
 
 def test_twice_the_batch_takes_less_than_twice_as_long() -> None:
