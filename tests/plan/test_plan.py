@@ -17,6 +17,7 @@ from trainyard.models import family
 from trainyard.plan.compare import measured_on
 
 TRN1 = "trn1.32xlarge:4"
+NXDT = Path(__file__).parents[1] / "config" / "nxdt"
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0, **options: Any) -> Any:
@@ -160,3 +161,12 @@ def test_a_run_says_what_it_was_on(device: str, ranks: int, word: str, tmp_path:
     record = {"step": 1, "ms_per_iteration": 5.0, "device": device, "ranks": ranks}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert measured_on(tmp_path) == word
+
+
+@pytest.mark.parametrize("path", sorted(NXDT.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_of_nxd_training_have_plans_that_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, node = ("trn2.48xlarge", 64) if path.stem.endswith("trn2") else ("trn1.32xlarge", 32)
+    ranks = load(path, say=lambda line: None).layout.ranks
+    assert ranks
+    assert plan(str(path), [], on=f"{name}:{ranks // node}", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["seconds"] > 0
