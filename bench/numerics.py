@@ -1,6 +1,7 @@
 """What low precision and fused kernels cost in loss: curves of whole runs on the same text, compared step by step.
 
     python bench/numerics.py fast    bf16 with fused kernels against fp32 in plain torch: 200 steps, gradients of step 1
+                                     (and fp32 in plain torch once more, its batch in two halves: rounding alone)
     python bench/numerics.py fp8     fp8 (by tensor, by row) against bf16: 500 steps
 
 Text: the Python sources that are installed beside torch, a real text that every machine has; the tokenizer is trained
@@ -26,12 +27,11 @@ SHAPE = {
     "fp8": {"hidden": 1024, "layers": 12, "heads": 8, "ffn": 2816},
 }
 STEPS = {"fast": 200, "fp8": 500}
-WARMUP = 100
-"""Steps. With 20, and batches of 8, the fp32 run had a spike at step 24, after which the two runs were 1.2 % apart."""
 RUNS = {
     "fast": {
         "fp32, plain": {"precision": {"kind": "fp32"}, "device": {"kernels": "plain"}},
         "bf16, fused": {"precision": {"kind": "bf16"}},
+        "fp32, plain, in halves": {"precision": {"kind": "fp32"}, "device": {"kernels": "plain"}, "micro_batches": 2},
     },
     "fp8": {
         "bf16": {"precision": {"kind": "bf16"}},
@@ -70,8 +70,11 @@ def tokenizer(pieces: list[str], file: Path) -> None:
     made.save(str(file))
 
 
-def run(what: str, sections: dict[str, Any], directory: Path, steps: int, batch: int, sequence: int) -> dict[str, Any]:
+def run(what: str, sections: dict[str, Any], directory: Path, steps: int, given: argparse.Namespace) -> dict[str, Any]:
     """Losses of all steps, and gradients of the first."""
+    batch, sequence = given.batch, given.sequence
+    sections = dict(sections)
+    micro_batch = batch // sections.pop("micro_batches", 1)
     settings = {
         "model": {"family": "llama", "vocab": VOCAB, "max_positions": sequence, **SHAPE[what]},
         "data": {
@@ -80,9 +83,9 @@ def run(what: str, sections: dict[str, Any], directory: Path, steps: int, batch:
             "end_of_text": "<|endoftext|>",
             "sequence": sequence,
         },
-        "train": {"steps": steps, "global_batch": batch, "micro_batch": batch},
+        "train": {"steps": steps, "global_batch": batch, "micro_batch": micro_batch},
         "optimizer": {"lr": 3e-4},
-        "schedule": {"warmup": WARMUP, "floor": 3e-5},
+        "schedule": {"warmup": given.warmup, "floor": 3e-5},
         "checkpoint": {"final": False},
         **sections,
     }
@@ -113,6 +116,7 @@ def main() -> None:
     parser.add_argument("what", choices=sorted(RUNS))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=100, help="steps")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--characters", type=int, default=12_000_000)
     parser.add_argument("--out", type=Path)
@@ -122,7 +126,7 @@ def main() -> None:
         directory = Path(name)
         tokenizer(text(directory, arguments.characters), directory / "tokenizer.json")
         found = {
-            label: run(arguments.what, sections, directory, steps, arguments.batch, arguments.sequence)
+            label: run(arguments.what, sections, directory, steps, arguments)
             for label, sections in RUNS[arguments.what].items()
         }
     reference, *others = found
@@ -132,6 +136,7 @@ def main() -> None:
         "device": base["device"],
         "shape": SHAPE[arguments.what],
         "batch": [arguments.batch, arguments.sequence],
+        "warmup": arguments.warmup,
         "reference": reference,
         "losses": {label: run["losses"] for label, run in found.items()},
         "compared": {},

@@ -340,6 +340,8 @@ def shapes_only() -> Any:
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._fused_adamw_.tensor_lr:
             return None
+        if function is torch.ops.aten.addmm.dtype_out:  # torch's rule takes its dtype for a factor (2.11 to 2.13)
+            return kwargs["out"]
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
         if function.namespace == "c10d":  # messages go nowhere
@@ -459,6 +461,21 @@ def without_autograd_cache() -> Iterator[None]:
 
     with config.patch(enable_autograd_cache=False):
         yield
+
+
+def compile_for_any_length() -> None:
+    """From now on a graph of dynamic shapes does not depend on which lengths were met before it was asked for: torch
+    gives equal lengths one symbol, unless an earlier graph of the same function has seen another."""
+    from torch._dynamo import config
+
+    config.automatic_dynamic_shapes = False
+
+
+def default_compile_place() -> str:
+    """Where inductor keeps what it compiles, unless told."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
 
 
 @cache

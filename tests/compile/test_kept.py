@@ -60,6 +60,16 @@ def test_hosts_share_a_directory_only_where_locks_hold(
     assert all(place.is_relative_to(tmp_path) for place in places)
 
 
+def test_a_place_that_torch_chose_is_nobodys_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sets the variable when its compiler is imported, which kernels may do before a run asks."""
+    monkeypatch.setenv(kept.PLACE, str(tmp_path / "ours"))
+    monkeypatch.setenv(kept.TORCH_PLACE, compat.default_compile_place())
+    assert kept.given() is None
+    assert kept.directory(devices.select("cpu")).is_relative_to(tmp_path / "ours")
+    monkeypatch.setenv(kept.TORCH_PLACE, str(tmp_path / "mine"))
+    assert kept.directory(devices.select("cpu")) == kept.given() == tmp_path / "mine"
+
+
 def test_what_code_depends_on_changes_its_directory() -> None:
     facts = kept.fingerprint(devices.select("cpu"))
     assert {"torch", "triton", "compiler", "architecture"} <= facts.keys()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trainyard.kernels.fused import Fused
 from trainyard.kernels.plain import Kernels, RowDrops
@@ -75,6 +76,26 @@ def test_gelu(dtype: torch.dtype, tanh: bool) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(40, 600), (300, 16)])
 def test_gelu_of_more_than_a_tile(rows: int, columns: int) -> None:
     compare("gelu", torch.float32, [random(rows, columns), random(columns)], False)
+
+
+def test_saved_tensors_are_read_once() -> None:
+    """Under recomputation torch makes them for one reader."""
+    kernels = Fused()
+    x, y, vectors = random(2, 7, 80), random(2, 7, 80, seed=1), [random(80, seed=seed) for seed in (2, 3, 4, 5)]
+
+    def block(x: Tensor, *given: Tensor) -> Tensor:
+        scale, bias, y_bias, more = given
+        total, out = kernels.add_layer_norm(x, y, y_bias, scale, bias, 1e-5, row_drops(0.2))
+        return kernels.add_dropped(total, kernels.gelu(out, more, True), bias, row_drops(0.1))
+
+    results = []
+    for recomputed in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, *vectors)]
+        out = checkpoint(block, *leaves, use_reentrant=False) if recomputed else block(*leaves)
+        out.square().sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_swiglu_wider_than_a_block() -> None:

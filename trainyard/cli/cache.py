@@ -1,6 +1,5 @@
 """`trainyard cache`: what has been compiled, and looking after it."""
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -210,7 +209,7 @@ def _place(device: str) -> Path:
 
 def _say_file_system() -> None:
     kind = kept.file_system(kept.root())
-    if kind in kept.UNSAFE and kept.TORCH_PLACE not in os.environ:
+    if kind in kept.UNSAFE and not kept.given():
         print(f"{kept.root()}: on {kind}, whose locks may not hold between hosts: each host has its own directory")
 
 

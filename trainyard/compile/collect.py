@@ -140,7 +140,10 @@ def collect(request: Request, tell: Tell) -> None:
                 device=device,
             )
         ready = trainer.forward.prepare(trainer.loader.batch(0, trainer.rows))
-        batch = Prepared([{name: mode.from_tensor(value) for name, value in part.items()} for part in ready.parts])
+
+        def batch() -> Prepared:
+            """New tensors each time, as in a run: graphs leave marks on those that they have seen."""
+            return Prepared([{name: mode.from_tensor(x.clone()) for name, x in part.items()} for part in ready.parts])
 
         def trace(miss: Miss) -> None:
             """All that a run compiles, in phases; what it will compile besides (generation) is another phase here."""
@@ -148,12 +151,12 @@ def collect(request: Request, tell: Tell) -> None:
                 for model in trainer.models:
                     model.train()
                 graphs.phase = "train"
-                trainer.step(batch, 1, config.optimizer.lr, (0.0, *Words()))
+                trainer.step(batch(), 1, config.optimizer.lr, (0.0, *Words()))
                 trainer.optimizer.settle()
                 if config.evaluate.every and not config.evaluate.function:
                     graphs.phase = "evaluate"
                     metrics = trainer.metrics
-                    evaluate(trainer.forward, trainer.loss, metrics, [batch], device, trainer.mesh, 1)  # type: ignore[list-item]
+                    evaluate(trainer.forward, trainer.loss, metrics, [batch()], device, trainer.mesh, 1)  # type: ignore[list-item]
 
         with compat.without_autograd_cache():
             trace(graphs.miss)

@@ -4,8 +4,8 @@ No framework's kernel draws our mask, and to read one from memory costs more tha
 are made where the scores are. Sequences lie one after the other, so that padding costs nothing.
 
 - forward: a program has a block of queries of one head, and meets the keys block by block.
-- backward, sequences that fit one block, each head with keys of its own: a program has a sequence and a head, and makes
-  all three gradients, so that scores and bits are made once.
+- backward, sequences that fit one block, each head with keys of its own, small heads: a program has a sequence and a
+  head, and makes all three gradients, so that scores and bits are made once.
 - backward otherwise: a kernel for dq, then one for dk and dv. No two programs add to one number, so that results do not
   depend on their order.
 
@@ -31,6 +31,9 @@ from trainyard.kernels.plain import Drops
 from trainyard.random import cell32
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+ALONE = 64
+"""The largest head size for which one kernel makes all gradients: beyond it, Triton 3.6 was seen to compile transposed
+products that read shared memory past its end (head sizes 72 to 128: wrong gradients, or an illegal access)."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -59,7 +62,7 @@ def blocks(kernel: Literal["forward", "alone", "dq", "dkdv"], K: int, R: int, lo
     if kernel == "forward":
         return Blocks(128, 32, 8, 3, 128) if K <= 128 else Blocks(128, 32, 8, 2)
     if kernel == "alone":
-        return Blocks(64 if small else 128, 32, 4 if small else 8, 1, 128 if narrow else None)
+        return Blocks(64 if small else 128, 32, 4 if small else 8, 1, 128)
     if kernel == "dq":
         return Blocks(128, 32, 8, 2, 128 if K <= 128 else None)
     return Blocks(32, 128 if K <= 128 else 64, 8, 2, 128 if narrow and R == 1 else None)
@@ -451,7 +454,7 @@ def attend_packed_backward(
     fixed = {"CAUSAL": causal, "DROPOUT": first is not None, "R": R, "K": K, "BLOCK_K": _power(K)}
     bf16 = q.dtype == torch.bfloat16
     size = blocks("alone", K, R, longest, bf16)
-    alone = R == 1 and longest <= size.queries
+    alone = R == 1 and K <= ALONE and longest <= size.queries
     if not alone:
         size = blocks("dq", K, R, longest, bf16)
     delta = torch.empty_like(lse)
@@ -491,8 +494,8 @@ def _power(size: int) -> int:
 
 @attend_packed.register_fake
 def _(qkv: Tensor, _starts: Tensor, _1: Any, _2: Any, _3: Any, _4: Any, heads: int, kv: int, *_: Any) -> Any:
-    out = qkv.new_empty(len(qkv), heads, qkv.shape[1] // (heads + 2 * kv))
-    return out, qkv.new_empty((heads, len(qkv)), dtype=torch.float32)
+    tokens, width = qkv.shape  # not len(): a length that stands for many would become the one at hand
+    return qkv.new_empty(tokens, heads, width // (heads + 2 * kv)), qkv.new_empty((heads, tokens), dtype=torch.float32)
 
 
 @attend_packed_backward.register_fake

@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         else:
             needs_x, needs_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x_MD if needs_weight else None, weight_ND if needs_x else None)
-        return multiply(x, weight, bias_N, fast, plain, x_MD.dtype)[: len(x_MD)]
+        return multiply(x, weight, bias_N, fast, plain, x_MD.dtype)[: x_MD.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
             if for_x:
                 most_weight = Most(most, most_columns)
                 _, weight = cast(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain, False, True)
-                dx = multiply(dy, weight, None, FAST_BACKWARD, plain, dy_MN.dtype)[: len(dy_MN)]
+                dx = multiply(dy, weight, None, FAST_BACKWARD, plain, dy_MN.dtype)[: dy_MN.shape[0]]
             if for_weight:
                 d_weight = multiply(turned_dy, Cast(x_values, x_inverse), None, FAST_BACKWARD, plain, weight_dtype)
         d_bias = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if for_bias else None
@@ -248,4 +248,4 @@ def _empty_cast(
 
 @fp8_multiply.register_fake
 def _(left: Tensor, _left_inverse: Tensor, right: Tensor, *_: Any) -> Tensor:
-    return left.new_empty(len(left), len(right), dtype=torch.bfloat16)
+    return left.new_empty(left.shape[0], right.shape[0], dtype=torch.bfloat16)

@@ -169,11 +169,11 @@ class _LayerNorm(torch.autograd.Function):
         going_on, d_out = grads
         if d_out is None:  # nobody read the second of two equal ones
             going_on, d_out = d_out, going_on
-        dx, dy, parts = layer_norm.layer_norm_backward(
-            d_out, going_on, *ctx.saved_tensors, ctx.p, ctx.biased, ctx.after
-        )
-        d_weight, d_bias, *rest = _finish(parts, ctx.saved_tensors[3].dtype, ctx.sinks)
-        dy = (dy if ctx.saved_tensors[4] is not None else dx) if ctx.added else None
+        saved = ctx.saved_tensors  # once: under recomputation they are made for one reader
+        weight, first = saved[3:5]
+        dx, dy, parts = layer_norm.layer_norm_backward(d_out, going_on, *saved, ctx.p, ctx.biased, ctx.after)
+        d_weight, d_bias, *rest = _finish(parts, weight.dtype, ctx.sinks)
+        dy = (dy if first is not None else dx) if ctx.added else None
         return dx, dy, rest[0] if rest else None, d_weight, d_bias, *[None] * 7
 
 
@@ -226,8 +226,9 @@ class _GELU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, parts = gelu.gelu_backward(grads[0], *ctx.saved_tensors, ctx.tanh)
-        return dx, *_finish(parts, ctx.saved_tensors[1].dtype, ctx.sinks), None, None
+        x, bias = ctx.saved_tensors
+        dx, parts = gelu.gelu_backward(grads[0], x, bias, ctx.tanh)
+        return dx, *_finish(parts, bias.dtype, ctx.sinks), None, None
 
 
 class _Rope(torch.autograd.Function):

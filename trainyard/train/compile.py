@@ -41,12 +41,12 @@ def _asked(how: Compiling, mode: str, dynamic: bool | None, fullgraph: bool) -> 
 
 def compile_model(model: Stack, how: Compiling, mode: str, packs: bool, embed: bool) -> None:
     """Each block's forward (one graph serves all), and what is before the blocks where it pays to."""
+    if packs:  # micro batches differ in length: one graph for all lengths
+        compat.compile_for_any_length()
     if embed:
-        model.embed = torch.compile(model.embed, **_asked(how, mode, None, fullgraph=False))  # type: ignore[method-assign]
+        model.embed = torch.compile(model.embed, **_asked(how, mode, packs, fullgraph=False))  # type: ignore[method-assign]
     for block in model.layers.children():
-        # Packed micro batches differ in length: None makes a second graph for all lengths.
-        dynamic = None if packs else False
-        block.forward = torch.compile(block.forward, **_asked(how, mode, dynamic, fullgraph=True))
+        block.forward = torch.compile(block.forward, **_asked(how, mode, packs, fullgraph=True))
 
 
 class Graphs:

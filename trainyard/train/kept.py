@@ -83,8 +83,8 @@ def name(facts: Mapping[str, str]) -> str:
 
 def directory(device: Device) -> Path:
     """Where this run keeps what it compiles."""
-    if TORCH_PLACE in os.environ:
-        return Path(os.environ[TORCH_PLACE]).absolute()
+    if place := given():
+        return place
     place = root()
     if file_system(place) in UNSAFE:
         place = place / f"host-{platform.node()}"
@@ -105,11 +105,18 @@ def ready(device: Device) -> Path:
         write_whole(said, json.dumps(fingerprint(device), indent=2) + "\n")
     for path in damaged(place):
         path.unlink(missing_ok=True)
-    if TORCH_PLACE not in os.environ and local_rank() == 0:
+    if not given() and local_rank() == 0:
         trim(root(), most)
     os.environ[TORCH_PLACE] = str(place)
     compat.build_whole()
     return place
+
+
+def given() -> Path | None:
+    """What TORCH_PLACE says, if somebody chose it: torch sets it to a place of its own when its compiler is imported,
+    which a kernel or a user's own code may do before this is asked."""
+    place = os.environ.get(TORCH_PLACE)
+    return Path(place).absolute() if place and place != compat.default_compile_place() else None
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:

@@ -1,0 +1,72 @@
+"""Collecting for a device with kernels of its own and compilers that do not survive a fork. A CPU stands in for it: its
+kernels are the GPU's, by Triton's interpreter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import _dynamo
+
+from tests import tiny
+from trainyard import compat
+from trainyard.compile.collect import Request, collect
+from trainyard.devices.cpu import Cpu
+from trainyard.kernels.fused import Fused
+from trainyard.train import batches, kept
+from trainyard.train.loop import Trainer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU"),
+]
+
+
+def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT's micro batches leave their padding behind, so that they have many lengths."""
+    monkeypatch.setenv(kept.PLACE, str(tmp_path / "cache"))
+    monkeypatch.delenv(kept.TORCH_PLACE, raising=False)
+    monkeypatch.setattr(Cpu, "kernels", lambda self: Fused())
+    monkeypatch.setattr(Cpu, "forks", False)
+    monkeypatch.setattr(Cpu, "synchronous", False)
+    monkeypatch.setattr(batches, "ROUND", 4)
+    config = tiny.config(
+        {**tiny.BERT, "layers": 1},
+        compile={"enabled": True},
+        precision={"kind": "bf16"},
+        data={"validation": 0.1},
+        evaluate={"every": 2},
+        train={"steps": 2, "global_batch": 8, "micro_batch": 4},
+        log={"directory": str(tmp_path)},
+    )
+    told: list[dict[str, Any]] = []
+    torch.compiler.reset()
+    with _dynamo.config.patch(automatic_dynamic_shapes=True):  # afterwards it is as before
+        collect(Request(config.model_dump(mode="json"), 0, 1, 0, 2), told.append)
+    assert not [message for message in told if message.get("problem")]
+    assert told[-1]["state"] == "sealed"
+    graphs = [message["name"] for message in told if message["state"] == "compiling"]
+    assert graphs.count("evaluate: bert.forward, forward") == 1
+
+    torch.compiler.reset()
+    before = compat.compile_counts()
+    with _dynamo.config.patch(automatic_dynamic_shapes=True):
+        trainer = Trainer(config)
+        parts = [part for number in range(2) for part in trainer.forward.prepare(trainer.loader.batch(number)).parts]
+        assert len({part["tokens"].shape[1] for part in parts}) > 1
+        trainer.run()
+    after = compat.compile_counts()
+    torch.compiler.reset()
+    assert after.compiled == before.compiled
+    assert after.cached - before.cached == len(graphs)
+
+
+def test_a_product_added_to_a_sum_has_a_shape() -> None:
+    with compat.shapes_only():
+        total = torch.zeros(4, 6, device="cuda")
+        compat.add_product_(
+            total, torch.zeros(4, 8, device="cuda", dtype=torch.bfloat16), torch.zeros(8, 6, device="cuda").bfloat16()
+        )
+        assert total.shape == (4, 6)
