@@ -32,8 +32,9 @@ from trainyard.random import cell32
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ALONE = 64
-"""The largest head size for which one kernel makes all gradients: beyond it, Triton 3.6 was seen to compile transposed
-products that read shared memory past its end (head sizes 72 to 128: wrong gradients, or an illegal access)."""
+"""The largest head size for which one kernel makes all gradients. Triton 3.6 was seen to compile transposed products
+wrongly (gradients several times too large, or reads past the end of shared memory) for larger heads, and for blocks of
+64 queries by 32 keys. What is left is tested for every head size."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -56,13 +57,13 @@ def blocks(kernel: Literal["forward", "alone", "dq", "dkdv"], K: int, R: int, lo
     """
     if not bf16:  # products without tensor cores hold whole operands in registers: for tests, not for speed
         return Blocks(32, 32, 8, 1) if K <= 64 else Blocks(16, 16, 8, 1)
-    small, narrow = longest <= (128 if kernel == "forward" else 64), K <= 64
+    narrow = K <= 64
     if kernel == "forward" and narrow:
-        return Blocks(64, 32, 4, 3, 96) if small else Blocks(128, 64, 8, 3, 128)
+        return Blocks(64, 32, 4, 3, 96) if longest <= 128 else Blocks(128, 64, 8, 3, 128)
     if kernel == "forward":
         return Blocks(128, 32, 8, 3, 128) if K <= 128 else Blocks(128, 32, 8, 2)
     if kernel == "alone":
-        return Blocks(64 if small else 128, 32, 4 if small else 8, 1, 128)
+        return Blocks(128, 32, 8, 1, 128)
     if kernel == "dq":
         return Blocks(128, 32, 8, 2, 128 if K <= 128 else None)
     return Blocks(32, 128 if K <= 128 else 64, 8, 2, 128 if narrow and R == 1 else None)
