@@ -31,14 +31,14 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     monkeypatch.setattr(Cpu, "kernels", lambda self: Fused())
     monkeypatch.setattr(Cpu, "forks", False)
     monkeypatch.setattr(Cpu, "synchronous", False)
-    monkeypatch.setattr(batches, "ROUND", 4)
+    monkeypatch.setattr(batches, "ROUND", 2)
     config = tiny.config(
-        {**tiny.BERT, "layers": 1},
+        {**tiny.BERT, "layers": 1, "heads": 2},
         compile={"enabled": True},
         precision={"kind": "bf16"},
         data={"validation": 0.1},
-        evaluate={"every": 2},
-        train={"steps": 2, "global_batch": 8, "micro_batch": 4},
+        evaluate={"every": 1, "batches": 1},
+        train={"steps": 1, "global_batch": 4, "micro_batch": 2},
         log={"directory": str(tmp_path)},
     )
     told: list[dict[str, Any]] = []
@@ -54,7 +54,7 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     before = compat.compile_counts()
     with _dynamo.config.patch(automatic_dynamic_shapes=True):
         trainer = Trainer(config)
-        parts = [part for number in range(2) for part in trainer.forward.prepare(trainer.loader.batch(number)).parts]
+        parts = trainer.forward.prepare(trainer.loader.batch(0)).parts
         assert len({part["tokens"].shape[1] for part in parts}) > 1
         trainer.run()
     after = compat.compile_counts()

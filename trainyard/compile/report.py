@@ -18,5 +18,5 @@ def closing(report: Report) -> list[str]:
             lines.append(f"  log: {graph.log}")
     lines += [f"not collected: {problem}" for problem in report.problems]
     if failed or report.problems:
-        lines.append("Nothing of that is in the cache: precompile again tries it again, and train would compile it.")
+        lines.append("What failed is not in the cache: precompile again tries it again, and train would compile it.")
     return lines

@@ -43,6 +43,8 @@ class Run:
     """Ranks gather and scatter by sums (CPU)."""
     adds: bool = False
     """Products of bf16 can add to an fp32 sum, and torch's RMS norm is one operation (GPU)."""
+    groups: bool = True
+    """Attention in fp32 with fewer kv heads keeps no scores (not on GPUs)."""
     packed: bool = False
     """Samples have left their padding behind."""
     documents: bool = False
@@ -88,6 +90,7 @@ def run_of(config: Config, layout: Layout, device: Kind) -> Run:
         sinks=direct and not sequence and config.precision.kind != "fp8",
         sums=device.sums,
         adds=device.adds,
+        groups=device.groups,
         packed=packed,
         documents=config.data.separate and model.family != "bert",
         fp8=config.precision.backward if config.precision.kind == "fp8" else "",
