@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainyard import compat
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import Cpu
 from trainyard.errors import RunStopped
@@ -126,8 +127,10 @@ def kept(config: Config) -> set[tuple[int, ...]]:
     return shapes
 
 
-def reordered(config: Config, order: list[int]) -> list[str]:
-    with patch.object(Cpu, "order", lambda self, tp, ranks: order):
+def reordered(config: Config, order: list[int], any_order: bool = True) -> list[str]:
+    """Without `any_order`, torch makes groups in the order of numbers only."""
+    keeps = any_order and compat.keeps_order()
+    with patch.object(Cpu, "order", lambda self, tp, ranks: order), patch.object(compat, "keeps_order", lambda: keeps):
         found = record(config, 3)
     if torch.distributed.get_rank():
         return []

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.distributed.pool import Pool, RankFailed
 from trainyard.compat import keeps_order
+from trainyard.devices.trainium import rank_order
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
@@ -107,6 +108,17 @@ def test_ranks_in_another_order(pool: Pool) -> None:
             pool.run(*job)
         return
     assert pool.run(*job)[0] == []
+
+
+def test_every_fourth_rank_together_on_any_torch(pool: Pool) -> None:
+    """As trn1 has it for tp=4, with torch 2.9: every group that gathers or scatters is in the order of its numbers."""
+    order = rank_order("trn1", 1, 4, 32)
+    assert order[:6] == [0, 8, 16, 24, 1, 9]
+    few = [order[place] // 4 for place in range(32) if order[place] % 4 == 0]
+    assert few == [0, 2, 4, 6, 1, 3, 5, 7]
+    for layout in ({"tp": 4, "zero": 1, "sequence_parallel": True}, {"tp": 4, "pp": 2}):
+        config = tiny.config(layout=layout, optimizer={"eps": 1e-3})
+        assert pool.run("tests.distributed.runs:reordered", (config, few, False), 8)[0] == []
 
 
 def test_the_pool_tells_what_failed(pool: Pool) -> None:

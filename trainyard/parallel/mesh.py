@@ -48,10 +48,12 @@ class Mesh:
     data: Group = ALONE
     """dp x cp: the ranks that hold the same weights and see different tokens."""
     stage: Group = ALONE
-    """dp x cp x tp: all ranks of a pipeline rank."""
+    """dp x cp x tp: all ranks of a pipeline rank, in the order of their numbers, as `everyone` is."""
     everyone: Group = ALONE
     copies: Group = ALONE
     """Tensor-parallel ranks that hold the same kv heads."""
+    physical: tuple[int, ...] = (0,)
+    """The rank at each place of the layout."""
     tied: Group = ALONE
     """First and last pipeline rank, where a tied embedding lives twice; alone for those in between."""
 
@@ -70,9 +72,12 @@ class Mesh:
         physical = order or list(range(ranks))
         here = physical.index(rank)
 
-        def group(lists: list[list[int]], name: str = "") -> Group:
+        def group(lists: list[list[int]], name: str = "", in_places: bool = True) -> Group:
+            """Ranks in the order of their places or, for sums alone, of their numbers."""
             mine = Group((rank,))
             everywhere = [[physical[place] for place in places] for places in lists if len(places) > 1]
+            if not in_places:
+                everywhere = [sorted(members) for members in everywhere]
             for members in everywhere:
                 in_order = members == sorted(members)
                 if not (in_order or compat.keeps_order()):
@@ -84,8 +89,8 @@ class Mesh:
                     mine = Group(tuple(members), members.index(rank), known, handle, own)
             return mine
 
-        def over(*dimensions: Dimension, name: str = "") -> Group:
-            return group(layout.groups(*dimensions), name)
+        def over(*dimensions: Dimension, name: str = "", in_places: bool = True) -> Group:
+            return group(layout.groups(*dimensions), name, in_places)
 
         last = layout.holder(layout.pp * layout.vpp - 1)
         tp = over("tp", name="trainyard.tp")  # in the graphs of blocks, which are the same on every rank
@@ -102,8 +107,9 @@ class Mesh:
             cp=over("cp", name="trainyard.cp"),
             pp=over("pp"),
             data=over("dp", "cp"),
-            stage=over("dp", "cp", "tp"),
-            everyone=over("pp", "dp", "cp", "tp"),
+            physical=tuple(physical),
+            stage=over("dp", "cp", "tp", in_places=False),
+            everyone=over("pp", "dp", "cp", "tp", in_places=False),
             copies=group(copies) if apart else Within.neighbours(tp, layout.copies, device.handle),
             tied=group([[each[0], each[last]] for each in layout.groups("pp")] if last else []),
         )
@@ -113,7 +119,7 @@ class Mesh:
         if self.everyone.size == 1:
             return make()
         box: list[Any] = [make() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=self.everyone.ranks[0], device=device.handle)
+        dist.broadcast_object_list(box, src=self.physical[0], device=device.handle)
         return box[0]
 
     def collect(self, mine: T) -> list[T]:
@@ -122,7 +128,7 @@ class Mesh:
             return [mine]
         out: list[Any] = [None] * self.everyone.size
         dist.all_gather_object(out, mine)
-        return [out[rank] for rank in self.everyone.ranks]
+        return [out[rank] for rank in self.physical]
 
 
 def leave() -> None:
