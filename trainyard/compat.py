@@ -340,7 +340,7 @@ def shapes_only() -> Any:
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._fused_adamw_.tensor_lr:
             return None
-        if function is torch.ops.aten.addmm.dtype_out:  # torch's rule takes its dtype for a factor (2.11 to 2.13)
+        if function is torch.ops.aten.addmm.dtype_out:  # torch's rule takes its dtype for a factor (seen with 2.11)
             return kwargs["out"]
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else 1
