@@ -379,6 +379,7 @@ def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[
     """Inside, torch.compile gives functions that only work on shapes. `miss` is called for a graph that is not in
     inductor's cache, with what would compile it, and gives what that gives or raises Unmade; `found` for a graph that
     is in the cache now."""
+    from torch._dynamo import config
     from torch._inductor import codecache, compile_fx
     from torch._inductor.output_code import CompiledFxGraph
     from torch._subclasses.fake_tensor import FakeTensor
@@ -417,7 +418,9 @@ def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[
         model.recompile()
         return whole(model, inputs, *rest, **{"inner_compile": inner, **options})
 
-    with patch.multiple(compile_fx, compile_fx=outer, fx_codegen_and_compile=codegen):
+    # torch gives up on a function after eight graphs: in a run a sign of trouble, here of many layers.
+    many = config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY)
+    with patch.multiple(compile_fx, compile_fx=outer, fx_codegen_and_compile=codegen), many:
         yield
 
 
@@ -428,6 +431,7 @@ def _origin(graph: Any) -> str:
     return max(set(names), key=names.count) if names else "?"
 
 
+MANY = 1 << 20
 _FRAME = re.compile(r'File ".*?([^/]+)\.py", line \d+, in (\w+)')
 
 
@@ -460,6 +464,16 @@ def without_autograd_cache() -> Iterator[None]:
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False):
+        yield
+
+
+@contextmanager
+def unread_autograd_cache() -> Iterator[None]:
+    """Written and never read: what is found there would be called, and has no memory to work on. torch 2.11 was seen to
+    ask for one graph several times in a trace."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    with patch.object(AOTAutogradCache, "_lookup", staticmethod(lambda *asked, **also: None)):
         yield
 
 

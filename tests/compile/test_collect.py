@@ -33,7 +33,7 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     monkeypatch.setattr(Cpu, "synchronous", False)
     monkeypatch.setattr(batches, "ROUND", 2)
     config = tiny.config(
-        {**tiny.BERT, "layers": 1, "heads": 2},
+        {**tiny.BERT, "layers": 3, "heads": 2},
         compile={"enabled": True},
         precision={"kind": "bf16"},
         data={"validation": 0.1},
@@ -43,7 +43,9 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     )
     told: list[dict[str, Any]] = []
     torch.compiler.reset()
-    with _dynamo.config.patch(automatic_dynamic_shapes=True):  # afterwards it is as before
+    with _dynamo.config.patch(automatic_dynamic_shapes=True), monkeypatch.context() as patched:  # as before, afterwards
+        # As torch 2.11 does on a GPU: one graph is asked for again by each block.
+        patched.setattr(torch._TorchCompileInductorWrapper, "__eq__", lambda one, other: one is other)
         collect(Request(config.model_dump(mode="json"), 0, 1, 0, 2), told.append)
     assert not [message for message in told if message.get("problem")]
     assert told[-1]["state"] == "sealed"

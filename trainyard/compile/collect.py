@@ -164,7 +164,7 @@ def collect(request: Request, tell: Tell) -> None:
         if graphs.failed:
             return
         torch.compiler.reset()
-        with empty_index(place) as index:
+        with empty_index(place) as index, compat.unread_autograd_cache():
             trace(graphs.lost)
     if not graphs.failed:
         tell({"state": "sealed", "keys": sorted(graphs.seen), "files": used(place, graphs.seen, index)})
