@@ -34,7 +34,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ALONE = 64
 """The largest head size for which one kernel makes all gradients. Triton 3.6 was seen to compile transposed products
 wrongly (gradients several times too large, or reads past the end of shared memory) for larger heads, and for blocks of
-64 queries by 32 keys. What is left is tested for every head size."""
+64 queries by 32 keys. What is left is tested for ten head sizes."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
