@@ -120,11 +120,6 @@ def running_node() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def body(operator: Any) -> Callable[..., Any]:
-    """What an operator made by torch.library.custom_op does where its tensors have memory."""
-    return operator._init_fn
-
-
 def finished_work() -> Any:
     """What a message gives that went nowhere."""
     from torch._C._distributed_c10d import FakeWork
@@ -332,7 +327,7 @@ def shapes_only() -> Any:
     """A mode in which every tensor has a device, a shape and no memory; what has no rule for that is answered here. No
     class of ours: torch keeps rules of some operators by the class of the mode."""
     from torch._C._distributed_c10d import FakeWork
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     rest = mode.__torch_dispatch__
@@ -343,7 +338,9 @@ def shapes_only() -> Any:
         if function is torch.ops.aten.addmm.dtype_out:  # torch's rule takes its dtype for a factor (seen with 2.11)
             return kwargs["out"]
         if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].dtype.is_floating_point else 1
+            # Made of a number, it is that number: torch compares floats by way of tensors to see whether a graph fits.
+            known = args[0].constant if isinstance(args[0], FakeTensor) else None
+            return known.item() if known is not None else 1.0 if args[0].dtype.is_floating_point else 1
         if function.namespace == "c10d":  # messages go nowhere
             work = FakeWork().boxed()
             return work if len(function._schema.returns) == 1 else (args[0], work)

@@ -207,7 +207,7 @@ def test_a_small_part_of_a_great_file(tmp_path: Path) -> None:
     assert rows.shape == (3, 2**12)
     assert not rows.any()
     assert state["c"].read().tolist() == [0] * 5
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     assert psutil.Process().memory_info().rss - before < 2**26
     rows.fill_(1)
     del rows

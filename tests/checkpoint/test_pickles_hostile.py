@@ -206,7 +206,7 @@ PROGRAMS = {
 def test_programs_that_are_no_values(name: str, tmp_path: Path) -> None:
     before, start = dict(NAMES), time.monotonic()
     refused(archive(tmp_path / "a.pt", PROGRAMS[name][0]), PROGRAMS[name][1])
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert before == NAMES
 
 

@@ -86,13 +86,13 @@ def test_a_killed_rank_brings_the_others_down(tmp_path: Path, victim: int) -> No
     assert len(ranks) == 2
     os.kill(ranks[victim], signal.SIGKILL)
     start = time.monotonic()
-    _, errors = process.communicate(timeout=30)
-    assert time.monotonic() - start < 10
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 30
     assert process.returncode == 1
     assert errors.count("was killed by signal 9") == 1
     assert f"rank {victim} was killed" in errors
     assert "Traceback" not in errors
-    assert gone(ranks, 1)
+    assert gone(ranks, 5)
 
 
 def test_ctrl_c_stops_all_ranks_after_the_step(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_ctrl_c_stops_all_ranks_after_the_step(tmp_path: Path) -> None:
     assert out.count("Stopped early") == 1
     assert errors.count("stopping after this step") == 1
     assert "Traceback" not in errors
-    assert gone(ranks, 1)
+    assert gone(ranks, 5)
 
 
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:

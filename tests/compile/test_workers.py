@@ -36,7 +36,7 @@ def test_each_ends_in_its_own_way(tmp_path: Path) -> None:
         "killed": "killed by SIGKILL; often the machine ran out of memory",
         "crashed": "killed by SIGSEGV",
     }
-    assert 0.2 < ended["good"].seconds < 5
+    assert 0.2 < ended["good"].seconds < 30
     assert not ended["good"].log.exists()
     assert "this is bad" in ended["bad"].log.read_text()
 

@@ -193,7 +193,7 @@ MAPPED = [
     ({"distributed_strategy__zero1": None}, {"layout.zero": 1}),
     ({"distributed_strategy__tensor_model_parallel_size": 1}, {"layout.sequence_parallel": False}),
     ({"distributed_strategy__virtual_pipeline_model_parallel_size": None}, {"layout.vpp": 1}),
-    ({"distributed_strategy__context_parallel_size": 2}, {"layout.cp": 2, "layout.context": "ring"}),
+    ({"distributed_strategy__context_parallel_size": 2}, {"layout.cp": 2, "layout.context": "all_gather"}),
     ({"model__activations_checkpoint_granularity": "full"}, {"recompute.kind": "full"}),
     (
         {"model__activations_checkpoint_recompute": ["ActivationMultiplyMLP", "LlamaRMSNorm", "LlamaMLP"]},
@@ -363,6 +363,7 @@ def test_names_are_found_anywhere_and_that_is_said() -> None:
     data = tree(model__context_parallel_size=2, trainer__ring_attention=True)
     config, mapped = imported(data)
     assert config.layout.cp == 2
+    assert any("keys and values are gathered" in line for line in mapped.warnings)
     assert any("model.context_parallel_size=2" in line and "anywhere" in line for line in mapped.warnings)
     _, mapped = imported(tree("hf_llama3_70B_CP", model__context_parallel_size=4))
     assert any("which says 2 and wins" in line for line in mapped.warnings)

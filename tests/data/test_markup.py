@@ -149,7 +149,7 @@ CLOSED = [
 def test_time_is_linear(source: str) -> None:
     start = time.process_time()
     clean(source)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 10  # squared, it would be minutes
 
 
 PLAIN = st.text("abcdefgh äß東.", min_size=1, max_size=12).map(lambda text: "w" + "".join(text.split()) + "w")

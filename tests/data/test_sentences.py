@@ -67,4 +67,4 @@ def test_nothing_is_lost(text: str) -> None:
 def test_no_text_takes_long(unit: str) -> None:
     start = time.monotonic()
     split("a. " + unit * 100_000)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20

@@ -279,6 +279,7 @@ print(json.dumps({
     "memory": losses[-1][1],
     "weights": weights,
     "graphs": [graph.code.count("scaled_dot_product_attention(") for graph in torch_neuronx.graphs],
+    "code": [graph.code for graph in torch_neuronx.graphs],
     "options": len({id(each) for each in torch_neuronx.options_seen}),
     "group": dist.get_backend() if dist.is_initialized() else None,
     "core": os.environ["NEURON_RT_VISIBLE_CORES"],
@@ -334,11 +335,11 @@ def test_a_run_on_the_pretended_package(packages: Path, tmp_path: Path, kind: st
 
 
 @pytest.mark.slow
-def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path) -> None:
-    """Process group neuron, one core each, and the losses of one rank."""
+@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["tp", "cp"])
+def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Process group neuron, one core each, the same graphs, and the losses of one rank."""
 
     def start(rank: int, port: int) -> subprocess.Popen[str]:
-        layout = json.dumps({"tp": 2, "sequence_parallel": True})
         variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -348,7 +349,7 @@ def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path) -> N
             "MASTER_PORT": str(port),
         }
         return subprocess.Popen(
-            [sys.executable, "-c", RUN, layout, "fp32", str(tmp_path)],
+            [sys.executable, "-c", RUN, json.dumps(layout), "fp32", str(tmp_path)],
             env=environment(packages, tmp_path) | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -363,6 +364,8 @@ def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path) -> N
     said = [json.loads(out.splitlines()[-1]) for out, _ in ends]
     assert [each["core"] for each in said] == ["0", "1"]
     assert {each["group"] for each in said} == {"neuron"}
+    assert said[0]["code"] == said[1]["code"]
+    assert sum(said[0]["graphs"]) == 1, "four blocks, one graph"
     alone = Losses()
     log = {"directory": str(tmp_path)}
     Trainer(tiny.config({**tiny.LLAMA, "layers": 4}, log=log), hooks=[alone]).run()

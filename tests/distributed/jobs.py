@@ -1,4 +1,4 @@
-"""What ranks of the pool run, with errors planted on request."""
+"""What ranks of the pool run, with errors planted on request, or with attention as traced devices have it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from trainyard import models
 from trainyard.config.schema import Config
+from trainyard.devices.cpu import Cpu
+from trainyard.models.layers import CoreAttention
 from trainyard.models.stack import Stack
 from trainyard.parallel import ring
 from trainyard.parallel.flat import GradientExchange
@@ -136,6 +138,11 @@ def _batch_shifted() -> Any:
     return patch.object(Loader, "batch", broken)
 
 
+def _traced() -> Any:
+    """No error: attention in plain operations over gathered keys."""
+    return patch.object(Cpu, "traces_attention", True)
+
+
 PLANT: dict[str, Callable[[], Any]] = {
     "kv-gradient-not-summed": lambda: _without_job(lambda shares, group: group.ranks == shares.mesh.copies.ranks),
     "norm-gradient-not-summed": lambda: _without_job(lambda shares, group: group.name == shares.mesh.tp.name),
@@ -148,4 +155,6 @@ PLANT: dict[str, Callable[[], Any]] = {
     "softmax-of-own-words": _softmax_of_own_words,
     "rank-dependent-init": _rank_dependent_init,
     "batch-shifted": _batch_shifted,
+    "gathered-out-of-order": lambda: _both(_traced(), patch.object(CoreAttention, "_seen", lambda *_: None)),
+    "traced": _traced,
 }

@@ -153,6 +153,30 @@ def test_equals_one_rank(
     assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
 
 
+TRACED = [
+    case(2, {"cp": 2}, LLAMA, "parts", recompute={"kind": "parts", "parts": ["core_attention", "mlp"]}),
+    case(2, {"cp": 2}, BERT),
+    case(4, {"cp": 2, "tp": 2, **SP}, LLAMA, "documents", data={"separate": True, "sequence": 64}),
+    case(4, {"cp": 4}, GPT, "documents", data={"separate": True, "sequence": 64}),
+    case(1, {}, GPT, "documents", data={"separate": True, "sequence": 64}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "model", "sections"), TRACED)
+def test_attention_that_a_compiler_sees_equals_one_rank(
+    pool: Pool,
+    references: dict[str, Record],
+    ranks: int,
+    layout: dict[str, Any],
+    model: dict[str, Any],
+    sections: dict[str, Any],
+) -> None:
+    """As on Trainium: keys and values gathered, and no operator of ours."""
+    config = configure(layout, model, sections)
+    findings = compare(*run(pool, references, config, ranks, "traced"), config.precision.kind)
+    assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
+
+
 PLANTED = {
     # what goes wrong, and a layout that must show it
     "kv-gradient-not-summed": (4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}),
@@ -166,6 +190,7 @@ PLANTED = {
     "softmax-of-own-words": (2, {"tp": 2}, LLAMA),
     "rank-dependent-init": (2, {"tp": 2}, LLAMA),
     "batch-shifted": (2, {}, LLAMA),
+    "gathered-out-of-order": (2, {"cp": 2}, LLAMA),
 }
 
 

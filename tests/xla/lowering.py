@@ -66,7 +66,7 @@ def lower(config: Config, ranks: list[int]) -> list[Lowered]:
 def _build(config: Config, layout: Layout, rank: int, device: Xla) -> models.Stack:
     mesh = mesh_of(layout, rank, device)
     (stage,) = layout.stages_of(mesh.place["pp"])
-    axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, config.layout.context))
+    axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, config.layout.context, True))
     model = models.build(config.model, device.handle, axes, stage, device.kernels())
     recompute.apply(list(model.layers.children()), config.recompute)
     return model.train()

@@ -1,4 +1,4 @@
-"""Tensor and data parallel ranks through XLA's collectives make the step of one rank."""
+"""Tensor, context and data parallel ranks through XLA's collectives make the step of one rank."""
 
 import pytest
 
@@ -19,8 +19,10 @@ MODEL = {**tiny.LLAMA, "fuse_qkv": False}
         ({"tp": 2, "zero": 0, "sequence_parallel": False}, [2] * steps.STEPS),
         # New weights travel while the next step begins: the first step has none on their way.
         ({"tp": 2, "zero": 1, "sequence_parallel": True}, [2, *[3] * (steps.STEPS - 1)]),
+        ({"cp": 2, "zero": 0}, [2] * steps.STEPS),
+        ({"cp": 2, "tp": 2, "zero": 0, "sequence_parallel": True}, [2] * steps.STEPS),
     ],
-    ids=["sums", "sequence parallel and shards"],
+    ids=["sums", "sequence parallel and shards", "context", "context and tensor"],
 )
 def test_two_by_two_ranks_are_one(layout: dict[str, object], graphs: list[int], apart: Apart) -> None:
     sections = {

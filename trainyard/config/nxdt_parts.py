@@ -52,9 +52,8 @@ def layout(said: Said, warn: list[str]) -> Ours:
     if said.get("trainer.devices") and said.get("trainer.num_nodes"):
         out["layout.ranks"] = said["trainer.devices"] * said["trainer.num_nodes"]
     if cp > 1:
-        out["layout.context"] = "ring"
-        if not said.get("model.fusions.ring_attention"):
-            warn.append(f"context_parallel_size={cp}: NxDT wants fusions.ring_attention with it; ring is taken")
+        out["layout.context"] = "all_gather"
+        warn.append(f"context_parallel_size={cp}: keys and values are gathered; NxDT sends them round in a ring")
     cuts = said.get("model.pipeline_cuts")
     if cuts:
         numbers = [re.search(r"(\d{1,9})$", str(cut)) for cut in cuts]

@@ -128,6 +128,10 @@ class Device(ABC):
         """What compiled code depends on: it serves devices that say the same."""
         return platform.machine()
 
+    traces_attention = False
+    """Whether attention across ranks or within documents is to be plain operations, over gathered keys and values, that
+    the device's compiler sees as it sees the rest. Graphs are then equal on all ranks."""
+
     forks = False
     """Whether a process that has worked with tensors of this device may fork, and the child compile for it."""
 

@@ -58,6 +58,7 @@ class Neuron(Device):
     process_group = "neuron"
     synchronous = False
     logits_bytes = 1 << 28
+    traces_attention = True
 
     def __init__(self, here: Instance | None = None) -> None:
         self.here = here or find()

@@ -12,6 +12,7 @@ from trainyard.devices.trainium import group_problem, rank_order
 
 class OnPaper(Nowhere):
     logits_bytes = Neuron.logits_bytes
+    traces_attention = Neuron.traces_attention
 
     def __init__(self, generation: str, lnc: int) -> None:
         self.generation, self.lnc = generation, lnc

@@ -55,6 +55,7 @@ class Xla(Device):
     process_group = "xla"
     synchronous = False
     logits_bytes = 1 << 28
+    traces_attention = True
     precompiles = True
 
     def __init__(self, here: Instance | None = None) -> None:

@@ -215,6 +215,7 @@ class CoreAttention(nn.Module):
     site: Tensor
     first_head: Tensor
     chosen: Tensor
+    cp_rank: Tensor
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class CoreAttention(nn.Module):
         self.cp = cp
         # Recomputed alone, a ring would send everything round again to save nothing: what goes in and out of it is kept
         # by its neighbours.
-        self.part = "core_attention" if cp.size == 1 else "ring"
+        self.part = "core_attention" if cp.size == 1 or cp.traced else "ring"
         own = heads // tp.size
         first = tp.rank * own
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
@@ -242,6 +243,7 @@ class CoreAttention(nn.Module):
         self.uneven = kv % tp.size > 0 and tp.size % kv > 0
         chosen = torch.arange(first, first + own) // (heads // kv) - share(kv, tp.size, tp.rank)[0]
         self.register_buffer("chosen", chosen.int(), persistent=False)
+        self.register_buffer("cp_rank", torch.tensor(cp.rank, dtype=torch.int32), persistent=False)
 
     def forward(
         self,
@@ -255,32 +257,46 @@ class CoreAttention(nn.Module):
         if self.uneven:
             k_BGTK, v_BGTK = k_BGTK.index_select(1, self.chosen), v_BGTK.index_select(1, self.chosen)
         drop_it = self.training and self.p > 0
-        if self.cp.size > 1 or (self.causal and documents_BT is not None):
+        if not self.cp.traced and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
             dropped = Dropped(self.p, *draw, self.site, self.first_head) if drop_it and draw else None
             return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, dropped)
-        # Nothing is read where a padded query stands, so that only keys need the mask.
-        keep_B11T = None if documents_BT is None else documents_BT[:, None, None, :].bool()
+        k_BGSK, v_BGSK = self.cp.gather(k_BGTK, 2), self.cp.gather(v_BGTK, 2)
+        seen = self._seen(documents_BT, q_BHTK.shape[2])
         if not drop_it:
-            grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
+            grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
             return F.scaled_dot_product_attention(
-                q_BHTK, k_BGTK, v_BGTK, keep_B11T, is_causal=self.causal, enable_gqa=grouped
+                q_BHTK, k_BGSK, v_BGSK, seen, is_causal=self.causal and seen is None, enable_gqa=grouped
             )
         assert draw is not None
-        tokens = q_BHTK.shape[2]
-        score_BHTT = (q_BHTK @ k_BGTK.transpose(2, 3)).float() * q_BHTK.shape[3] ** -0.5
-        if self.causal:
-            future = torch.ones(tokens, tokens, dtype=torch.bool, device=score_BHTT.device).triu(1)
-            score_BHTT = score_BHTT.masked_fill(future, -torch.inf)
-        if keep_B11T is not None:
-            score_BHTT = score_BHTT.masked_fill(~keep_B11T, -torch.inf)
+        keys = k_BGSK.shape[2]
+        score_BHTS = (q_BHTK @ k_BGSK.transpose(2, 3)).float() * q_BHTK.shape[3] ** -0.5
+        if seen is not None:
+            score_BHTS = score_BHTS.masked_fill(~seen, -torch.inf)
+        elif self.causal:
+            future = torch.ones(keys, keys, dtype=torch.bool, device=score_BHTS.device).triu(1)
+            score_BHTS = score_BHTS.masked_fill(future, -torch.inf)
         # A weight is numbered by its query's sample and place, and by head and key's place within that row.
         head_H11 = (torch.arange(q_BHTK.shape[1], dtype=torch.int32, device=q_BHTK.device) + self.first_head)[
             :, None, None
         ]
-        column_H1T = head_H11 * 0x10001 + torch.arange(tokens, dtype=torch.int32, device=q_BHTK.device)
+        column_H1S = head_H11 * 0x10001 + torch.arange(keys, dtype=torch.int32, device=q_BHTK.device)
         draw = Draw(draw.first_BT[:, None, :, None], draw.second_BT[:, None, :, None])
-        weight_BHTT = drop(score_BHTT.softmax(-1), self.p, draw, self.site, column_H1T)
-        return weight_BHTT.to(v_BGTK.dtype) @ v_BGTK
+        weight_BHTS = drop(score_BHTS.softmax(-1), self.p, draw, self.site, column_H1S)
+        return weight_BHTS.to(v_BGSK.dtype) @ v_BGSK
+
+    def _seen(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
+        """Which of all keys each query sees, [B or 1, 1, T or 1, S]; None: all of them, or those of the causal rule,
+        which is then a plain triangle."""
+        documents_BS = None if documents_BT is None else self.cp.gather(documents_BT, 1)
+        if not self.causal:  # nothing is read where a padded query stands, so that only keys need the mask
+            return None if documents_BS is None else documents_BS[:, None, None, :].bool()
+        if documents_BS is None and self.cp.size == 1:
+            return None
+        place_S = torch.arange(tokens * self.cp.size, dtype=torch.int32, device=self.cp_rank.device)
+        past_TS = place_S <= self.cp.places(tokens, self.cp_rank)[:, None]
+        if documents_BT is None or documents_BS is None:
+            return past_TS[None, None]
+        return (past_TS & (documents_BT[:, :, None] == documents_BS[:, None, :]))[:, None]
 
     def of_qkv(
         self, flat: tuple[Tensor, ...], size: int, documents_BT: Tensor | Packed | None, draw: Draw | None

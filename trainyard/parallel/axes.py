@@ -1,9 +1,10 @@
 """Where data crosses ranks. A model is handed axes and never imports torch.distributed.
 
 `tp.columns(x, ...)` going into and `tp.scatter(x)` coming out of attention and MLP are the only crossings of tensor
-parallelism in a block; `cp.attend(q, k, v)` is the only one of context parallelism. On one rank every crossing is the
-identity, so the same model code runs on a laptop and on a cluster. Nothing in a block depends on the rank's number but
-what comes in as a tensor: all ranks of a stage trace the same graph for it.
+parallelism in a block; `cp.attend(q, k, v)`, or `cp.gather(k)` where a device traces attention, is the only one of
+context parallelism. On one rank every crossing is the identity, so the same model code runs on a laptop and on a
+cluster. Nothing in a block depends on the rank's number but what comes in as a tensor: all ranks of a stage trace the
+same graph for it.
 """
 
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.parallel.blocks import places
-from trainyard.parallel.groups import Group
+from trainyard.parallel.blocks import by_rank, natural, places
+from trainyard.parallel.groups import Group, wait
 from trainyard.parallel.ring import Dropped, attend
 
 TOKENS = 1
@@ -93,14 +94,22 @@ class ContextAxis:
     """Ranks that share the sequence. It is cut in 2 x size chunks and rank r holds chunks r and 2 size - 1 - r, so that
     each rank has the same work under a causal mask."""
 
-    def __init__(self, group: Group | None = None, method: Literal["ring", "all_gather"] = "ring") -> None:
+    def __init__(
+        self, group: Group | None = None, method: Literal["ring", "all_gather"] = "ring", traced: bool = False
+    ) -> None:
         self.group = group or Group()
         self.size, self.rank = self.group.size, self.group.rank
         self.method: Literal["ring", "all_gather"] = method
+        self.traced = traced
+        """Keys are gathered and attended to in plain operations (`Device.traces_attention`): `attend` is not asked."""
 
     def places(self, tokens: int, rank: Tensor) -> Tensor:
         """Global places [T] of this rank's `tokens` tokens, int32; `rank` as a tensor."""
         return places(rank, self.size, tokens, rank.device)
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """Keys, values or documents of the whole sequence, in natural order along `dim`. Backward sums home in fp32."""
+        return x if self.size == 1 else _Sequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropped: Dropped | None
@@ -208,3 +217,15 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0].chunk(ctx.group.size, -1)[ctx.group.rank], None
+
+
+class _Sequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
+        return natural(wait(group.start_gather(x[None])), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        parts = by_rank(grads[0].float(), ctx.group.size, ctx.dim)
+        return wait(ctx.group.start_reduce_scatter(parts))[0].to(ctx.dtype), None, None

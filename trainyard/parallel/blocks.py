@@ -101,10 +101,10 @@ def natural(parts: Tensor, dim: int) -> Tensor:
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
 
 
-def by_rank(x_BGSK: Tensor, size: int) -> Tensor:
-    """The other way, for gradients: [size, B, G, T, K]."""
-    chunks = x_BGSK.chunk(2 * size, 2)
-    return torch.stack([torch.cat((chunks[r], chunks[-1 - r]), 2) for r in range(size)])
+def by_rank(x: Tensor, size: int, dim: int) -> Tensor:
+    """The other way, for gradients: [size, ...]."""
+    chunks = x.chunk(2 * size, dim)
+    return torch.stack([torch.cat((chunks[r], chunks[-1 - r]), dim) for r in range(size)])
 
 
 def forward(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, causal: bool, pairs: Pairs | None) -> tuple[Tensor, Tensor]:

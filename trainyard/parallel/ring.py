@@ -149,7 +149,7 @@ def backward(
     if coming is not None:
         home = [mine.add_(theirs) for mine, theirs in zip(home, coming(), strict=True)]
     elif ring.size > 1:
-        home = [ring.reduce_scatter(blocks.by_rank(x, ring.size)) for x in home]
+        home = [ring.reduce_scatter(blocks.by_rank(x, ring.size, 2)) for x in home]
     dk, dv = home
     return _token_major(dq_BHTK, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTK.dtype)
 

@@ -26,8 +26,10 @@ class Problem:
 def problems(plan: Plan, fixes: list[Change]) -> list[Problem]:
     """`fixes` are changes that fit in memory."""
     config = plan.config
-    groups = group_problems(plan.layout, plan.on, config.layout.context)
-    shapes = [Problem(each.line, each.refused) for each in groups]
+    shapes = [Problem(each.line, each.refused) for each in group_problems(plan.layout, plan.on)]
+    if plan.given.layout.context != config.layout.context and config.layout.cp > 1:
+        line = "layout.context=ring: Trainium gathers keys and values instead, and so does this plan"
+        shapes.append(Problem(f"{line}; nearest: layout.context=all_gather", False))
     return [*shapes, *_memory(plan, fixes), *_disk(plan), *_host(plan), *_data(config)]
 
 

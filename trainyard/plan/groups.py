@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from trainyard.config.load import parse
+from trainyard.config.schema import Config
 from trainyard.devices.trainium import group_problem, rank_order
 from trainyard.errors import UserError
 from trainyard.parallel.layout import Dimension, Layout
@@ -9,7 +11,7 @@ from trainyard.plan.hardware import Hardware
 
 GROUPS: dict[str, tuple[tuple[Dimension, ...], tuple[str, ...]]] = {
     "layout.tp": (("tp",), ("all_gather", "reduce_scatter", "all_reduce")),
-    "layout.cp": (("cp",), ("all_to_all",)),
+    "layout.cp": (("cp",), ("all_gather", "reduce_scatter")),
     "data parallel": (("dp", "cp"), ("reduce_scatter", "all_gather", "all_reduce")),
     "layout.pp": (("pp",), ("send",)),
     "all ranks": (("pp", "dp", "cp", "tp"), ("all_reduce",)),
@@ -23,8 +25,15 @@ class GroupProblem(NamedTuple):
     """A run ends at once; the others are what users report."""
 
 
-def group_problems(layout: Layout, on: Hardware, context: str) -> list[GroupProblem]:
-    """One for each kind of group that will not work. `context` as layout.context."""
+def as_run(config: Config, on: Hardware) -> Config:
+    """With what Trainium does instead of a ring, whose graph would know its rank."""
+    if on.entry.kind != "trainium" or config.layout.context != "ring":
+        return config
+    return parse(config.model_dump(mode="json"), ["layout.context=all_gather"])
+
+
+def group_problems(layout: Layout, on: Hardware) -> list[GroupProblem]:
+    """One for each kind of group that will not work."""
     if on.entry.kind != "trainium":
         return []
     try:
@@ -35,13 +44,10 @@ def group_problems(layout: Layout, on: Hardware, context: str) -> list[GroupProb
     for name, (dimensions, kinds) in GROUPS.items():
         sizes = [getattr(layout, dimension) for dimension in dimensions]
         first = layout.groups(*dimensions)[0]
-        if name == "layout.cp" and context == "all_gather":
-            kinds = ("all_gather", "reduce_scatter")
         ranks = [order[place] for place in first]
         for kind in kinds if len(first) > 1 else ():
             if wrong := group_problem(on.entry.generation, on.lnc, kind, ranks):
                 size = f"={sizes[0]}" if name.startswith("layout.") else f" of {len(first)}"
-                near = "; nearest: layout.context=all_gather" if kind == "all_to_all" else ""
-                out.append(GroupProblem(f"{name}{size}: {wrong}, users of {on.entry.generation} report{near}", False))
+                out.append(GroupProblem(f"{name}{size}: {wrong}, users of {on.entry.generation} report", False))
                 break
     return out

@@ -8,6 +8,7 @@ from trainyard.config.schema import Config
 from trainyard.errors import UserError
 from trainyard.parallel.layout import Layout
 from trainyard.plan.cost import Cost, cost
+from trainyard.plan.groups import as_run
 from trainyard.plan.hardware import Hardware
 from trainyard.plan.memory import Memory, memory
 from trainyard.plan.time import Step, distinct, efficiency, on_the_wire, step
@@ -46,7 +47,9 @@ class Wire:
 
 @dataclass(frozen=True)
 class Plan:
+    given: Config
     config: Config
+    """What the hardware does of it."""
     layout: Layout
     on: Hardware
     memories: list[Memory]
@@ -75,7 +78,8 @@ class Plan:
         return f"{NAMES[name]}, {share:.0%} of the step"
 
 
-def make(config: Config, on: Hardware, price: float | None = None) -> Plan:
+def make(given: Config, on: Hardware, price: float | None = None) -> Plan:
+    config = as_run(given, on)
     layout = Layout.of(config, on.ranks)
     e = efficiency(on)
     found = step(config, layout, on, e)
@@ -84,7 +88,7 @@ def make(config: Config, on: Hardware, price: float | None = None) -> Plan:
         for axis, (count, size, ideal) in on_the_wire(config, layout, found.slowest, on).items()
     }
     memories = [memory(config, layout, pp, on.entry.kind) for pp in range(layout.pp)]
-    return Plan(config, layout, on, memories, wires, found, cost(config, on, found.seconds, price))
+    return Plan(given, config, layout, on, memories, wires, found, cost(config, on, found.seconds, price))
 
 
 def changed(config: Config, words: list[str]) -> Config:

@@ -81,8 +81,7 @@ def check_groups(found: Trace, generation: str, lnc: int) -> Iterator[Violation]
         if problem := group_problem(generation, lnc, kind, ranks):
             shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
             what = f"{kind} of {each.group} ({len(ranks)} ranks: {shown}): {problem}"
-            fix = "layout.context=all_gather" if kind == "all_to_all" else "another layout (tp, pp, cp, ranks)"
-            yield Violation("groups", str(each.place), what, fix, (found.stage,))
+            yield Violation("groups", str(each.place), what, "another layout (tp, pp, cp, ranks)", (found.stage,))
 
 
 def check_micro_batches(found: Trace) -> Iterator[Violation]:

@@ -12,7 +12,7 @@ from trainyard.config.schema import Config
 from trainyard.errors import UserError
 from trainyard.models import family
 from trainyard.parallel.layout import Layout
-from trainyard.plan.groups import group_problems
+from trainyard.plan.groups import as_run, group_problems
 from trainyard.plan.hardware import Hardware
 from trainyard.plan.report import ROOM, largest
 from trainyard.plan.time import efficiency, step
@@ -78,6 +78,7 @@ def search(
     config: Config, on: Hardware, count: int, show: Callable[[int, int], None] = lambda done, total: None
 ) -> Search:
     """The best `count`. `show` is told how many of how many layouts have been timed."""
+    config = as_run(config, on)
     e, file = efficiency(on), key_of(config)
     keys = list(dict.fromkeys((file, *_keys(config, on))))
     timed: list[tuple[float, Key, Config, Layout]] = []
@@ -97,7 +98,7 @@ def search(
         shape, mine = (layout.tp, layout.pp, layout.cp), key == file
         if not mine and (shape in found or len(found) == count or tries == TRIES):
             continue
-        refused = any(problem.refused for problem in group_problems(layout, on, other.layout.context))
+        refused = any(problem.refused for problem in group_problems(layout, on))
         if refused and not mine:
             continue
         tries += 1

@@ -7,16 +7,10 @@ import torch
 from torch import Tensor
 
 from trainyard import compat
-from trainyard.parallel import ring
 from trainyard.train.updates import adamw_
 
 MOST = 1 << 24
 """Elements for which an operator is really computed."""
-OPAQUE = {
-    torch.ops.trainyard.context_attention.default: compat.body(ring.context_attention),
-    torch.ops.trainyard.context_attention_backward.default: compat.body(ring.context_attention_backward),
-}
-"""One operator in a graph, with a body that asks for its rank when it runs."""
 FUSED_UPDATE = torch.ops.aten._fused_adamw_.tensor_lr
 BETWEEN_TWO = {torch.ops.c10d.send.default, torch.ops.c10d.recv_.default}
 

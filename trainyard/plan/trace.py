@@ -21,7 +21,7 @@ from trainyard import compat
 from trainyard.parallel.mesh import Mesh
 from trainyard.plan.alive import Alive
 from trainyard.plan.lines import Lines, Place
-from trainyard.plan.stand_ins import FUSED_UPDATE, OPAQUE, Halt, plain_update, run, tensors
+from trainyard.plan.stand_ins import FUSED_UPDATE, Halt, plain_update, run, tensors
 
 GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -194,8 +194,6 @@ class Recorder(compat.DispatchMode):  # type: ignore[no-untyped-call]
             self.sequence.append(number)
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if function in OPAQUE:
-            return self._within(OPAQUE[function], *args, **kwargs)
         if function is FUSED_UPDATE:
             # Trainium is given the plain update, as one compiled pass: what it holds on the way is not memory.
             before = self.alive.peak, self.alive.peak_at

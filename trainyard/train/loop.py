@@ -137,11 +137,10 @@ class Trainer:
         self.blueprint = models.family(config.model).blueprint(config.model)
         say(f"making {self.blueprint.parameters():,} weights")
         tp, sequence = self.mesh.tp, config.layout.sequence_parallel
-        context = config.layout.context
-        if context == "ring" and not self.device.takes(self.mesh.cp.ranks, "all_to_all"):
-            say(f"layout.context=ring: not among {self.layout.cp} ranks of this device; keys and values are gathered")
-            context = "all_gather"
-        axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, context))
+        context, traced = config.layout.context, self.device.traces_attention
+        if traced and context == "ring" and self.layout.cp > 1:
+            say("layout.context=ring: on this device keys and values are gathered instead")
+        axes = Axes(TensorAxis(tp, sequence), ContextAxis(self.mesh.cp, context, traced))
         self.stages = [
             (stage, models.build(config.model, self.device.handle, axes, stage, kernels, fp8))
             for stage in self.layout.stages_of(self.mesh.place["pp"])
