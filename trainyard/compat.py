@@ -61,6 +61,12 @@ def fused_adamw_(
     )
 
 
+def multiplies_bf16() -> bool:
+    """Whether torch has fast products in bf16 for this CPU: by instructions of its own, or from MKL."""
+    mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) or mkl
+
+
 def fuses_adamw(weight: Tensor) -> bool:
     """Whether `fused_adamw_` runs where this tensor is: CPUs and GPUs, and shapes alone. Elsewhere torch has no such
     kernel, and a compiler makes one pass of the plain update."""

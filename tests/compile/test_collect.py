@@ -65,6 +65,16 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     assert after.cached - before.cached == len(graphs)
 
 
+def test_numbers_that_are_known_stay_so_without_memory() -> None:
+    """torch asks whether a graph fits by way of a tensor of the number: were it another one, every block with a float
+    would have a graph of its own."""
+    with compat.shapes_only():
+        assert torch.tensor(0.1, dtype=torch.float64).item() == 0.1
+        assert torch.tensor(3).item() == 3
+        assert torch.zeros(()).item() == 1.0, "not known"
+        assert torch.tensor(0.1).add_(1).item() == 1.0, "no longer known"
+
+
 def test_a_product_added_to_a_sum_has_a_shape() -> None:
     with compat.shapes_only():
         total = torch.zeros(4, 6, device="cuda")

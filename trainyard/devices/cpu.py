@@ -8,7 +8,9 @@ from functools import cache
 
 import torch
 
+from trainyard import compat
 from trainyard.devices.base import Device, Peak
+from trainyard.kernels import bf16_cpu
 
 
 class Cpu(Device):
@@ -22,6 +24,13 @@ class Cpu(Device):
         return True
 
     forks = True
+
+    def prepare(
+        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+    ) -> None:
+        super().prepare(deterministic, local_rank, precision, lnc)
+        if not compat.multiplies_bf16():
+            bf16_cpu.install()
 
     def architecture(self) -> str:
         return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
