@@ -110,8 +110,8 @@ class Device(ABC):
         """Where initial weights are made: products of 64-bit integers must be exact there."""
         return self.handle
 
-    def takes(self, ranks: Sequence[int], kind: str = "all_reduce") -> bool:
-        """Whether these ranks can be a group for messages of this kind."""
+    def takes(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks can be a group that sums."""
         return True
 
     def environment(self) -> dict[str, str]:

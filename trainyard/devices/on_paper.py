@@ -21,5 +21,5 @@ class OnPaper(Nowhere):
         order = rank_order(self.generation, self.lnc, tp, ranks)
         return None if order == sorted(order) else order
 
-    def takes(self, ranks: Sequence[int], kind: str = "all_reduce") -> bool:
-        return group_problem(self.generation, self.lnc, kind, ranks) is None
+    def takes(self, ranks: Sequence[int]) -> bool:
+        return group_problem(self.generation, self.lnc, "all_reduce", ranks) is None

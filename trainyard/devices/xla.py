@@ -106,8 +106,8 @@ class Xla(Device):
         order = rank_order(self.generation, self.lnc, tp, ranks)
         return None if order == sorted(order) else order
 
-    def takes(self, ranks: Sequence[int], kind: str = "all_reduce") -> bool:
-        return not self.generation or group_problem(self.generation, self.lnc, kind, ranks) is None
+    def takes(self, ranks: Sequence[int]) -> bool:
+        return not self.generation or group_problem(self.generation, self.lnc, "all_reduce", ranks) is None
 
     def collectives(self, groups: list[list[int]]) -> ReplicaGroups:
         return ReplicaGroups(groups)
