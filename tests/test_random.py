@@ -86,24 +86,21 @@ def test_compiled_cells_have_the_same_bits() -> None:
 
 
 DRAW = """
-import re, resource, sys
+import resource
 from trainyard.models.init import _draw
 from trainyard.models.blueprint import Slice
 
 _draw(Slice("w", (2048, 2048), 0, 0, 2048), 0, "cpu")  # threads are up
-held = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (held + int(sys.argv[1]),) * 2)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for dim, size in ((0, 128256), (1, 8192)):
     _draw(Slice("embedding.weight", (128256, 8192), dim, size // 32 * 3, size // 32 * 4), 0, "cpu")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
 def test_a_slice_of_a_large_matrix_needs_little_memory() -> None:
-    """1/32 of 128256 x 8192 (the embedding of Llama 3 70B) is made with 1 GiB to spare, either way it is cut; not with
-    less than the slice itself takes, so the limit is felt."""
-
-    def code(spare: int) -> int:
-        return subprocess.run([sys.executable, "-c", DRAW, str(spare)], capture_output=True, check=False).returncode
-
-    assert code(2**30) == 0
-    assert code(128256 * 8192 // 32 * 4 - 2**24) != 0
+    """1/32 of 128256 x 8192 (the embedding of Llama 3 70B) is made within 1 GiB, either way it is cut, and not in less
+    than it takes itself: so the measure is one."""
+    done = subprocess.run([sys.executable, "-c", DRAW], capture_output=True, text=True, check=True)
+    took = int(done.stdout)
+    assert 128256 * 8192 // 32 * 4 / 2 <= took <= 2**30  # pages of the first draw serve again

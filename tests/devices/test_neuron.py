@@ -240,6 +240,7 @@ import torch.distributed as dist
 import torch_neuronx
 
 from tests import tiny
+from trainyard.devices.cpu import Cpu
 from trainyard.devices.instance import Instance
 from trainyard.devices.neuron import Neuron
 from trainyard.parallel.mesh import leave
@@ -248,6 +249,10 @@ from trainyard.train.loop import Trainer
 
 class Pretended(Neuron):
     handle = torch.device("cpu")
+
+    def prepare(self, *given):
+        Cpu().prepare(*given)
+        super().prepare(*given)
 
 
 torch.set_num_threads(1)

@@ -87,7 +87,10 @@ def test_refused_groups_fail_with_the_nearest(capsys: pytest.CaptureFixture[str]
 
 def test_a_ring_is_planned_as_trainium_does_it(capsys: pytest.CaptureFixture[str]) -> None:
     """Its graph would know its rank: keys and values are gathered."""
-    gathered, ring = (told(capsys, "llama3-70b-cp", f"layout.context={context}") for context in ("all_gather", "ring"))
+    gathered, ring = (
+        told(capsys, "llama3-70b-cp", f"layout.context={context}", on="trn1.32xlarge:16")
+        for context in ("all_gather", "ring")
+    )
     assert ring["step"] == gathered["step"]
     (line,) = {each["line"] for each in ring["problems"]} - {each["line"] for each in gathered["problems"]}
     assert line.startswith("layout.context=ring: Trainium gathers keys and values instead")

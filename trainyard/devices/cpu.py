@@ -29,7 +29,7 @@ class Cpu(Device):
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
         super().prepare(deterministic, local_rank, precision, lnc)
-        if not compat.multiplies_bf16():
+        if precision != "fp32" and not compat.multiplies_bf16():
             bf16_cpu.install()
 
     def architecture(self) -> str:

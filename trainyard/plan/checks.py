@@ -27,7 +27,7 @@ def problems(plan: Plan, fixes: list[Change]) -> list[Problem]:
     """`fixes` are changes that fit in memory."""
     config = plan.config
     shapes = [Problem(each.line, each.refused) for each in group_problems(plan.layout, plan.on)]
-    if plan.given.layout.context != config.layout.context and config.layout.cp > 1:
+    if plan.given.layout.context != config.layout.context:
         line = "layout.context=ring: Trainium gathers keys and values instead, and so does this plan"
         shapes.append(Problem(f"{line}; nearest: layout.context=all_gather", False))
     return [*shapes, *_memory(plan, fixes), *_disk(plan), *_host(plan), *_data(config)]

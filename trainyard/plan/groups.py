@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.devices.trainium import group_problem, rank_order
 from trainyard.errors import UserError
@@ -27,9 +26,9 @@ class GroupProblem(NamedTuple):
 
 def as_run(config: Config, on: Hardware) -> Config:
     """With what Trainium does instead of a ring, whose graph would know its rank."""
-    if on.entry.kind != "trainium" or config.layout.context != "ring":
+    if on.entry.kind != "trainium" or config.layout.cp == 1 or config.layout.context != "ring":
         return config
-    return parse(config.model_dump(mode="json"), ["layout.context=all_gather"])
+    return config.model_copy(update={"layout": config.layout.model_copy(update={"context": "all_gather"})})
 
 
 def group_problems(layout: Layout, on: Hardware) -> list[GroupProblem]:

@@ -48,6 +48,8 @@ class Found:
         out = [
             f"{name}={value}" for name, value, mine in zip(KEYS, self.key, key_of(file), strict=True) if value != mine
         ]
+        if self.config.layout.context != file.layout.context:
+            out.append(f"layout.context={self.config.layout.context}")
         if self.config.layout.sequence_parallel != file.layout.sequence_parallel:
             out.append(f"layout.sequence_parallel={str(self.config.layout.sequence_parallel).lower()}")
         if file.recompute.parts and not self.config.recompute.parts:
@@ -78,13 +80,12 @@ def search(
     config: Config, on: Hardware, count: int, show: Callable[[int, int], None] = lambda done, total: None
 ) -> Search:
     """The best `count`. `show` is told how many of how many layouts have been timed."""
-    config = as_run(config, on)
     e, file = efficiency(on), key_of(config)
     keys = list(dict.fromkeys((file, *_keys(config, on))))
     timed: list[tuple[float, Key, Config, Layout]] = []
     for number, key in enumerate(keys):
         show(number, len(keys))
-        other = config if key == file else _with(config, key)
+        other = as_run(config if key == file else _with(config, key), on)
         try:
             layout = Layout.of(other, on.ranks)
         except UserError:
