@@ -108,7 +108,7 @@ LITTLE = {
     "bert": _little("bert"),
 }
 HALF = "precision.kind=bf16"
-RUNS = 3
+RUNS = 2
 CPU: dict[str, tuple[str, int, list[str]]] = {
     "llama-fp32": ("llama", 1, []),
     "llama": ("llama", 1, [HALF]),
