@@ -189,7 +189,8 @@ class LayoutSection(Section):
     cp: Size = 1
     """Context parallel ranks (the sequence is split)."""
     context: Literal["ring", "all_gather"] = "ring"
-    """How context parallel ranks see each other's keys and values: sent round piece by piece, or gathered once."""
+    """How context parallel ranks see each other's keys and values: sent round piece by piece, or gathered once; on
+    Trainium always gathered."""
     zero: int = Field(0, ge=0, le=3)
     """What data parallel ranks share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     bucket: Size = 256
