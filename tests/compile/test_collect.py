@@ -28,7 +28,7 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     """BERT's micro batches leave their padding behind, so that they have many lengths."""
     monkeypatch.setenv(kept.PLACE, str(tmp_path / "cache"))
     monkeypatch.delenv(kept.TORCH_PLACE, raising=False)
-    monkeypatch.setattr(Cpu, "kernels", lambda self: Fused())
+    monkeypatch.setattr(Cpu, "kernels", lambda self, own: Fused())
     monkeypatch.setattr(Cpu, "forks", False)
     monkeypatch.setattr(Cpu, "synchronous", False)
     monkeypatch.setattr(batches, "ROUND", 2)

@@ -61,6 +61,23 @@ def test_attention_dropout_follows_global_heads_and_matches_its_mean() -> None:
     torch.testing.assert_close(mean, whole.eval()(q, k, v), atol=0.15, rtol=0.1)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_copy_of_kv_heads_for_each_query_head_changes_nothing(causal: bool) -> None:
+    """In fp32, where the device's attention does not take fewer kv heads."""
+    given = [torch.randn(2, heads, 16, 8) for heads in (6, 2, 2)]
+    found = []
+    for groups in (True, False):
+        kernels = Kernels()
+        kernels.groups_fp32 = groups
+        core = CoreAttention(6, 2, causal, 0.0, "s", TensorAxis(), ContextAxis(), kernels)
+        parts = [x.clone().requires_grad_() for x in given]
+        y = core(*parts)
+        y.square().sum().backward()
+        found.append([y.detach(), *(x.grad for x in parts)])
+    for grouped, copied in zip(*found, strict=True):
+        torch.testing.assert_close(copied, grouped)
+
+
 @pytest.mark.parametrize("kind", ["attention", "full", "norm", "mlp", "activation", "core_attention", "attention+mlp"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_recompute_changes_no_bit(family: str, kind: str) -> None:

@@ -85,7 +85,7 @@ def small(model: dict[str, Any]) -> Config:
 
 
 def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    monkeypatch.setattr(Cpu, "kernels", lambda self: kernels())
+    monkeypatch.setattr(Cpu, "kernels", lambda self, own: kernels())
     monkeypatch.setattr(batches, "ROUND", 16)
     trainer = Trainer(config)
     for model in trainer.models:
@@ -162,7 +162,7 @@ def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without a break, forward and backward, packed samples of any length included."""
-    monkeypatch.setattr(Cpu, "kernels", lambda self: Fused())
+    monkeypatch.setattr(Cpu, "kernels", lambda self, own: Fused())
     monkeypatch.setattr(batches, "ROUND", 16)
     losses = []
     for compiled in (False, True):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from trainyard.config.smoke import smoke as shrink
 from trainyard.launch.local import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import leave, world
+from trainyard.plan.room import check_room
 from trainyard.train.hooks import Hook, Run
 from trainyard.train.loop import Summary, Trainer
 from trainyard.watch.progress import Screen
@@ -80,7 +82,7 @@ def train(
     console = Console(highlight=False, quiet=rank > 0)
     screen = Screen(config.train.steps, console)
     say = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)  # noqa: E731
-    trainer = Trainer(config, hooks=[Watch(screen)] if rank == 0 else [], say=say)
+    trainer = Trainer(config, hooks=[Watch(screen)] if rank == 0 else [], say=say, check=partial(check_room, say=say))
     peak, layout = trainer.meter.peak, trainer.layout
     console.print(
         f"{config.model.family} with {trainer.blueprint.parameters():,} weights on {trainer.device.describe()}; "

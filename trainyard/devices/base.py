@@ -93,6 +93,13 @@ class Device(ABC):
     def memory_peak(self) -> int:
         """Most bytes this process has held on the device so far."""
 
+    memory_kind = "cpu"
+    """How its memory is planned: a name in plan/kinds.py."""
+
+    def memory_total(self, ranks: int) -> int | None:
+        """Bytes that one of `ranks` ranks of this machine can hold at most; None where it is not known."""
+        return None
+
     @abstractmethod
     def ranks(self) -> int:
         """How many ranks this machine takes at once."""
@@ -153,8 +160,8 @@ class Device(ABC):
         """Wait until everything queued is done."""
         return
 
-    def kernels(self) -> Kernels:
-        """What models ask for besides matrix products."""
+    def kernels(self, own: bool = True) -> Kernels:
+        """What models ask for besides matrix products: kernels of the device's `own`, or plain torch."""
         return Kernels()
 
     @contextmanager

@@ -6,6 +6,7 @@ import sys
 import time
 from functools import cache
 
+import psutil
 import torch
 
 from trainyard import compat
@@ -43,6 +44,9 @@ class Cpu(Device):
 
     def peak(self, dtype: torch.dtype) -> Peak | None:
         return Peak(_matmul_flops(dtype), "measured now by a matrix product")
+
+    def memory_total(self, ranks: int) -> int:
+        return int(psutil.virtual_memory().total + psutil.swap_memory().total) // ranks
 
     def memory_peak(self) -> int:
         unit = 1 if sys.platform == "darwin" else 1024

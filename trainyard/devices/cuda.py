@@ -68,6 +68,11 @@ class Cuda(Device):
     def memory_peak(self) -> int:
         return torch.cuda.max_memory_allocated()
 
+    memory_kind = "gpu"
+
+    def memory_total(self, ranks: int) -> int:
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
@@ -84,12 +89,14 @@ class Cuda(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def kernels(self) -> Kernels:
-        if importlib.util.find_spec("triton") is None:
-            return Kernels()
-        from trainyard.kernels.fused import Fused
+    def kernels(self, own: bool = True) -> Kernels:
+        made = Kernels()
+        if own and importlib.util.find_spec("triton"):
+            from trainyard.kernels.fused import Fused
 
-        return Fused()
+            made = Fused()
+        made.groups_fp32 = False
+        return made
 
     @contextmanager
     def attention(self, first: str = "auto") -> Iterator[None]:

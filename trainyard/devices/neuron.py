@@ -85,6 +85,8 @@ class Neuron(Device):
         kind = "fp32" if dtype == torch.float32 else "bf16"
         return Peak(rank_flops(self.generation, self.lnc, kind), f"{self.generation} data sheet, dense, LNC {self.lnc}")
 
+    memory_kind = "trainium"
+
     def memory_peak(self) -> int:
         """Of what the device has done so far: it counts as it works."""
         return int(_package().max_memory_allocated())

@@ -36,9 +36,9 @@ class _Traced(Device):
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.handle)
 
-    def kernels(self) -> Kernels:
+    def kernels(self, own: bool = True) -> Kernels:
         """Kernels that work in place are no operators, so no rule says what they make of shapes: these do nothing."""
-        made = super().kernels()
+        made = super().kernels(own)
         if made.cross_entropy_:
             made.cross_entropy_ = lambda logits, labels, ignored: logits.new_empty(len(logits), dtype=torch.float32)
         if made.adamw_:

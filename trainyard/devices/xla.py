@@ -93,6 +93,8 @@ class Xla(Device):
         kind = "fp32" if dtype == torch.float32 else "bf16"
         return Peak(rank_flops(self.generation, self.lnc, kind), f"{self.generation} data sheet, dense, LNC {self.lnc}")
 
+    memory_kind = "trainium"
+
     def memory_peak(self) -> int:
         try:
             info = _module("core.xla_model").get_memory_info(self.handle)

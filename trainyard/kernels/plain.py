@@ -43,6 +43,9 @@ class Kernels:
     """Whether fp8 products are the device's own."""
     attends = False
     """Whether there is `attend`."""
+    groups_fp32 = True
+    """Whether torch's attention has a kernel for fp32 with fewer kv heads than heads. Without one it would keep the
+    scores: each query head is given a copy."""
 
     cross_entropy_: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """(logits, labels, label that counts nowhere): each row's loss; the logits become its gradient. train/head.py has

@@ -263,6 +263,9 @@ class CoreAttention(nn.Module):
         k_BGSK, v_BGSK = self.cp.gather(k_BGTK, 2), self.cp.gather(v_BGTK, 2)
         seen = self._seen(documents_BT, q_BHTK.shape[2])
         if not drop_it:
+            copies = q_BHTK.shape[1] // k_BGSK.shape[1]
+            if copies > 1 and q_BHTK.dtype == torch.float32 and not self.kernels.groups_fp32:
+                k_BGSK, v_BGSK = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for x in (k_BGSK, v_BGSK))
             grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BGSK, v_BGSK, seen, is_causal=self.causal and seen is None, enable_gqa=grouped

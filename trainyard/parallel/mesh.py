@@ -36,6 +36,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_ranks() -> int:
+    """Ranks of this machine; all, where the launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or world()[1])
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Every group that a run needs. A group's name says what its ranks share or sum."""

@@ -15,7 +15,7 @@ class Kind:
     adds: bool
     """Its products of bf16 can add to an fp32 sum, and torch's RMS norm is one operation on it."""
     groups: bool
-    """Attention in fp32 with fewer kv heads than heads is one operation on it, which keeps no scores."""
+    """As its Kernels.groups_fp32."""
     logits: int
     """As its Device.logits_bytes."""
     workspace: int
@@ -28,8 +28,7 @@ KINDS = {
     # A CPU's allocator gives back what is freed.
     "cpu": Kind(fused=False, sums=True, adds=False, groups=True, logits=1 << 25, workspace=0, fragmentation=0.0),
     # Workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper. The share is the largest of the runs in
-    # bench/results/plan-memory-gpu.json (an H200, torch 2.11): 0.1 to 2.0 %,
-    # but for fp32 with scores (6.7 %).
+    # bench/results/plan-memory-gpu.json (an H200, torch 2.11): 0.1 to 2.0 %, and 2.6 % in fp32.
     "gpu": Kind(
         fused=True, sums=False, adds=True, groups=False, logits=1 << 29, workspace=64 * MIB, fragmentation=0.02
     ),

@@ -44,7 +44,7 @@ class Run:
     adds: bool = False
     """Products of bf16 can add to an fp32 sum, and torch's RMS norm is one operation (GPU)."""
     groups: bool = True
-    """Attention in fp32 with fewer kv heads keeps no scores (not on GPUs)."""
+    """Attention in fp32 takes fewer kv heads than heads (not on GPUs)."""
     packed: bool = False
     """Samples have left their padding behind."""
     documents: bool = False

@@ -95,9 +95,9 @@ def changed(config: Config, words: list[str]) -> Config:
     return parse(config.model_dump(mode="json"), words)
 
 
-def largest(config: Config, layout: Layout, on: Hardware) -> int:
+def largest(config: Config, layout: Layout, kind: str) -> int:
     """Bytes of the rank that holds most. Ranks that have the same to do hold most where the first of them stands."""
-    return max(memory(config, layout, pp, on.entry.kind).total for pp in distinct(layout))
+    return max(memory(config, layout, pp, kind).total for pp in distinct(layout))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Change:
 def advice(plan: Plan) -> list[Change]:
     """Single changes that fit and make the step faster or, where the file does not fit, that make it fit."""
     out = []
-    for words in _changes(plan.config):
+    for words in changes(plan.config):
         try:
             config = changed(plan.config, words)
             layout = Layout.of(config, plan.on.ranks)
@@ -120,13 +120,13 @@ def advice(plan: Plan) -> list[Change]:
         gain = plan.step.seconds / step(config, layout, plan.on, efficiency(plan.on)).seconds
         if plan.fits and gain < GAIN:
             continue
-        size = largest(config, layout, plan.on)
+        size = largest(config, layout, plan.on.entry.kind)
         if size <= ROOM * plan.on.memory:
             out.append(Change(" ".join(words), gain, size))
     return sorted(out, key=lambda change: -change.gain)[:TRIED]
 
 
-def _changes(config: Config) -> list[list[str]]:
+def changes(config: Config) -> list[list[str]]:
     """Other values of the keys that change speed or memory but not what is learned."""
     layout, train, recompute = config.layout, config.train, config.recompute
     out = [[f"train.micro_batch={train.micro_batch * 2}"]]

@@ -103,7 +103,7 @@ def search(
         if refused and not mine:
             continue
         tries += 1
-        one = Found(key, other, layout, seconds, largest(other, layout, on), mine)
+        one = Found(key, other, layout, seconds, largest(other, layout, on.entry.kind), mine)
         own = one if mine else own
         if (
             one.memory <= (1 if mine else ROOM) * on.memory

@@ -237,11 +237,8 @@ class Writer:
                 kept = scores * (9 if r.wide else 7)
                 work, back = (scores * 12, scores * 3) if r.wide else (scores * 14, scores * 6)
                 return self.add((q, k, v), {"out": out, "weights": kept}, (q, k, v, "weights"), work, back)[0]
-            if r.wide and not r.groups and r.kv != r.heads:
-                # By torch's products and softmax. It keeps scaled copies of queries and keys, and values, a head each.
-                # Three matrices of scores in the backward pass: seen once, on an H200 with torch 2.11.
-                made = {"out": out, "weights": 4 * scores, "copies": 3 * out}
-                return self.add((q, k, v), made, ("weights", "copies"), 4 * scores, 12 * scores)[0]
+            if r.wide and not r.groups and r.kv != r.heads:  # keys and values are copied for each head
+                k, v = (self.add((each,), {"copies": out})[0] for each in (k, v))
             return self.add((q, k, v), {"out": out, "lse": lse}, (q, k, v, "out", "lse"))[0]
 
     def _context_attention(self, q: str, k: str, v: str, out: int, lse: int, p: float) -> str:

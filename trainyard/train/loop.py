@@ -26,7 +26,6 @@ from trainyard.data.open import open_sources
 from trainyard.errors import RunStopped, UserError
 from trainyard.files import write_whole
 from trainyard.kernels.fp8 import Fp8
-from trainyard.kernels.plain import Kernels
 from trainyard.models.flops import per_sample
 from trainyard.models.init import initial
 from trainyard.models.slicing import local
@@ -94,9 +93,10 @@ class Trainer:
         weights: models.Values | None = None,
         say: Callable[[str], None] = lambda line: None,
         device: devices.Device | None = None,
+        check: Callable[[Config, Layout, devices.Device], None] = lambda config, layout, device: None,
     ) -> None:
         """`loss` and each metric take (output, batch) and give (sum, count); `evaluate` takes the trainer. `device` is
-        for rehearsals: a run's is config.device.name."""
+        for rehearsals: a run's is config.device.name. `check` is called when that is ready and nothing is made yet."""
         self.config = config
         self.hooks = list(hooks)
         self.say = say
@@ -106,6 +106,7 @@ class Trainer:
         self.device.prepare(config.device.deterministic, local_rank(), config.precision.kind, config.device.lnc)
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
+        check(config, self.layout, self.device)
         self.mesh = Mesh.join(self.layout, self.device, self.device.order(self.layout.tp, ranks))
         self.directory, resumed = continued(config, self.mesh, self.device, say)
         if resumed:
@@ -113,7 +114,7 @@ class Trainer:
         compile_ = compiler(config.compile, self.device)
         own = config.train.loss
         function = loss or (import_function(own, "train.loss") if own else None)
-        kernels = self.device.kernels() if config.device.kernels == "fused" else Kernels()
+        kernels = self.device.kernels(own=config.device.kernels == "fused")
         fp8 = fp8_blocks(config)
         how = fp8.how if fp8 and config.precision.head == "fp8" else None
         head = make_head(kernels, compile_, how, self.device.logits_bytes)
