@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from trainyard import Trainer
+from trainyard import Trainer, devices
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import Cpu
 from trainyard.kernels.fused import Fused
@@ -20,6 +20,9 @@ from trainyard.models import Batch
 from trainyard.train import batches
 from trainyard.train.batches import ROUND, pack
 from trainyard.train.replay import MOST, Replays
+
+HERE = devices.select("auto")
+"""Where there is no GPU kernels run on the CPU, in an interpreter."""
 
 
 def batch_of(lengths: list[int], sequence: int, places: int) -> Batch:
@@ -79,13 +82,14 @@ def small(model: dict[str, Any]) -> Config:
     """The interpreter is slow."""
     return tiny.config(
         {**model, "layers": 1},
+        device={"name": HERE.name},
         data={"sequence": 8, "predictions": 2},
         train={"micro_batch": 1, "global_batch": 2},
     )
 
 
 def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    monkeypatch.setattr(Cpu, "kernels", lambda self, own: kernels())
+    monkeypatch.setattr(type(HERE), "kernels", lambda self, own: kernels())
     monkeypatch.setattr(batches, "ROUND", 16)
     trainer = Trainer(config)
     for model in trainer.models:
@@ -162,7 +166,7 @@ def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without a break, forward and backward, packed samples of any length included."""
-    monkeypatch.setattr(Cpu, "kernels", lambda self, own: Fused())
+    monkeypatch.setattr(type(HERE), "kernels", lambda self, own: Fused())
     monkeypatch.setattr(batches, "ROUND", 16)
     losses = []
     for compiled in (False, True):
