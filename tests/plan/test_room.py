@@ -65,6 +65,21 @@ def test_what_cannot_fit_is_refused() -> None:
         said(config, layout, MIB)
 
 
+@pytest.mark.parametrize("source", ["synthetic", "hdf5"])
+def test_padding_is_not_known_before_it_is_read(source: str) -> None:
+    """Where samples are packed, the plan takes those of a file for full."""
+    config = tiny.config("bert", data={"source": source, "paths": ["a.hdf5"] if source == "hdf5" else []})
+    lines: list[str] = []
+    device = Small(MIB)
+    device.memory_kind = "gpu"
+    if source == "synthetic":
+        with pytest.raises(UserError, match="memory: "):
+            check_room(config, Layout.of(config, 1), device, lines.append)
+    else:
+        check_room(config, Layout.of(config, 1), device, lines.append)
+        assert lines[0].startswith("note: memory: ")
+
+
 def test_nothing_is_known_of_a_loss_of_ones_own() -> None:
     config, layout, _ = case(loss="mine:loss")
     assert said(config, layout, MIB) == []

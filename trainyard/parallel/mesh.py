@@ -37,8 +37,8 @@ def local_rank() -> int:
 
 
 def local_ranks() -> int:
-    """Ranks of this machine; all, where the launcher does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or world()[1])
+    """Ranks of this machine, as far as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 @dataclass(frozen=True)
