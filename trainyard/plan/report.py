@@ -1,5 +1,6 @@
 """A plan put together: memory of every stage, messages by axis, the step, its cost, what limits it, what to try."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,22 +112,28 @@ class Change:
 def advice(plan: Plan) -> list[Change]:
     """Single changes that fit and make the step faster or, where the file does not fit, that make it fit."""
     out = []
-    for words in changes(plan.config):
-        try:
-            config = changed(plan.config, words)
-            layout = Layout.of(config, plan.on.ranks)
-        except UserError:
-            continue
+    for words, config, layout in others(plan.config, plan.on.ranks):
         gain = plan.step.seconds / step(config, layout, plan.on, efficiency(plan.on)).seconds
         if plan.fits and gain < GAIN:
             continue
         size = largest(config, layout, plan.on.entry.kind)
         if size <= ROOM * plan.on.memory:
-            out.append(Change(" ".join(words), gain, size))
+            out.append(Change(words, gain, size))
     return sorted(out, key=lambda change: -change.gain)[:TRIED]
 
 
-def changes(config: Config) -> list[list[str]]:
+def others(config: Config, ranks: int) -> Iterator[tuple[str, Config, Layout]]:
+    """What single changes make of it, as far as they are possible."""
+    for words in _changes(config):
+        try:
+            other = changed(config, words)
+            layout = Layout.of(other, ranks)
+        except UserError:
+            continue
+        yield " ".join(words), other, layout
+
+
+def _changes(config: Config) -> list[list[str]]:
     """Other values of the keys that change speed or memory but not what is learned."""
     layout, train, recompute = config.layout, config.train, config.recompute
     out = [[f"train.micro_batch={train.micro_batch * 2}"]]

@@ -9,7 +9,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import local_ranks
 from trainyard.plan.kinds import KINDS
 from trainyard.plan.local import run_of
-from trainyard.plan.report import ROOM, changed, changes, largest
+from trainyard.plan.report import ROOM, largest, others
 
 GIB = 2**30
 SURE = 1.3
@@ -35,15 +35,8 @@ def check_room(config: Config, layout: Layout, device: Device, say: Callable[[st
 
 def nearest(config: Config, layout: Layout, kind: str, room: int) -> str:
     """The single change that fits and saves least; it is the least of a change."""
-    fits = []
-    for words in changes(config):
-        try:
-            other = changed(config, words)
-            size = largest(other, Layout.of(other, layout.world), kind)
-        except UserError:
-            continue
-        if size <= ROOM * room:
-            fits.append((size, " ".join(words)))
+    sizes = [(largest(other, changed, kind), words) for words, other, changed in others(config, layout.world)]
+    fits = [each for each in sizes if each[0] <= ROOM * room]
     if not fits:
         return "no single change makes it fit; trainyard plan FILE --search finds what does"
     size, chosen = max(fits)
