@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.boxes import boxes, share_of_rows
 from trainyard.checkpoint.convert import Target, convert, parse_layout
-from trainyard.checkpoint.hf import write_hf
-from trainyard.checkpoint.native import WeightsAlone, write_native
-from trainyard.checkpoint.open import open_weights
-from trainyard.checkpoint.pieces import Region
-from trainyard.checkpoint.places import open_place
-from trainyard.checkpoint.store import Checkpoint
+from trainyard.checkpoint.formats.hf import write_hf
+from trainyard.checkpoint.formats.tensor_map import Region
+from trainyard.checkpoint.io.storage import open_place
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.partition import boxes, share_of_rows
+from trainyard.checkpoint.native.writer import WeightsAlone, write_native
+from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import load, parse
 from trainyard.parallel.layout import Layout
-from trainyard.train.hooks import Hook, Run
-from trainyard.train.loop import Trainer
+from trainyard.train.callbacks import Hook, Run
+from trainyard.train.trainer import Trainer
 
 
 class Random:

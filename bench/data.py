@@ -33,10 +33,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.data import megatron
-from trainyard.data.indexed import HEADER, MAGIC, Indexed, Writer
-from trainyard.data.loader import Loader
-from trainyard.data.open import open_sources
+from trainyard.data.formats.megatron_bin import HEADER, MAGIC, Indexed, Writer
+from trainyard.data.loading import megatron_order
+from trainyard.data.loading.build import open_sources
+from trainyard.data.loading.loader import Loader
 
 VOCAB = 50257
 BILLION = 10**9
@@ -270,7 +270,7 @@ def _ours(prefix: Path) -> None:
 
 def _megatron(prefix: Path) -> None:
     data = Indexed(prefix)
-    source = megatron.MegatronOrder(data, range(len(data)), BILLION // 2048 - 1, 2048, 1234, 32000)
+    source = megatron_order.MegatronOrder(data, range(len(data)), BILLION // 2048 - 1, 2048, 1234, 32000)
     source.samples(np.array([len(source) - 1]))
 
 

@@ -29,7 +29,7 @@ import torch
 import yaml
 
 from trainyard import devices, models
-from trainyard.config.hf import to_hf
+from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.models.flops import per_sample

@@ -19,7 +19,7 @@ import torch
 
 from trainyard import Trainer
 from trainyard.config.load import parse
-from trainyard.train.schedules import rate
+from trainyard.train.lr_schedule import rate
 
 VOCAB = 8192
 SHAPE = {

@@ -1,4 +1,4 @@
-"""What a run takes of memory, measured, beside what `trainyard/plan/memory.py` says.
+"""What a run takes of memory, measured, beside what `trainyard/plan/memory/peak.py` says.
 
     python bench/plan_memory.py gpu --out FILE                 every case on one GPU, each in a process of its own
     python bench/plan_memory.py cpu --out FILE                 the same on a CPU, some with two or four ranks
@@ -34,9 +34,9 @@ from torch.profiler import ProfilerActivity, profile
 from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.launch.local import free_port
+from trainyard.launch.launcher import free_port
 from trainyard.parallel.layout import Layout
-from trainyard.plan.memory import memory
+from trainyard.plan.memory.peak import memory
 
 LLAMA: dict[str, Any] = {
     "model": {

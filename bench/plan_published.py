@@ -5,7 +5,7 @@ python bench/plan_published.py        the table of docs/plan.md
 
 from statistics import median
 
-from trainyard.plan.published import SETS, fit, leave_one_out
+from trainyard.plan.calibrate import SETS, fit, leave_one_out
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainyard.compile.precompile import Graph, precompile
+from trainyard.compile import inductor_cache
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
-from trainyard.train import kept
+from trainyard.precompile.precompile import Graph, precompile
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "vocab": 512, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192},
@@ -49,8 +49,8 @@ def configure(model: dict[str, Any]) -> Config:
 
 def compile_phase(config: Config, workers: int, place: Path) -> dict[str, float]:
     """From an empty cache: its seconds, and those of each graph."""
-    os.environ[kept.PLACE] = str(place)
-    os.environ.pop(kept.TORCH_PLACE, None)
+    os.environ[inductor_cache.PLACE] = str(place)
+    os.environ.pop(inductor_cache.TORCH_PLACE, None)
     times: list[float] = []
     report = precompile(config, 1, 1, workers, see=lambda graph: times.append(time.monotonic()))
     graphs: list[Graph] = list(report.graphs.values())
@@ -65,8 +65,8 @@ def first_step(config: Config, place: Path) -> float:
         file = Path(directory) / "run.yaml"
         file.write_text(dump(config))
         command = [sys.executable, "-m", "trainyard", "train", str(file), f"log.directory={directory}"]
-        environment = {name: value for name, value in os.environ.items() if name != kept.TORCH_PLACE}
-        environment |= {kept.PLACE: str(place), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = {name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_PLACE}
+        environment |= {inductor_cache.PLACE: str(place), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         (metrics,) = Path(directory).glob("*/metrics.jsonl")
         return float(json.loads(metrics.read_text().splitlines()[0])["seconds_from_start"])

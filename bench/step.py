@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainyard import Config, Trainer, devices
-from trainyard.config.hf import to_hf
+from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
 from trainyard.models.flops import per_sample
 

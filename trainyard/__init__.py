@@ -8,23 +8,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainyard.checkpoint.hf import load_model
-    from trainyard.config.hf import from_hf
+    from trainyard.checkpoint.formats.hf import load_model
+    from trainyard.config.hf_config import from_hf
     from trainyard.config.load import load
     from trainyard.config.schema import Config
-    from trainyard.train.hooks import Hook
-    from trainyard.train.loop import Trainer
+    from trainyard.train.callbacks import Hook
+    from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Config", "Hook", "Trainer", "from_hf", "load", "load_model"]
 
 _HOME = {
     "Config": "trainyard.config.schema",
-    "Hook": "trainyard.train.hooks",
-    "Trainer": "trainyard.train.loop",
-    "from_hf": "trainyard.config.hf",
+    "Hook": "trainyard.train.callbacks",
+    "Trainer": "trainyard.train.trainer",
+    "from_hf": "trainyard.config.hf_config",
     "load": "trainyard.config.load",
-    "load_model": "trainyard.checkpoint.hf",
+    "load_model": "trainyard.checkpoint.formats.hf",
 }
 
 

@@ -18,24 +18,24 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests import tiny
 from tests.checkpoint.test_nxd import GQA, Memory, cases, llama
 from tests.checkpoint.test_nxd_optimizer import checkpoint as nxd_checkpoint
 from tests.checkpoint.test_nxd_optimizer import two_groups
-from tests.distributed.runs import Losses
+from tests.distributed.rank_jobs import Losses
 from tests.models.test_parity import batch_for, reference, reference_forward
-from trainyard.checkpoint.boxes import Box
+from tests.support import configs
 from trainyard.checkpoint.convert import DTYPES, Target, convert, parse_layout, total_bytes
-from trainyard.checkpoint.hf import open_hf, write_config, write_hf
-from trainyard.checkpoint.nxd import NxdLayout
-from trainyard.checkpoint.open import open_weights, unlike
-from trainyard.checkpoint.pieces import Region, everything, shapes_of
-from trainyard.checkpoint.places import open_place
-from trainyard.checkpoint.store import KINDS, MARKER, Checkpoint
-from trainyard.config.hf import from_hf
-from trainyard.config.model import LlamaModel
-from trainyard.errors import UserError
-from trainyard.train.loop import Trainer
+from trainyard.checkpoint.formats.hf import open_hf, write_config, write_hf
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.tensor_map import Region, everything, shapes_of
+from trainyard.checkpoint.io.storage import open_place
+from trainyard.checkpoint.native.checkpoint import KINDS, MARKER, Checkpoint
+from trainyard.checkpoint.native.partition import Box
+from trainyard.checkpoint.registry import open_weights, unlike
+from trainyard.config.hf_config import from_hf
+from trainyard.config.model_schema import LlamaModel
+from trainyard.core.errors import UserError
+from trainyard.train.trainer import Trainer
 
 GENERATED = settings(
     deadline=None,
@@ -93,9 +93,9 @@ def read(directory: Path) -> dict[str, Tensor]:
 # Our own form, with the optimizer's state
 
 FAMILIES = {
-    "llama": {**tiny.LLAMA, "layers": 4, "vocab": 259},
-    "gpt": {**tiny.GPT, "layers": 4, "vocab": 131},
-    "bert": {**tiny.BERT, "layers": 4, "vocab": 127},
+    "llama": {**configs.LLAMA, "layers": 4, "vocab": 259},
+    "gpt": {**configs.GPT, "layers": 4, "vocab": 131},
+    "bert": {**configs.BERT, "layers": 4, "vocab": 127},
 }
 BATCH = {"global_batch": 12, "micro_batch": 4, "steps": 2}
 
@@ -109,7 +109,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if family not in made:
             directory = tmp_path_factory.mktemp(family)
             sections = {"checkpoint": {"every": 1, "final": False}, "log": {"directory": str(directory)}}
-            summary = Trainer(tiny.config(FAMILIES[family], train=BATCH, **sections)).run()
+            summary = Trainer(configs.config(FAMILIES[family], train=BATCH, **sections)).run()
             made[family] = summary.directory / "checkpoints" / "step_00000002"
         return made[family]
 
@@ -547,7 +547,7 @@ def test_a_model_that_is_spelt_out_is_the_same(saved: Callable[[str], Path], tmp
     """A config.json has the numbers that a file of ours leaves to defaults."""
     for family in FAMILIES:
         checkpoint = saved(family)
-        section = tiny.config(FAMILIES[family]).model
+        section = configs.config(FAMILIES[family]).model
         write_config(tmp_path / "config.json", section, torch.float32)
         assert unlike(from_hf(tmp_path), section) is None
         open_weights(checkpoint, from_hf(tmp_path))
@@ -662,7 +662,7 @@ RUN = {
 
 def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
     hook = Losses()
-    config = tiny.config(
+    config = configs.config(
         RUN,
         data={"source": "synthetic", "sequence": 8},
         train={"steps": 5, "global_batch": 4, "micro_batch": 2},

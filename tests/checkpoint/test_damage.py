@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import tiny
-from tests.checkpoint.runs import complete, configure, failures, train
+from tests.checkpoint.saved_runs import complete, configure, failures, train
+from tests.support import configs
 from trainyard import Trainer
-from trainyard.checkpoint import store
-from trainyard.checkpoint.boxes import Box
-from trainyard.checkpoint.pieces import shapes_of
-from trainyard.checkpoint.places import LocalPlace
-from trainyard.errors import UserError
+from trainyard.checkpoint.formats.tensor_map import shapes_of
+from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint.native.partition import Box
+from trainyard.core.errors import UserError
 
 RANK, MARKER = "rank_00000.safetensors", "complete.json"
 
@@ -100,18 +100,18 @@ def test_a_directory_without_a_marker_is_passed_over_and_named(tmp_path: Path) -
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, small so that headers are a large part of it."""
     directory = tmp_path_factory.mktemp("saved")
-    model = {**tiny.LLAMA, "vocab": 64, "hidden": 8, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 8}
-    config = tiny.config(model, train={"steps": 1}, checkpoint={"every": 1}, log={"directory": str(directory)})
+    model = {**configs.LLAMA, "vocab": 64, "hidden": 8, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 8}
+    config = configs.config(model, train={"steps": 1}, checkpoint={"every": 1}, log={"directory": str(directory)})
     Trainer(config).run()
     return directory / "run" / "checkpoints" / "step_00000001"
 
 
 def everything(directory: Path) -> tuple[dict[str, Any], list[tuple[str, torch.Tensor]], Any]:
     """All that a resumed run could take from a checkpoint."""
-    with store.Checkpoint(LocalPlace(directory)) as checkpoint:
+    with native_checkpoint.Checkpoint(LocalPlace(directory)) as checkpoint:
         checkpoint.check(checkpoint.files)
         tensors = []
-        for kind in store.KINDS:
+        for kind in native_checkpoint.KINDS:
             for part, shape in shapes_of(checkpoint.model).items():
                 zero = (0,) * len(shape)
                 tensors.append((f"{kind}.{part}", checkpoint.tensor(kind, Box(part, part, shape, zero, shape, zero))))

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.checkpoint.runs import complete, configure, failures, train
+from tests.checkpoint.saved_runs import complete, configure, failures, train
 from trainyard import Trainer
-from trainyard.checkpoint import places, store
-from trainyard.checkpoint.places import LocalPlace
+from trainyard.checkpoint.io import storage
+from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.native import checkpoint
 from trainyard.cli.main import main
-from trainyard.errors import RunStopped, UserError
+from trainyard.core.errors import RunStopped, UserError
 
 MIB = 2**20
 
@@ -52,7 +53,7 @@ class Planted:
         self.path, self.size = path, size
         self.filled = 0
         path.mkdir()
-        whole = places.whole_file
+        whole = storage.whole_file
         usage = shutil.disk_usage
 
         @contextmanager
@@ -74,8 +75,8 @@ class Planted:
             found = usage(where)
             return found._replace(free=self.free()) if Path(where).is_relative_to(self.path) else found
 
-        patch.setattr(places, "whole_file", full_file)
-        patch.setattr(places.shutil, "disk_usage", here)  # type: ignore[attr-defined]
+        patch.setattr(storage, "whole_file", full_file)
+        patch.setattr(storage.shutil, "disk_usage", here)  # type: ignore[attr-defined]
 
     def free(self) -> int:
         used = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
@@ -177,7 +178,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "marker")
 
-    monkeypatch.setattr(store, "seal", full)
+    monkeypatch.setattr(checkpoint, "seal", full)
     words = ["checkpoint.every=1", "checkpoint.on_failure=stop", f"log.directory={tmp_path}", "log.tensorboard=false"]
     monkeypatch.setattr(sys, "argv", ["trainyard", "train", "tiny-llama", "--smoke", *words])
     with pytest.raises(SystemExit) as ended:
@@ -244,7 +245,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_another_matter(
     def refused(place: LocalPlace, step: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{place}/{step}")
 
-    monkeypatch.setattr(store, "remove", refused)
+    monkeypatch.setattr(checkpoint, "remove", refused)
     where = tmp_path / "saved"
     said = train(configure(tmp_path, directory=str(where), keep=3, on_failure="stop"))
     line = f"old checkpoints in {where} could not be removed: {where}/1: Permission denied"

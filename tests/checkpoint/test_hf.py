@@ -8,12 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import tiny
 from tests.models.test_parity import batch_for
+from tests.support import configs
 from trainyard import Trainer, load_model
-from trainyard.checkpoint.hf import open_hf, save_hf
-from trainyard.checkpoint.pieces import slices_of
-from trainyard.errors import UserError
+from trainyard.checkpoint.formats.hf import open_hf, save_hf
+from trainyard.checkpoint.formats.tensor_map import slices_of
+from trainyard.core.errors import UserError
 
 AUTO = {
     "llama": transformers.AutoModelForCausalLM,
@@ -22,10 +22,10 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> None:
-    model = {**tiny.FAMILIES[family], **({"tied": False} if family == "llama" else {})}
-    config = tiny.config(model, checkpoint={"final": True}, log={"directory": str(tmp_path)})
+    model = {**configs.FAMILIES[family], **({"tied": False} if family == "llama" else {})}
+    config = configs.config(model, checkpoint={"final": True}, log={"directory": str(tmp_path)})
     trainer = Trainer(config)
     summary = trainer.run()
     theirs = AUTO[family].from_pretrained(summary.weights).eval()
@@ -50,9 +50,9 @@ def test_a_run_starts_from_a_directory(tmp_path: Path) -> None:
     """Continued pre-training: the first loss is the old weights' loss, whatever is fused."""
     sections = {"log": {"directory": str(tmp_path)}, "optimizer": {"lr": 1e-2}, "train": {"steps": 20}}
     text = {"source": "text", "sequence": 16}
-    first = Trainer(tiny.config(**sections, data=text, checkpoint={"final": True})).run()
-    changed = {**tiny.LLAMA, "fuse_qkv": False}
-    again = Trainer(tiny.config(changed, **sections, data=text, checkpoint={"start": str(first.weights)}))
+    first = Trainer(configs.config(**sections, data=text, checkpoint={"final": True})).run()
+    changed = {**configs.LLAMA, "fuse_qkv": False}
+    again = Trainer(configs.config(changed, **sections, data=text, checkpoint={"start": str(first.weights)}))
     batch = {**again.loader.batch(0), "key": torch.zeros(2, dtype=torch.int32)}
     total, count = again.loss.terms(again.model(batch), batch)["lm"]
     _, model = load_model(first.weights, "cpu")
@@ -60,12 +60,12 @@ def test_a_run_starts_from_a_directory(tmp_path: Path) -> None:
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert total / count < first.first_loss - 1
     with pytest.raises(UserError, match="no checkpoint that is known"):
-        Trainer(tiny.config(**sections, checkpoint={"start": str(tmp_path)}))
+        Trainer(configs.config(**sections, checkpoint={"start": str(tmp_path)}))
 
 
 def test_sharded_directories_are_read(tmp_path: Path) -> None:
-    section = tiny.config().model
-    model = tiny.model(section)
+    section = configs.config().model
+    model = configs.model(section)
     save_hf(tmp_path / "one", section, model.state_dict().__getitem__)
     tensors = load_file(tmp_path / "one" / "model.safetensors")
     sharded = tmp_path / "two"
@@ -84,17 +84,17 @@ def test_sharded_directories_are_read(tmp_path: Path) -> None:
 
 
 def test_saving_again_replaces_whole(tmp_path: Path) -> None:
-    section = tiny.config().model
+    section = configs.config().model
     for seed in (0, 1):
-        save_hf(tmp_path / "model", section, tiny.model(section, seed).state_dict().__getitem__)
+        save_hf(tmp_path / "model", section, configs.model(section, seed).state_dict().__getitem__)
     values = slices_of(open_hf(tmp_path / "model"))
-    assert torch.equal(values("norm.weight"), tiny.model(section, 1).state_dict()["norm.weight"])
+    assert torch.equal(values("norm.weight"), configs.model(section, 1).state_dict()["norm.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_checkpoints_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    section = tiny.config().model
-    save_hf(tmp_path / "model", section, tiny.model(section).state_dict().__getitem__)
+    section = configs.config().model
+    save_hf(tmp_path / "model", section, configs.model(section).state_dict().__getitem__)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
 

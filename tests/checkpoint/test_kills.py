@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.lives import CHANGES, KEEP, Life, Live, starting
-from tests.checkpoint.runs import complete
-from trainyard.checkpoint import store
+from tests.checkpoint.killable_runs import CHANGES, KEEP, Life, Live, starting
+from tests.checkpoint.saved_runs import complete
+from trainyard.checkpoint.native import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ class Story:
         if life.steps:
             newest = before[0] if before else 0
             assert list(life.steps) == [*range(newest + 1, max(life.steps) + 1)]
-            where = self.directory / store.directory_name(newest)
+            where = self.directory / checkpoint.directory_name(newest)
             assert not before or f"going on from step {newest}: {where}" in life.said
         for step, listing in life.saved:
             assert listing == self.listing([each for each in (step - 1, step) if each])
@@ -53,7 +53,7 @@ class Story:
     def listing(self, steps: list[int]) -> list[str]:
         """What the directory of a run with these steps alone holds."""
         files = ["", "/complete.json", *(f"/rank_{rank:05d}.safetensors" for rank in range(self.ranks))]
-        inside = [f"checkpoints/{store.directory_name(step)}{file}" for step in steps for file in files]
+        inside = [f"checkpoints/{checkpoint.directory_name(step)}{file}" for step in steps for file in files]
         return ["checkpoints", *inside, "config.yaml", "metrics.jsonl"]
 
     def end(self) -> None:

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tiny
 from tests.models.test_parity import batch_for
+from tests.support import configs
 from trainyard import models
-from trainyard.checkpoint.megatron import Megatron, find_megatron, open_megatron
-from trainyard.checkpoint.pieces import everything, shapes_of
-from trainyard.config.model import GptModel, LlamaModel
-from trainyard.errors import UserError
+from trainyard.checkpoint.formats.megatron.weights import Megatron, find_megatron, open_megatron
+from trainyard.checkpoint.formats.tensor_map import everything, shapes_of
+from trainyard.config.model_schema import GptModel, LlamaModel
+from trainyard.core.errors import UserError
 
 Parts = dict[str, Tensor]
-GPT = GptModel(**{**tiny.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
-LLAMA = LlamaModel(**{**tiny.LLAMA, "layers": 4, "vocab": 250, "heads": 8, "kv_heads": 4, "tied": False})
+GPT = GptModel(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
+LLAMA = LlamaModel(**{**configs.LLAMA, "layers": 4, "vocab": 250, "heads": 8, "kv_heads": 4, "tied": False})
 ARGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 LLAMA_ARGS = {
     "num_layers": 4,
@@ -153,7 +153,7 @@ def test_gpt_comes_back_bit_for_bit(tp: int, pp: int, version: float, tmp_path: 
 
 
 def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
-    original = tiny.model(GPT).eval()
+    original = configs.model(GPT).eval()
     blueprint = models.family(GPT).blueprint(GPT)
 
     def split(name: str) -> Iterator[tuple[str, Tensor]]:
@@ -423,7 +423,7 @@ def test_a_configuration_that_does_not_fit_is_one_line(update: dict[str, Any], w
 
 def test_models_that_we_do_not_have_are_one_line(tmp_path: Path) -> None:
     root = write(tmp_path / "gpt", GPT, random_parts(GPT))
-    one_line(root, "family=bert: not read from Megatron's files", tiny.config("bert").model)
+    one_line(root, "family=bert: not read from Megatron's files", configs.config("bert").model)
     llama = LLAMA.model_copy(update={"heads": 4, "kv_heads": 4, "ffn": 128})
     one_line(root, r"dense_h_to_4h.weight is \[128, 32\], the model wants \[256, 32\]", llama)
     split = write(tmp_path / "split", LLAMA, random_parts(LLAMA), tp=4, num_layers=4)

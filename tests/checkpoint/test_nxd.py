@@ -12,12 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainyard.checkpoint import nxd
-from trainyard.checkpoint.nxd import NxdLayout
-from trainyard.checkpoint.nxd_files import open_nxd, repack_nxd, write_nxd
-from trainyard.checkpoint.pieces import Region, Stored, Weights, everything, shapes_of
-from trainyard.config.model import LlamaModel
-from trainyard.errors import UserError
+from trainyard.checkpoint.formats.nxd import layout as nxd_layout
+from trainyard.checkpoint.formats.nxd.files import open_nxd, repack_nxd, write_nxd
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.tensor_map import Region, Stored, Weights, everything, shapes_of
+from trainyard.config.model_schema import LlamaModel
+from trainyard.core.errors import UserError
 
 GQA: dict[str, Any] = {"hidden": 32, "heads": 8, "kv_heads": 2, "layers": 4}
 B70 = {"vocab": 128256, "hidden": 8192, "heads": 64, "kv_heads": 8, "layers": 80, "ffn": 28672}
@@ -81,13 +81,13 @@ def heads_of(held: tuple[Stored, ...], letter: str, size: int) -> list[int]:
 
 
 def test_70b_on_trn1_repeats_all_kv_heads_and_moves_the_queries() -> None:
-    ranks = nxd.stored(llama(**B70), NxdLayout(tp=32, pp=8, kv_multiplier=4, qkv="qkv_linear"))
+    ranks = nxd_layout.stored(llama(**B70), NxdLayout(tp=32, pp=8, kv_multiplier=4, qkv="qkv_linear"))
     assert [heads_of(ranks[0, rank], "q", 128) for rank in (0, 1, 8)] == [[0, 1], [8, 9], [2, 3]]
     assert [heads_of(ranks[0, rank], "k", 128) for rank in range(32)] == [[rank % 8] for rank in range(32)]
 
 
 def test_70b_on_trn2_has_copies_on_neighbours_and_queries_in_place() -> None:
-    ranks = nxd.stored(llama(**B70), NxdLayout(tp=32, kv_multiplier=4, qkv="fused", kv_order="trn2"))
+    ranks = nxd_layout.stored(llama(**B70), NxdLayout(tp=32, kv_multiplier=4, qkv="fused", kv_order="trn2"))
     assert [heads_of(ranks[0, rank], "q", 128) for rank in range(32)] == [[2 * r, 2 * r + 1] for r in range(32)]
     assert [heads_of(ranks[0, rank], "v", 128) for rank in range(32)] == [[rank // 4] for rank in range(32)]
 
@@ -100,11 +100,11 @@ def matching(model: LlamaModel, queries: list[int], keys: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("order", ["trn1", "trn2"])
-def test_queries_are_with_their_keys_on_every_rank_of_70b(order: nxd.KvOrder) -> None:
+def test_queries_are_with_their_keys_on_every_rank_of_70b(order: nxd_layout.KvOrder) -> None:
     """The reference's converter for trn2 repeats keys as on trn1: 4 of its 32 ranks match."""
     model = llama(**B70)
     layout = NxdLayout(tp=32, kv_multiplier=4, qkv="qkv_linear", kv_order=order)
-    ranks = nxd.stored(model, layout)
+    ranks = nxd_layout.stored(model, layout)
     for held in ranks.values():
         queries, keys, values = (heads_of(held, letter, 128) for letter in "qkv")
         assert matching(model, queries, keys)
@@ -138,7 +138,7 @@ def cases(draw: st.DrawFn) -> tuple[LlamaModel, NxdLayout]:
         places = st.lists(st.integers(0, layers - 2), min_size=pp * vpp - 1, max_size=pp * vpp - 1, unique=True)
         layout = replace(layout, cuts=tuple(sorted(draw(places))))
     assume(model.heads % layout.tp == 0)
-    works = nxd.multipliers(model, layout)
+    works = nxd_layout.multipliers(model, layout)
     assume(works)
     return model, replace(layout, kv_multiplier=draw(st.sampled_from(works)))
 
@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn) -> tuple[LlamaModel, NxdLayout]:
 @given(cases())
 def test_every_part_is_somewhere_and_queries_stay_with_keys(case: tuple[LlamaModel, NxdLayout]) -> None:
     model, layout = case
-    ranks = nxd.stored(model, layout)
+    ranks = nxd_layout.stored(model, layout)
     covered: dict[str, set[int]] = {}
     dims: dict[str, int] = {}
     for stored in (stored for held in ranks.values() for stored in held):
@@ -161,11 +161,16 @@ def test_every_part_is_somewhere_and_queries_stay_with_keys(case: tuple[LlamaMod
 
 def test_layers_that_are_left_over_go_to_the_last_stages() -> None:
     model = llama(layers=10)
-    assert [nxd.layers_of(model, NxdLayout(pp=4), rank) for rank in range(4)] == [[0, 1], [2, 3], [4, 5, 6], [7, 8, 9]]
+    assert [nxd_layout.layers_of(model, NxdLayout(pp=4), rank) for rank in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
     virtual = NxdLayout(pp=2, vpp=2)
-    assert [nxd.layers_of(model, virtual, rank) for rank in range(2)] == [[0, 1, 4, 5, 6], [2, 3, 7, 8, 9]]
+    assert [nxd_layout.layers_of(model, virtual, rank) for rank in range(2)] == [[0, 1, 4, 5, 6], [2, 3, 7, 8, 9]]
     cut = NxdLayout(pp=2, vpp=2, cuts=(0, 5, 6))
-    assert [nxd.layers_of(model, cut, rank) for rank in range(2)] == [[0, 6], [1, 2, 3, 4, 5, 7, 8, 9]]
+    assert [nxd_layout.layers_of(model, cut, rank) for rank in range(2)] == [[0, 6], [1, 2, 3, 4, 5, 7, 8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,7 @@ def test_layers_that_are_left_over_go_to_the_last_stages() -> None:
 )
 def test_layouts_that_no_model_has_are_refused_in_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
-        nxd.stored(llama(**B70), NxdLayout(**changes))
+        nxd_layout.stored(llama(**B70), NxdLayout(**changes))
     assert "\n" not in str(error.value)
 
 
@@ -210,7 +215,7 @@ def by_heads(matrix: Tensor, order: list[int], size: int, dim: int = 0) -> Tenso
     # Two kv heads, each twice; query heads 0 to 3 look at the first of them. On trn1 rank 1 has the second kv head.
     [("trn1", [0, 1, 4, 5, 2, 3, 6, 7]), ("trn2", [0, 1, 2, 3, 4, 5, 6, 7])],
 )
-def test_files_of_repeated_heads(order: nxd.KvOrder, queries: list[int], fused: bool, tmp_path: Path) -> None:
+def test_files_of_repeated_heads(order: nxd_layout.KvOrder, queries: list[int], fused: bool, tmp_path: Path) -> None:
     weights = Memory(llama(**GQA))
     layout = NxdLayout(tp=4, kv_multiplier=2, qkv="fused" if fused else "qkv_linear", kv_order=order)
     written(tmp_path / "out", weights, layout)
@@ -340,7 +345,7 @@ def test_round_trips_bit_for_bit(case: tuple[LlamaModel, NxdLayout], xser: bool,
         found = open_nxd(out, model, {"by_head": layout.by_head}, verify=True)
         same(found, weights)
         seen = replace(found.layout, kv_order=layout.kv_order)
-        assert seen == replace(layout, cuts=nxd.cuts_of(model, layout))
+        assert seen == replace(layout, cuts=nxd_layout.cuts_of(model, layout))
         if layout.kv_multiplier > 1 and model.kv > 1:
             assert found.layout.kv_order == layout.kv_order
 

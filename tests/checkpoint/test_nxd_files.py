@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_nxd import GQA, Memory, attention, edit, llama, loaded, same, written
-from trainyard.checkpoint.nxd import NxdLayout
-from trainyard.checkpoint.nxd_files import find_nxd, open_nxd
-from trainyard.checkpoint.pieces import everything
-from trainyard.config.model import GptModel
-from trainyard.errors import UserError
+from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.tensor_map import everything
+from trainyard.config.model_schema import GptModel
+from trainyard.core.errors import UserError
 
 # Finding
 

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tests.checkpoint.test_nxd import Memory, cases, loaded, written
 from trainyard import models
-from trainyard.checkpoint.boxes import Box, boxes, share_of_rows
-from trainyard.checkpoint.nxd import NxdLayout
-from trainyard.checkpoint.nxd_optimizer import NxdState, find_optimizer, open_nxd_state
-from trainyard.checkpoint.pieces import shapes_of
-from trainyard.config.model import LlamaModel
-from trainyard.errors import UserError
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout
+from trainyard.checkpoint.formats.nxd.optimizer import NxdState, find_optimizer, open_nxd_state
+from trainyard.checkpoint.formats.tensor_map import shapes_of
+from trainyard.checkpoint.native.partition import Box, boxes, share_of_rows
+from trainyard.config.model_schema import LlamaModel
+from trainyard.core.errors import UserError
 
 # A checkpoint as NxD leaves it, by plain torch
 

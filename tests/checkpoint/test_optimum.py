@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tiny
 from tests.checkpoint.test_megatron import Parts, as_xser, random_parts
-from trainyard.checkpoint.optimum import find_optimum, open_optimum
-from trainyard.checkpoint.pieces import Weights, everything
-from trainyard.config.hf import to_hf
-from trainyard.config.model import LlamaModel
-from trainyard.errors import UserError
+from tests.support import configs
+from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
+from trainyard.checkpoint.formats.tensor_map import Weights, everything
+from trainyard.config.hf_config import to_hf
+from trainyard.config.model_schema import LlamaModel
+from trainyard.core.errors import UserError
 
-LLAMA = LlamaModel(**{**tiny.LLAMA, "heads": 8, "kv_heads": 2, "layers": 4, "vocab": 256, "head_dim": 4})
+LLAMA = LlamaModel(**{**configs.LLAMA, "heads": 8, "kv_heads": 2, "layers": 4, "vocab": 256, "head_dim": 4})
 MANY = LLAMA.model_copy(update={"kv_heads": 8})
 
 
@@ -183,7 +183,7 @@ def test_what_does_not_do_is_one_line(tmp_path: Path) -> None:
         one_line("not readable JSON|not optimum-neuron's metadata")
     note.write_text(whole)
     one_line("no optimum-neuron checkpoint", tmp_path / "nothing")
-    one_line("num_attention_heads=8, but the model has 4", model=tiny.config("gpt").model)
+    one_line("num_attention_heads=8, but the model has 4", model=configs.config("gpt").model)
     (out / "config.json").unlink()
     one_line("no config.json beside or above it")
     file = out / "shards" / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt"

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
-from trainyard.checkpoint.safetensors_file import DTYPES, header, lazy_tensors, write_tensor
-from trainyard.errors import UserError
+from trainyard.checkpoint.io.safetensors_file import DTYPES, header, lazy_tensors, write_tensor
+from trainyard.core.errors import UserError
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (7,), (0,), (4, 0, 2), (2, 3, 4, 5))
 

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests import tiny
 from tests.checkpoint.test_nxd import GQA, Memory, llama, loaded
-from trainyard.checkpoint.hf import write_hf
-from trainyard.checkpoint.nxd import KvOrder, NxdLayout, Qkv, multipliers
-from trainyard.checkpoint.open import open_weights
-from trainyard.checkpoint.pieces import everything, shapes_of
+from tests.support import configs
+from trainyard.checkpoint.formats.hf import write_hf
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, Qkv, multipliers
+from trainyard.checkpoint.formats.tensor_map import everything, shapes_of
+from trainyard.checkpoint.registry import open_weights
 from trainyard.cli import convert as verb
 from trainyard.cli import convert_nxd, main
-from trainyard.config.model import LlamaModel
-from trainyard.train.loop import Trainer
+from trainyard.config.model_schema import LlamaModel
+from trainyard.train.trainer import Trainer
 
 Call = Callable[..., tuple[int, str, str]]
 ZERO = re.compile(r"^largest logit difference 0 \(logits up to \S+\)$", re.M)
@@ -105,10 +105,10 @@ def test_what_the_files_do_not_show_is_no_hindrance_to_the_check(layout: str, ca
     assert ZERO.search(well(call("convert", "hf", "nxd", "--to", "nxd", "--layout", layout, "--check")))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_a_run_becomes_a_model(family: str, call: Call, tmp_path: Path) -> None:
     sections = {"checkpoint": {"every": 2, "final": True}, "log": {"directory": str(tmp_path)}, "train": {"steps": 2}}
-    Trainer(tiny.config(family, **sections)).run()
+    Trainer(configs.config(family, **sections)).run()
     assert ZERO.search(well(call("convert", "run", "model", "--check")))
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == (
         tmp_path / "run" / "model" / "model.safetensors"
@@ -125,7 +125,7 @@ def test_a_checkpoint_at_a_url(call: Call, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/run"
     checkpoint = {"every": 1, "final": True, "directory": url}
     summary = Trainer(
-        tiny.config("gpt", checkpoint=checkpoint, log={"directory": str(tmp_path)}, train={"steps": 1})
+        configs.config("gpt", checkpoint=checkpoint, log={"directory": str(tmp_path)}, train={"steps": 1})
     ).run()
     assert f"{url}: a checkpoint of trainyard" in well(call("convert", url, "out"))
     assert summary.weights

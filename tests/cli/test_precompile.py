@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.support import configs
+from trainyard.compile import inductor_cache
 from trainyard.config.load import dump
-from trainyard.train import kept
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,9 @@ RANKS = {1: ["--nproc", "1"], 4: [*FOUR, "--nproc", "4"]}
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
     fixed = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRAINYARD_CACHE": str(cache)}
-    ours = {name: value for name, value in os.environ.items() if name != kept.TORCH_PLACE}  # torch sets it here
+    ours = {
+        name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_PLACE
+    }  # torch sets it here
     return {**ours, **fixed, **more}
 
 
@@ -51,7 +53,7 @@ def totals(done: subprocess.CompletedProcess[str]) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(dump(tiny.config("llama", train={"steps": 3}, compile={"enabled": True}, log={"name": "small"})))
+    path.write_text(dump(configs.config("llama", train={"steps": 3}, compile={"enabled": True}, log={"name": "small"})))
     return path
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.tiny import config
+from tests.support.configs import config
 from trainyard.cli import main
 from trainyard.cli import tune as verb
 from trainyard.config.load import dump, load
-from trainyard.launch.trial import Ending
-from trainyard.train.tune import ENABLED, MICRO, OUT, Search, Space, Trial
+from trainyard.tune.search import ENABLED, MICRO, OUT, Search, Space, Trial
+from trainyard.tune.trial_process import Ending
 
 COMMAND = [sys.executable, "-m", "trainyard"]
 SMALL = ["tiny-llama", "--smoke", "compile.enabled=false", "device.name=cpu", "train.global_batch=8"]

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import tiny
+from tests.support import configs
 from trainyard.config.load import dump, keys, load, parse
 from trainyard.config.recipes import names
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 
 
 def write(path: Path, **changes: object) -> Path:
-    data = {"model": dict(tiny.LLAMA), "train": {"steps": 3}, "data": {"sequence": 16}}
+    data = {"model": dict(configs.LLAMA), "train": {"steps": 3}, "data": {"sequence": 16}}
     for dotted, value in changes.items():
         node = data
         *parents, leaf = dotted.split("__")
@@ -90,7 +90,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, overrides: list[str], words: list
 
 
 def test_bert_mistakes() -> None:
-    base = {"model": tiny.BERT, "train": {"steps": 1}}
+    base = {"model": configs.BERT, "train": {"steps": 1}}
     for data, words in (
         ({"source": "text", "sequence": 16}, "data.source=text"),
         ({"source": "synthetic", "sequence": 16, "predictions": 20}, "data.predictions=20"),

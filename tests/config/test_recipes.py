@@ -9,7 +9,7 @@ from trainyard.config.load import load, parse
 from trainyard.config.recipes import names
 from trainyard.config.smoke import smoke
 from trainyard.parallel.layout import Layout
-from trainyard.train.loop import Trainer
+from trainyard.train.trainer import Trainer
 
 # Weights of the published models (BERT with both heads, GPT-2's tokenizer unpadded).
 WEIGHTS = {

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import default_data_collator
 
-from tests.data.mutations import EDITS, in_one_line, mutate
-from trainyard.data.arrow import ArrowBlocks, data_files
-from trainyard.data.arrow_write import Writer
-from trainyard.data.rows import Flat, Rows
-from trainyard.errors import UserError
+from tests.data.file_damage import EDITS, in_one_line, mutate
+from trainyard.core.errors import UserError
+from trainyard.data.formats.arrow_dataset import ArrowBlocks, data_files
+from trainyard.data.formats.arrow_writer import Writer
+from trainyard.data.loading.token_samples import Flat, Rows
 
 datasets.disable_progress_bars()
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from trainyard.cli.console import Screen
 from trainyard.cli.data import app
-from trainyard.cli.screen import Screen
-from trainyard.data import documents
-from trainyard.data.bert import Recipe, Text, encode, pairs, samples, tools
-from trainyard.data.bert_files import Counts, Target, build, chunks
-from trainyard.data.documents import Bad
-from trainyard.data.hdf5 import Hdf5Pairs
-from trainyard.data.tokenizer import Spec
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.formats.bert_hdf5_cache import Hdf5Pairs
+from trainyard.data.formats.documents import Bad
+from trainyard.data.prepare.bert_files import Counts, Target, build, chunks
+from trainyard.data.prepare.bert_samples import Recipe, Text, encode, pairs, samples, tools
+from trainyard.data.text.tokenizer import Spec
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 DOCUMENTS, WORDS = 40, 300
@@ -357,7 +357,7 @@ def test_a_kill_leaves_nothing_half_done_and_a_new_start_finishes(
 
 def test_only_one_run_works_in_a_place(vocab: Spec, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from trainyard.data.bert_files import Target, workplace\n"
+        "import sys; from pathlib import Path; from trainyard.data.prepare.bert_files import Target, workplace\n"
         "with workplace(Target(Path(sys.argv[1]), 'x')): print('in', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

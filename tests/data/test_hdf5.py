@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from trainyard.data.hdf5 import DIRECTORY, Hdf5Pairs
-from trainyard.data.hdf5_file import Shape, record, write
-from trainyard.data.loader import Loader
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
+from trainyard.data.formats.bert_hdf5 import Shape, record, write
+from trainyard.data.formats.bert_hdf5_cache import DIRECTORY, Hdf5Pairs
+from trainyard.data.loading.loader import Loader
 
 SEQUENCE, PREDICTIONS, VOCAB = 16, 4, 3000
 Arrays = dict[str, NDArray[Any]]
@@ -194,7 +194,8 @@ def test_a_copy_moves_with_its_files(tmp_path: Path) -> None:
 def test_ranks_that_start_together_unpack_once(tmp_path: Path) -> None:
     paths = [save(tmp_path / f"{number}.hdf5", arrays(20_000, number)) for number in range(2)]
     program = (
-        "import sys, json, zlib, numpy as np; from pathlib import Path; from trainyard.data.hdf5 import Hdf5Pairs\n"
+        "import sys, json, zlib, numpy as np; from pathlib import Path\n"
+        "from trainyard.data.formats.bert_hdf5_cache import Hdf5Pairs\n"
         "lines = []\n"
         f"source = Hdf5Pairs([Path(name) for name in sys.argv[1:]], {SEQUENCE}, {PREDICTIONS}, lines.append)\n"
         "print(json.dumps([zlib.crc32(source.samples(np.arange(40_000))['tokens'].tobytes()), lines]))\n"

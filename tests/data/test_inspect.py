@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.mutations import EDITS, in_one_line, mutate
+from tests.data.file_damage import EDITS, in_one_line, mutate
 from trainyard.cli import main
 from trainyard.cli.data.inspect import histogram, quoted
-from trainyard.data import inspect as inspection
-from trainyard.data.arrow_write import Writer as ArrowWriter
-from trainyard.data.indexed import Writer
-from trainyard.data.inspect import inspect
-from trainyard.data.report import Lengths, Report, Wanted
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
+from trainyard.data.formats.arrow_writer import Writer as ArrowWriter
+from trainyard.data.formats.megatron_bin import Writer
+from trainyard.data.prepare import inspect as inspection
+from trainyard.data.prepare.inspect import inspect
+from trainyard.data.prepare.length_stats import Lengths, Report, Wanted
 
 datasets.disable_progress_bars()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from trainyard.data.loader import Loader
-from trainyard.data.sources import Sample
+from trainyard.data.loading.dataset import Sample
+from trainyard.data.loading.loader import Loader
 
 
 class Numbers:

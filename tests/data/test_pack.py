@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.mutations import EDITS, in_one_line, mutate
+from tests.data.file_damage import EDITS, in_one_line, mutate
 from trainyard.cli import main
-from trainyard.data import documents
-from trainyard.data import pack as packing
-from trainyard.data.arrow import ArrowBlocks
-from trainyard.data.documents import Bad
-from trainyard.data.indexed import Indexed, Writer
-from trainyard.data.pack import Counts, Shape, from_text, from_tokens, pack
-from trainyard.data.story import stories
-from trainyard.data.tokenize import Job
-from trainyard.data.tokenizer import Spec
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.formats.arrow_dataset import ArrowBlocks
+from trainyard.data.formats.documents import Bad
+from trainyard.data.formats.megatron_bin import Indexed, Writer
+from trainyard.data.loading.demo_corpus import stories
+from trainyard.data.prepare import pack as packing
+from trainyard.data.prepare.pack import Counts, Shape, from_text, from_tokens, pack
+from trainyard.data.prepare.tokenize import Job
+from trainyard.data.text.tokenizer import Spec
 
 datasets.disable_progress_bars()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.data.sentences import split
+from trainyard.data.text.sentences import split
 
 CASES = {
     "titles": ["Mr. Smith met Dr. Jones on St. James Street.", "They spoke."],

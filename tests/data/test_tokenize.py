@@ -19,15 +19,16 @@ from pyarrow import parquet
 from reference import Gpt2, token_files
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainyard.cli.screen import Skips
-from trainyard.data import documents, words
-from trainyard.data.documents import Bad
-from trainyard.data.indexed import Indexed
-from trainyard.data.story import stories
-from trainyard.data.tokenize import Job, tokenize
-from trainyard.data.tokenizer import Spec, open_tokenizer
-from trainyard.data.words import Words
-from trainyard.errors import UserError
+from trainyard.cli.console import Skips
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.formats.documents import Bad
+from trainyard.data.formats.megatron_bin import Indexed
+from trainyard.data.loading.demo_corpus import stories
+from trainyard.data.prepare.tokenize import Job, tokenize
+from trainyard.data.text import gpt2_fast_bpe as words
+from trainyard.data.text.gpt2_fast_bpe import Words
+from trainyard.data.text.tokenizer import Spec, open_tokenizer
 
 ODD = [
     "don't I'll we've you're it's he'd I'm 'tis 'S 'LL ''s  's\n's\t'll'll'x's",

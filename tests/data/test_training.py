@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import tiny
-from tests.data.test_rows import write
+from tests.data.test_token_samples import write
+from tests.support import configs
 from trainyard import Trainer
 from trainyard.config.schema import Config
-from trainyard.data.arrow_write import Writer as ArrowWriter
-from trainyard.data.hdf5_file import Shape, record
-from trainyard.data.hdf5_file import write as write_hdf5
+from trainyard.data.formats.arrow_writer import Writer as ArrowWriter
+from trainyard.data.formats.bert_hdf5 import Shape, record
+from trainyard.data.formats.bert_hdf5 import write as write_hdf5
 
 
 def tokens(directory: Path) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def hdf5(directory: Path) -> dict[str, Any]:
 def config(data: dict[str, Any], micro: int) -> Config:
     family = "bert" if data["source"] == "hdf5" else "llama"
     train = {"steps": 6, "global_batch": 4, "micro_batch": micro}
-    return tiny.config(family, data={"sequence": 16, **data}, train=train)
+    return configs.config(family, data={"sequence": 16, **data}, train=train)
 
 
 @pytest.mark.parametrize("make", [tokens, megatron, blend, arrow, hdf5])

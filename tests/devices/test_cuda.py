@@ -2,8 +2,8 @@
 
 import pytest
 
+from trainyard.core.errors import UserError
 from trainyard.devices.cuda import Cuda
-from trainyard.errors import UserError
 
 
 def test_more_ranks_than_gpus_is_one_line() -> None:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import tiny
-from tests.devices.pretended import install
+from tests.support import configs
+from tests.support.fake_neuron import install
 from trainyard import devices
 from trainyard.config.load import load
-from trainyard.devices.instance import Instance, find, generation_of, version
-from trainyard.devices.neuron import Neuron, obstacle
-from trainyard.devices.neuron_environment import (
+from trainyard.core.errors import UserError
+from trainyard.devices.neuron.device import Neuron, obstacle
+from trainyard.devices.neuron.environment import (
     Launch,
     cores_of,
     launch_of,
@@ -26,10 +26,10 @@ from trainyard.devices.neuron_environment import (
     native_environment,
     settled,
 )
-from trainyard.errors import UserError
-from trainyard.launch.local import free_port
-from trainyard.train.hooks import Hook, Run
-from trainyard.train.loop import Trainer
+from trainyard.devices.neuron.instance import Instance, find, generation_of, version
+from trainyard.launch.launcher import free_port
+from trainyard.train.callbacks import Hook, Run
+from trainyard.train.trainer import Trainer
 
 TRN2 = Instance("trn2", 16, "trn2.48xlarge")
 ROOT = Path(__file__).parents[2]
@@ -241,10 +241,10 @@ import torch_neuronx
 
 from tests import tiny
 from trainyard.devices.cpu import Cpu
-from trainyard.devices.instance import Instance
-from trainyard.devices.neuron import Neuron
+from trainyard.devices.neuron.instance import Instance
+from trainyard.devices.neuron.device import Neuron
 from trainyard.parallel.mesh import leave
-from trainyard.train.loop import Trainer
+from trainyard.train.trainer import Trainer
 
 
 class Pretended(Neuron):
@@ -373,7 +373,7 @@ def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layo
     assert sum(said[0]["graphs"]) == 1, "four blocks, one graph"
     alone = Losses()
     log = {"directory": str(tmp_path)}
-    Trainer(tiny.config({**tiny.LLAMA, "layers": 4}, log=log), hooks=[alone]).run()
+    Trainer(configs.config({**configs.LLAMA, "layers": 4}, log=log), hooks=[alone]).run()
     for each in said:
         assert each["losses"] == pytest.approx(alone.losses, rel=1e-5)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.devices.neuron_cache import (
+from trainyard.core.errors import UserError
+from trainyard.devices.neuron.compile_cache import (
     DEFAULT,
     Entry,
     clear_locks,
@@ -20,7 +21,6 @@ from trainyard.devices.neuron_cache import (
     remove_failed,
     stale,
 )
-from trainyard.errors import UserError
 
 COMPILER = "neuronxcc-2.21.33363.0+82129205"
 FLAGS = ["--model-type=transformer", "--auto-cast=none"]

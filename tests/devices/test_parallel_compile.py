@@ -9,8 +9,9 @@ import pytest
 from trainyard import devices
 from trainyard.cli.precompile import precompile as verb
 from trainyard.config.load import load
+from trainyard.core.errors import RunStopped, UserError
 from trainyard.devices.cpu import Cpu
-from trainyard.devices.parallel_compile import (
+from trainyard.devices.neuron.parallel_compile import (
     Graph,
     Waiting,
     collect_command,
@@ -20,7 +21,6 @@ from trainyard.devices.parallel_compile import (
     short_run,
     waiting,
 )
-from trainyard.errors import RunStopped, UserError
 
 STAMP = "2026-03-13 20:14:50.000983:  42  INFO ||NEURON_PARALLEL_COMPILE||: "
 GOOD = "/var/tmp/neuron-compile-cache/neuronxcc-2.21/MODULE_1+abcd0123/model.hlo_module.pb"

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trainyard import devices
-from trainyard.devices.instance import Instance
-from trainyard.devices.neuron_environment import (
+from trainyard.core.errors import UserError
+from trainyard.devices.neuron.environment import (
     FLAGS,
     Launch,
     compiler_flags,
@@ -13,8 +13,8 @@ from trainyard.devices.neuron_environment import (
     settled,
     xla_environment,
 )
-from trainyard.devices.xla import Xla, obstacle
-from trainyard.errors import UserError
+from trainyard.devices.neuron.instance import Instance
+from trainyard.devices.neuron.xla_device import Xla, obstacle
 
 TRN1 = Instance("trn1", 16, "trn1.32xlarge")
 NOWHERE = Instance(None, 0, "")
@@ -35,7 +35,7 @@ def test_why_there_is_no_such_device(here: Instance, installed: bool, pjrt: str 
 
 
 def test_asked_for_by_name_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainyard.devices.xla.find_spec", lambda name: None)
+    monkeypatch.setattr("trainyard.devices.neuron.xla_device.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"device\.name=xla: needs torch 2\.9 with torch_xla 2\.9.*; here: .*cpu, auto"):
         devices.select("xla")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
 
 
 @pytest.fixture(scope="session")

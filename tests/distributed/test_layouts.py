@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
-from tests.distributed.pool import Pool, RankFailed
+from tests.support import configs
+from tests.support.pool import Pool, RankFailed
 from trainyard.compat import splits_backward
 from trainyard.config.schema import Config
-from trainyard.train.verify import Record, compare, single
+from trainyard.verify.compare_layouts import Record, compare, single
 
 STEPS = 10
 
 # Four layers so that stages have something to share; dropout on, so that masks must not depend on the layout.
-LLAMA = {**tiny.LLAMA, "layers": 4}
-GPT = {**tiny.GPT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
-BERT = {**tiny.BERT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+LLAMA = {**configs.LLAMA, "layers": 4}
+GPT = {**configs.GPT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+BERT = {**configs.BERT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 ODD = {"vocab": 263}
 """A vocabulary that no rank count divides."""
 SP = {"sequence_parallel": True}
@@ -111,7 +111,7 @@ def configure(layout: dict[str, Any], model: dict[str, Any], sections: dict[str,
         "data": {"predictions": 4},
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
-    return tiny.config(model, layout=layout, **merged)
+    return configs.config(model, layout=layout, **merged)
 
 
 @pytest.fixture(scope="session")
@@ -126,8 +126,8 @@ def run(
     alone = single(config)
     key = alone.model_dump_json()
     if key not in references:
-        references[key] = pool.run("tests.distributed.jobs:job", (alone, STEPS), 1)[0]
-    found = pool.run("tests.distributed.jobs:job", (config, STEPS, planted), ranks)[0]
+        references[key] = pool.run("tests.distributed.planted_errors:job", (alone, STEPS), 1)[0]
+    found = pool.run("tests.distributed.planted_errors:job", (config, STEPS, planted), ranks)[0]
     return found, references[key]
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
-from tests.distributed.pool import Pool
+from tests.support import configs
+from tests.support.pool import Pool
 from trainyard.config.schema import Config
 
 STEPS, SAVED = 6, 3
@@ -42,12 +42,12 @@ def configure(directory: Path, name: str, family: str = "llama", **sections: dic
         "layout": LAYOUTS[name][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**tiny.FAMILIES[family], "layers": 4} | ({"ffn": 64} if family == "llama" else {})
-    return tiny.config(model, **merged)
+    model = {**configs.FAMILIES[family], "layers": 4} | ({"ffn": 64} if family == "llama" else {})
+    return configs.config(model, **merged)
 
 
 def run(pool: Pool, config: Config, ranks: int) -> dict[str, Any]:
-    return pool.run("tests.distributed.runs:run", (config, False), ranks)[0]
+    return pool.run("tests.distributed.rank_jobs:run", (config, False), ranks)[0]
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainyard.kernels.attention import attend, attend_packed, attend_plain, blocks
-from trainyard.kernels.fused import Fused
-from trainyard.kernels.plain import Drops, Kernels
+from trainyard.core.counter_rng import cell32, row32
+from trainyard.kernels.reference import Drops, Kernels
+from trainyard.kernels.triton.attention import attend, attend_packed, attend_plain, blocks
+from trainyard.kernels.triton.ops import Fused
 from trainyard.models.layers import CoreAttention, Draw
-from trainyard.parallel.axes import Axes
-from trainyard.random import cell32, row32
+from trainyard.parallel.tensor_parallel import Axes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: the interpreter would take minutes")

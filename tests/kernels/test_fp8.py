@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.errors import UserError
-from trainyard.kernels import fp8
-from trainyard.kernels.fp8 import Cast, Fp8, Most, linear, linear_plain
+from trainyard.core.errors import UserError
+from trainyard.kernels import fp8_linear
+from trainyard.kernels.fp8_linear import Cast, Fp8, Most, linear, linear_plain
 from trainyard.models.output import Output
-from trainyard.train.head import IGNORED, Fp8Products, PlainProducts, cross_entropy
+from trainyard.train.cross_entropy import IGNORED, Fp8Products, PlainProducts, cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,8 +56,8 @@ def whole(matrix: Cast) -> Tensor:
 
 def quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """What a product sees of x by its rows, and by its columns."""
-    most = fp8.largest(x, by_row, True, plain=True)
-    rows, columns = fp8.cast(x, most, dtype, by_row, plain=True, turned=True)
+    most = fp8_linear.largest(x, by_row, True, plain=True)
+    rows, columns = fp8_linear.cast(x, most, dtype, by_row, plain=True, turned=True)
     return whole(rows), whole(columns).t()
 
 
@@ -69,7 +69,7 @@ def test_scales_are_the_largest_powers_of_two(dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
     edges = [0.0, 2.0**-149, 2.0**-126, 2.0**-118, 1.0, 1.75, 1.7500001, 1.9999999, 448.0, 449.0, 57344.0, 3.4e38]
     size = torch.cat((torch.tensor(edges), torch.randn(2000).abs() * 2.0 ** torch.randint(-100, 100, (2000,))))
-    scale, inverse = fp8.scales(size.view(torch.int32), dtype)
+    scale, inverse = fp8_linear.scales(size.view(torch.int32), dtype)
     mantissa, exponent = torch.frexp(scale)
     assert (mantissa == 0.5).all()
     assert torch.equal(scale * inverse, torch.ones_like(scale))
@@ -78,7 +78,7 @@ def test_scales_are_the_largest_powers_of_two(dtype: torch.dtype) -> None:
     larger = size.double() * scale.double() * 2 > top
     assert (larger | (exponent == 127) | (size == 0)).all()
     for bad in (torch.inf, torch.nan):
-        assert torch.stack(fp8.scales(torch.tensor([bad]).view(torch.int32), dtype)).isnan().all()
+        assert torch.stack(fp8_linear.scales(torch.tensor([bad]).view(torch.int32), dtype)).isnan().all()
 
 
 @FORMATS
@@ -92,7 +92,7 @@ def test_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     low, high = x - table[above - 1], table[above] - x
     nearest = torch.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
     matrix = x.to(torch.bfloat16).view(1, -1)
-    cast, _ = fp8.cast(matrix, fp8.largest(matrix, False, plain=True), dtype, False, plain=True)
+    cast, _ = fp8_linear.cast(matrix, fp8_linear.largest(matrix, False, plain=True), dtype, False, plain=True)
     assert cast.inverse == 1
     assert torch.equal(cast.values[0].view(torch.uint8), nearest.to(torch.uint8))
 
@@ -121,15 +121,15 @@ def test_changes_only_tiny_values_with_the_batch(dtype: torch.dtype, by_row: boo
 
 def check_casts(x: Tensor, dtype: torch.dtype, by_row: bool) -> None:
     M, D = x.shape
-    most, twin_most = fp8.largest(x, by_row, True), fp8.largest(x.cpu(), by_row, True, plain=True)
+    most, twin_most = fp8_linear.largest(x, by_row, True), fp8_linear.largest(x.cpu(), by_row, True, plain=True)
     if by_row:
         assert torch.equal(most.rows.cpu(), twin_most.rows)
         assert torch.equal(most.columns.cpu(), twin_most.columns)
     else:
         assert torch.equal(most.rows.max().cpu(), twin_most.rows[0])
-    twin, twin_turned = fp8.cast(x.cpu(), twin_most, dtype, by_row, plain=True, turned=True)
+    twin, twin_turned = fp8_linear.cast(x.cpu(), twin_most, dtype, by_row, plain=True, turned=True)
     for as_is, turned in ((True, True), (True, False), (False, True)):
-        ours, ours_turned = fp8.cast(x, most, dtype, by_row, as_is=as_is, turned=turned)
+        ours, ours_turned = fp8_linear.cast(x, most, dtype, by_row, as_is=as_is, turned=turned)
         if as_is:
             assert ours.values.shape == (-(-M // 16) * 16, D)
             same(ours.values[:M], twin.values)
@@ -175,7 +175,7 @@ def test_cast_of_every_number(dtype: torch.dtype) -> None:
 @needs_triton
 def test_cast_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of a large matrix has several tiles, the last ones beyond the end."""
-    monkeypatch.setattr("trainyard.kernels.fp8_cast.PROGRAMS", 3)
+    monkeypatch.setattr("trainyard.kernels.triton.fp8_cast.PROGRAMS", 3)
     check_casts(random(700, 144), E4M3, False)
     check_casts(random(700, 144), E5M2, True)
 
@@ -184,9 +184,9 @@ def test_cast_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cast_by_maxima_of_the_producer() -> None:
     """Any parts do: here the maxima of 600 rows."""
     x = random(600, 32)
-    rows = fp8.largest(x, True).rows
-    ours, _ = fp8.cast(x, Most(rows, rows[:0]), E4M3, False)
-    twin, _ = fp8.cast(x, fp8.largest(x, False, plain=True), E4M3, False, plain=True)
+    rows = fp8_linear.largest(x, True).rows
+    ours, _ = fp8_linear.cast(x, Most(rows, rows[:0]), E4M3, False)
+    twin, _ = fp8_linear.cast(x, fp8_linear.largest(x, False, plain=True), E4M3, False, plain=True)
     same(ours.values[:600], twin.values)
     same(ours.inverse, twin.inverse)
 
@@ -214,12 +214,12 @@ def test_operators_say_their_shapes(by_row: bool) -> None:
     x = random(21, 48)
     tests = "test_faketensor"
     for columns in (False, True):
-        torch.library.opcheck(fp8.fp8_amax, (x, by_row, columns), test_utils=tests)
-    most = fp8.largest(x, by_row, True)
+        torch.library.opcheck(fp8_linear.fp8_amax, (x, by_row, columns), test_utils=tests)
+    most = fp8_linear.largest(x, by_row, True)
     for flags in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(fp8.fp8_cast, (x, *most, E5M2, by_row, *flags), test_utils=tests)
-    left, right = (fp8.cast(t, fp8.largest(t, by_row), E4M3, by_row)[0] for t in (x, random(32, 48)))
-    torch.library.opcheck(fp8.fp8_multiply, (*left, *right, random(32), True), test_utils=tests)
+        torch.library.opcheck(fp8_linear.fp8_cast, (x, *most, E5M2, by_row, *flags), test_utils=tests)
+    left, right = (fp8_linear.cast(t, fp8_linear.largest(t, by_row), E4M3, by_row)[0] for t in (x, random(32, 48)))
+    torch.library.opcheck(fp8_linear.fp8_multiply, (*left, *right, random(32), True), test_utils=tests)
 
 
 # The function.

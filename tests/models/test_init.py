@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from tests import tiny
+from tests.support import configs
 from trainyard import models
 from trainyard.models.blueprint import Blueprint, Part, Row
 from trainyard.models.init import initial
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_ranks_hold_slices_of_the_whole(family: str, tp: int) -> None:
-    section = tiny.config(family).model
+    section = configs.config(family).model
     blueprint = models.family(section).blueprint(section)
     whole = initial(blueprint, 3)
     for name in blueprint.names():
@@ -38,7 +38,7 @@ def test_ranks_hold_slices_of_the_whole(family: str, tp: int) -> None:
 def test_fusing_does_not_change_weights() -> None:
     values = {}
     for fused in (True, False):
-        section = tiny.config({**tiny.LLAMA, "fuse_qkv": fused, "fuse_gate_up": fused}).model
+        section = configs.config({**configs.LLAMA, "fuse_qkv": fused, "fuse_gate_up": fused}).model
         values[fused] = initial(models.family(section).blueprint(section), 0)
     fused, apart = values[True], values[False]
     assert torch.equal(
@@ -50,7 +50,7 @@ def test_fusing_does_not_change_weights() -> None:
 
 
 def test_names_and_seeds_matter() -> None:
-    section = tiny.config().model
+    section = configs.config().model
     blueprint = models.family(section).blueprint(section)
     a, b = initial(blueprint, 0), initial(blueprint, 1)
     name = "layers.{}.mlp.down.weight"
@@ -60,7 +60,7 @@ def test_names_and_seeds_matter() -> None:
 
 
 def test_standard_deviations_follow_the_blueprint() -> None:
-    section = tiny.config({**tiny.LLAMA, "hidden": 256, "ffn": 512, "layers": 8}).model
+    section = configs.config({**configs.LLAMA, "hidden": 256, "ffn": 512, "layers": 8}).model
     blueprint = models.family(section).blueprint(section)
     values = initial(blueprint, 0)
     assert values("layers.0.attention.qkv.weight").std() == pytest.approx(0.02, rel=0.02)

@@ -5,17 +5,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import tiny
 from tests.models.test_parity import batch_for
+from tests.support import configs
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
-from trainyard.kernels.plain import Kernels
+from trainyard.core.counter_rng import key32
+from trainyard.kernels.reference import Kernels
 from trainyard.models.flops import per_sample
 from trainyard.models.layers import CoreAttention, Draw, Dropout, make_draw
 from trainyard.parallel import recompute
-from trainyard.parallel.axes import ContextAxis, TensorAxis
-from trainyard.parallel.groups import Group
-from trainyard.random import key32
+from trainyard.parallel.process_group import Group
+from trainyard.parallel.tensor_parallel import ContextAxis, TensorAxis
 
 
 def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> Draw:
@@ -79,14 +79,14 @@ def test_a_copy_of_kv_heads_for_each_query_head_changes_nothing(causal: bool) ->
 
 
 @pytest.mark.parametrize("kind", ["attention", "full", "norm", "mlp", "activation", "core_attention", "attention+mlp"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_recompute_changes_no_bit(family: str, kind: str) -> None:
-    section = tiny.config(
-        {**tiny.FAMILIES[family], **({} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1})}
+    section = configs.config(
+        {**configs.FAMILIES[family], **({} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1})}
     ).model
     gradients = []
     for recomputed in (False, True):
-        model = tiny.model(section)
+        model = configs.model(section)
         if recomputed:
             config = (
                 RecomputeSection(kind=kind)
@@ -102,10 +102,10 @@ def test_recompute_changes_no_bit(family: str, kind: str) -> None:
 
 
 def test_recompute_saves_memory() -> None:
-    section = tiny.config({**tiny.LLAMA, "layers": 4}).model
+    section = configs.config({**configs.LLAMA, "layers": 4}).model
     saved = {}
     for kind in ("none", "attention", "full"):
-        model = tiny.model(section)
+        model = configs.model(section)
         recompute.apply(list(model.layers.children()), RecomputeSection(kind=kind))
         sizes: list[int] = []
 
@@ -120,10 +120,10 @@ def test_recompute_saves_memory() -> None:
     assert saved["attention"] < saved["none"]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_flops_match_torchs_counter(family: str) -> None:
-    section = tiny.config(family).model
-    model = tiny.model(section)
+    section = configs.config(family).model
+    model = configs.model(section)
     batch = batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it knows no CPU flash kernel
         output = model.eval()(batch)

@@ -9,12 +9,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests import tiny
+from tests.support import configs
 from trainyard import models
-from trainyard.checkpoint.hf import InMemory, of_tensors, to_tensors
-from trainyard.checkpoint.pieces import slices_of
-from trainyard.config.hf import from_hf as config_from_hf
-from trainyard.config.hf import to_hf as config_to_hf
+from trainyard.checkpoint.formats.hf import InMemory, of_tensors, to_tensors
+from trainyard.checkpoint.formats.tensor_map import slices_of
+from trainyard.config.hf_config import from_hf as config_from_hf
+from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.train.losses import BertLoss, CausalLoss
 
 LLAMA = {
@@ -180,9 +180,9 @@ def test_names_round_trip_bit_exact(variant: str, fused: bool) -> None:
     assert all(torch.equal(back[name], original[name]) for name in original)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_parameters_are_the_blueprints(family: str) -> None:
-    section = tiny.config(family).model
+    section = configs.config(family).model
     blueprint = models.family(section).blueprint(section)
     parameters = dict(models.build(section).named_parameters())
     assert set(parameters) == set(blueprint.names())
@@ -240,7 +240,7 @@ def test_config_json_round_trip(variant: str) -> None:
     ],
 )
 def test_what_we_do_not_have_is_refused(change: dict[str, Any], words: str) -> None:
-    from trainyard.errors import UserError
+    from trainyard.core.errors import UserError
 
     with pytest.raises(UserError, match=words):
         config_from_hf({**VERSION_4, **change})

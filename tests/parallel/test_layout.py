@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import tiny
+from tests.support import configs
 from trainyard.config.load import load
 from trainyard.config.recipes import names
 from trainyard.config.smoke import fit, smoke
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout, copies, share
 
-MODEL = {**tiny.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
+MODEL = {**configs.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
 
 
 def config(layout: dict[str, Any], model: dict[str, Any] = MODEL, **sections: dict[str, Any]) -> Any:
-    return tiny.config(model, **{"train": {"global_batch": 8, "micro_batch": 1}, **sections}, layout=layout)
+    return configs.config(model, **{"train": {"global_batch": 8, "micro_batch": 1}, **sections}, layout=layout)
 
 
 def test_ranks_are_pp_dp_cp_tp_with_tp_fastest() -> None:

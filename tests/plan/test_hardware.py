@@ -7,10 +7,10 @@ import pytest
 
 from trainyard.config.load import load
 from trainyard.config.recipes import names
-from trainyard.errors import UserError
-from trainyard.plan.hardware import hardware, needed, read_table
-from trainyard.plan.probe import probe
-from trainyard.plan.table import TABLE, Entry
+from trainyard.core.errors import UserError
+from trainyard.plan.hardware.catalog import TABLE, Entry
+from trainyard.plan.hardware.microbenchmark import probe
+from trainyard.plan.hardware.spec import hardware, needed, read_table
 
 
 @pytest.mark.parametrize(

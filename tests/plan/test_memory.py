@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests import tiny
-from tests.plan.live import peak
+from tests.plan.exact_peak import peak
+from tests.support import configs
 from trainyard.config.load import load
 from trainyard.parallel.layout import Layout
-from trainyard.plan.memory import Memory, memory
+from trainyard.plan.memory.peak import Memory, memory
 
 ROOT = Path(__file__).parents[2]
 NEAR = 0.05
@@ -134,7 +134,7 @@ def test_the_memory_of_70b_is_quickly_known() -> None:
     assert time.process_time() - start < 3
 
 
-FAMILIES = st.sampled_from(sorted(tiny.FAMILIES))
+FAMILIES = st.sampled_from(sorted(configs.FAMILIES))
 KINDS = st.sampled_from(["cpu", "gpu", "trainium"])
 PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16_sr"])
 
@@ -146,8 +146,8 @@ def test_recompute_never_keeps_more(family: str, kind: str, precision: str, reco
     # does, and with two heads to a kv head, as here, that is more.
     assume((family, kind, precision, recompute) != ("llama", "gpu", "fp32", "attention"))
     shape = {"data": {"sequence": 64}, "train": {"global_batch": 512, "micro_batch": 512}}
-    base = tiny.config(family, precision={"kind": precision}, **shape)
-    other = tiny.config(family, precision={"kind": precision}, recompute={"kind": recompute}, **shape)
+    base = configs.config(family, precision={"kind": precision}, **shape)
+    other = configs.config(family, precision={"kind": precision}, recompute={"kind": recompute}, **shape)
     layout = Layout.of(base, 1)
     assert memory(other, layout, 0, kind).total <= memory(base, layout, 0, kind).total
 
@@ -157,13 +157,13 @@ def test_recompute_never_keeps_more(family: str, kind: str, precision: str, reco
 def test_zero_shares_out_the_state(family: str, kind: str, precision: str, ranks: int) -> None:
     plans = []
     for zero in (0, 1):
-        config = tiny.config(family, precision={"kind": precision}, layout={"zero": zero}, train={"global_batch": 8})
+        config = configs.config(family, precision={"kind": precision}, layout={"zero": zero}, train={"global_batch": 8})
         plans.append(memory(config, Layout.of(config, ranks), 0, kind))
     assert plans[0].weights == plans[1].weights
     assert plans[1].optimizer <= plans[0].optimizer
 
 
 def test_kinds_are_named() -> None:
-    config = tiny.config()
+    config = configs.config()
     with pytest.raises(KeyError):
         memory(config, Layout.of(config, 1), 0, "abacus")

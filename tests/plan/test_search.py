@@ -4,11 +4,11 @@ import pytest
 
 from trainyard.config.load import load
 from trainyard.parallel.layout import Layout
-from trainyard.plan.hardware import hardware
-from trainyard.plan.memory import memory
+from trainyard.plan.hardware.spec import hardware
+from trainyard.plan.memory.peak import memory
 from trainyard.plan.report import changed
 from trainyard.plan.search import search
-from trainyard.plan.time import efficiency, step
+from trainyard.plan.time.step_time import efficiency, step
 
 
 @pytest.mark.parametrize(

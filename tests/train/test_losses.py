@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests import tiny
-from trainyard.errors import UserError
+from tests.support import configs
+from trainyard.core.errors import UserError
 from trainyard.models.output import Output
-from trainyard.train import head, losses
-from trainyard.train.head import cross_entropy
-from trainyard.train.own import import_function, pair
+from trainyard.train import cross_entropy as vocab_cross_entropy
+from trainyard.train import losses
+from trainyard.train.cross_entropy import cross_entropy
+from trainyard.train.user_functions import import_function, pair
 
 
 def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32):
@@ -29,7 +30,7 @@ def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [7, 25, 1000])
 def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool) -> None:
-    monkeypatch.setattr(head, "LEAST", chunk_tokens)
+    monkeypatch.setattr(vocab_cross_entropy, "LEAST", chunk_tokens)
     h, w, b, labels = case(bias=bias)
     inputs = [x for x in (h, w, b) if x is not None]
     own = cross_entropy(Output(h, w, b), labels, logits_bytes=1)
@@ -44,7 +45,7 @@ def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
 
 
 def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "LEAST", 8)
+    monkeypatch.setattr(vocab_cross_entropy, "LEAST", 8)
     h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)
     own = cross_entropy(Output(h, w), labels, logits_bytes=1)
     assert own.dtype == torch.float32
@@ -114,8 +115,8 @@ def test_the_full_logits_never_exist() -> None:
 
 def test_loss_is_the_same_for_every_micro_batch_size_and_not_a_mean_of_means() -> None:
     """Ignored labels are spread unevenly, so averaging micro batches would be wrong, and is seen to be."""
-    config = tiny.config()
-    model = tiny.model(config.model)
+    config = configs.config()
+    model = configs.model(config.model)
     torch.manual_seed(0)
     tokens = torch.randint(0, 260, (4, 16), dtype=torch.int32)
     labels = torch.randint(0, 260, (4, 16), dtype=torch.int32)

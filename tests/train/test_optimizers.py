@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests import tiny
+from tests.support import configs
 from trainyard import models
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import Cpu
 from trainyard.models.init import initial
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.optimizers import Optimizer
-from trainyard.train.schedules import rate
+from trainyard.train.lr_schedule import rate
+from trainyard.train.optim.optimizer import Optimizer
 
 
 def make(kind: str = "fp32", family: str = "llama", **options: object) -> tuple[nn.Module, Optimizer]:
     options = {"lr": 1e-2, "weight_decay": 0.1, "clip": 0.0, **options}
-    config = tiny.config(family, optimizer=options, precision={"kind": kind}, train={"seed": 7})
+    config = configs.config(family, optimizer=options, precision={"kind": kind}, train={"seed": 7})
     return built(config)
 
 
@@ -73,7 +73,7 @@ def test_adamw_is_torchs(kind: str, clip: float) -> None:
 
 
 def test_decay_leaves_out_norms_and_biases() -> None:
-    for family in tiny.FAMILIES:
+    for family in configs.FAMILIES:
         _, optimizer = make(family=family)
         before = weights(optimizer)
         optimizer.clear()
@@ -149,7 +149,7 @@ def test_rounding_follows_parts_not_fusing() -> None:
     rounded = []
     for fused in (True, False):
         own = {"optimizer": {"lr": 1e-2, "clip": 0.0}, "precision": {"kind": "bf16_sr"}}
-        _, optimizer = built(tiny.config({**tiny.LLAMA, "fuse_qkv": fused}, **own))
+        _, optimizer = built(configs.config({**configs.LLAMA, "fuse_qkv": fused}, **own))
         optimizer.gradients.fill_(1.0)
         update(optimizer, 1)
         names = ["layers.0.attention.qkv.weight"] if fused else [f"layers.0.attention.{x}.weight" for x in "qkv"]
@@ -200,7 +200,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules(kind: str) -> None:
-    config = tiny.config(
+    config = configs.config(
         train={"steps": 100}, optimizer={"lr": 1.0}, schedule={"kind": kind, "warmup": 10, "floor": 0.1}
     )
     for update_number, wanted in SCHEDULES[kind].items():
@@ -211,9 +211,9 @@ def test_schedules(kind: str) -> None:
 
 
 def test_decay_steps_longer_or_shorter_than_the_run() -> None:
-    long = tiny.config(train={"steps": 100}, schedule={"kind": "linear", "decay_steps": 200}, optimizer={"lr": 1.0})
+    long = configs.config(train={"steps": 100}, schedule={"kind": "linear", "decay_steps": 200}, optimizer={"lr": 1.0})
     assert rate(long, 100) == pytest.approx(0.5)
-    short = tiny.config(
+    short = configs.config(
         train={"steps": 100}, schedule={"kind": "linear", "decay_steps": 50, "floor": 0.2}, optimizer={"lr": 1.0}
     )
     assert rate(short, 80) == pytest.approx(0.2)

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import tiny
+from tests.support import configs
 from trainyard import Trainer, devices
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import Cpu
-from trainyard.kernels.fused import Fused
-from trainyard.kernels.plain import Kernels
+from trainyard.kernels.reference import Kernels
+from trainyard.kernels.triton.ops import Fused
 from trainyard.models import Batch
-from trainyard.train import batches
-from trainyard.train.batches import ROUND, pack
-from trainyard.train.replay import MOST, Replays
+from trainyard.train import micro_batches
+from trainyard.train.cuda_graphs import MOST, Replays
+from trainyard.train.micro_batches import ROUND, pack
 
 HERE = devices.select("auto")
 """Where there is no GPU kernels run on the CPU, in an interpreter."""
@@ -80,7 +80,7 @@ def test_micro_batches_get_about_as_many_tokens() -> None:
 
 def small(model: dict[str, Any]) -> Config:
     """The interpreter is slow."""
-    return tiny.config(
+    return configs.config(
         {**model, "layers": 1},
         device={"name": HERE.name},
         data={"sequence": 8, "predictions": 2},
@@ -90,7 +90,7 @@ def small(model: dict[str, Any]) -> Config:
 
 def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(type(HERE), "kernels", lambda self, own: kernels())
-    monkeypatch.setattr(batches, "ROUND", 16)
+    monkeypatch.setattr(micro_batches, "ROUND", 16)
     trainer = Trainer(config)
     for model in trainer.models:
         model.train()
@@ -103,13 +103,13 @@ def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.
     return out
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_a_step_with_fused_kernels_equals_a_plain_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout on; BERT packed. Gradients of products are summed by the products."""
     model = {"llama": {}, "gpt": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "embedding_dropout": 0.1}}.get(
         family, {"attention_dropout": 0.2, "hidden_dropout": 0.1}
     )
-    config = small({**tiny.FAMILIES[family], **model})
+    config = small({**configs.FAMILIES[family], **model})
     fused, plain = (results(config, kernels, monkeypatch) for kernels in (Fused, Kernels))
     assert fused == pytest.approx(plain, rel=2e-5)
 
@@ -146,13 +146,13 @@ def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on() -> None
     assert device.recorded == MOST
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All that a micro batch reads besides its tensors is at a fixed place: key, divisors, sums, gradients."""
     losses = []
     for replay in (False, True):
-        config = tiny.config(
-            tiny.FAMILIES[family], train={"micro_batch": 2, "global_batch": 4}, compile={"replay": replay}
+        config = configs.config(
+            configs.FAMILIES[family], train={"micro_batch": 2, "global_batch": 4}, compile={"replay": replay}
         )
         monkeypatch.setattr(Cpu, "records", replay)
         trainer = Trainer(config)
@@ -163,14 +163,14 @@ def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.M
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without a break, forward and backward, packed samples of any length included."""
     monkeypatch.setattr(type(HERE), "kernels", lambda self, own: Fused())
-    monkeypatch.setattr(batches, "ROUND", 16)
+    monkeypatch.setattr(micro_batches, "ROUND", 16)
     losses = []
     for compiled in (False, True):
-        trainer = Trainer(small(tiny.FAMILIES[family]))
+        trainer = Trainer(small(configs.FAMILIES[family]))
         assert trainer.forward.packs == (family == "bert")
         for model in trainer.models:
             model.train()

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests import tiny
+from tests.support import configs
 from trainyard import Hook, Trainer
-from trainyard.checkpoint import store
-from trainyard.checkpoint.places import open_place
+from trainyard.checkpoint.io.storage import open_place
+from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
-from trainyard.train import saving
-from trainyard.train.hooks import Run
-from trainyard.train.loop import Summary
+from trainyard.core.errors import UserError
+from trainyard.train.callbacks import Run
+from trainyard.train.checkpointing import saver
+from trainyard.train.trainer import Summary
 
 STEPS = 5
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -46,7 +46,7 @@ def configure(tmp_path: Path, model: dict[str, Any] | str = "llama", **sections:
         "checkpoint": {"every": 1, "keep": 0, "final": False},
         "log": {"directory": str(tmp_path)},
     }
-    return tiny.config(model, **{key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}})
+    return configs.config(model, **{key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}})
 
 
 class At(Hook):
@@ -85,11 +85,11 @@ def losses(directory: Path) -> dict[int, float]:
 
 def complete(where: Path) -> list[int]:
     place = open_place(where)
-    return [step for step in store.steps_in(place) if store.is_complete(place, step)]
+    return [step for step in native_checkpoint.steps_in(place) if native_checkpoint.is_complete(place, step)]
 
 
 def step(directory: Path, number: int) -> Path:
-    return directory / "checkpoints" / store.directory_name(number)
+    return directory / "checkpoints" / native_checkpoint.directory_name(number)
 
 
 def refused(config: Config) -> str:
@@ -116,7 +116,7 @@ CASES = [
 def test_from_any_step_it_is_the_run_that_was_never_stopped(
     tmp_path: Path, family: str, dropout: dict[str, float], kind: str
 ) -> None:
-    model, precision = {**tiny.FAMILIES[family], **dropout}, {"kind": kind}
+    model, precision = {**configs.FAMILIES[family], **dropout}, {"kind": kind}
     whole, _ = train(configure(tmp_path, model, precision=precision))
     expected = losses(whole.directory)
     last = saved_files(step(whole.directory, STEPS))
@@ -172,7 +172,7 @@ def test_weights_only_begins_with_a_fresh_optimizer(tmp_path: Path) -> None:
     whole, _ = train(configure(tmp_path))
     config = configure(tmp_path, checkpoint={"resume": str(step(whole.directory, 3)), "weights_only": True})
     trainer = Trainer(config)
-    with store.Checkpoint(open_place(step(whole.directory, 3))) as checkpoint:
+    with native_checkpoint.Checkpoint(open_place(step(whole.directory, 3))) as checkpoint:
         for name in trainer.blueprint.names():
             begin = 0
             for piece in trainer.blueprint.slices(name):
@@ -239,7 +239,9 @@ def test_skipped_steps_are_counted_on(tmp_path: Path) -> None:
 def test_every_and_keep(tmp_path: Path, every: int, keep: int, left: list[int]) -> None:
     summary, _ = train(configure(tmp_path, checkpoint={"every": every, "keep": keep}))
     assert complete(summary.directory / "checkpoints") == left
-    assert sorted(os.listdir(summary.directory / "checkpoints")) == [store.directory_name(each) for each in left[::-1]]
+    assert sorted(os.listdir(summary.directory / "checkpoints")) == [
+        native_checkpoint.directory_name(each) for each in left[::-1]
+    ]
     told = [record["step"] for record in records(summary.directory) if "checkpoint" in record]
     assert told == sorted({*range(every, STEPS + 1, every), STEPS})
 
@@ -262,7 +264,7 @@ def test_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             self.now += 40
 
     clock = Clock()
-    monkeypatch.setattr(saving, "time", clock)
+    monkeypatch.setattr(saver, "time", clock)
     summary, _ = train(configure(tmp_path, train={"steps": 8}, checkpoint={"every": 0, "minutes": 1}), clock)
     assert complete(summary.directory / "checkpoints") == [8, 6, 3]
 
@@ -289,7 +291,7 @@ def test_waiting_or_not_gives_the_same_files(tmp_path: Path) -> None:
     for blocking in (True, False):
         summary, _ = train(configure(tmp_path, checkpoint={"blocking": blocking}))
         found.append([saved_files(step(summary.directory, number)) for number in range(1, STEPS + 1)])
-        body = store.Checkpoint(open_place(step(summary.directory, STEPS))).body
+        body = native_checkpoint.Checkpoint(open_place(step(summary.directory, STEPS))).body
         assert body["step"] == STEPS
         assert body["consumed_samples"] == STEPS * 4
     assert found[0] == found[1]
@@ -323,10 +325,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        ({**tiny.LLAMA, "hidden": 64}, "model.hidden=64: the checkpoint {} has 32"),
-        ({**tiny.LLAMA, "layers": 3}, "model.layers=3: the checkpoint {} has 2"),
-        (tiny.GPT, "model.family=gpt: the checkpoint {} has llama"),
-        ({**tiny.LLAMA, "rope_theta": 5.0}, "model.rope_theta=5.0: the checkpoint {} has 10000.0"),
+        ({**configs.LLAMA, "hidden": 64}, "model.hidden=64: the checkpoint {} has 32"),
+        ({**configs.LLAMA, "layers": 3}, "model.layers=3: the checkpoint {} has 2"),
+        (configs.GPT, "model.family=gpt: the checkpoint {} has llama"),
+        ({**configs.LLAMA, "rope_theta": 5.0}, "model.rope_theta=5.0: the checkpoint {} has 10000.0"),
     ],
 )
 def test_another_model(tmp_path: Path, saved: Path, model: dict[str, Any], line: str) -> None:
@@ -352,7 +354,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_all_that_is_there_is_broken(tmp_path: Path, saved: Path) -> None:
     for number in (1, 2):
-        shutil.copytree(saved, tmp_path / store.directory_name(number))
+        shutil.copytree(saved, tmp_path / native_checkpoint.directory_name(number))
     (tmp_path / "step_00000001" / "complete.json").unlink()
     (tmp_path / "step_00000002" / "rank_00000.safetensors").unlink()
     said: list[str] = []
@@ -379,7 +381,7 @@ def test_other_differences_are_noted_and_the_run_goes_on(tmp_path: Path, saved: 
 
 
 def test_how_matrices_are_fused_does_not_matter(tmp_path: Path, saved: Path) -> None:
-    apart = {**tiny.LLAMA, "fuse_qkv": False, "fuse_gate_up": False}
+    apart = {**configs.LLAMA, "fuse_qkv": False, "fuse_gate_up": False}
     plain, _ = train(configure(tmp_path, checkpoint={"resume": str(saved)}))
     other, said = train(configure(tmp_path, apart, checkpoint={"resume": str(saved)}))
     assert not any(line.startswith("note:") for line in said)

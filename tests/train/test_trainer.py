@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests import tiny
+from tests.support import configs
 from trainyard import Hook, Trainer
-from trainyard.errors import RunStopped, UserError
+from trainyard.core.errors import RunStopped, UserError
 from trainyard.train import losses
 
 
@@ -28,24 +28,26 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def with_dropout(family: str) -> dict:
-    return {**tiny.FAMILIES[family], **({} if family == "llama" else DROPOUT)}
+    return {**configs.FAMILIES[family], **({} if family == "llama" else DROPOUT)}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_sr"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_same_seed_same_losses_bit_for_bit(family: str, kind: str, tmp_path: Path) -> None:
-    config = tiny.config(with_dropout(family), precision={"kind": kind})
+    config = configs.config(with_dropout(family), precision={"kind": kind})
     first, second = losses_of(config, tmp_path), losses_of(config, tmp_path)
     assert first == second
     assert len(first) == 4
-    other = tiny.config(with_dropout(family), precision={"kind": kind}, train={"seed": 5})
+    other = configs.config(with_dropout(family), precision={"kind": kind}, train={"seed": 5})
     assert losses_of(other, tmp_path) != first
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_micro_batch_size_changes_nothing(family: str, tmp_path: Path) -> None:
     """With dropout on: masks follow the sample, the loss is a global sum over a global count."""
-    runs = [losses_of(tiny.config(with_dropout(family), train={"micro_batch": size}), tmp_path) for size in (1, 2, 4)]
+    runs = [
+        losses_of(configs.config(with_dropout(family), train={"micro_batch": size}), tmp_path) for size in (1, 2, 4)
+    ]
     for other in runs[1:]:
         assert other == pytest.approx(runs[0], rel=1e-5)
 
@@ -53,10 +55,10 @@ def test_micro_batch_size_changes_nothing(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "recompute", [{"kind": "attention"}, {"kind": "full"}, {"kind": "parts", "parts": ["mlp", "norm"]}]
 )
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", configs.FAMILIES)
 def test_recompute_changes_nothing(family: str, recompute: dict, tmp_path: Path) -> None:
-    plain = losses_of(tiny.config(with_dropout(family)), tmp_path)
-    assert losses_of(tiny.config(with_dropout(family), recompute=recompute), tmp_path) == plain
+    plain = losses_of(configs.config(with_dropout(family)), tmp_path)
+    assert losses_of(configs.config(with_dropout(family), recompute=recompute), tmp_path) == plain
 
 
 def test_precisions_agree_roughly_and_learn(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_precisions_agree_roughly_and_learn(tmp_path: Path) -> None:
         "data": {"source": "text", "sequence": 32},
     }
     runs = {
-        kind: losses_of(tiny.config(**sections, precision={"kind": kind}), tmp_path)
+        kind: losses_of(configs.config(**sections, precision={"kind": kind}), tmp_path)
         for kind in ("fp32", "bf16", "bf16_sr")
     }
     for run in runs.values():
@@ -78,9 +80,9 @@ def test_precisions_agree_roughly_and_learn(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("llama", "fp32"), ("gpt", "bf16"), ("bert", "bf16_sr")])
 def test_compiled_matches_eager(family: str, kind: str, tmp_path: Path) -> None:
-    eager = losses_of(tiny.config(with_dropout(family), precision={"kind": kind}), tmp_path)
+    eager = losses_of(configs.config(with_dropout(family), precision={"kind": kind}), tmp_path)
     compiled = losses_of(
-        tiny.config(with_dropout(family), precision={"kind": kind}, compile={"enabled": True}), tmp_path
+        configs.config(with_dropout(family), precision={"kind": kind}, compile={"enabled": True}), tmp_path
     )
     assert compiled == pytest.approx(eager, rel=1e-5 if kind == "fp32" else 5e-3)
 
@@ -89,7 +91,9 @@ def test_blocks_share_one_compiled_graph(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     Trainer(
-        tiny.config({**tiny.GPT, **DROPOUT, "layers": 6}, compile={"enabled": True}, log={"directory": str(tmp_path)})
+        configs.config(
+            {**configs.GPT, **DROPOUT, "layers": 6}, compile={"enabled": True}, log={"directory": str(tmp_path)}
+        )
     ).run()
     block, loss = 1, 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == block + loss
@@ -105,7 +109,7 @@ def test_own_loss_is_used_and_divided_by_its_own_count(tmp_path: Path) -> None:
         logits = output.logits()[:, ::2]
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
-    config = tiny.config(train={"steps": 1})
+    config = configs.config(train={"steps": 1})
     own = losses_of(config, tmp_path, loss=half)
     assert calls == [(2, 16, 260)] * 2
     assert own != losses_of(config, tmp_path)
@@ -113,7 +117,7 @@ def test_own_loss_is_used_and_divided_by_its_own_count(tmp_path: Path) -> None:
     weights = []
     for size in (2, 4):
         trainer = Trainer(
-            tiny.config(train={"steps": 1, "micro_batch": size}, log={"directory": str(tmp_path)}), loss=half
+            configs.config(train={"steps": 1, "micro_batch": size}, log={"directory": str(tmp_path)}), loss=half
         )
         trainer.run()
         weights.append(trainer.optimizer.master.clone())
@@ -124,7 +128,7 @@ def test_own_loss_equal_to_the_built_in_gives_the_same_run(tmp_path: Path) -> No
     def same(output, batch):
         return losses.cross_entropy(output, batch["labels"]), (batch["labels"] != -100).sum()
 
-    config = tiny.config()
+    config = configs.config()
     assert losses_of(config, tmp_path, loss=same) == pytest.approx(losses_of(config, tmp_path), rel=1e-5)
 
 
@@ -146,7 +150,7 @@ def evaluation(trainer):
 def test_yaml_names_the_users_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_1.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    config = tiny.config(
+    config = configs.config(
         train={"loss": "mine_1:loss", "steps": 2},
         data={"validation": 0.001},
         evaluate={"every": 1, "batches": 2, "metrics": {"accuracy": "mine_1:accuracy"}},
@@ -156,14 +160,14 @@ def test_yaml_names_the_users_functions(tmp_path: Path, monkeypatch: pytest.Monk
     result = trainer.evaluate()
     assert result["loss"] == 42.0
     assert 0 <= result["accuracy"] <= 1
-    config = tiny.config(evaluate={"every": 2, "function": "mine_1:evaluation"})
+    config = configs.config(evaluate={"every": 2, "function": "mine_1:evaluation"})
     trainer = Trainer(config.model_copy(update={"log": config.log.model_copy(update={"directory": str(tmp_path)})}))
     assert trainer.run().evaluation == {"answer": 41.04}
 
 
 def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
     """Against one plain pass over the same samples, with a last batch that is not full."""
-    config = tiny.config(
+    config = configs.config(
         data={"source": "text", "sequence": 16, "validation": 0.0005},
         train={"global_batch": 8, "micro_batch": 4},
         evaluate={"every": 1, "batches": 100},
@@ -189,11 +193,11 @@ def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
 
 def test_evaluation_needs_samples() -> None:
     with pytest.raises(UserError, match=r"data\.validation=0"):
-        Trainer(tiny.config()).evaluate()
+        Trainer(configs.config()).evaluate()
 
 
 def test_bert_reports_both_terms(tmp_path: Path) -> None:
-    config = tiny.config("bert", log={"directory": str(tmp_path)})
+    config = configs.config("bert", log={"directory": str(tmp_path)})
     trainer = Trainer(config)
     trainer.run()
     assert trainer.last["loss"] == pytest.approx(trainer.last["loss/mlm"] + trainer.last["loss/nsp"], rel=1e-6)
@@ -221,7 +225,7 @@ class Record(Hook):
 
 def test_hooks_come_in_order(tmp_path: Path) -> None:
     hook = Record()
-    config = tiny.config(
+    config = configs.config(
         data={"validation": 0.0001}, evaluate={"every": 2, "batches": 1}, log={"every": 2, "directory": str(tmp_path)}
     )
     Trainer(config, hooks=[hook]).run()
@@ -239,7 +243,9 @@ FIELDS = {
 def test_the_run_directory(tmp_path: Path) -> None:
     from trainyard.config.load import load
 
-    config = tiny.config(log={"directory": str(tmp_path), "tensorboard": True, "every": 2}, checkpoint={"final": True})
+    config = configs.config(
+        log={"directory": str(tmp_path), "tensorboard": True, "every": 2}, checkpoint={"final": True}
+    )
     first, second = Trainer(config).run(), Trainer(config).run()
     assert (first.directory.name, second.directory.name) == ("run", "run-2")
     assert load(first.directory / "config.yaml") == config
@@ -266,7 +272,7 @@ def test_not_finite_is_skipped_counted_named_and_stops(tmp_path: Path) -> None:
         def on_log(self, trainer, record):
             broken["on"] = record["step"] in (2, 5, 6, 7)
 
-    config = tiny.config(train={"steps": 20, "max_skipped": 3}, log={"directory": str(tmp_path), "every": 1})
+    config = configs.config(train={"steps": 20, "max_skipped": 3}, log={"directory": str(tmp_path), "every": 1})
     trainer = Trainer(config, loss=fragile, hooks=[Break()])
     with pytest.raises(RunStopped, match=r"step 8: 3 steps in a row.*not finite.*gradient of"):
         trainer.run()
@@ -284,7 +290,9 @@ def test_a_signal_finishes_the_step_and_writes_what_there_is(tmp_path: Path) -> 
             if number == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    config = tiny.config(train={"steps": 50}, log={"directory": str(tmp_path), "every": 10}, checkpoint={"final": True})
+    config = configs.config(
+        train={"steps": 50}, log={"directory": str(tmp_path), "every": 10}, checkpoint={"final": True}
+    )
     summary = Trainer(config, hooks=[Interrupt()]).run()
     assert summary.interrupted
     assert summary.steps == 3
@@ -302,4 +310,4 @@ def test_a_layout_for_more_ranks_is_one_line() -> None:
         ({"pp": 4}, r"layout\.pp=4.*2 layers"),
     ):
         with pytest.raises(UserError, match=words):
-            Trainer(tiny.config(layout=layout))
+            Trainer(configs.config(layout=layout))

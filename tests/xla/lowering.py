@@ -18,13 +18,13 @@ from torch import Tensor
 from tests.xla.replicas import mesh_of
 from trainyard import models
 from trainyard.config.schema import Config
-from trainyard.devices.xla import Xla
+from trainyard.devices.neuron.xla_device import Xla
 from trainyard.parallel import recompute
-from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import Layout
-from trainyard.train.head import make_head
+from trainyard.parallel.tensor_parallel import Axes, ContextAxis, TensorAxis
+from trainyard.train.cross_entropy import make_head
 from trainyard.train.losses import loss_of
-from trainyard.train.optimizers import DTYPES
+from trainyard.train.optim.optimizer import DTYPES
 
 VARIABLES = {"XLA_ALWAYS_ALLREDUCE": "1"}
 """Else torch_xla leaves out the sums of a process that is alone."""

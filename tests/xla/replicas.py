@@ -14,11 +14,11 @@ import torch_xla.runtime as xla_runtime
 from torch_xla._internal import pjrt
 
 from trainyard.devices import Device
-from trainyard.devices.xla import Xla
-from trainyard.parallel.groups import Group
+from trainyard.devices.neuron.xla_device import Xla
 from trainyard.parallel.layout import Dimension, Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.train import loop
+from trainyard.parallel.process_group import Group
+from trainyard.train import trainer
 
 T = TypeVar("T")
 VARIABLES = {
@@ -80,7 +80,7 @@ def together(ranks: int, job: Callable[[Replica], T]) -> dict[int, T]:
         return mesh_of(layout, xla_runtime.global_ordinal(), device)
 
     with (
-        patch.object(loop, "world", lambda: (xla_runtime.global_ordinal(), ranks)),
+        patch.object(trainer, "world", lambda: (xla_runtime.global_ordinal(), ranks)),
         patch.object(Mesh, "join", join),
     ):
         return pjrt._run_thread_per_device(0, 1, one, pjrt.initialize_multiprocess)

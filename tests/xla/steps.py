@@ -7,14 +7,14 @@ import torch
 import torch_xla.debug.metrics as metrics
 from torch import Tensor
 
-from tests import tiny
+from tests.support import configs
 from tests.xla.replicas import Replica, together
-from trainyard import random
 from trainyard.config.schema import Config
+from trainyard.core import counter_rng
 from trainyard.devices import Device
 from trainyard.devices.cpu import Cpu
-from trainyard.devices.xla import Xla
-from trainyard.train.loop import Trainer
+from trainyard.devices.neuron.xla_device import Xla
+from trainyard.train.trainer import Trainer
 
 STEPS = 5
 LR = 1e-3
@@ -62,7 +62,7 @@ def take(config: Config, device: Device) -> Steps:
 
 def alone(model: dict[str, Any], sections: dict[str, Any]) -> Apart:
     """One XLA device against eager torch."""
-    config = tiny.config(model, **sections)
+    config = configs.config(model, **sections)
     return compared(take(config, Xla()), take(config, Cpu()))
 
 
@@ -70,10 +70,10 @@ def replicated(ranks: int, model: dict[str, Any], sections: dict[str, Any]) -> l
     """Each of several XLA devices against eager torch on one rank."""
 
     def job(device: Replica) -> Steps:
-        return take(tiny.config(model, **sections), device)
+        return take(configs.config(model, **sections), device)
 
     found = together(ranks, job)
-    single = take(tiny.config(model, **{**sections, "layout": {}}), Cpu())
+    single = take(configs.config(model, **{**sections, "layout": {}}), Cpu())
     return [compared(found[rank], single) for rank in range(ranks)]
 
 
@@ -82,10 +82,10 @@ def random_numbers_differ() -> list[str]:
     words = torch.arange(-50, 50, dtype=torch.int64) * 0x0123456789ABCDEF
     key = torch.tensor([0x12345678, -0x7654321], dtype=torch.int32)
     draws: dict[str, Callable[[torch.device], Tensor]] = {
-        "mix64": lambda device: random.mix64(words.to(device)),
-        "mix32": lambda device: random.mix32(words.int().to(device)),
-        "cell32": lambda device: random.cell32(
-            random.row32(key.to(device), words.int().to(device), words.int().to(device)),
+        "mix64": lambda device: counter_rng.mix64(words.to(device)),
+        "mix32": lambda device: counter_rng.mix32(words.int().to(device)),
+        "cell32": lambda device: counter_rng.cell32(
+            counter_rng.row32(key.to(device), words.int().to(device), words.int().to(device)),
             key[0].to(device),
             words.int().to(device),
         ),

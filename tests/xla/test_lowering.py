@@ -8,9 +8,9 @@ from tests.xla.conftest import Apart
 from tests.xla.lowering import VARIABLES, Crossing, Lowered, lower
 from trainyard.config.load import load
 from trainyard.config.schema import Config
-from trainyard.devices.xla import Xla
+from trainyard.devices.neuron.xla_device import Xla
 from trainyard.parallel.layout import Layout
-from trainyard.plan.messages import Counts, messages
+from trainyard.plan.time.comm_volume import Counts, messages
 
 RECIPE = "llama3-70b"
 STAGE = 64

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import tiny
+from tests.support import configs
 from tests.xla import steps
 from tests.xla.conftest import Apart
 from tests.xla.replicas import VARIABLES
@@ -10,7 +10,7 @@ from tests.xla.replicas import VARIABLES
 RANKS = 4
 # A shard of a fused matrix has rows of other parts than the next one, so that ranks would trace different updates;
 # replicas of one process must run the same graph.
-MODEL = {**tiny.LLAMA, "fuse_qkv": False}
+MODEL = {**configs.LLAMA, "fuse_qkv": False}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import tiny
+from tests.support import configs
 from tests.xla import steps
 from tests.xla.conftest import Apart
 
@@ -15,7 +15,7 @@ def test_a_step_is_the_eager_step(ffn: int, micro_batch: int, graphs: int, apart
     """Two graphs: forward and backward, and the update. Where more micro batches follow the first, they share one.
     (Models differ: what one test has compiled is not counted in another.)"""
     train = {"global_batch": BATCH, "micro_batch": micro_batch}
-    found = apart(steps.alone, {**tiny.LLAMA, "ffn": ffn}, {"train": train, "recompute": RECOMPUTE})
+    found = apart(steps.alone, {**configs.LLAMA, "ffn": ffn}, {"train": train, "recompute": RECOMPUTE})
     assert found.losses < 1e-5
     assert found.norms < 1e-5
     assert found.weights < 1e-5

@@ -9,21 +9,22 @@ from typing import Any, Literal, get_args
 import torch
 
 from trainyard import models
-from trainyard.checkpoint import hf, nxd
-from trainyard.checkpoint.native import State, WeightsAlone, bytes_of, write_native
-from trainyard.checkpoint.nxd import KvOrder, NxdLayout
-from trainyard.checkpoint.nxd_files import write_nxd
-from trainyard.checkpoint.nxd_names import Qkv, Style
-from trainyard.checkpoint.nxd_optimizer import NxdState
-from trainyard.checkpoint.open import Opened
-from trainyard.checkpoint.pieces import Weights, shapes_of, stored_shape
-from trainyard.checkpoint.places import new_directory
-from trainyard.checkpoint.store import Checkpoint
+from trainyard.checkpoint.formats import hf
+from trainyard.checkpoint.formats.nxd import layout as nxd
+from trainyard.checkpoint.formats.nxd.files import write_nxd
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout
+from trainyard.checkpoint.formats.nxd.names import Qkv, Style
+from trainyard.checkpoint.formats.nxd.optimizer import NxdState
+from trainyard.checkpoint.formats.tensor_map import Weights, shapes_of, stored_shape
+from trainyard.checkpoint.io.storage import new_directory
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.writer import State, WeightsAlone, bytes_of, write_native
+from trainyard.checkpoint.registry import Opened
 from trainyard.config.load import parse
-from trainyard.config.model import LlamaModel
+from trainyard.config.model_schema import LlamaModel
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
-from trainyard.files import whole_directory
+from trainyard.core.atomic_files import whole_directory
+from trainyard.core.errors import UserError
 
 To = Literal["hf", "nxd", "native"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

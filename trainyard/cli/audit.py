@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 
 if TYPE_CHECKING:
-    from trainyard.plan.audit import Report
+    from trainyard.audit.audit import Report
 
 EVERY = 10.0
 """Seconds between lines of progress, where there is no terminal."""
@@ -46,9 +46,9 @@ def audit(
       trainyard audit my.yaml layout.tp=8 layout.ranks=64 --hardware trn2
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is there: it warns of every group of ranks
+    from trainyard.audit.audit import audit as run
     from trainyard.config.load import load
-    from trainyard.devices.trainium import LNC, check_lnc
-    from trainyard.plan.audit import audit as run
+    from trainyard.devices.neuron.topology import LNC, check_lnc
 
     config = load(source, overrides or [])
     generation = hardware or next((name for name in GENERATIONS if name in config.needs), GENERATIONS[0])

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from trainyard import devices
-from trainyard.cli.screen import Screen
-from trainyard.compile import cache as kept_code
-from trainyard.compile.pack import pack as pack_files
-from trainyard.compile.pack import unpack as unpack_files
-from trainyard.compile.precompile import records
-from trainyard.devices import neuron_cache
-from trainyard.errors import UserError
-from trainyard.train import kept
+from trainyard.cli.console import Screen
+from trainyard.compile import inductor_cache
+from trainyard.core.errors import UserError
+from trainyard.devices.neuron import compile_cache
+from trainyard.precompile import cache_entries as kept_code
+from trainyard.precompile.archive import pack as pack_files
+from trainyard.precompile.archive import unpack as unpack_files
+from trainyard.precompile.precompile import records
 
 app = typer.Typer(
     help="Look after compiled code: what precompile and train keep under ~/.cache/trainyard, or TRAINYARD_CACHE.",
@@ -39,8 +39,8 @@ def ls(
 
       TRAINYARD_CACHE=/shared/cache trainyard cache ls --neuron /var/tmp/neuron-compile-cache
     """
-    here = kept.directory(devices.select(device))
-    found = kept_code.places(kept.root())
+    here = inductor_cache.directory(devices.select(device))
+    found = kept_code.places(inductor_cache.root())
     for place in found if here in found or not here.exists() else [*found, here]:
         entries = kept_code.entries(place)
         size = kept_code.size(place)
@@ -50,11 +50,11 @@ def ls(
             took = f"{entry.seconds:.1f} s" if entry.seconds else "-"
             print(f"  {_ago(entry.used):>8}  {entry.bytes / 1024:8.1f} KiB  {took:>8}  {entry.key[:16]}  {entry.name}")
     if not found and not here.exists():
-        print(f"{kept.root()}: nothing compiled yet")
+        print(f"{inductor_cache.root()}: nothing compiled yet")
     _say_file_system()
-    root = neuron or Path(neuron_cache.directory())
+    root = neuron or Path(compile_cache.directory())
     if neuron or root.is_dir():
-        modules = neuron_cache.entries(root)
+        modules = compile_cache.entries(root)
         print(f"{root}: {len(modules)} graphs of neuronx-cc")
         for module in modules:
             age = _ago(module.changed)
@@ -107,11 +107,11 @@ def clean(
 
       trainyard cache clean --to 10
     """
-    root = kept.root()
+    root = inductor_cache.root()
     if to is not None:
-        print(f"{root}: {kept.trim(root, int(to * GIB)) / MIB:,.1f} MiB removed")
+        print(f"{root}: {inductor_cache.trim(root, int(to * GIB)) / MIB:,.1f} MiB removed")
         return
-    here = kept.directory(devices.select(device))
+    here = inductor_cache.directory(devices.select(device))
     chosen = [place for place in kept_code.places(root) if place != here] if others else [*kept_code.places(root)]
     if not others and here.exists() and here not in chosen:
         chosen.append(here)
@@ -169,9 +169,9 @@ def pack(
         names_of = {name for record in chosen for name in record["files"]}
         names_of |= {str(Path(record["path"]).relative_to(place)) for record in chosen}
     else:
-        names_of = {str(path.relative_to(place)) for path in kept.files(place)} - {kept.FACTS}
+        names_of = {str(path.relative_to(place)) for path in inductor_cache.files(place)} - {inductor_cache.FACTS}
         names_of = {name for name in names_of if not name.startswith(("locks/", "logs/", "."))}
-    contents = pack_files(place, target, sorted(names_of), kept.fingerprint(devices.select(device)))
+    contents = pack_files(place, target, sorted(names_of), inductor_cache.fingerprint(devices.select(device)))
     print(f"{target}: {len(contents.files)} files, {contents.bytes / MIB:,.1f} MiB")
 
 
@@ -187,30 +187,31 @@ def unpack(
       srun --ntasks-per-node 1 trainyard cache unpack /shared/my-run.tar
     """
     chosen = devices.select(device)
-    place = kept.directory(chosen)
+    place = inductor_cache.directory(chosen)
     if not source.is_file():
         raise UserError(f"{source}: no such file")
     total = source.stat().st_size
     with Screen("unpack") as screen:
         contents = unpack_files(
-            source, place, kept.fingerprint(chosen), lambda done: screen.show(done, total, "of compiled code")
+            source, place, inductor_cache.fingerprint(chosen), lambda done: screen.show(done, total, "of compiled code")
         )
-    kept.ready(chosen)
+    inductor_cache.ready(chosen)
     print(f"{place}: {len(contents.files)} files, {contents.bytes / MIB:,.1f} MiB")
     _say_file_system()
 
 
 def _place(device: str) -> Path:
-    place = kept.directory(devices.select(device))
+    place = inductor_cache.directory(devices.select(device))
     if not place.is_dir():
         raise UserError(f"{place}: nothing compiled yet; trainyard precompile FILE does")
     return place
 
 
 def _say_file_system() -> None:
-    kind = kept.file_system(kept.root())
-    if kind in kept.UNSAFE and not kept.given():
-        print(f"{kept.root()}: on {kind}, whose locks may not hold between hosts: each host has its own directory")
+    kind = inductor_cache.file_system(inductor_cache.root())
+    if kind in inductor_cache.UNSAFE and not inductor_cache.given():
+        where = inductor_cache.root()
+        print(f"{where}: on {kind}, whose locks may not hold between hosts: each host has its own directory")
 
 
 def _ago(when: float) -> str:

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from trainyard.config.load import dump, keys, load
 from trainyard.config.smoke import smoke as shrink
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 
 
 def config(

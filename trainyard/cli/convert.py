@@ -9,15 +9,15 @@ import torch
 import typer
 
 from trainyard import models
-from trainyard.checkpoint.compare import compare
+from trainyard.checkpoint.compare_logits import compare
 from trainyard.checkpoint.convert import DTYPES, Target, parse_layout, total_bytes
 from trainyard.checkpoint.convert import convert as carry_over
-from trainyard.checkpoint.open import WORDS, Opened, open_weights
-from trainyard.checkpoint.pieces import shapes_of
-from trainyard.cli.screen import Screen
+from trainyard.checkpoint.formats.tensor_map import shapes_of
+from trainyard.checkpoint.registry import WORDS, Opened, open_weights
+from trainyard.cli.console import Screen
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.config.hf import from_hf
-from trainyard.errors import RunStopped, UserError
+from trainyard.config.hf_config import from_hf
+from trainyard.core.errors import RunStopped, UserError
 
 
 def convert(

@@ -10,16 +10,16 @@ from typing import Any, NoReturn
 import typer
 
 from trainyard.checkpoint.convert import Target, truth
-from trainyard.checkpoint.hf import to_tensors
-from trainyard.checkpoint.nxd_files import repack_nxd
-from trainyard.checkpoint.open import Opened, open_weights
-from trainyard.checkpoint.pickles_write import PickleWriter
-from trainyard.checkpoint.places import new_directory
+from trainyard.checkpoint.formats.hf import to_tensors
+from trainyard.checkpoint.formats.nxd.files import repack_nxd
+from trainyard.checkpoint.io.storage import new_directory
+from trainyard.checkpoint.io.torch_writer import PickleWriter
+from trainyard.checkpoint.registry import Opened, open_weights
+from trainyard.cli.console import Screen
 from trainyard.cli.convert import run
-from trainyard.cli.screen import Screen
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.config.hf import from_hf
-from trainyard.errors import UserError
+from trainyard.config.hf_config import from_hf
+from trainyard.core.errors import UserError
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 DIRECTIONS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard import __version__
-from trainyard.config.foreign import Mapped, plain
+from trainyard.config.importers.key_table import Mapped, plain
+from trainyard.config.importers.megatron.convert import from_flags, from_script
+from trainyard.config.importers.nxdt.convert import from_nxdt, is_nxdt
 from trainyard.config.load import dump, settle
-from trainyard.config.megatron_flags import from_flags, from_script
-from trainyard.config.nxdt import from_nxdt, is_nxdt
-from trainyard.config.yaml_file import read
-from trainyard.errors import UserError
-from trainyard.files import write_whole
+from trainyard.config.yaml_io import read
+from trainyard.core.atomic_files import write_whole
+from trainyard.core.errors import UserError
 
 YAML = {".yaml", ".yml"}
 WIDTH = 140

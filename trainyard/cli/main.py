@@ -11,8 +11,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from trainyard import __version__
-from trainyard.errors import RunStopped, UserError
-from trainyard.launch.child import attached
+from trainyard.core.errors import RunStopped, UserError
+from trainyard.launch.rank_guard import attached
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError, whichever click typer was built with."""

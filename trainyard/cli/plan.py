@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.plan_screen import counting, show_comparison, show_plan, show_search
+from trainyard.cli.plan_console import counting, show_comparison, show_plan, show_search
 from trainyard.config.load import load
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 from trainyard.plan import report
-from trainyard.plan.checks import problems
-from trainyard.plan.compare import compare, config_of, measured_on
-from trainyard.plan.hardware import hardware, needed, read_table
-from trainyard.plan.probe import probe
+from trainyard.plan.compare_measured import compare, config_of, measured_on
+from trainyard.plan.hardware.microbenchmark import probe
+from trainyard.plan.hardware.spec import hardware, needed, read_table
+from trainyard.plan.preflight import problems
 from trainyard.plan.search import search
 
 SHOWN = 10

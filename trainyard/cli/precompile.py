@@ -9,11 +9,11 @@ from rich.console import Console
 from trainyard import devices
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.cli.train import configure
-from trainyard.compile.precompile import Graph, Report
-from trainyard.compile.precompile import precompile as compile_all
-from trainyard.compile.report import closing
-from trainyard.devices import parallel_compile
-from trainyard.launch.local import threads
+from trainyard.devices.neuron import parallel_compile
+from trainyard.launch.launcher import threads
+from trainyard.precompile.precompile import Graph, Report
+from trainyard.precompile.precompile import precompile as compile_all
+from trainyard.precompile.report import closing
 
 
 class Lines:

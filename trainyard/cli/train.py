@@ -12,13 +12,13 @@ from trainyard import devices
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke as shrink
-from trainyard.launch.local import launch
+from trainyard.launch.launcher import launch
+from trainyard.metrics.console import Screen
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import leave, world
-from trainyard.plan.room import check_room
-from trainyard.train.hooks import Hook, Run
-from trainyard.train.loop import Summary, Trainer
-from trainyard.watch.progress import Screen
+from trainyard.plan.fit_check import check_room
+from trainyard.train.callbacks import Hook, Run
+from trainyard.train.trainer import Summary, Trainer
 
 DEFAULT = "tiny-llama"
 

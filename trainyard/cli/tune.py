@@ -24,10 +24,10 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.cli.train import configure
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
-from trainyard.errors import RunStopped, UserError
-from trainyard.files import write_whole
-from trainyard.launch.trial import run
-from trainyard.train.tune import MICRO, Choice, Search, Space, Trial, explore, judge
+from trainyard.core.atomic_files import write_whole
+from trainyard.core.errors import RunStopped, UserError
+from trainyard.tune.search import MICRO, Choice, Search, Space, Trial, explore, judge
+from trainyard.tune.trial_process import run
 
 HEADINGS = ("trial", "what differs from the file", "speed", "ratio", "memory", "first step", "in all", "state")
 LEFT = ("what differs from the file", "state")

@@ -17,11 +17,11 @@ from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import fit
 from trainyard.config.smoke import smoke as shrink
-from trainyard.errors import UserError
-from trainyard.launch.local import launch
+from trainyard.core.errors import UserError
+from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import leave
-from trainyard.train.verify import Finding, Record, compare, record, single
+from trainyard.verify.compare_layouts import Finding, Record, compare, record, single
 
 # What keeps a comparison sharp. fp32: layouts differ by 1e-7, not by bf16's 1e-2. eps: AdamW divides a gradient by its
 # own size, and where it is rounding alone the update would be too.

@@ -15,14 +15,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainyard.config.base import Section
-from trainyard.config.foreign import Mapped, plain
-from trainyard.config.hf import from_hf
-from trainyard.config.model import BertModel, GptModel, LinearRope, Llama3Rope, LlamaModel
-from trainyard.config.nxdt import from_nxdt, is_nxdt
+from trainyard.config.hf_config import from_hf
+from trainyard.config.importers.key_table import Mapped, plain
+from trainyard.config.importers.nxdt.convert import from_nxdt, is_nxdt
+from trainyard.config.model_schema import BertModel, GptModel, LinearRope, Llama3Rope, LlamaModel
 from trainyard.config.recipes import find
 from trainyard.config.schema import Config
-from trainyard.config.yaml_file import Loader, read
-from trainyard.errors import UserError
+from trainyard.config.yaml_io import Loader, read
+from trainyard.core.errors import UserError
 
 FAMILIES: dict[str, type[Section]] = {"llama": LlamaModel, "gpt": GptModel, "bert": BertModel}
 TAGS: dict[str, dict[str, type[Section]]] = {

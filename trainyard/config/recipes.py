@@ -4,7 +4,7 @@ import difflib
 from pathlib import Path
 
 import trainyard
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 
 
 def directory() -> Path:

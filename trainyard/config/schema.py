@@ -9,7 +9,7 @@ from pydantic import Field, Strict, field_validator, model_validator
 
 from trainyard import devices
 from trainyard.config.base import Section, nearest_multiples
-from trainyard.config.model import BertModel, ModelSection, Size
+from trainyard.config.model_schema import BertModel, ModelSection, Size
 
 Count = Annotated[int, Field(ge=0)]
 Dotted = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]

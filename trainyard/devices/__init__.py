@@ -1,12 +1,12 @@
 """One small file per device. Nothing outside this package names one."""
 
+from trainyard.core.errors import UserError
 from trainyard.devices.base import Compiling, Device, Peak
 from trainyard.devices.cpu import Cpu
 from trainyard.devices.cuda import Cuda
-from trainyard.devices.neuron import Neuron
-from trainyard.devices.nowhere import Nowhere, traced
-from trainyard.devices.xla import Xla
-from trainyard.errors import UserError
+from trainyard.devices.meta import Nowhere, traced
+from trainyard.devices.neuron.device import Neuron
+from trainyard.devices.neuron.xla_device import Xla
 
 DEVICES: tuple[type[Device], ...] = (Cuda, Neuron, Xla, Cpu)
 """In the order in which `auto` prefers them."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from trainyard.kernels.plain import Kernels
+from trainyard.kernels.reference import Kernels
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Device(ABC):
         """Most bytes this process has held on the device so far."""
 
     memory_kind = "cpu"
-    """How its memory is planned: a name in plan/kinds.py."""
+    """How its memory is planned: a name in plan/memory/device_kinds.py."""
 
     def memory_total(self, ranks: int) -> int | None:
         """Bytes that one of `ranks` ranks of this machine can hold at most; None where it is not known."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainyard.core.errors import UserError
 from trainyard.devices.base import Copying, Device, Peak
-from trainyard.errors import UserError
-from trainyard.kernels.plain import Kernels
+from trainyard.kernels.reference import Kernels
 
 # Dense bf16 FLOP/s by the vendor's data sheets (SXM parts), matched against the device name. fp32 is the plain
 # (non-tensor-core) rate: precision fp32 asks for true fp32 products.
@@ -92,7 +92,7 @@ class Cuda(Device):
     def kernels(self, own: bool = True) -> Kernels:
         made = Kernels()
         if own and importlib.util.find_spec("triton"):
-            from trainyard.kernels.fused import Fused
+            from trainyard.kernels.triton.ops import Fused
 
             made = Fused()
         made.groups_fp32 = False

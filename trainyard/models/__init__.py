@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainyard.config.model import BertModel, GptModel, LlamaModel
-from trainyard.kernels.plain import Kernels
+from trainyard.config.model_schema import BertModel, GptModel, LlamaModel
+from trainyard.kernels.reference import Kernels
 from trainyard.models import bert, gpt, llama
+from trainyard.models.base import Stack
 from trainyard.models.blueprint import Blueprint
+from trainyard.models.hf_names import Names
 from trainyard.models.init import Values
 from trainyard.models.layers import Batch, Fp8Blocks, Maker
-from trainyard.models.names import Names
 from trainyard.models.output import Output
-from trainyard.models.stack import Stack
-from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import Stage
+from trainyard.parallel.tensor_parallel import Axes
 
 __all__ = [
     "FAMILIES",

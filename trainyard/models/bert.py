@@ -3,14 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.config.model import BertModel
+from trainyard.config.model_schema import BertModel
+from trainyard.models.base import Stack
 from trainyard.models.blueprint import Blueprint, Row
 from trainyard.models.gpt import MLP, Attention, block_rows
+from trainyard.models.hf_names import Hf, Names
 from trainyard.models.layers import Activation, Batch, Draw, LayerNorm, Linear, Maker, Packed
-from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
-from trainyard.models.stack import Stack
-from trainyard.parallel.axes import Axes
+from trainyard.parallel.tensor_parallel import Axes
 
 
 class Block(nn.Module):

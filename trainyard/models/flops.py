@@ -7,7 +7,7 @@ query-key pair, causal only those that a causal mask keeps. Compare MFU between 
 from dataclasses import dataclass
 from math import prod
 
-from trainyard.config.model import BertModel, GptModel, LlamaModel
+from trainyard.config.model_schema import BertModel, GptModel, LlamaModel
 from trainyard.models.blueprint import Blueprint
 
 

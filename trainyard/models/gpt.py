@@ -2,13 +2,13 @@
 
 from torch import Tensor, nn
 
-from trainyard.config.model import BertModel, GptModel
+from trainyard.config.model_schema import BertModel, GptModel
+from trainyard.models.base import Stack
 from trainyard.models.blueprint import Blueprint, Part, Row
+from trainyard.models.hf_names import Hf, Names
 from trainyard.models.layers import Activation, Batch, Draw, Maker, Packed
-from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
-from trainyard.models.stack import Stack
-from trainyard.parallel.axes import Axes
+from trainyard.parallel.tensor_parallel import Axes
 
 
 class Attention(nn.Module):

@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from trainyard.core.counter_rng import key64, normal
 from trainyard.models.blueprint import Blueprint, Slice
-from trainyard.random import key64, normal
 
 Values = Callable[[str], Tensor]
 """From a parameter's name to this rank's fp32 values of it."""

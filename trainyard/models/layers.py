@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.config.model import LinearRope, Llama3Rope, LlamaModel
-from trainyard.kernels.fp8 import Fp8
-from trainyard.kernels.plain import Drops, Kernels, RowDrops, drop
+from trainyard.config.model_schema import LinearRope, Llama3Rope, LlamaModel
+from trainyard.core.counter_rng import key32, row32
+from trainyard.kernels.fp8_linear import Fp8
+from trainyard.kernels.reference import Drops, Kernels, RowDrops, drop
 from trainyard.models.blueprint import Blueprint, layer
-from trainyard.parallel.axes import Axes, ContextAxis, TensorAxis
 from trainyard.parallel.layout import share
-from trainyard.parallel.ring import Dropped
-from trainyard.random import key32, row32
+from trainyard.parallel.ring_attention import Dropped
+from trainyard.parallel.tensor_parallel import Axes, ContextAxis, TensorAxis
 
 Batch = dict[str, Tensor]
 """What a forward pass gets: `tokens`, `labels`, `sample` (each sample's place in the global batch), `key`, ..."""

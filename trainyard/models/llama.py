@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.model import LlamaModel
+from trainyard.config.model_schema import LlamaModel
+from trainyard.models.base import Stack
 from trainyard.models.blueprint import Blueprint, Part, Row
+from trainyard.models.hf_names import Hf, Names
 from trainyard.models.layers import Batch, Maker, SwiGLU, rope_frequencies
-from trainyard.models.names import Hf, Names
 from trainyard.models.output import Output
-from trainyard.models.stack import Stack
-from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import share
+from trainyard.parallel.tensor_parallel import Axes
 
 
 class Attention(nn.Module):

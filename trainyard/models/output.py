@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.parallel.axes import TensorAxis
+from trainyard.parallel.tensor_parallel import TensorAxis
 
 
 @dataclass

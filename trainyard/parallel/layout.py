@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from trainyard.config.base import nearest_multiples
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 
 Dimension = Literal["pp", "dp", "cp", "tp"]
 ORDER: tuple[Dimension, ...] = ("pp", "dp", "cp", "tp")

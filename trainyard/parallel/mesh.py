@@ -9,11 +9,11 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from trainyard import compat
+from trainyard.core.errors import UserError
 from trainyard.devices import Device
-from trainyard.errors import UserError
-from trainyard.parallel.groups import Group
 from trainyard.parallel.layout import Dimension, Layout
-from trainyard.parallel.within import Within
+from trainyard.parallel.nested_group import Within
+from trainyard.parallel.process_group import Group
 
 T = TypeVar("T")
 ALONE = Group()

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
 )
 
 from trainyard import compat
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout, Stage
 from trainyard.parallel.mesh import Mesh
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
-from trainyard.plan.cost import Cost, cost
-from trainyard.plan.groups import as_run
-from trainyard.plan.hardware import Hardware
-from trainyard.plan.memory import Memory, memory
-from trainyard.plan.time import Step, distinct, efficiency, on_the_wire, step
+from trainyard.plan.group_rules import as_run
+from trainyard.plan.hardware.spec import Hardware
+from trainyard.plan.memory.peak import Memory, memory
+from trainyard.plan.time.cost import Cost, cost
+from trainyard.plan.time.step_time import Step, distinct, efficiency, on_the_wire, step
 
 ROOM = 0.95
 """Part of a rank's memory that is filled by what is proposed: the model of memory is not exact."""

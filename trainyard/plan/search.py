@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from trainyard.config.schema import Config
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
 from trainyard.models import family
 from trainyard.parallel.layout import Layout
-from trainyard.plan.groups import as_run, group_problems
-from trainyard.plan.hardware import Hardware
+from trainyard.plan.group_rules import as_run, group_problems
+from trainyard.plan.hardware.spec import Hardware
 from trainyard.plan.report import ROOM, largest
-from trainyard.plan.time import efficiency, step
+from trainyard.plan.time.step_time import efficiency, step
 
 LONG = 8192
 """Tokens of a sequence beyond which splitting it is tried; a file that splits it is tried with less, too."""

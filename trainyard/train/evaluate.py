@@ -11,8 +11,8 @@ from trainyard.devices import Device
 from trainyard.models import Batch, Output
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss
-from trainyard.train.own import pair
 from trainyard.train.step import Forward, Sums
+from trainyard.train.user_functions import pair
 
 Metric = Callable[[Output, Batch], tuple[Tensor, Tensor]]
 PERPLEXITY = ("lm", "mlm")

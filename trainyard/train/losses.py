@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.models import Batch, Output
-from trainyard.train.head import IGNORED, cross_entropy
-from trainyard.train.own import pair
+from trainyard.train.cross_entropy import IGNORED, cross_entropy
+from trainyard.train.user_functions import pair
 
 Terms = dict[str, tuple[Tensor, Tensor]]
 LossFunction = Callable[[Output, Batch], tuple[Tensor, Tensor]]

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.config.schema import Config
+from trainyard.core.counter_rng import key32
+from trainyard.core.errors import UserError
 from trainyard.devices import Device
-from trainyard.errors import UserError
 from trainyard.models import Batch, Output, Stack
 from trainyard.parallel.layout import Stage
 from trainyard.parallel.mesh import Mesh
-from trainyard.random import key32
-from trainyard.train.batches import context_part, micro_batches, pack
+from trainyard.train.cuda_graphs import Replays
 from trainyard.train.losses import Loss, Terms
-from trainyard.train.optimizers import DTYPES, Optimizer
-from trainyard.train.replay import Replays
+from trainyard.train.micro_batches import context_part, micro_batches, pack
+from trainyard.train.optim.optimizer import DTYPES, Optimizer
 
 if TYPE_CHECKING:  # torch's pipelining takes half a second to import, for those who use it
     from trainyard.parallel.pipeline import Pipeline

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.screen import Screen, Skips
-from trainyard.data import documents
-from trainyard.data.bert import Recipe
-from trainyard.data.bert_files import FILE, Target, build
-from trainyard.data.tokenizer import Spec
-from trainyard.errors import UserError
+from trainyard.cli.console import Screen, Skips
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.prepare.bert_files import FILE, Target, build
+from trainyard.data.prepare.bert_samples import Recipe
+from trainyard.data.text.tokenizer import Spec
 
 PHASES = {1: (128, 20), 2: (512, 80)}
 """Tokens and masked places of a sample."""

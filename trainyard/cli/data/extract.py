@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.screen import Screen, Skips
-from trainyard.data.wiki import ARTICLES, BYTES, REASONS
-from trainyard.data.wiki import extract as write
-from trainyard.data.wiki_dump import open_dump
-from trainyard.data.wiki_progress import Job, State, begin, claimed, shard_name
-from trainyard.errors import UserError
+from trainyard.cli.console import Screen, Skips
+from trainyard.core.errors import UserError
+from trainyard.data.wikipedia.dump import open_dump
+from trainyard.data.wikipedia.extract import ARTICLES, BYTES, REASONS
+from trainyard.data.wikipedia.extract import extract as write
+from trainyard.data.wikipedia.progress import Job, State, begin, claimed, shard_name
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

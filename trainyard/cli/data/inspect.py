@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from trainyard.cli.console import Screen
 from trainyard.cli.data.tokenize import spec
-from trainyard.cli.screen import Screen
-from trainyard.data import inspect as inspection
-from trainyard.data.report import Report, Wanted
-from trainyard.data.tokenizer import Tokenizer, open_tokenizer
+from trainyard.data.prepare import inspect as inspection
+from trainyard.data.prepare.length_stats import Report, Wanted
+from trainyard.data.text.tokenizer import Tokenizer, open_tokenizer
 
 PATIENCE = 2.0
 """Seconds before progress is shown."""

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
+from trainyard.cli.console import Screen, Skips
 from trainyard.cli.data.tokenize import spec
-from trainyard.cli.screen import Screen, Skips
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.data import documents
-from trainyard.data import pack as packing
-from trainyard.data.indexed import Indexed
-from trainyard.data.pack import Counts, Part, Shape
-from trainyard.data.tokenize import Job
-from trainyard.data.tokenizer import Tokenizer, open_tokenizer
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.formats.megatron_bin import Indexed
+from trainyard.data.prepare import pack as packing
+from trainyard.data.prepare.pack import Counts, Part, Shape
+from trainyard.data.prepare.tokenize import Job
+from trainyard.data.text.tokenizer import Tokenizer, open_tokenizer
 
 
 def pack(

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.screen import Screen, Skips
+from trainyard.cli.console import Screen, Skips
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.data import documents
-from trainyard.data.tokenize import Counts, Job, target, tokenize
-from trainyard.data.tokenizer import Spec
-from trainyard.errors import UserError
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.prepare.tokenize import Counts, Job, target, tokenize
+from trainyard.data.text.tokenizer import Spec
 
 TYPES = {
     "GPT2BPETokenizer": ("gpt2", True),

@@ -1,0 +1,255 @@
+"""What a checkpoint's files hold: any box of any part, read from whichever files have it, and torch reads them too."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from tests.support import configs
+from trainyard import Trainer, models
+from trainyard.checkpoint.formats.tensor_map import shapes
+from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint.native.checkpoint import Checkpoint, key_of
+from trainyard.checkpoint.native.partition import Box, written
+from trainyard.checkpoint.native.shard_file import Broken, write_shard
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.parallel.layout import Layout
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what no_dist asks for
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "tp2-dp2": (4, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "dp3": (3, {}),
+    "pp2-vpp2-cp2": (4, {"pp": 2, "vpp": 2, "cp": 2}),
+}
+CASES = [("llama", name) for name in LAYOUTS] + [("gpt", "tp2-dp2"), ("bert", "tp2-pp2")]
+Whole = dict[str, dict[str, Tensor]]
+
+
+def configure(family: str, name: str) -> Config:
+    model = {**configs.FAMILIES[family], "layers": 4}
+    return configs.config(model, layout=LAYOUTS[name][1], train={"global_batch": 12, "micro_batch": 1})
+
+
+def write(directory: Path, config: Config, ranks: int) -> Whole:
+    """The files that `ranks` ranks would write, of numbers made here. Gives the whole tensors, by kind and part."""
+    blueprint = models.family(config.model).blueprint(config.model)
+    layout = Layout.of(config, ranks)
+    dtypes = {"weights": torch.float32, "first": torch.bfloat16, "second": torch.float32}
+    whole = {
+        kind: {part: torch.randn(shape).to(dtype) for part, shape in shapes(blueprint).items()}
+        for kind, dtype in dtypes.items()
+    }
+    place = LocalPlace(directory)
+    place.prepare()
+    for rank in range(ranks):
+        held = written(blueprint, layout, rank)
+        tensors = [
+            (key_of(kind, box.part), box.offsets, whole[kind][box.part][region(box)].contiguous())
+            for kind in dtypes
+            for box in held
+        ]
+        own = torch.arange(5, dtype=torch.uint8)
+        write_shard(
+            place,
+            native_checkpoint.file_name(rank),
+            [*tensors, (f"random.host.{rank}", [0], own)],
+            {"RANDOM": str(rank)},
+        )
+    kinds = {"weights": "F32", "first": "BF16", "second": "F32"}
+    body = {"step": 7, "kinds": kinds, "config": config.model_dump(mode="json")}
+    native_checkpoint.seal(place, native_checkpoint.table_of(blueprint, layout), body)
+    return whole
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Whole]:
+    family, name = request.param
+    directory = tmp_path_factory.mktemp("saved") / "step_00000007"
+    torch.manual_seed(1)
+    return directory, write(directory, configure(family, name), LAYOUTS[name][0])
+
+
+def read_by_torch(directory: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    state = {key: torch.zeros_like(tensor) for key, tensor in wanted.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(directory)), no_dist=True)
+    return state
+
+
+def test_torch_reads_every_layout(saved: tuple[Path, Whole]) -> None:
+    directory, whole = saved
+    wanted = {key_of(kind, part): tensor for kind, parts in whole.items() for part, tensor in parts.items()}
+    found = read_by_torch(directory, wanted)
+    for key, tensor in wanted.items():
+        assert torch.equal(found[key], tensor), key
+
+
+def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
+    config = configs.config(train={"steps": 2}, checkpoint={"every": 2}, log={"directory": str(tmp_path)})
+    trainer = Trainer(config)
+    trainer.run()
+    directory = tmp_path / "run" / "checkpoints" / "step_00000002"
+    blueprint = trainer.blueprint
+    rows = {"weights": trainer.optimizer.master, "first": trainer.optimizer.first, "second": trainer.optimizer.second}
+    wanted = {}
+    for kind, row in rows.items():
+        for name in blueprint.names():
+            begin = 0
+            for piece in blueprint.slices(name):
+                end = begin + piece.shape[0]
+                wanted[key_of(kind, piece.name)] = trainer.optimizer.view(row, name)[begin:end]
+                begin = end
+    found = read_by_torch(directory, wanted)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    with safe_open(str(directory / "rank_00000.safetensors"), framework="pt") as file:
+        assert set(file.keys()) == {*wanted, "random.host.0"}
+
+
+def bytes_from_files() -> int:
+    """All that this process has read so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+def test_any_box_is_what_slicing_gives_and_no_byte_more_is_read(saved: tuple[Path, Whole]) -> None:
+    directory, whole = saved
+    with Checkpoint(LocalPlace(directory)) as checkpoint:
+        checkpoint.check(checkpoint.files)
+        start = bytes_from_files()
+        cost = bytes_from_files() - start  # of asking
+
+        @settings(max_examples=100, deadline=None, database=None)
+        @given(st.data())
+        def check(data: Any) -> None:
+            kind = data.draw(st.sampled_from(native_checkpoint.KINDS))
+            part = data.draw(st.sampled_from(sorted(whole[kind])))
+            tensor = whole[kind][part]
+            offsets = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+            sizes = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(tensor.shape, offsets, strict=True))
+            box = Box(part, part, tuple(tensor.shape), offsets, sizes, offsets)
+            counted, read = checkpoint.bytes_read, bytes_from_files()
+            found = checkpoint.tensor(kind, box)
+            read = bytes_from_files() - read - cost
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor[region(box)])
+            assert checkpoint.bytes_read - counted == found.nbytes
+            assert read <= found.nbytes + 16  # the counter of bytes read may have a digit more
+            if kind == "weights":
+                assert torch.equal(checkpoint.read(part, region(box)), found)
+
+        check()
+
+
+def test_the_marker_says_what_there_is(saved: tuple[Path, Whole]) -> None:
+    directory, whole = saved
+    with Checkpoint(LocalPlace(directory)) as checkpoint:
+        assert checkpoint.step == 7
+        assert {kind: checkpoint.dtypes[kind] for kind in whole} == {
+            kind: next(iter(parts.values())).dtype for kind, parts in whole.items()
+        }
+        for rank in range(len(checkpoint.files)):
+            own = checkpoint.extra(rank)
+            assert own is not None
+            assert own[0][f"random.host.{rank}"].tolist() == [0, 1, 2, 3, 4]
+            assert own[1]["RANDOM"] == str(rank)
+        assert checkpoint.extra(len(checkpoint.files)) is None
+
+
+def test_what_is_not_all_there_is_told(tmp_path: Path) -> None:
+    config = configure("llama", "dp3")
+    write(tmp_path / "one", config, 3)
+    with pytest.raises(UserError, match=r"no checkpoint: it has no complete.json"):
+        Checkpoint(LocalPlace(tmp_path / "nothing"))
+    with Checkpoint(LocalPlace(tmp_path / "one")) as checkpoint:
+        too_large = Box("norm.weight", "norm.weight", (33,), (0,), (33,), (0,))
+        with pytest.raises(Broken, match=r"one: norm.weight is not all there"):
+            checkpoint.tensor("weights", too_large)
+        unknown = Box("no.weight", "no.weight", (2,), (0,), (2,), (0,))
+        with pytest.raises(Broken, match=r"one: no.weight is not all there"):
+            checkpoint.tensor("weights", unknown)
+    blueprint = models.family(config.model).blueprint(config.model)
+    (tmp_path / "one" / "rank_00001.safetensors").unlink()
+    (tmp_path / "one" / "complete.json").unlink()
+    with pytest.raises(UserError, match=r"rank_00001.safetensors: not seen here; .* shared by all hosts"):
+        native_checkpoint.seal(
+            LocalPlace(tmp_path / "one"), native_checkpoint.table_of(blueprint, Layout.of(config, 3)), {}
+        )
+    assert not (tmp_path / "one" / "complete.json").exists()
+
+
+def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
+    """Whole by itself, of the same size even, and yet not what the marker says."""
+    for name, directory in (("tp4", "a"), ("tp2-pp2", "b")):
+        write(tmp_path / directory, configure("llama", name), 4)
+    other = (tmp_path / "b" / "rank_00000.safetensors").read_bytes()
+    (tmp_path / "a" / "rank_00000.safetensors").write_bytes(other)
+    text = (tmp_path / "a" / "complete.json").read_text().splitlines()[0]
+    body = json.loads(text)
+    body["files"]["rank_00000.safetensors"]["bytes"] = len(other)
+    place = LocalPlace(tmp_path / "a")
+    with place.write("complete.json") as file:
+        line = json.dumps(body)
+
+        file.write(f"{line}\n{zlib.crc32(line.encode()):08x}\n".encode())
+    with Checkpoint(place) as checkpoint, pytest.raises(Broken, match=r"rank_00000.safetensors: broken: .* is not as"):
+        checkpoint.check(checkpoint.files)
+
+
+def test_a_marker_of_a_later_version_is_named(tmp_path: Path) -> None:
+
+    line = json.dumps({"format": 99})
+    (tmp_path / "complete.json").write_text(f"{line}\n{zlib.crc32(line.encode()):08x}\n")
+    with pytest.raises(UserError, match=r"complete.json: format 99; this version reads 1"):
+        Checkpoint(LocalPlace(tmp_path))
+
+
+def steps(place: LocalPlace, *complete: int, incomplete: tuple[int, ...] = ()) -> None:
+    for step in (*complete, *incomplete):
+        directory = place / native_checkpoint.directory_name(step)
+        directory.prepare()
+        for name in ("rank_00000.safetensors", *(["complete.json"] if step in complete else [])):
+            with directory.write(name) as file:
+                file.write(b"1")
+
+
+def test_steps_are_found_cleared_and_pruned(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path)
+    steps(place, 1, 20, 100_000_000, 3, incomplete=(2, 99))
+    for name in (".x.part", ".keep", "notes.txt", "step_1"):
+        (tmp_path / name).write_text("")
+    assert native_checkpoint.steps_in(place) == [100_000_000, 99, 20, 3, 2, 1]
+    assert [step for step in native_checkpoint.steps_in(place) if native_checkpoint.is_complete(place, step)] == [
+        100_000_000,
+        20,
+        3,
+        1,
+    ]
+    native_checkpoint.clear(place)
+    assert native_checkpoint.steps_in(place) == [100_000_000, 20, 3, 1]
+    assert {".keep", "notes.txt", "step_1"} <= set(place.names())  # a user's own things stay
+    assert ".x.part" not in place.names()
+    native_checkpoint.prune(place, 20, 0)
+    assert native_checkpoint.steps_in(place) == [100_000_000, 20, 3, 1]
+    native_checkpoint.prune(place, 20, 2)
+    assert native_checkpoint.steps_in(place) == [100_000_000, 20, 3]
+    native_checkpoint.prune(place, 20, 1)
+    assert native_checkpoint.steps_in(place) == [100_000_000, 20]
+    native_checkpoint.remove(place, 5)
+    native_checkpoint.remove(place, 20)
+    assert native_checkpoint.steps_in(place) == [100_000_000]

@@ -1,0 +1,392 @@
+"""Files of torch.save read back as torch.load would, any box of any tensor; and written so that torch reads them."""
+
+import collections
+import os
+import random
+import sys
+import time
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from trainyard.checkpoint.io import torch_writer
+from trainyard.checkpoint.io.torch_file import Lazy, open_pickle
+from trainyard.checkpoint.io.torch_writer import PickleWriter, XserWriter
+from trainyard.core.errors import UserError
+
+TYPED = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+]  # fmt: skip
+NEWER = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32]
+
+
+def save(value: Any, path: Path, zipped: bool = True, protocol: int = 2) -> Path:
+    torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    return path
+
+
+def some(dtype: torch.dtype, *shape: int) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) * 5).abs().to(dtype)
+
+
+def state_of(dtypes: list[torch.dtype]) -> dict[str, Tensor]:
+    shapes = {"matrix": (3, 5), "scalar": (), "empty": (0, 4), "vector": (7,)}
+    return {f"{dtype}.{name}": some(dtype, *shape) for dtype in dtypes for name, shape in shapes.items()}
+
+
+def unlazy(value: Any) -> Any:
+    """Every tensor read."""
+    if isinstance(value, Lazy):
+        read = value.read()
+        assert (tuple(read.shape), read.dtype) == (value.shape, value.dtype)
+        return read
+    if isinstance(value, dict):
+        return {name: unlazy(each) for name, each in value.items()}
+    return type(value)(map(unlazy, value)) if type(value) in (list, tuple) else value
+
+
+def alike(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, Tensor):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert bits(ours) == bits(theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for name in theirs:
+            alike(ours[name], theirs[name])
+    elif isinstance(theirs, list | tuple):
+        assert type(ours) is type(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            alike(one, other)
+    elif isinstance(theirs, np.ndarray):
+        native = theirs.astype(theirs.dtype.newbyteorder("="))  # which numpy gives too, whatever was saved
+        mine = ours.astype(native.dtype) if ours.dtype == theirs.dtype else ours
+        assert (mine.dtype, mine.shape, mine.tobytes()) == (native.dtype, native.shape, native.tobytes())
+    else:
+        assert ours == theirs
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def repack(path: Path, change: Callable[[str, bytes], bytes]) -> Path:
+    """The same records in another zip file, where nothing is aligned."""
+    to = path.with_name("repacked.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(to, "w") as new:
+        for record in old.namelist():
+            new.writestr(record, change(record.partition("/")[2], old.read(record)))
+    return to
+
+
+@pytest.mark.parametrize(("dtypes", "zipped"), [(TYPED, True), (TYPED, False), (NEWER, True), (NEWER, False)])
+def test_dtypes(dtypes: list[torch.dtype], zipped: bool, tmp_path: Path) -> None:
+    state = state_of(dtypes)
+    ours = open_pickle(save(state, tmp_path / "a.pt", zipped))
+    alike(unlazy(ours), state)
+    for dtype in dtypes:
+        name, region = f"{dtype}.matrix", (slice(1, 3), slice(2, 4))
+        alike(ours[name].read(region), state[name][region])
+
+
+@st.composite
+def views(draw: st.DrawFn) -> Tensor:
+    """Cut from a storage, with steps, turned, stretched."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    whole = (
+        torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from([torch.float32, torch.int8])))
+    )
+    cut = whole[tuple(slice(draw(st.integers(0, size)), size, draw(st.integers(1, 2))) for size in shape)]
+    turned = cut.permute(draw(st.permutations(range(cut.dim()))))
+    return turned.unsqueeze(0).expand(3, *turned.shape) if draw(st.booleans()) else turned
+
+
+@given(views(), st.booleans(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_box_of_any_view(tmp_path_factory: pytest.TempPathFactory, view: Tensor, zipped: bool, data: Any) -> None:
+    path = save([view], tmp_path_factory.mktemp("views") / "a.pt", zipped)
+    (lazy,) = open_pickle(path)
+    ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in view.shape]
+    region = tuple(slice(start, stop) for start, stop in ends)
+    alike(lazy.read(region), view[region])
+    alike(lazy.read(), view)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_else_checkpoints_hold(zipped: bool, tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    marked = base.clone()
+    marked.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter = nn.Parameter(base.clone())
+    parameter.partition_dim = 0  # type: ignore[attr-defined]
+    state = {
+        "module": nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict(),
+        "views": [base, base[1], base.T, base.view(-1)[3:5]],
+        "parameters": (nn.Parameter(base), parameter, marked),
+        "numbers": [None, True, -3, 2**70, 1.5, 2 + 1j],
+        "texts": ("text ü", b"\0\xff", b"", bytearray(b"ab")),
+        "sets": [{1, "a"}, frozenset([2])],
+        "torch": (torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1)),
+        "keys": {1: "a", (2, "b"): "c", None: 0, 1.5: 2},
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "default": collections.defaultdict(list, {"a": [1]}),
+        "numpy": [np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.eye(2, 3)), np.zeros(0, np.float16)],
+        "random": [random.getstate(), torch.get_rng_state()],
+    }
+    for protocol in (2, 5):
+        path = save(state, tmp_path / "a.pt", zipped, protocol)
+        ours = unlazy(open_pickle(path))
+        alike(ours, state)
+        assert type(ours["ordered"]) is type(ours["default"]) is dict
+    scalars = {
+        "a": np.float32(1.5),
+        "b": np.int64(3),
+        "c": np.bool_(True),
+        "state": np.random.RandomState(0).get_state(),
+    }
+    ours = open_pickle(save(scalars, tmp_path / "b.pt", zipped))
+    assert (ours["a"], ours["b"], ours["c"]) == (1.5, 3, True)
+    assert {type(ours[name]) for name in "abc"} == {float, int, bool}
+    alike(ours["state"], scalars["state"])
+
+
+def test_values_that_stand_in_the_pickle(tmp_path: Path) -> None:
+    """Tensors of a device without storages, as older releases of torch saved them: numpy arrays, bf16 as fp32."""
+
+    class Device:
+        def __reduce__(self) -> Any:
+            make = torch._utils._rebuild_device_tensor_from_numpy
+            return make, (np.arange(6, dtype=np.float32).reshape(2, 3), torch.bfloat16, "xla:0", False)
+
+    path = save({"a": Device()}, tmp_path / "a.pt")
+    older = repack(path, lambda _, data: data.replace(b"_rebuild_device_tensor_from_numpy", b"_rebuild_xla_tensor"))
+    for each in (path, older):
+        part = open_pickle(each)["a"].read((slice(0, 2), slice(1, 2)))
+        alike(part, torch.tensor([[1], [4]], dtype=torch.bfloat16))
+
+
+def test_byte_order_place_and_checksums(tmp_path: Path) -> None:
+    state = state_of(TYPED)
+    widths = [tensor.itemsize // (2 if tensor.is_complex() else 1) for tensor in state.values()]
+
+    def swap(record: str, data: bytes) -> bytes:
+        if record.startswith("data/"):
+            width = widths[int(record.removeprefix("data/"))]
+            return b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
+        return b"big" if record == "byteorder" else data
+
+    path = save(state, tmp_path / "a.pt")
+    alike(unlazy(open_pickle(repack(path, lambda _, data: data))), state)
+    swapped = repack(path, swap)
+    alike(unlazy(open_pickle(swapped)), torch.load(swapped))
+    torch.serialization.set_crc32_options(False)
+    try:
+        alike(unlazy(open_pickle(save(state, path))), state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def test_a_small_part_of_a_great_file(tmp_path: Path) -> None:
+    """16 GiB on paper: neither opening nor reading a part of a tensor touches the rest."""
+    path = tmp_path / "a.pt"
+    with torch.serialization.skip_data():
+        torch.save({"a": torch.arange(3), "b": torch.empty(2**20, 2**12), "c": torch.ones(5)}, path)
+    before, start = psutil.Process().memory_info().rss, time.monotonic()
+    state = open_pickle(path)
+    rows = state["b"].read((slice(2**20 - 3, 2**20), slice(0, 2**12)))
+    assert rows.shape == (3, 2**12)
+    assert not rows.any()
+    assert state["c"].read().tolist() == [0] * 5
+    assert time.monotonic() - start < 10
+    assert psutil.Process().memory_info().rss - before < 2**26
+    rows.fill_(1)
+    del rows
+    assert not state["b"].read((slice(2**20 - 3, 2**20), slice(0, 2**12))).any()  # it was a private copy
+
+
+def test_a_file_that_changes_is_not_read_on(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(3)}, tmp_path / "a.pt")
+    state = open_pickle(path)
+    save({"a": torch.arange(4), "b": torch.ones(2)}, path)
+    with pytest.raises(UserError, match="has changed"):
+        state["a"].read()
+    path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        state["a"].read()
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Classes of packages that are not installed, under their names."""
+
+    def make(full: str) -> Any:
+        *modules, name = full.split(".")
+        for depth in range(1, len(modules) + 1):
+            module = ".".join(modules[:depth])
+            monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        setattr(sys.modules[module], name, type(name, (), {"__module__": module}))
+        return getattr(sys.modules[module], name)
+
+    return make
+
+
+TORCH_XLA = "torch_xla.utils.serialization.TensorReference"
+
+
+def lay_out(path: Path, tensors: list[Tensor], kind: Any, **attributes: Any) -> list[Any]:
+    """The tensors' files, and references to them."""
+    folder = Path(f"{path}.tensors")
+    folder.mkdir()
+    made = []
+    for tid, tensor in enumerate(tensors):
+        save(tensor, folder / f"tensor_{tid}.pt")
+        made.append(kind())
+        made[-1].__dict__.update(tid=tid, **attributes)
+    return made
+
+
+def test_references_of_torch_xla(reference: Callable[[str], Any], tmp_path: Path) -> None:
+    path, tensors = tmp_path / "dp_rank_00.pt", [some(torch.bfloat16, 4, 6), torch.arange(5)]
+    first, second = lay_out(path, tensors, reference(TORCH_XLA))
+    save({"model": {"a": first, "here": torch.ones(2)}, "list": [second]}, path)
+    for _ in range(2):  # without the info file, as NxD up to 0.6.0 left it, and with it
+        state = open_pickle(path)
+        alike(unlazy(state), {"model": {"a": tensors[0], "here": torch.ones(2)}, "list": [tensors[1]]})
+        alike(state["model"]["a"].read((slice(1, 2), slice(0, 3))), tensors[0][1:2, :3])
+        info = {tid: {"dtype": tensor.dtype, "shape": tensor.shape} for tid, tensor in enumerate(tensors)}
+        save(info, Path(f"{path}.info.pt"))
+    (Path(f"{path}.tensors") / "tensor_0.pt").unlink()
+    missing = open_pickle(path)["model"]["a"]
+    assert (missing.shape, missing.dtype) == ((4, 6), torch.bfloat16)
+    with pytest.raises(UserError, match=r"tensor_0\.pt: cannot be read: No such file"):
+        missing.read()
+    save({1: {"dtype": torch.int64, "shape": torch.Size([6])}}, Path(f"{path}.info.pt"))
+    with pytest.raises(UserError, match=r"tensor_1\.pt: \[5\] of torch.int64, where its reference says \[6\]"):
+        open_pickle(path)["list"][0].read()
+
+
+def test_references_of_others(reference: Callable[[str], Any], tmp_path: Path) -> None:
+    """With shape and dtype; NxD leaves its own inside lists, which it does not look into."""
+    names = (
+        "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
+        "nemo.collections.nlp.parts.serialization",
+    )
+    for name in (names[0], f"{names[1]}.TensorReference"):
+        path, tensor = tmp_path / f"{name}.pt", some(torch.float32, 2, 3)
+        (made,) = lay_out(path, [tensor], reference(name), shape=torch.Size([2, 3]), dtype=torch.float32)
+        save({"optimizer": [{"exp_avg": made}]}, path)
+        alike(unlazy(open_pickle(path)), {"optimizer": [{"exp_avg": tensor}]})
+
+
+def test_an_empty_folder_of_tensors(tmp_path: Path) -> None:
+    """What a converter leaves: all tensors were on the CPU, and stayed in the file."""
+    path = save({"a": torch.arange(4)}, tmp_path / "a.pt")
+    Path(f"{path}.tensors").mkdir()
+    alike(unlazy(open_pickle(path)), {"a": torch.arange(4)})
+
+
+def test_references_that_lead_nowhere(reference: Callable[[str], Any], tmp_path: Path) -> None:
+    path, kind = tmp_path / "a.pt", reference(TORCH_XLA)
+    for tid in ("../../etc", -1, None, True):
+        made = kind()
+        made.tid = tid
+        with pytest.raises(UserError, match="a reference to no tensor"):
+            open_pickle(save([made], path))
+    made.tid = 0
+    save([made], path)
+    Path(f"{path}.tensors").mkdir()
+    for other in (made, {"a": torch.ones(1)}):  # a reference to a reference, and a dict
+        save(other, Path(f"{path}.tensors") / "tensor_0.pt")
+        with pytest.raises(UserError, match="a tensor was expected"):
+            open_pickle(path)[0].read()
+
+
+def loaded(path: Path, under: str | None) -> Any:
+    state = torch.load(path, weights_only=True, mmap=True)
+    return state if under is None else state[under]
+
+
+@pytest.mark.parametrize("under", [None, "model"])
+@pytest.mark.parametrize("great", [False, True])
+def test_torch_reads_what_we_write(under: str | None, great: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """`great`: with all sizes and places in 64 bits, as if files were greater than 4 GiB."""
+    if great:
+        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
+        monkeypatch.setattr(torch_writer, "_GREAT", 90)
+    path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
+    state["turned"], state["cut"] = some(torch.float32, 4, 6).T, torch.arange(100)[7:9]
+    writer = PickleWriter(path, under=under)
+    for name, tensor in state.items():
+        writer.add(name, tensor)
+    assert not path.exists()
+    writer.close()
+    assert os.listdir(tmp_path) == ["a.pt"]
+    whole = state if under is None else {under: state}
+    for mapped in (False, True):
+        alike(torch.load(path, weights_only=True, mmap=mapped), whole)
+    alike(unlazy(open_pickle(path)), whole)
+    with zipfile.ZipFile(path) as written:
+        assert written.testzip() is None
+    assert {tensor.data_ptr() % 64 for tensor in loaded(path, under).values()} == {0}
+
+
+@pytest.mark.parametrize("under", [None, "model"])
+def test_xser_both_ways(under: str | None, tmp_path: Path, reference: Callable[[str], Any]) -> None:
+    path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
+    for count in (None, 5):  # the second replaces the first
+        state = dict(list(state.items())[:count])
+        writer = XserWriter(path, under=under)
+        for name, tensor in state.items():
+            writer.add(name, tensor)
+        assert "torch_xla" not in " ".join(sys.modules)
+        writer.close()
+        assert sorted(os.listdir(tmp_path)) == ["a.pt", "a.pt.info.pt", "a.pt.tensors"]
+        alike(unlazy(open_pickle(path)), state if under is None else {under: state})
+    kind = reference(TORCH_XLA)
+    with torch.serialization.safe_globals([kind]):
+        theirs = torch.load(path, weights_only=True)
+    info = torch.load(f"{path}.info.pt", weights_only=True)
+    for tid, (name, made) in enumerate((theirs if under is None else theirs[under]).items()):
+        assert (type(made), made.__dict__) == (kind, {"tid": tid})
+        tensor = torch.load(f"{path}.tensors/tensor_{tid}.pt", weights_only=True)
+        alike(tensor, state[name])
+        assert info[tid] == {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
+
+
+@pytest.mark.parametrize("kind", [PickleWriter, XserWriter])
+def test_what_is_given_up_leaves_nothing(kind: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    for when in range(2):
+        writer = kind(path)
+        for _ in range(when):
+            writer.add("a", torch.ones(3))
+        writer.abandon()
+        assert not os.listdir(tmp_path)
+    writer = kind(path)
+    writer.close()
+    writer.abandon()
+    assert open_pickle(path) == {}
+
+
+def test_many_files_stay_closed(tmp_path: Path) -> None:
+    """A checkpoint has more tensors than a process may have files open."""
+    writer = XserWriter(tmp_path / "a.pt")
+    for number in range(50):
+        writer.add(str(number), torch.ones(3))
+    writer.close()
+    process = psutil.Process()
+    before = process.num_fds()
+    state = open_pickle(tmp_path / "a.pt")
+    total = sum(tensor.read().sum() for tensor in state.values())
+    assert total == 150
+    assert process.num_fds() == before

@@ -1,0 +1,304 @@
+"""Megatron-LM's scripts and flags as ours. Scripts are read, never run: hostile ones leave no trace."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainyard.cli import main
+from trainyard.config.importers.key_table import Mapped
+from trainyard.config.importers.megatron.convert import from_flags, from_script
+from trainyard.config.importers.megatron.keys import FLAGS
+from trainyard.config.importers.shell.script import UNKNOWN, commands
+from trainyard.config.load import keys, load, parse, settle
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.parallel.layout import Layout
+
+HERE = Path(__file__).parent / "megatron"
+SMALL = (
+    "--data-path /d/x --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --train-iters 100 --lr 1e-4"
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
+
+
+def imported(flags: str) -> tuple[Config, Mapped]:
+    mapped = from_flags(f"{SMALL} {flags}".split())
+    return parse(mapped.data), mapped
+
+
+def script(path: Path, text: str, **given: str) -> Config:
+    path.write_text(text)
+    return settle(from_script(path, given, []))
+
+
+def words(text: str, **given: str) -> list[str]:
+    """The words of the last command of a script."""
+    return list(commands(text, given, "x.sh"))[-1].words
+
+
+def test_the_reference_scripts_numbers_are_those_of_our_recipe() -> None:
+    ours = parse(from_script(HERE / "gpt3_6.7B_16_nodes.sh", {}, []).data)
+    recipe = load("gpt3-6.7b-16-nodes")
+    for section in ("train", "optimizer", "schedule", "precision", "layout", "recompute"):
+        assert getattr(ours, section) == getattr(recipe, section), section
+    found = {
+        name: (value, getattr(recipe.model, name)) for name, value in ours.model if value != getattr(recipe.model, name)
+    }
+    assert found == {"ffn": (16384, None)}
+    assert (ours.data.paths, ours.data.sequence) == (recipe.data.paths, recipe.data.sequence)
+    assert (ours.checkpoint.every, ours.checkpoint.keep, ours.checkpoint.directory) == (2000, 1, "32_layer_chkpt_16")
+    assert ours.evaluate.every == 0  # --split 100,0,0 holds nothing out
+
+
+def test_variables_defaults_sums_and_blends() -> None:
+    config = parse(from_script(HERE / "gpt_345M_mp.sh", {}, []).data)
+    assert (config.model.layers, config.layout.ranks, config.recompute.kind) == (24, 8, "full")
+    assert config.data.paths == ("data/my-gpt2_text_document", "data/other_text_document")
+    assert (config.data.weights, config.data.order, config.data.split) == ((0.3, 0.7), "megatron", "949,50,1")
+    assert (config.checkpoint.resume, config.checkpoint.directory) == ("auto", "checkpoints/345m")
+    assert (config.evaluate.every, config.evaluate.batches, config.schedule.warmup) == (1000, 10, 3200)
+    assert Layout.of(config, 8).dp == 2
+    wider = parse(from_script(HERE / "gpt_345M_mp.sh", {"GPUS_PER_NODE": "16"}, ["--num-layers", "8"]).data)
+    assert (wider.layout.ranks, wider.model.layers) == (16, 8)
+
+
+def test_arrays_and_what_only_running_could_tell() -> None:
+    with pytest.raises(UserError, match=r"--data-path: \$2 is not known.*NAME=VALUE"):
+        from_script(HERE / "llama_arrays.sh", {}, [])
+    mapped = from_script(HERE / "llama_arrays.sh", {"DATA_PATH": "/d/x"}, [])
+    config = parse(mapped.data)
+    assert (config.model.family, config.model.kv, config.model.vocab, config.model.tied) == ("llama", 8, 128256, False)
+    assert (config.model.rope_theta, config.layout.ranks, config.layout.zero) == (500000.0, 16, 1)
+    assert (config.recompute.kind, config.data.paths) == ("attention", ("/d/x",))
+    assert any("--save: $1 is not known" in line for line in mapped.warnings)
+
+
+MAPPED = [
+    ("", {"model.vocab": 50257, "model.activation": "gelu_tanh", "model.hidden_dropout": 0.1, "model.ffn": 256}),
+    (
+        "",
+        {"schedule.kind": "linear", "optimizer.beta2": 0.999, "optimizer.weight_decay": 0.01, "data.split": "969,30,1"},
+    ),
+    ("", {"precision.kind": "fp32", "layout.zero": 0, "checkpoint.keep": 0, "train.seed": 1234}),
+    ("--no-bias-gelu-fusion", {"model.activation": "gelu"}),
+    ("--no-bias-gelu-fusion --openai-gelu", {"model.activation": "gelu_tanh"}),
+    ("--bf16", {"precision.kind": "bf16"}),
+    ("--bf16 --fp8-format hybrid", {"precision.kind": "fp8"}),
+    ("--bf16 --grad-reduce-in-bf16", {"precision.reduce": "bf16"}),
+    ("--lr-decay-style constant --lr-warmup-iters 7", {"schedule.kind": "constant", "schedule.warmup": 7}),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 9", {"schedule.kind": "wsd", "schedule.decay_steps": 9}),
+    ("--lr-warmup-fraction .1 --lr-decay-iters 50", {"schedule.warmup": 5, "schedule.decay_steps": 50}),
+    ("--lr-warmup-samples 17", {"schedule.warmup": 3}),
+    ("--recompute-granularity selective", {"recompute.kind": "attention"}),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", {"recompute.kind": "full"}),
+    ("--checkpoint-activations", {"recompute.kind": "full"}),
+    ("--sequence-parallel", {"layout.sequence_parallel": False}),
+    ("--tensor-model-parallel-size 2 --sequence-parallel", {"layout.tp": 2, "layout.sequence_parallel": True}),
+    ("--num-layers=8 --pipeline-model-parallel-size=2 --num-layers-per-virtual-pipeline-stage=2", {"layout.vpp": 2}),
+    ("--reset-position-ids --reset-attention-mask --eod-mask-loss", {"data.separate": True, "data.mask_ends": True}),
+    ("--load /a --save /b --finetune", {"checkpoint.start": "/a", "checkpoint.directory": "/b"}),
+    ("--eval-interval 10 --eval-iters 3", {"evaluate.every": 10, "evaluate.batches": 3}),
+    ("--eval-interval 1000", {"evaluate.every": 0}),
+    ("--min-lr -0", {"schedule.floor": 0.0}),
+    (f"{LLAMA} --rotary-base 20000 --use-rope-scaling", {"model.family": "llama", "model.rope_theta": 20000.0}),
+    (
+        f"{LLAMA} --group-query-attention --num-query-groups 2 --kv-channels 8",
+        {"model.kv_heads": 2, "model.head_dim": 8},
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "wanted"), MAPPED, ids=[each[0] or "defaults" for each in MAPPED])
+def test_what_flags_become(flags: str, wanted: dict[str, object]) -> None:
+    config, _ = imported(flags)
+    for dotted, value in wanted.items():
+        section, name = dotted.split(".")
+        assert getattr(getattr(config, section), name) == value, dotted
+
+
+def test_samples_and_a_batch_that_follows_from_the_ranks(tmp_path: Path) -> None:
+    flags = SMALL.replace("--train-iters 100", "--train-samples 100").replace("--global-batch-size 8", "")
+    text = f"torchrun --nproc_per_node=4 --nnodes 2 pretrain_gpt.py {flags} --tensor-model-parallel-size 2"
+    config = script(tmp_path / "x.sh", text)
+    assert (config.train.global_batch, config.train.steps, config.layout.ranks) == (4, 25, 8)
+
+
+MISTAKES = [
+    ("--num-layrs 3", ["--num-layrs", "unknown flag", "nearest: --num-layers"]),
+    ("--num-layers three", ["--num-layers=three", "not a whole number"]),
+    ("--num-layers", ["--num-layers", "value is missing"]),
+    ("--bf16=yes", ["--bf16=yes", "takes no value"]),
+    ("word", ["a word where a flag was expected"]),
+    ("--fp16", ["--fp16", "nearest: --bf16"]),
+    ("--num-experts 8", ["--num-experts", "mixture of experts"]),
+    ("--rampup-batch-size 16 16 5859375", ["--rampup-batch-size", "nearest: leave it out"]),
+    ("--optimizer sgd", ["--optimizer=sgd", "nearest: adam"]),
+    ("--lr-decay-style inverse-square-root", ["inverse-square-root", "nearest: cosine"]),
+    ("--swiglu", ["--normalization=LayerNorm", "nearest: RMSNorm"]),
+    ("--normalization RMSNorm", ["--normalization=RMSNorm", "nearest: LayerNorm"]),
+    (f"{LLAMA} --hidden-dropout 0.1", ["--hidden-dropout=0.1", "nearest: --hidden-dropout 0"]),
+    ("--group-query-attention --num-query-groups 2", ["--num-query-groups=2", "nearest: leave it out"]),
+    ("--activations-checkpoint-method block", ["--activations-checkpoint-method=block", "nearest: uniform"]),
+    ("--fp8-format e4m3", ["--fp8-format=e4m3", "nearest: hybrid"]),
+    ("--reset-position-ids", ["--reset-attention-mask", "nearest: both"]),
+    ("--data-path 0.5 /a /b", ["--data-path", "weights"]),
+    ("--data-path", ["--data-path=null"]),
+    ("--batch-size 3", ["--batch-size=3", "nearest: --micro-batch-size"]),
+    ("--num-layers-per-virtual-pipeline-stage 0.5", ["not a whole number"]),
+    ("--num-layers-per-virtual-pipeline-stage 5", ["does not divide 2 layers"]),
+    ("--seed 1e400", ["--seed", "not a whole number"]),
+    ("--lr inf", ["--lr=inf", "sensible size"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "wanted"), MISTAKES, ids=[each[0] for each in MISTAKES])
+def test_a_mistake_is_one_line(flags: str, wanted: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        imported(flags)
+    assert "\n" not in str(caught.value)
+    for word in wanted:
+        assert word in str(caught.value), caught.value
+
+
+def test_the_table_names_keys_that_are_ours() -> None:
+    ours = {key.name.replace(f"[{family}]", "") for key in keys() for family in ("llama", "gpt", "bert")}
+    ours |= {"model.rope_scaling"}
+    for name, key in FLAGS.items():
+        for each in key.says.split(", ") if key.does == "maps" else []:
+            assert each in ours, name
+
+
+SHELL = [
+    # a script, and the words of its last command
+    ("X=1; echo $X ${X} '$X' \"$X\" \\$X", ["echo", "1", "1", "$X", "1", "$X"]),
+    ("X='a  b'\necho $X \"$X\"", ["echo", "a", "b", "a  b"]),
+    ('echo ${X:-d} ${X-d} ${X:="q r"}', ["echo", "d", "d", "q", "r"]),
+    ('X=\necho ${X:-d} "${X-d}"', ["echo", "d", ""]),
+    ("Y=2\necho ${X:-${Y}3}", ["echo", "23"]),
+    ("N=7\necho $((N*2 + 1)) $(( $N / 2 )) $((-N % 4))", ["echo", "15", "3", "-3"]),
+    ("A=(1 2 # two\n 3)\nA+=(4)\necho ${A[@]} $A", ["echo", "1", "2", "3", "4", "1"]),
+    ("X=a\nX+=b\necho $X", ["echo", "ab"]),
+    ("echo a\\\n  b c#d # e", ["echo", "a", "b", "c#d"]),
+    ("X=1\nif true; then X=2; fi\necho $X", ["echo", "1"]),
+    ("X=1\nf() {\n X=2\n}\n[ -z 1 ] && X=3\ncase a in b) X=4;; esac\necho $X", ["echo", "1"]),
+    ("export X=1 Y=2\nreadonly Z=3\necho $X$Y$Z", ["echo", "123"]),
+    ("cat <<EOF\nX=1 'not closed\nEOF\necho a > out 2>&1", ["echo", "a"]),
+    ("X=1 Y=2 run $X", ["run", "1"]),
+    ("echo a | tee $(date) b", ["tee", f"{UNKNOWN}$(date){UNKNOWN}", "b"]),
+    ("echo $UNSET x$1", ["echo", f"{UNKNOWN}UNSET{UNKNOWN}", f"x{UNKNOWN}1{UNKNOWN}"]),
+    (
+        "echo $((1/0)) $((2**99)) $((A+1))",
+        ["echo", *(f"{UNKNOWN}$(({sum})){UNKNOWN}" for sum in ("1/0", "2**99", "A+1"))],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "wanted"), SHELL, ids=[each[0][:40] for each in SHELL])
+def test_shell(text: str, wanted: list[str]) -> None:
+    assert words(text) == wanted
+
+
+def test_given_variables_win() -> None:
+    assert words("X=1\necho $X", X="2") == ["echo", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("echo 'a", "x.sh:1: a quote is not closed"),
+        ('a\necho "b', "x.sh:2: a quote is not closed"),
+        ("echo ${a", "is not closed"),
+        ("python pretrain_gpt.py $FLAGS", "--lr: missing; wanted: the peak learning rate ($FLAGS is not known"),
+        ("echo hello", "no command runs pretrain_gpt.py"),
+        ("torchrun pretrain_bert.py --num-layers 2", "bert-large-phase1"),
+        ("X=aaaaaaaaaa\n" + "X=$X$X\n" * 40 + "echo $X", "grows beyond"),
+    ],
+)
+def test_scripts_that_cannot_be_read_are_one_line(text: str, wanted: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        script(tmp_path / "x.sh", text)
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    text = f"touch {trace}\nX=$(touch {trace})\nY=`touch {trace}`\neval touch {trace}\n"
+    script(
+        tmp_path / "x.sh",
+        text + f"torchrun --nproc_per_node 1 pretrain_gpt.py {SMALL} $(touch {trace}) ; touch {trace}\n",
+    )
+    assert not trace.exists()
+
+
+SIGNS = "$ ${ } $(( )) $( ) ( ' \" \\ ` # <<E | && ; > A= A+= A=( $A ${A[@]} ${A:- 1 * / 0 if fi -- = x"
+PIECES = st.sampled_from(SIGNS.split(" "))
+MORE = st.sampled_from(
+    ["\n", " ", "E\n", "fi\n", "torchrun ", "pretrain_gpt.py ", SMALL, "--lr ", "--bf16 ", "\0", "é"]
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(PIECES | MORE, max_size=25))
+def test_any_script_is_a_configuration_or_one_line(pieces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.sh"
+    lines: list[str] = []
+    try:
+        script(path, "".join(pieces))
+    except UserError as error:
+        lines = [str(error)]
+    assert not any("\n" in line for line in lines)
+    assert [each.name for each in tmp_path.iterdir()] == ["fuzz.sh"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    flags=st.lists(
+        st.sampled_from([f"--{name}" for name in FLAGS])
+        | st.sampled_from(["0", "1", "-1", "2.5", "1e999", "nan", "x", "full", "", "0.5", "/a", "a,b", "=", UNKNOWN])
+        | st.text(max_size=4),
+        max_size=8,
+    )
+)
+def test_any_flags_are_a_configuration_or_one_line(flags: list[str]) -> None:
+    lines: list[str] = []
+    try:
+        lines = from_flags([*SMALL.split(), *flags]).warnings
+    except UserError as error:
+        lines = [str(error)]
+    assert not any("\n" in line for line in lines)
+
+
+def call(given: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[str, str, int]:
+    monkeypatch.setattr(sys, "argv", ["trainyard", *given])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    out, err = capfd.readouterr()
+    assert isinstance(caught.value.code, int)
+    return out, err, caught.value.code
+
+
+def test_the_command_takes_scripts_variables_keys_and_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "ours.yaml"
+    given = ["import", str(HERE / "llama_arrays.sh"), "DATA_PATH=/d/y", "train.seed=7", "-o", str(target)]
+    out, err, code = call([*given, "--", "--num-layers", "4"], monkeypatch, capfd)
+    assert (code, out) == (0, "")
+    config = load(target)
+    assert (config.data.paths, config.train.seed, config.model.layers) == (("/d/y",), 7, 4)
+    assert "--swiglu = true" in err
+    out, err, code = call(["import", "--", *SMALL.split()], monkeypatch, capfd)
+    assert code == 0
+    (tmp_path / "flags.yaml").write_text(out)
+    assert load(tmp_path / "flags.yaml") == imported("")[0]
+    _, err, code = call(["import", "--", "--num-layrs", "4"], monkeypatch, capfd)
+    assert (code, err.count("\n")) == (2, 1)

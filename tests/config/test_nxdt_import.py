@@ -1,0 +1,556 @@
+"""NxD Training's files as ours: dense examples import, others are refused by name, nothing ends in a traceback."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.config.nxdt_documented_keys import DOCUMENTED
+from trainyard import models
+from trainyard.cli import main
+from trainyard.config.importers.key_table import Mapped
+from trainyard.config.importers.nxdt.convert import from_nxdt, is_nxdt
+from trainyard.config.importers.nxdt.interpolation import resolve
+from trainyard.config.importers.nxdt.model_keys import TABLE
+from trainyard.config.load import keys, load, parse
+from trainyard.config.schema import Config
+from trainyard.config.smoke import smoke
+from trainyard.config.yaml_io import read
+from trainyard.core.errors import UserError
+from trainyard.parallel.layout import Layout
+from trainyard.train.trainer import Trainer
+
+HERE = Path(__file__).parent / "nxdt"
+# Published weights and the layout (tp, pp, cp, dp) that the file's devices and nodes give.
+DENSE: dict[str, tuple[int, tuple[int, int, int, int]]] = {
+    "hf_llama3.1_405B_trn1": (405_853_388_800, (32, 32, 1, 2)),
+    "hf_llama3.1_70B": (70_553_706_496, (32, 8, 1, 4)),
+    "hf_llama3.1_8B": (8_030_261_248, (32, 1, 1, 32)),
+    "hf_llama3_70B": (70_553_706_496, (32, 8, 1, 2)),
+    "hf_llama3_70B_CP": (70_553_706_496, (32, 8, 2, 1)),
+    "hf_llama3_70B_trn2": (70_553_706_496, (32, 4, 1, 4)),
+    "hf_llama3_8B": (8_030_261_248, (32, 1, 1, 4)),
+    "hf_llama3_8B_trn2": (8_030_261_248, (16, 1, 1, 4)),
+    "hf_llama_7B": (1_071_681_536, (8, 1, 1, 4)),  # four of its 32 layers
+    "megatron_gpt": (6_658_404_352, (8, 1, 1, 4)),
+    "megatron_llama_70b": (68_976_648_192, (8, 16, 1, 2)),
+    "megatron_llama_7B": (6_738_415_616, (8, 1, 1, 4)),
+    "megatron_mistral": (7_241_732_096, (8, 1, 1, 4)),
+}
+REFUSED = {
+    "hf_mixtral_8x7b": "model.moe.num_experts=8: mixture of experts",
+    "hf_mixtral_8x7b_dropless": "mixture of experts",
+    "megatron_mixtral_8x7b": "mixture of experts",
+    "megatron_mixtral_8x7b_dropless": "mixture of experts",
+    "hf_llama3_8B_DPO": "model_alignment_strategy.dpo.kl_beta=0.01: preference training (DPO)",
+    "hf_llama3_8B_ORPO": "preference training (ORPO)",
+    "hf_llama3_8B_SFT": "supervised fine-tuning",
+    "hf_llama3_8B_SFT_lora": "model_alignment_strategy.peft.lora_rank=16: low-rank adapters",
+    "megatron_llama2_7B_SFT": "data.packing=true: supervised fine-tuning",
+}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The examples name files in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def tree(example: str = "hf_llama3_8B", /, **changes: object) -> dict[str, Any]:
+    """An example as plain data, with keys changed: model__num_layers=4."""
+    data = read(HERE / f"{example}.yaml")
+    for dotted, value in changes.items():
+        node = data
+        *parents, leaf = dotted.split("__")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return data
+
+
+def imported(data: dict[str, Any]) -> tuple[Config, Mapped]:
+    mapped = from_nxdt(data, "f.yaml", HERE)
+    return parse(copy.deepcopy(mapped.data)), mapped
+
+
+def refusal(data: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        imported(data)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith("f.yaml: ") or ": " in line
+    return line
+
+
+def test_all_examples_are_here() -> None:
+    assert {path.stem for path in HERE.glob("*.yaml")} == set(DENSE)
+    assert {path.stem for path in (HERE / "refused").glob("*.yaml")} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_example_imports_with_its_layout(name: str) -> None:
+    config = load(HERE / f"{name}.yaml", say=lambda line: None)
+    assert config.layout.ranks
+    layout = Layout.of(config, config.layout.ranks)
+    assert (layout.tp, layout.pp, layout.cp, layout.dp) == DENSE[name][1]
+    assert layout.micro_batches * layout.dp * config.train.micro_batch == config.train.global_batch
+    assert models.family(config.model).blueprint(config.model).parameters() == DENSE[name][0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_examples_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(HERE / "refused" / f"{name}.yaml", say=lambda line: None)
+    assert REFUSED[name] in str(caught.value)
+    assert "nearest: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def differences(ours: Config, recipe: Config) -> dict[str, tuple[object, object]]:
+    a, b = ours.model_dump(), recipe.model_dump()
+    flat = [
+        (f"{section}.{key}", value)
+        for section, keys in b.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    ]
+    at = {
+        f"{section}.{key}": value
+        for section, keys in a.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    }
+    return {name: (at[name], value) for name, value in flat if at[name] != value}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "also"),
+    [
+        ("hf_llama3_70B", "llama3-70b", {"checkpoint.every": (10, 1000)}),
+        ("hf_llama3_70B_CP", "llama3-70b-cp", {"checkpoint.every": (10, 1000)}),
+        (
+            "hf_llama3_70B_trn2",
+            "llama3-70b-trn2",
+            {"recompute.parts": (("norm", "activation"), ("norm", "activation", "core_attention"))},
+        ),
+    ],
+)
+def test_the_70b_examples_are_our_recipes(name: str, recipe: str, also: dict[str, object]) -> None:
+    found = differences(load(HERE / f"{name}.yaml", say=lambda line: None), load(recipe))
+    assert found == {"layout.bucket": (1024, 256), "log.name": ("hf_llama", recipe), **also}
+
+
+@pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt"])
+def test_smoke_trains(name: str, tmp_path: Path) -> None:
+    small = smoke(load(HERE / f"{name}.yaml", say=lambda line: None))
+    words = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]
+    summary = Trainer(parse(small.model_dump(mode="json"), words)).run()
+    assert (summary.steps, summary.skipped) == (3, 0)
+
+
+def test_every_documented_key_is_in_the_table() -> None:
+    missing = [key for key in DOCUMENTED.split() if key not in TABLE]
+    assert not missing
+    assert len(DOCUMENTED.split()) > 180
+
+
+def test_the_table_names_keys_that_are_ours() -> None:
+    ours = {key.name.replace(f"[{family}]", "") for key in keys() for family in ("llama", "gpt", "bert")}
+    ours |= {"model.rope_scaling"}
+    for name, key in TABLE.items():
+        for each in key.says.split(", ") if key.does == "maps" else []:
+            assert each in ours, name
+
+
+MAPPED = [
+    # example, changes, our keys that follow
+    ({}, {"train.seed": 1234, "optimizer.kind": "adamw", "schedule.kind": "linear", "schedule.warmup": 100}),
+    ({"precision__type": "fp32"}, {"precision.kind": "fp32"}),
+    ({"precision__type": "bf16SR"}, {"precision.kind": "bf16_sr"}),
+    ({"precision__type": "autocast"}, {"precision.kind": "bf16"}),
+    ({"precision__type": "mixed_precisionSR"}, {"precision.kind": "bf16"}),
+    ({"precision__type": "mixed_precision_SR"}, {"precision.kind": "bf16"}),
+    ({"precision__type": "manual"}, {"precision.kind": "fp32"}),
+    (
+        {
+            "precision__type": "manual",
+            "precision__xla_use_bf16": "1",
+            "precision__neuron_rt_stochastic_rounding_en": "1",
+        },
+        {"precision.kind": "bf16_sr", "precision.gradients": "bf16"},
+    ),
+    (
+        {"precision__type": "manual", "precision__xla_downcast_bf16": 1, "precision__master_weights": True},
+        {"precision.kind": "bf16", "precision.gradients": "bf16"},
+    ),
+    ({"distributed_strategy__zero1": False}, {"layout.zero": 0}),
+    ({"distributed_strategy__zero1": None}, {"layout.zero": 1}),
+    ({"distributed_strategy__tensor_model_parallel_size": 1}, {"layout.sequence_parallel": False}),
+    ({"distributed_strategy__virtual_pipeline_model_parallel_size": None}, {"layout.vpp": 1}),
+    ({"distributed_strategy__context_parallel_size": 2}, {"layout.cp": 2, "layout.context": "all_gather"}),
+    ({"model__activations_checkpoint_granularity": "full"}, {"recompute.kind": "full"}),
+    (
+        {"model__activations_checkpoint_recompute": ["ActivationMultiplyMLP", "LlamaRMSNorm", "LlamaMLP"]},
+        {"recompute.kind": "parts", "recompute.parts": ("activation", "norm", "mlp")},
+    ),
+    ({"model__activations_checkpoint_granularity": None}, {"recompute.kind": "none"}),
+    (
+        {"model__activations_checkpoint_granularity": None, "model__fusions": {"flash_attention": False}},
+        {"recompute.kind": "attention"},
+    ),
+    (
+        {"model__activations_checkpoint_recompute": None, "model__activations_checkpoint_recompute_mlp": True},
+        {"recompute.parts": ("core_attention", "mlp")},
+    ),
+    ({"trainer__gradient_clip_val": None}, {"optimizer.clip": 0.0}),
+    ({"model__optim__sched": None}, {"schedule.kind": "constant"}),
+    (
+        {
+            "model__optim__sched": {
+                "name": "CosineAnnealing",
+                "warmup_ratio": 0.1,
+                "min_lr": 1e-5,
+                "constant_steps": 500,
+            }
+        },
+        {"schedule.kind": "cosine", "schedule.warmup": 1000, "schedule.floor": 1e-5, "schedule.decay_steps": 9500},
+    ),
+    (
+        {"model__optim__sched": {"name": "WarmupPolicy", "warmup_steps": 7}},
+        {"schedule.kind": "constant", "schedule.warmup": 7},
+    ),
+    ({"exp_manager__checkpoint_callback_params__save_top_k": -1}, {"checkpoint.keep": 0, "checkpoint.every": 10}),
+    ({"exp_manager__checkpoint_callback_params__save_top_k": 0}, {"checkpoint.every": 0}),
+    ({"exp_manager__create_checkpoint_callback": False}, {"checkpoint.every": 0}),
+    (
+        {"exp_manager__checkpoint_callback_params__train_time_interval": {"hours": 1, "minutes": 30}},
+        {"checkpoint.minutes": 90.0},
+    ),
+    ({"exp_manager__resume_if_exists": False}, {"checkpoint.resume": "none"}),
+    ({"exp_manager__resume_from_checkpoint": "/a/ckpt"}, {"checkpoint.start": "/a/ckpt", "checkpoint.resume": "auto"}),
+    ({"exp_manager__explicit_log_dir": "/logs/my run"}, {"log.directory": "/logs", "log.name": "my-run"}),
+    ({"exp_manager__exp_dir": "/logs"}, {"log.directory": "/logs", "log.name": "hf_llama"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "wanted"), MAPPED, ids=[str(each[0]) for each in MAPPED])
+def test_what_keys_become(changes: dict[str, object], wanted: dict[str, object]) -> None:
+    config, _ = imported(tree(**changes))
+    for dotted, value in wanted.items():
+        section, name = dotted.split(".")
+        assert getattr(getattr(config, section), name) == value, dotted
+
+
+MEGATRON = [
+    ({"data__data_prefix": "/d/one"}, {"paths": ("/d/one",), "weights": (), "order": "megatron", "split": "980,10,10"}),
+    (
+        {"data__data_prefix": [0.3, "/a", 0.7, "/b"]},
+        {"paths": ("/a", "/b"), "weights": (0.3, 0.7), "order": "megatron"},
+    ),
+    ({"data__data_prefix": {"train": [1.0, "/a"], "validation": ["/b"]}}, {"paths": ("/a",), "split": None}),
+    ({"data__dataloader_type": "cyclic"}, {"order": "shuffled"}),
+    ({"data__reset_position_ids": True, "data__reset_attention_mask": True}, {"separate": True}),
+    ({"data__eod_mask_loss": True}, {"mask_ends": True}),
+]
+
+
+@pytest.mark.parametrize(("changes", "wanted"), MEGATRON, ids=[str(each[0]) for each in MEGATRON])
+def test_megatron_data(changes: dict[str, object], wanted: dict[str, object]) -> None:
+    config, _ = imported(tree("megatron_llama_7B", **changes))
+    assert {name: getattr(config.data, name) for name in wanted} == wanted
+
+
+def test_megatron_models_have_their_tokenizers_vocabulary_and_their_own_rotary_positions(tmp_path: Path) -> None:
+    (tmp_path / "llama_tokenizer").mkdir()
+    words = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 298}, {"id": 299}]}
+    (tmp_path / "llama_tokenizer" / "tokenizer.json").write_text(json.dumps(words))
+    config, _ = imported(
+        tree(
+            "megatron_llama_7B",
+            model__position_freq_base=20000,
+            model__position_abf_factor=2,
+            model__positition_interpolation_factor=4.0,
+        )
+    )
+    assert config.model.vocab == 300
+    assert config.model.rope_theta == 40000.0
+    assert config.model.rope_scaling.factor == 4.0
+
+
+MISTAKES = [
+    # example, changes, what the line must say
+    ("hf_llama3_8B", {"trainer__max_stesp": 3}, ["trainer.max_stesp=3", "unknown key", "nearest: trainer.max_steps"]),
+    (
+        "hf_llama3_8B",
+        {"tensor_model_parallel_size": 3},
+        ["unknown key", "distributed_strategy.tensor_model_parallel_size"],
+    ),
+    ("hf_llama3_8B", {"trainer__devices": "many"}, ["trainer.devices=many", "not a whole number"]),
+    ("hf_llama3_8B", {"trainer__devices": True}, ["trainer.devices=true", "not a whole number"]),
+    ("hf_llama3_8B", {"trainer__devices": 10**400}, ["trainer.devices", "sensible size"]),
+    ("hf_llama3_8B", {"precision": 7}, ["precision=7", "not a mapping"]),
+    ("hf_llama3_8B", {"model_source": "nemo"}, ["model_source=nemo", "hf, megatron"]),
+    ("hf_llama3_8B", {"precision__type": "fp16"}, ["precision.type=fp16", "mixed_precision"]),
+    (
+        "hf_llama3_8B",
+        {"precision__type": "manual", "precision__xla_use_bf16": "1"},
+        ["precision.type=manual", "nearest: master_weights True"],
+    ),
+    ("hf_llama3_8B", {"model__optim__name": "sgd"}, ["model.optim.name=sgd", "nearest: adamw"]),
+    ("hf_llama3_8B", {"model__optim__lr": None}, ["model.optim.lr: missing"]),
+    ("hf_llama3_8B", {"model__optim__sched__name": "NoamAnnealing"}, ["NoamAnnealing", "nearest: CosineAnnealing"]),
+    ("hf_llama3_8B", {"model__activations_checkpoint_recompute": ["Foo"]}, ["recompute=Foo", "CoreAttention"]),
+    ("hf_llama3_8B", {"model__pipeline_cuts": ["middle"]}, ["pipeline_cuts", "model.layers.18"]),
+    ("hf_llama3_8B", {"exp_manager__ema": {"enable": True}}, ["exp_manager.ema.enable=true", "averaged weights"]),
+    ("hf_llama3_8B", {"model_alignment_strategy": {"sft": {}}}, ["model_alignment_strategy.sft", "fine-tuning"]),
+    ("hf_llama3_8B", {"model__kl_beta": 0.1}, ["model_alignment_strategy.dpo.kl_beta=0.1", "DPO"]),
+    ("hf_llama3_8B", {"model__model_config": None}, ["model.model_config: missing"]),
+    ("hf_llama3_8B", {"name": "my_mixtral"}, ["mixture of experts"]),
+    ("hf_llama3_8B", {"model__hidden_size": 4321}, ["model.vocab: missing"]),
+    ("hf_llama3_8B", {"defaults": ["base"]}, ["defaults", "several files"]),
+    ("hf_llama3_8B", {"data__train_dir": "/a.jsonl"}, ["data.train_dir=/a.jsonl", "trainyard data pack"]),
+    ("megatron_mistral", {"model__sliding_window_size": 1024}, ["sliding_window_size=1024", "nearest: 4096"]),
+    ("megatron_gpt", {"model__transformer_block_type": "normformer"}, ["transformer_block_type=normformer", "pre_ln"]),
+    ("megatron_gpt", {"model__activation": "geglu"}, ["model.activation=geglu", "swiglu"]),
+    ("megatron_gpt", {"model__normalization": "rmsnorm"}, ["model.normalization=rmsnorm", "nearest: layernorm"]),
+    ("megatron_gpt", {"model__num_kv_heads": 4}, ["model.num_kv_heads=4", "nearest: 32"]),
+    ("megatron_gpt", {"model__rotary_percentage": 0.5}, ["rotary_percentage=0.5", "nearest: 1.0"]),
+    ("megatron_llama_7B", {"model__hidden_dropout": 0.1}, ["model.hidden_dropout=0.1", "nearest: 0.0"]),
+    ("megatron_llama_7B", {"data__data_prefix": [0.5, "/a", "/b"]}, ["data.data_prefix", "[0.5, A, 0.5, B]"]),
+    ("megatron_llama_7B", {"data__reset_position_ids": True}, ["reset_attention_mask", "data.separate"]),
+    ("megatron_llama_7B", {"data__data_impl": "lazy"}, ["data.data_impl=lazy", "mmap"]),
+    ("megatron_llama_7B", {"data__seq_length": 1}, ["data.seq_length=1"]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), MISTAKES, ids=[str(each[1])[:60] for each in MISTAKES])
+def test_a_mistake_is_one_line(name: str, changes: dict[str, object], words: list[str]) -> None:
+    line = refusal(tree(name, **changes))
+    for word in words:
+        assert word in line, line
+
+
+def test_what_is_missing_says_where_it_would_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(tree(model__hidden_size=4352, model__num_layers=3)))
+    with pytest.raises(UserError, match=r"model\.vocab: missing.*config\.json is not there.*vocab_size"):
+        load(path, say=lambda line: None)
+    words = ["model.vocab=300", "model.heads=34", "model.ffn=64", "layout.tp=1"]
+    assert load(path, words, say=lambda line: None).model.vocab == 300
+
+
+def test_config_json_is_read_where_it_is(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 9}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "initializer_range": 0.01, **sizes}))
+    data = tree(model__num_layers=2, model__hidden_size=-1)
+    model = parse(from_nxdt(data, "f.yaml", tmp_path).data).model
+    assert (model.vocab, model.layers, model.hidden, model.kv, model.init_std) == (500, 2, 64, 2, 0.01)
+    assert model.max_positions == 16384  # the longer of the two, as there
+    assert model.rope_theta == 500000.0
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
+    with pytest.raises(UserError, match="model_type=mixtral"):
+        from_nxdt(data, "f.yaml", tmp_path)
+
+
+def test_names_are_found_anywhere_and_that_is_said() -> None:
+    data = tree(model__context_parallel_size=2, trainer__ring_attention=True)
+    config, mapped = imported(data)
+    assert config.layout.cp == 2
+    assert any("keys and values are gathered" in line for line in mapped.warnings)
+    assert any("model.context_parallel_size=2" in line and "anywhere" in line for line in mapped.warnings)
+    _, mapped = imported(tree("hf_llama3_70B_CP", model__context_parallel_size=4))
+    assert any("which says 2 and wins" in line for line in mapped.warnings)
+
+
+def test_defects_of_theirs_are_said() -> None:
+    for name, changes, words in (
+        ("hf_llama3_8B", {"model__do_layer_norm_weight_decay": False}, "inverts it"),
+        ("megatron_llama_7B", {"model__do_layer_norm_weight_decay": True}, "never decay here"),
+        ("hf_llama3_8B", {"precision__type": "mixed_precisionSR"}, "spells it in two ways"),
+        ("hf_llama3_8B", {}, "after a resume"),
+        ("hf_llama3_8B", {"distributed_strategy__zero1": False}, "no fp32 master weights without zero1"),
+        ("megatron_gpt", {}, "after the warm-up the rate is min_lr"),
+        ("megatron_gpt", {}, "model.ffn_dropout=0.1"),
+        ("hf_llama3_8B", {"distributed_strategy__kv_replicator": 2}, "held by 4 of 32"),
+        ("hf_llama3_8B", {"exp_manager__resume_from_checkpoint": "/x"}, "trainyard convert"),
+        ("hf_llama3.1_405B_trn1", {}, "126 on 32 stages"),
+        ("hf_llama3_8B", {"exp_manager__save_bf16": True}, "exp_manager.save_bf16=true: no effect here"),
+    ):
+        _, mapped = imported(tree(name, **changes))
+        assert any(words in line for line in mapped.warnings), (words, mapped.warnings)
+
+
+INTERPOLATIONS = [
+    ("${trainer.num_nodes}", 4),
+    ("${.log_every_n_steps}", 10),
+    ("${..data.micro_batch_size}", 1),
+    ("${multiply:${trainer.num_nodes}, ${.devices}}", 128),
+    ("${multiply:2, 3, 4}", 24),
+    ("${model.optim.betas[1]}", 0.999),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), INTERPOLATIONS)
+def test_interpolations(text: str, value: float) -> None:
+    assert resolve(tree(trainer__x=text))["trainer"]["x"] == value
+
+
+def test_an_interpolation_in_a_text_stays_text() -> None:
+    config, _ = imported(tree(exp_manager__name="run-${trainer.devices}-${seed}"))
+    assert config.log.name == "run-32-1234"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("${trainer.max_steps}", "leads back to itself"),
+        ("${nowhere.x}", "there is no nowhere.x"),
+        ("${oc.env:HOME}", "oc.env is not known here"),
+        ("${multiply:a, 2}", "takes numbers"),
+        ("${trainer.devices", "not closed"),
+    ],
+)
+def test_bad_interpolations_are_one_line(text: str, words: str) -> None:
+    assert words in refusal(tree(trainer__max_steps=text))
+
+
+def test_aliases_that_unfold_without_end_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("model_source: hf\ntrainer: &a {devices: 1, more: *a}\n")
+    with pytest.raises(UserError, match="too many or too deep"):
+        load(path)
+    lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, 40)]
+    path.write_text("model_source: hf\n" + "\n".join(lines))
+    with pytest.raises(UserError, match="too many or too deep"):
+        load(path)
+
+
+def test_our_own_files_are_not_taken_for_theirs() -> None:
+    assert not is_nxdt({"model": {"family": "llama"}, "trainer": {}, "exp_manager": {}})
+    assert not is_nxdt({"trainer": {"steps": 3}, "model": {}})
+    assert is_nxdt({"model_source": "hf"})
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(
+        ["${seed}", "${.x}", "${multiply:${seed}, 2}", "hf", "~x/y", "a\0b", "x" * 300, "GPT2BPETokenizer"]
+    ),
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+
+
+def never_a_traceback(data: dict[str, Any]) -> None:
+    lines: list[str] = []
+    try:
+        lines = imported(data)[1].warnings
+    except UserError as error:
+        lines = [str(error)]
+    assert not any("\n" in line for line in lines)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["hf_llama3_8B", "hf_llama3_70B_CP", "megatron_gpt", "megatron_mistral"]),
+    changes=st.dictionaries(st.sampled_from(sorted(TABLE)), VALUES, min_size=1, max_size=3),
+)
+def test_any_value_of_any_key_is_a_configuration_or_one_line(name: str, changes: dict[str, object]) -> None:
+    data = tree(name)
+    for dotted, value in changes.items():
+        node = data
+        *parents, leaf = dotted.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {}) if isinstance(node.setdefault(parent, {}), dict) else {}
+        node[leaf] = value
+    never_a_traceback(data)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.dictionaries(
+        st.sampled_from(["model_source", "trainer", "model", "data", "exp_manager", "precision", "seed", "x"]), VALUES
+    )
+)
+def test_any_tree_is_a_configuration_or_one_line(data: dict[str, Any]) -> None:
+    never_a_traceback({"model_source": "hf", **data})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.sampled_from(list("{}[]&*!|>'\"%#-:, \n\tabc0123.eE+_~<=\0\x85")), max_size=40))
+def test_any_text_after_a_header_is_a_configuration_or_one_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "fuzz.yaml"
+    path.write_text(f"model_source: hf\nx: {text}\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load(path, say=lambda line: None)
+    assert "\n" not in str(caught.value)
+
+
+def call(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[str, str, int]:
+    monkeypatch.setattr(sys, "argv", ["trainyard", *words])
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    out, err = capfd.readouterr()
+    assert isinstance(caught.value.code, int)
+    return out, err, caught.value.code
+
+
+def test_import_prints_ours_and_reports_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = str(HERE / "hf_llama3_8B.yaml")
+    out, err, code = call(["import", file, "train.steps=5"], monkeypatch, capfd)
+    assert code == 0
+    wanted = load(file, ["train.steps=5"], say=lambda line: None)
+    (tmp_path / "ours.yaml").write_text(out)
+    assert load(tmp_path / "ours.yaml") == wanted
+    assert "trainer.num_nodes = 4" in err
+    assert "layout.ranks = 128" in err
+    assert "no effect: norms and biases never decay here" in err
+    assert err.index("warning: ") > err.index("layout.ranks")
+    target = tmp_path / "written.yaml"
+    out, err, code = call(["import", file, "train.steps=5", "-o", str(target)], monkeypatch, capfd)
+    assert (code, out) == (0, "")
+    assert str(target) in err
+    assert target.read_text().startswith("# From ")
+    assert load(target) == wanted
+
+
+def test_other_verbs_take_the_file_as_it_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    file = str(HERE / "megatron_gpt.yaml")
+    out, err, code = call(["config", file], monkeypatch, capfd)
+    assert code == 0
+    assert yaml.safe_load(out)["model"]["family"] == "gpt"
+    assert "note: model.ffn_dropout=0.1" in err
+    assert f"trainyard import {file}" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["import", "nowhere.yaml"], "no such file"),
+        (["import", str(HERE / "hf_llama3_8B.yaml"), "-o", "/nowhere/x.yaml"], "cannot be written"),
+        (["import", str(HERE / "hf_llama3_8B.yaml"), "STEPS=3"], "STEPS: goes with a script"),
+        (["import", str(Path(__file__).parents[2] / "recipes" / "tiny-llama.yaml")], "not NxD Training's"),
+        (["import", "a=b"], "name a file"),
+        (["import"], "FILE"),
+    ],
+)
+def test_mistakes_of_the_command_are_one_line(
+    words: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, err, code = call(words, monkeypatch, capfd)
+    assert code == 2
+    assert line in err.splitlines()[-1]

@@ -1,0 +1,197 @@
+"""Wikitext as a reader of the page would see it, and text that no markup, however broken, may lose or slow down."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainyard.data.wikipedia.wikitext import Names, clean
+
+INLINE = [
+    ("'''Bold''' and ''italic'' and '''''both'''''", "Bold and italic and both"),
+    ("L'''Iliade'' est là", "L'Iliade est là"),
+    ("the ''''quoted'''' word", "the 'quoted' word"),
+    ("a [[bus]]es [[Paris|city]] [[Foo (bar)|]]", "a buses city Foo (bar)"),
+    ("[[w:Foo|bar]] [[wikt:word|a word]]", "bar a word"),
+    ("x[[File:a.jpg|thumb|A [[b]] {{nowrap|c}} [http://x.org y]]]z", "xz"),
+    ("x[[image:a b.png]]z [[Category:Places|*]][[de:Ort]] [[zh-min-nan:Ort]]", "xz"),
+    ("see [[:Category:Places]] and [[:File:a.jpg|that]]", "see Category:Places and that"),
+    ("[[doi:10.1|a paper]]", "a paper"),
+    ("[http://a.org a ''site''] [https://b.org] [//c.org [[c]]]", "a site c"),
+    ("bare https://a.org stays [1] [sic]", "bare https://a.org stays [1] [sic]"),
+    ("a{{cite web|url=http://x|title={{a|{{b}}}}}}b{{#if:x|y}}{{DEFAULTSORT:x}}{{{1|}}}", "ab"),
+    ("{{lang|fr|''mot''}} {{nowrap|5 [[km]]}} {{convert|5|km|mi|abbr=on}}", "mot 5 km 5 km"),
+    ("{{convert|5|to|6|km2}} {{convert|5|ft|6|in|m}} {{cvt|3|-|4|C|F}}", "5 to 6 km² 5 ft 6 in 3–4 °C"),
+    ("{{frac|1|2}} {{Frac|3}} {{frac|2|3|4}} {{val|1.5|e=6|u=km}}", "1/2 1/3 2 3/4 1.5×10^6 km"),
+    ("1900{{ndash}}1910{{nbsp}}AD, {{circa}} 5 and {{circa|1900}}", "1900–1910 AD, c. 5 and c. 1900"),
+    ("{{as of|2019|5|4}}, {{lang-fr|mot}}, {{formatnum:1234}}", "As of 4 May 2019, mot, 1234"),
+    ("{{nihongo|Tokyo|東京|Tōkyō}} {{ill|Name|de|Name (Ort)}} {{lang_|x}}", "Tokyo (東京, Tōkyō) Name"),
+    ("a<ref>{{cite|b}} [[c]]</ref><ref name=x /> d <ref name='y'>z</ref>, e", "a d, e"),
+    ("a <!-- {{ [[ -->b<math>x < {{y</math>c<gallery>File:a|b</gallery><score>c</score>", "a bc"),
+    ("<nowiki>[[a]] ''b'' {{c}} &lt; &amp;lt;</nowiki> <nowiki/>*", "[[a]] ''b'' {{c}} < &lt; *"),
+    ("<span style='a>b'>x</span> <small>y</small> H<sub>2</sub>O <unknown>z</unknown>", "b'>x y H2O z"),
+    ("10<sup>6</sup> m<sup>-2</sup> 1<sup>st</sup>", "10⁶ m⁻² 1st"),
+    ("if A<B and B>C or a < 3", "if A<B and B>C or a < 3"),
+    ("AT&amp;T &lt;b&gt; &amp;lt; &nbsp;&#65;&#x42; &copy &unknown; R&D", "AT&T <b> &lt; AB &copy &unknown; R&D"),
+    ("__NOTOC__a __init__ __KEIN_INHALTSVERZEICHNIS__", "a __init__"),
+    ("Paris ({{IPA|x}}) is", "Paris is"),
+    ("Paris ({{IPA|x}}; born {{IPA|y}}, 1900), is", "Paris (born, 1900), is"),
+    ("Rome (Latin: {{IPA|x}}; {{lang|la|Roma}}) {{x}}, f() and ( )", "Rome (Roma), f() and ( )"),
+    ("up to 1,000 (or 2,000{{x}})", "up to 1,000 (or 2,000)"),
+    ("{{!}} and {{=}}", "| and ="),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), INLINE)
+def test_a_line(source: str, expected: str) -> None:
+    assert clean(f"Then {source}") == f"Then {expected}".strip()
+
+
+BLOCKS = [
+    ("a\nb\n\n\n\nc", "a\nb\n\nc"),
+    ("a\n<!-- alone -->\nb\n{{dropped}}\nc", "a\nb\nc"),
+    ("* a\n** b\n# c\n; d : e\n: f\n*\n* {{x}}", "a\nb\nc\nd : e\nf"),
+    ("a\n== B ==\nc\n=== ''D'' ===\n\ne", "a\n\nB\n\nc\n\nD\n\ne"),
+    ("a\n== Empty ==\n{{x}}\n=== Empty too ===\n== B ==\nb\n== Last ==\n", "a\n\nB\n\nb"),
+    ("== A ==\n=== B ===\nc", "A\n\nB\n\nc"),
+    ("a\n{| class=x\n! b\n|-\n| c || {{d|\n|}}\n{|\n| e\n|}\n| f\n|}\ng", "a\ng"),
+    (":{|\n| a\n|}\nb<table><tr><td>c<table></table></td></tr></table>d", "bd"),
+    ("a<br/>b<BR>c<p>d</p>", "a\nb\nc\nd"),
+    ("a\n----\nb", "a\n\nb"),
+    ("a {{quote|text=To be|author=W}} b", "a\nTo be\nb"),
+    ("{{columns-list|\n* [[a]]\n* b\n}}\nc", "a\nb\nc"),
+    ("<pre>\n* a [[b]]\n</pre>", "* a [[b]]"),
+    ("", ""),
+    ("{{a}}", ""),
+]
+
+
+@pytest.mark.parametrize(("source", "expected"), BLOCKS)
+def test_lines(source: str, expected: str) -> None:
+    assert clean(source) == expected
+
+
+def test_names_of_another_wiki() -> None:
+    names = Names(frozenset(("tiedosto", "luokka")))
+    assert clean("a [[Tiedosto:x.jpg|b]][[Luokka:y]] [[File:z]] [[Muu:c]]", names) == "a Muu:c"
+    assert clean("[[Tiedosto:x.jpg|b]]") == "b"
+
+
+REST = "Here is all the rest.\n\nOf two paragraphs."
+UNCLOSED = [
+    "{{Infobox|a=b",
+    "[[a|b",
+    "[[a",
+    "[http://a b",
+    "<ref>",
+    "<ref name=x>c",
+    "<!-- d",
+    "<math>",
+    "<nowiki>",
+    "'''e",
+]
+
+
+@pytest.mark.parametrize("opening", [*UNCLOSED, "{{a|{{b}} [[c]]", "{{{1", "<table>", "<gallery>", "\n{|\n|-\n| x"])
+def test_what_never_closes_loses_nothing(opening: str) -> None:
+    """It is text, and the rest is read as ever."""
+    assert clean(f"Start. {opening}\n\n{REST} [[x|Last]]{{{{y}}}}.").endswith(f"{REST} Last.")
+
+
+def test_an_unclosed_reference_ends_where_the_next_begins() -> None:
+    assert clean("a <ref>b c <ref>d</ref> e") == "a b c e"
+
+
+def test_rows_of_an_unclosed_template_or_table_go_but_nothing_else() -> None:
+    assert clean("{{Infobox\n| a = b\n| c = d\nText.\n\n{|\n|-\n| x\nMore.") == "{{Infobox\nText.\n\nMore."
+
+
+def test_closing_marks_alone_are_text() -> None:
+    assert clean("a }} b ]] c ] d } e") == "a }} b ]] c ] d } e"
+
+
+PATHOLOGICAL = [
+    *(
+        (mark, count)
+        for mark in ("{{", "[[", "'''''", "[[a|", "[http://a ", "<!--", "(", "&", "__", "'' ")
+        for count in [50000]
+    ),
+    *(
+        (mark, 20000)
+        for mark in ("<ref>", "{|", "\n{|", "<nowiki>", "<table>", "<a ", "({{a}}; ", "''' ''", "\n=", "\n*")
+    ),
+    *((mark, 20000) for mark in ("|}", "]", "}", "<ref/>", "{{a|", "[[File:a|", "{{{", "[[a|{{", " ", "\n|}", "<sup>")),
+]
+CLOSED = [
+    ("{{nowrap|x", "}}"),
+    ("{{lang|fr|", "}}"),
+    ("[[a|", "]]"),
+    ("[[a|{{", "]]}}"),
+    ("{{", "]]"),
+    ("\n{|", "\n|}"),
+    ("[http://x ", "]"),
+]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [mark * count for mark, count in PATHOLOGICAL]
+    + [start * 20000 + "x" + end * 20000 for start, end in CLOSED]
+    + [
+        "<ref>" + "<ref/>" * 20000,
+        "<ref>" * 20000 + "</ref>" * 20000,
+        "(" + "a{{b}}, " * 20000 + ")",
+        "{{nowrap|" + " " * 50000 + "!=x}}",
+    ],
+    ids=lambda source: f"{source[:12]!r}-{len(source)}",
+)
+def test_time_is_linear(source: str) -> None:
+    start = time.process_time()
+    clean(source)
+    assert time.process_time() - start < 10  # squared, it would be minutes
+
+
+PLAIN = st.text("abcdefgh äß東.", min_size=1, max_size=12).map(lambda text: "w" + "".join(text.split()) + "w")
+
+
+def nest(inner: st.SearchStrategy[tuple[str, str]]) -> st.SearchStrategy[tuple[str, str]]:
+    """Markup around markup, and what is left of both."""
+    keep = [("[[target|", "]]"), ("{{nowrap|", "}}"), ("{{lang|fr|", "}}"), ("<b id='x'>", "</b>"), ("[http://x ", "]")]
+    drop = [("{{cite|a=", "}}"), ("[[File:a.jpg|thumb|", "]]"), ("<ref name='a'>", "</ref>"), ("<!-- ", " -->")]
+    kept = st.tuples(st.sampled_from(keep), inner).map(
+        lambda made: (f"w {made[1][0]}".join(made[0]), f"w {made[1][1]}")
+    )
+    dropped = st.tuples(st.sampled_from(drop[:2]), inner).map(lambda made: (made[1][0].join(made[0]), ""))
+    leaf = st.tuples(st.sampled_from(drop), PLAIN).map(lambda made: (made[1].join(made[0]), ""))
+    both = st.tuples(inner, inner).map(lambda made: (f"{made[0][0]} {made[1][0]}", f"{made[0][1]} {made[1][1]}"))
+    return st.one_of(kept, dropped, leaf, both)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.recursive(PLAIN.map(lambda text: (text, text)), nest, max_leaves=12))
+def test_nested_markup_leaves_its_words(made: tuple[str, str]) -> None:
+    source, expected = made
+    assert clean(f"Begin {source} end").split() == ["Begin", *expected.split(), "end"]
+
+
+MARKS = (
+    "{{", "}}", "[[", "]]", "|", "{|", "|}", "\n", "<ref>", "</ref>", "<nowiki>", "''", "=", "*", "&amp;",
+    "<!--", "-->",
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5)), max_size=40).map("".join))
+def test_anything_can_be_read(source: str) -> None:
+    text = clean(source)
+    assert text == text.strip()
+    assert "\x01" not in text
+    assert "\n\n\n" not in text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(MARKS), max_size=20).map("".join))
+def test_no_broken_paragraph_takes_the_next(source: str) -> None:
+    """However broken a paragraph is: what follows it, and holds no mark that could end it, stays."""
+    assert clean(f"{source}\n\nThe last words.").endswith("The last words.")

@@ -1,0 +1,160 @@
+"""What ranks of the pool run, with errors planted on request, or with attention as traced devices have it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from trainyard import models
+from trainyard.config.schema import Config
+from trainyard.devices.cpu import Cpu
+from trainyard.models.base import Stack
+from trainyard.models.layers import CoreAttention
+from trainyard.parallel import ring_attention
+from trainyard.parallel.flat_buffer import GradientExchange
+from trainyard.parallel.process_group import Group
+from trainyard.train import cross_entropy, trainer
+from trainyard.train.optim.replicated_params import Shares
+from trainyard.verify.compare_layouts import Record, record
+
+
+def job(config: Config, steps: int, planted: str = "") -> Record:
+    with PLANT[planted]() if planted else _nothing():
+        return record(config, steps)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
+def _without_job(which: Callable[[Shares, Group], bool]) -> Any:
+    """Leave out the gradient sums over some group."""
+    real = Shares.sum
+
+    def broken(self: Shares, sums: torch.Tensor) -> None:
+        kept = self.jobs
+        self.jobs = [job for job in kept if not which(self, job[0])]
+        real(self, sums)
+        self.jobs = kept
+
+    return patch.object(Shares, "sum", broken)
+
+
+def _data_not_summed() -> Any:
+    """Each rank takes its own gradients for the sum."""
+
+    def broken(self: GradientExchange) -> None:
+        for bucket in self.flat.buckets:
+            dealt = torch.zeros(self.flat.shards, bucket.shard.stop - bucket.shard.start)
+            self.flat.deal(bucket, self.gradients, dealt)
+            self.sums[bucket.shard] = dealt[self.group.rank]
+
+    quiet = patch.object(GradientExchange, "arrived", lambda self, name: None)
+    return _both(patch.object(GradientExchange, "finish", broken), quiet)
+
+
+@contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _mean_of_means() -> Any:
+    """Each rank divides by its own count and by the number of ranks."""
+    real = Group.sum
+
+    def broken(self: Group, x: torch.Tensor) -> torch.Tensor:
+        counts = x.shape == (2,) and bool((x > 1).all())  # what the step asks ahead: masked words and pairs
+        return x * self.size if counts and self.size > 1 else real(self, x)
+
+    return patch.object(Group, "sum", broken)
+
+
+def _copies_counted_in_norm() -> Any:
+    real = Shares.together
+
+    def broken(self: Shares, squares: torch.Tensor) -> torch.Tensor:
+        self.weight = torch.ones_like(self.weight)
+        return real(self, squares)
+
+    return patch.object(Shares, "together", broken)
+
+
+def _dropout_by_rank() -> Any:
+    real = Stack.draws
+
+    def broken(self: Stack, batch: models.Batch) -> Any:
+        return real(self, {**batch, "sample": batch["sample"] + _rank()})
+
+    return patch.object(Stack, "draws", broken)
+
+
+def _ring_without_last_block() -> Any:
+    real = ring_attention.forward
+
+    def broken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        out = real(q, k, v, *rest, **named)
+        out[0][:, :, -1] = 0
+        return out
+
+    return patch.object(ring_attention, "forward", broken)
+
+
+def _softmax_of_own_words() -> Any:
+    real = cross_entropy.softmax_
+
+    def broken(logits: torch.Tensor, counts: torch.Tensor, picked: torch.Tensor, tp: Any) -> torch.Tensor:
+        alone = type(tp)()
+        return real(logits, counts, picked, alone)
+
+    return patch.object(cross_entropy, "softmax_", broken)
+
+
+def _rank_dependent_init() -> Any:
+    real = trainer.initial
+
+    def broken(blueprint: Any, seed: int, *rest: Any) -> Any:
+        return real(blueprint, seed + _rank(), *rest)
+
+    return patch.object(trainer, "initial", broken)
+
+
+def _batch_shifted() -> Any:
+    from trainyard.data.loading.loader import Loader
+
+    real = Loader.batch
+
+    def broken(self: Loader, number: int, rows: slice = slice(None)) -> Any:
+        return real(self, number + (1 if rows.start else 0), rows)
+
+    return patch.object(Loader, "batch", broken)
+
+
+def _traced() -> Any:
+    """No error: attention in plain operations over gathered keys."""
+    return patch.object(Cpu, "traces_attention", True)
+
+
+PLANT: dict[str, Callable[[], Any]] = {
+    "kv-gradient-not-summed": lambda: _without_job(lambda shares, group: group.ranks == shares.mesh.copies.ranks),
+    "norm-gradient-not-summed": lambda: _without_job(lambda shares, group: group.name == shares.mesh.tp.name),
+    "tied-gradient-not-summed": lambda: _without_job(lambda shares, group: group.name == shares.mesh.tied.name),
+    "data-not-summed": _data_not_summed,
+    "mean-of-means": _mean_of_means,
+    "copies-counted-in-norm": _copies_counted_in_norm,
+    "dropout-by-rank": _dropout_by_rank,
+    "ring-without-last-block": _ring_without_last_block,
+    "softmax-of-own-words": _softmax_of_own_words,
+    "rank-dependent-init": _rank_dependent_init,
+    "batch-shifted": _batch_shifted,
+    "gathered-out-of-order": lambda: _both(_traced(), patch.object(CoreAttention, "_seen", lambda *_: None)),
+    "traced": _traced,
+}

@@ -1,0 +1,147 @@
+"""Runs that ranks of the pool make."""
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainyard import compat
+from trainyard.config.schema import Config
+from trainyard.core.errors import RunStopped
+from trainyard.devices.cpu import Cpu
+from trainyard.models import Batch, Output
+from trainyard.train.callbacks import Hook, Run
+from trainyard.train.trainer import Trainer
+from trainyard.verify.compare_layouts import compare, record, single
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
+        self.losses.append(record["loss"])
+
+
+def own_loss(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross entropy over whole logits, as a user would write it."""
+    labels = batch["labels"].flatten().long()
+    logits = output.logits().flatten(0, -2).float()
+    return F.cross_entropy(logits, labels, reduction="sum") + output.hidden.square().sum() * 1e-3, (labels >= 0).sum()
+
+
+def accuracy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    counts = labels >= 0
+    return ((output.logits().argmax(-1) == labels) & counts).sum().float(), counts.sum()
+
+
+def run(config: Config, own: bool) -> dict[str, Any]:
+    seen = Losses()
+    summary = Trainer(config, loss=own_loss if own else None, metrics={"accuracy": accuracy}, hooks=[seen]).run()
+    return {
+        "losses": seen.losses,
+        "steps": summary.steps,
+        "evaluation": summary.evaluation,
+        "directory": str(summary.directory),
+    }
+
+
+def stopped_on_one_rank(config: Config, rank: int, step: int) -> dict[str, Any]:
+    class Ask(Hook):
+        def on_step(self, trainer: Run, number: int) -> None:
+            if torch.distributed.get_rank() == rank and number == step - 1:
+                trainer.stop.asked = True  # type: ignore[attr-defined]
+
+    summary = Trainer(config, hooks=[Ask()]).run()
+    return {"steps": summary.steps, "interrupted": summary.interrupted}
+
+
+def poisoned(config: Config, name: str) -> str:
+    trainer = Trainer(config)
+    for model in trainer.models:
+        parameter = dict(model.named_parameters()).get(name)
+        if parameter is not None:
+            parameter.register_hook(lambda grad: grad * float("nan"))
+    try:
+        trainer.run()
+    except RunStopped as error:
+        return str(error)
+    return "not stopped"
+
+
+def graphs(config: Config) -> dict[str, Any]:
+    """Compile each block with a backend that keeps what it is given."""
+    codes: set[str] = set()
+    collectives: list[int] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
+        names = [str(node.target) for node in graph.graph.nodes]
+        collectives.append(sum("autograd_function" in name for name in names))
+        codes.add(f"{graph.code}{shapes}")
+        return aot_eager(graph, inputs)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    trainer = Trainer(config)
+    eager = Trainer(config)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in trainer.model.layers.children():
+        block.forward = torch.compile(block.forward, backend=keep, fullgraph=True, dynamic=False)
+    batch = trainer.loader.batch(0, trainer.rows)
+    return {
+        "losses": [float(trainer.step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "eager": [float(eager.step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        "graphs": codes,
+        "collectives": max(collectives),
+    }
+
+
+def kept(config: Config) -> set[tuple[int, ...]]:
+    """Shapes of what the blocks of a forward pass keep for backward."""
+    trainer = Trainer(config)
+    shapes: set[tuple[int, ...]] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.add(tuple(tensor.shape))
+        return tensor
+
+    def watched(block: torch.nn.Module) -> Any:
+        forward = block.forward
+
+        def run(*arguments: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return forward(*arguments)
+
+        return run
+
+    for block in trainer.model.layers.children():
+        block.forward = watched(block)
+    trainer.step(trainer.loader.batch(0, trainer.rows), 1, 1e-3)
+    return shapes
+
+
+def reordered(config: Config, order: list[int], any_order: bool = True) -> list[str]:
+    """Without `any_order`, torch makes groups in the order of numbers only."""
+    keeps = any_order and compat.keeps_order()
+    with patch.object(Cpu, "order", lambda self, tp, ranks: order), patch.object(compat, "keeps_order", lambda: keeps):
+        found = record(config, 3)
+    if torch.distributed.get_rank():
+        return []
+    with patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0"}):
+        findings = compare(found, record(single(config), 3), "fp32")
+    return [str(finding) for finding in findings if not finding.ok]
+
+
+def dies(path: str) -> int:
+    """Crashes the first time on rank 1."""
+    if os.environ["RANK"] != "1" or Path(path).exists():
+        return int(os.environ["RANK"])
+    Path(path).touch()
+    os.abort()

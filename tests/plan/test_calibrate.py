@@ -1,0 +1,54 @@
+"""The bar: runs that others have measured, each predicted by constants fitted without it."""
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from trainyard.parallel.layout import Layout
+from trainyard.plan.calibrate import FREE, H200, SETS, TRN1, Run, fit, leave_one_out, predicted
+from trainyard.plan.time.step_time import FITTED, Efficiency, step
+
+
+def test_published_trn1_runs_are_predicted_within_15_percent() -> None:
+    errors = [abs(row.error) for row in leave_one_out("trn1")]
+    assert len(errors) == 10
+    assert median(errors) < 0.15
+    assert max(errors) < 0.30
+
+
+def test_our_gpu_runs_are_predicted_within_10_percent() -> None:
+    errors = [abs(row.error) for row in leave_one_out("h200")]
+    assert len(errors) == 4
+    assert max(errors) < 0.10
+
+
+def test_constants_are_few_and_physical() -> None:
+    for name, groups in FREE.items():
+        assert len(groups) <= 4 < len(SETS[name]) + 1
+        assert all(0 < value <= 1 for value in fit(name))
+
+
+@pytest.mark.parametrize(("name", "key"), [("trn1", "trn1"), ("h200", "gpu")])
+def test_what_a_plan_uses_is_what_the_fit_gives(name: str, key: str) -> None:
+    free = [each for group in FREE[name] for each in group]
+    for each in free:
+        assert getattr(FITTED[key], each) == pytest.approx(getattr(fit(name), each), abs=0.006)
+
+
+def test_the_held_out_run_does_not_touch_its_own_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fit("trn1", without=2)
+    changed = (*TRN1[:2], replace(TRN1[2], speed=1.0), *TRN1[3:])
+    monkeypatch.setitem(SETS, "trn1", changed)
+    assert fit("trn1", without=2) == before
+    assert fit("trn1") != before
+
+
+@pytest.mark.parametrize("run", [*TRN1, *H200], ids=lambda run: f"{run.on}-{run.name}")
+def test_nothing_is_faster_than_its_peaks(run: Run) -> None:
+    """At peak rates no run is slower than it was measured; and the parts of a step add up to it."""
+    assert predicted(run, Efficiency()) > run.speed
+    config = run.config()
+    found = step(config, Layout.of(config, run.hardware.ranks), run.hardware, FITTED["trn1"])
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert min(found.parts.values()) >= 0

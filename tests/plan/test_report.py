@@ -1,0 +1,184 @@
+"""`trainyard plan` as a user calls it: what it says, what it refuses, what it compares."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainyard.cli.plan import plan
+from trainyard.config.load import dump, load
+from trainyard.config.recipes import names
+from trainyard.core.errors import UserError
+from trainyard.data.formats.megatron_bin import Writer
+from trainyard.models import family
+from trainyard.plan.compare_measured import measured_on
+
+TRN1 = "trn1.32xlarge:4"
+NXDT = Path(__file__).parents[1] / "config" / "nxdt"
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0, **options: Any) -> Any:
+    """The JSON of a plan."""
+    source, *overrides = words
+    assert (
+        plan(
+            source,
+            overrides,
+            **{"on": TRN1, "as_json": True, "hardware_file": None, "find": False, "price": None, **options},
+        )
+        == code
+    )
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("recipe", [name for name in names() if name != "tiny-llama"])
+def test_every_recipe_has_a_plan_of_100_columns(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = plan(recipe, [], on=None, hardware_file=None, find=False, price=None, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("tokens/s" in line for line in lines)
+    assert (code == 2) == any(line.startswith("  fails") for line in lines)
+
+
+def test_numbers_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, "llama2-7b", price=10.0)
+    config = load("llama2-7b")
+    step, cost = out["step"]["seconds"], out["cost"]
+    assert cost["sequences_per_second"] * step == pytest.approx(256)
+    assert cost["dollars"] == pytest.approx(4 * 10 * config.train.steps * step / 3600)
+    assert cost["mfu_full"] > cost["mfu_causal"] > 0.05
+    weights = family(config.model).blueprint(config.model).parameters()
+    assert out["memory"][0]["weights"] == pytest.approx(2 * weights / 8, rel=0.1)
+    assert sum(value for name, value in out["step"].items() if name not in ("seconds", "slowest")) == pytest.approx(
+        step
+    )
+    assert out["messages"]["tp"]["messages"] > out["messages"]["dp"]["messages"]
+
+
+def test_a_search_says_what_to_paste_and_where_the_file_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("gpt3-6.7b", [], on="trn1.32xlarge:1", hardware_file=None, find=True, price=None, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("best: ")) <= 100
+    assert sum(bool(re.match(r"(\d+ )?file ", line)) for line in lines) == 1
+    (best,) = (line.removeprefix("best: ").split() for line in lines if line.startswith("best: "))
+    file, faster = (told(capsys, "gpt3-6.7b", *words, on="trn1.32xlarge:1") for words in ([], best))
+    assert faster["step"]["seconds"] < file["step"]["seconds"]
+    assert faster["fits"]
+
+
+def test_what_does_not_fit_fails_with_a_fix_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama2-7b", "train.micro_batch=16"]
+    out = told(capsys, *words, code=2)
+    assert not out["fits"]
+    line = next(each["line"] for each in out["problems"] if each["fatal"])
+    fix = line.split("nearest: ")[1].split(" (")[0].split()
+    assert told(capsys, *words, *fix)["fits"]
+
+
+def test_refused_groups_fail_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    out = told(capsys, "llama2-7b", code=2, on="trn2.48xlarge:2")
+    assert "layout.tp=8: not supported on trn2 with LNC 2; nearest: 4 or 16" in [
+        each["line"] for each in out["problems"]
+    ]
+
+
+def test_a_ring_is_planned_as_trainium_does_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its graph would know its rank: keys and values are gathered."""
+    gathered, ring = (
+        told(capsys, "llama3-70b-cp", f"layout.context={context}", on="trn1.32xlarge:16")
+        for context in ("all_gather", "ring")
+    )
+    assert ring["step"] == gathered["step"]
+    (line,) = {each["line"] for each in ring["problems"]} - {each["line"] for each in gathered["problems"]}
+    assert line.startswith("layout.context=ring: Trainium gathers keys and values instead")
+    assert not any(each["fatal"] for each in ring["problems"])
+
+
+def test_a_layout_that_cannot_be_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"layout\.tp=5: does not divide") as error:
+        plan("llama2-7b", ["layout.tp=5"], on=TRN1)
+    assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"checkpoint.directory={tmp_path}", "checkpoint.every=1", "checkpoint.keep=1000000"]
+    out = told(capsys, "tiny-llama", *words, on="h200:1")
+    lines = [each["line"] for each in out["problems"]]
+    assert any(line.startswith("disk: 1000001 checkpoints") and "checkpoint.keep=" in line for line in lines)
+
+
+def test_copies_of_a_checkpoint_must_fit_into_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small-host.yaml"
+    file.write_text(f"trn1.32xlarge: {{host: {8 * 2**30}}}\n")
+    out = told(capsys, "llama2-7b", hardware_file=file, code=2)
+    line = next(each["line"] for each in out["problems"] if each["line"].startswith("host memory"))
+    window = line.split("nearest: ")[1]
+    kept = told(capsys, "llama2-7b", window, hardware_file=file)
+    assert not any(each["line"].startswith("host memory") for each in kept["problems"])
+
+
+@pytest.mark.parametrize(("steps", "said"), [(5, False), (100, True)])
+def test_short_data_is_told(tmp_path: Path, steps: int, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with Writer(tmp_path / "x", "uint16") as writer:
+        writer.add(np.ones(64 * 100 + 1, np.uint16), np.array([64 * 100 + 1], np.int32), np.array([1], np.int64))
+    words = ["data.source=tokens", f"data.paths=[{tmp_path}/x]", "data.sequence=64", "data.validation=0.0"]
+    words += ["evaluate.every=0", f"train.steps={steps}"]
+    lines = [each["line"] for each in told(capsys, "tiny-llama", *words, on="h200:1")["problems"]]
+    assert [line for line in lines if "1,600 samples wanted, data.paths has 100: 16.0 times round" in line] == lines[
+        :said
+    ]
+
+
+def test_a_run_is_compared_with_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load("llama2-7b")
+    (tmp_path / "config.yaml").write_text(dump(config))
+    out = told(capsys, "llama2-7b")
+    seconds = out["step"]["seconds"]
+    records = [
+        {"step": n, "ms_per_iteration": ms, "tokens_per_second": 1e3 * n, "memory_bytes": 2**30, "mfu": 0.1}
+        for n, ms in enumerate((9e9, 9e9, 2000 * seconds, 2000 * seconds), 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"step": 5, "ms_')
+    rows = {row["name"]: row for row in told(capsys, str(tmp_path))}
+    assert rows["ms per step"]["ratio"] == pytest.approx(0.5)
+    assert rows["memory, GiB"]["measured"] == 1
+    assert plan(str(tmp_path), [], on=TRN1, hardware_file=None, find=False, price=None, as_json=False) == 0
+    assert "predicted  measured  ratio" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "says"), [({}, "config.yaml is missing"), ({"metrics.jsonl": ""}, "no step is in it")]
+)
+def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    if files:
+        (tmp_path / "config.yaml").write_text(dump(load("llama2-7b")))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=says):
+        plan(str(tmp_path), [], on=TRN1)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "word"),
+    [
+        ("NVIDIA H200, 140 GiB", 4, "h200:4"),
+        ("CPU, 2 threads", 2, "cpu:2"),
+        ("trn1.32xlarge through XLA, a core of 16 GiB", 64, "trn1.32xlarge:2"),
+    ],
+)
+def test_a_run_says_what_it_was_on(device: str, ranks: int, word: str, tmp_path: Path) -> None:
+    record = {"step": 1, "ms_per_iteration": 5.0, "device": device, "ranks": ranks}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert measured_on(tmp_path) == word
+
+
+@pytest.mark.parametrize("path", sorted(NXDT.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_of_nxd_training_have_plans_that_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, node = ("trn2.48xlarge", 64) if path.stem.endswith("trn2") else ("trn1.32xlarge", 32)
+    ranks = load(path, say=lambda line: None).layout.ranks
+    assert ranks
+    assert plan(str(path), [], on=f"{name}:{ranks // node}", as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["seconds"] > 0

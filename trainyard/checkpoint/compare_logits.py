@@ -1,0 +1,82 @@
+"""Do two checkpoints hold the same model? Both run on the same tokens, and their logits are compared.
+
+A block's weights are read when its turn comes and given up after it, so that a model larger than memory can be
+compared.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainyard import models
+from trainyard.checkpoint.formats.tensor_map import Weights, slices_of
+from trainyard.core.counter_rng import key64, normal
+from trainyard.models.blueprint import layer
+from trainyard.models.output import Output
+
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    difference: float
+    """Largest, of any logit; infinite where one model has a number and the other has none."""
+    largest: float
+    """Logit of the first model, by size."""
+
+
+def compare(first: Weights, second: Weights, seed: int = 0) -> Comparison:
+    model = first.model
+    length = min(TOKENS, model.max_positions)
+    draws = normal(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
+    tokens = (draws.abs() * 1e6).long().remainder(model.vocab).view(1, length)
+    one, two = (_logits(weights, tokens) for weights in (first, second))
+    alike = (one == two) | (one.isnan() & two.isnan())
+    apart = (one - two).abs().masked_fill(alike, 0)
+    return Comparison(float(apart.masked_fill(apart.isnan(), torch.inf).max()), float(one.abs().max()))
+
+
+@torch.no_grad()
+def _logits(weights: Weights, tokens: Tensor) -> Tensor:
+    """All of them in a row, those of BERT's next-sentence head too."""
+    values = slices_of(weights)
+    blueprint = models.family(weights.model).blueprint(weights.model)
+    model = models.build(weights.model).eval()
+    owners = {
+        f"{prefix}.{key}": (module, key)
+        for prefix, module in model.named_modules()
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    held: list[str] = []
+
+    def put(name: str, tensor: Tensor) -> None:
+        module, key = owners[name]
+        module.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+
+    def before(part: str) -> None:
+        """Take this part's weights, and give up those of the part before."""
+        for name in held:
+            put(name, torch.empty(0, device="meta"))
+        held.clear()
+        for name in owners:
+            place = blueprint.row(name).place
+            if str(layer(name)) == part or place == part or (place == "both" and part in ("first", "last")):
+                put(name, values(name))
+                held.append(name)
+
+    model.before = before
+    everywhere = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
+    batch = {
+        "tokens": tokens.int(),
+        "key": torch.zeros(2, dtype=torch.int32),
+        "sample": torch.zeros(1, dtype=torch.int32),
+        # For BERT: every segment, no padding, logits at every place.
+        "segments": everywhere.remainder(getattr(weights.model, "segments", 1)),
+        "mask": torch.ones_like(everywhere),
+        "places": everywhere,
+    }
+    output = model(batch)
+    assert isinstance(output, Output)
+    logits = [output.logits(), *([] if output.next_sentence is None else [output.next_sentence])]
+    return torch.cat([each.flatten() for each in logits])

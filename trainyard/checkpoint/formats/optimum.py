@@ -1,0 +1,119 @@
+"""optimum-neuron's shards in: NxD files, with a note beside them for each pipeline rank of what was fused.
+
+    OUT/config.json
+    OUT/shards/mp_metadata_pp_rank_0.json      or .pt, in older versions
+    OUT/shards/model/dp_rank_00_tp_rank_00_pp_rank_00.pt ...
+
+Its Llama model names and cuts its tensors as NxD's does, key and value heads repeated in trn1's order, so NxD's reader
+does the work. The notes are there to be compared: what they say was fused must be what the files turn out to hold.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd
+from trainyard.checkpoint.io.torch_file import open_pickle
+from trainyard.config.hf_config import from_hf
+from trainyard.core.errors import UserError, one_line
+from trainyard.models import AnyModel
+
+SHARDS = "shards"
+FUSED: dict[tuple[str, ...], tuple[str, object]] = {
+    ("gate_up_proj", "gate_proj", "up_proj"): ("gate_up", True),
+    ("qkv_proj", "q_proj", "k_proj", "v_proj"): ("qkv", "coalesced"),
+}
+"""A fused layer and the ones it stands for, and the field of NxD's layout that says so."""
+ATTENTION = {
+    "gqa_qkv_projection_name": "qkv_proj",
+    "query_projection_name": "q_proj",
+    "key_projection_name": "k_proj",
+    "value_projection_name": "v_proj",
+    "output_projection_name": "o_proj",
+}
+
+
+@dataclass(frozen=True)
+class OptimumFiles:
+    shards: Path
+    metadata: tuple[Path, ...]
+    """One for each pipeline rank."""
+    config: Path | None
+
+
+def find_optimum(path: str | Path) -> OptimumFiles | None:
+    """What an output directory, its shards or one of their files stand for; None: not optimum-neuron's."""
+    path = Path(path).expanduser()
+    path = path.parent if path.is_file() else path
+    path = path.parent if path.name == "model" else path
+    for shards in (path / SHARDS, path):
+        metadata = tuple(sorted(shards.glob("mp_metadata_pp_rank_*"))) if (shards / "model").is_dir() else ()
+        if metadata:
+            configs = (each / "config.json" for each in (shards, *shards.absolute().parents[:2]))
+            return OptimumFiles(shards, metadata, next((each for each in configs if each.is_file()), None))
+    return None
+
+
+def open_optimum(path: str | Path, model: AnyModel | None = None) -> NxdWeights:
+    """The weights at `path`. The model is the one given, or that of the config.json beside or above the shards."""
+    files = find_optimum(path)
+    if files is None:
+        raise UserError(f"{path}: no optimum-neuron checkpoint; {SHARDS}/mp_metadata_pp_rank_0.json was expected")
+    if model is None:
+        if files.config is None:
+            raise UserError(f"{files.shards}: no config.json beside or above it; give the model's configuration")
+        model = from_hf(files.config)
+    said = [(file, fact) for file in files.metadata for fact in _facts(file, model)]
+    weights = open_nxd(files.shards, model, {"kv_order": "trn1"})
+    for file, (key, value) in said:
+        if (held := getattr(weights.layout, key)) != value:
+            raise UserError(f"{file}: says {key}={value}, but the files in {files.shards / 'model'} have {held}")
+    return weights
+
+
+def _facts(path: Path, model: AnyModel) -> Iterator[tuple[str, object]]:
+    """Fields of NxD's layout, as a note has them."""
+    try:
+        for module in _metadata(path).get("model_weight_transformation_specs", ()):
+            for kind, spec in module["specs"]:
+                where = f"{path}: {kind} of {module['module_fully_qualified_name']}"
+                if spec.get("peft_type") is not None:
+                    raise UserError(f"{where}: has {spec['peft_type']} adapters; merge them into the model first")
+                if spec["bias"]:
+                    raise UserError(f"{where}: has biases, which our Llama models have not")
+                yield "tp", spec["tp_size"]
+                if kind == "FusedLinearsSpec":
+                    yield _fused(where, spec)
+                elif kind == "GQAQKVColumnParallelLinearSpec":
+                    yield from _attention(where, spec, model)
+                else:
+                    raise UserError(f"{where}: not known; FusedLinearsSpec and GQAQKVColumnParallelLinearSpec are")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not optimum-neuron's metadata: {type(error).__name__} {one_line(error)}") from None
+
+
+def _fused(where: str, spec: Mapping[str, Any]) -> tuple[str, object]:
+    names = (spec["fused_linear_name"], *spec["linear_names"])
+    if names not in FUSED or spec["fuse_axis"] not in (0, "column"):
+        raise UserError(f"{where}: fuses {', '.join(names[1:])} to {names[0]}, which no Llama model of NxD does")
+    return FUSED[names]
+
+
+def _attention(where: str, spec: Mapping[str, Any], model: AnyModel) -> Iterator[tuple[str, object]]:
+    for key, wanted in {**ATTENTION, "num_attention_heads": model.heads, "num_key_value_heads": model.kv}.items():
+        if spec[key] != wanted:
+            raise UserError(f"{where}: {key}={spec[key]}, but the model has {wanted}")
+    yield "kv_multiplier", spec["kv_size_multiplier"]
+    yield "qkv", "fused" if spec["fuse_qkv"] else "qkv_linear"
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
+    """What a note says. Those of older versions say it otherwise, or in classes of their own: names must do then."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else open_pickle(path)
+    except (OSError, ValueError) as error:
+        if path.suffix != ".json":
+            return {}
+        raise UserError(f"{path}: not readable JSON: {one_line(error)}") from None

@@ -1,0 +1,138 @@
+"""The safetensors format, read by place and written one tensor at a time.
+
+The library of that name reads into memory of its own and writes from a dictionary of everything; here a tensor is a
+view of the mapped file, and a file larger than memory can be written.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from trainyard.checkpoint.io.lazy_tensor import File, Lazy, Storage, View
+from trainyard.core.errors import UserError, one_line
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LARGEST_HEADER = 100_000_000
+BLOCK = 2**24
+"""Bytes written at a time."""
+
+Spec = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    stop: int
+
+
+def header(tensors: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
+    """What a file of these tensors, one after the other, begins with."""
+    at = 0
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, dtype, shape in tensors:
+        size = prod(shape) * dtype.itemsize
+        table[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def parse(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The table of a file of `size` bytes, and its texts. ValueError or EOFError where it is none."""
+    (length,) = struct.unpack("<Q", bytes(read(0, 8))) if size >= 8 else (size,)
+    if length > min(LARGEST_HEADER, size - 8):
+        raise EOFError
+    begin = 8 + length
+    entries: dict[str, Entry] = {}
+    try:
+        table = json.loads(bytes(read(8, begin)))
+        texts = table.pop("__metadata__", {})
+        for name, value in table.items():
+            start, stop = value["data_offsets"]
+            dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+            if not all(type(each) is int and each >= 0 for each in (start, stop, *shape)) or start > stop:
+                raise ValueError(f"{name} has no size")
+            if stop - start != prod(shape) * dtype.itemsize:
+                raise ValueError(f"the size of {name} is not that of its bytes")
+            if begin + stop > size:
+                raise EOFError
+            entries[name] = Entry(dtype, shape, begin + start, begin + stop)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its table is not one of tensors ({error})") from None
+    except RecursionError:
+        raise ValueError("its table is not one of tensors") from None
+    return entries, texts
+
+
+def lazy_tensors(path: Path) -> dict[str, Lazy]:
+    """Every tensor of a file, none of them read yet."""
+    try:
+        file = File(path)
+        with path.open("rb") as handle:
+
+            def read(start: int, stop: int) -> bytes:
+                handle.seek(start)
+                return handle.read(stop - start)
+
+            entries, _ = parse(read, file.size)
+        return {name: _lazy(file, entry) for name, entry in entries.items()}
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a Hugging Face directory with safetensors was expected") from None
+    except EOFError:
+        raise UserError(f"{path}: not a readable safetensors file: it ends too early") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
+
+
+def _lazy(file: File, entry: Entry) -> Lazy:
+    storage = Storage(file, entry.dtype, prod(entry.shape), entry.start, swapped=False)
+    strides = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
+    return View(storage, entry.dtype, 0, entry.shape, strides)
+
+
+def write_tensor(file: BinaryIO, tensor: Tensor) -> int:
+    """Its bytes, without a copy where it is contiguous."""
+    view = as_bytes(tensor)
+    for start in range(0, len(view), BLOCK):
+        file.write(view[start : start + BLOCK])
+    return len(view)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    flat = tensor.detach().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)

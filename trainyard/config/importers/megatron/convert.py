@@ -1,0 +1,162 @@
+"""Megatron-LM's flags, from a launch script or a list, as a configuration of ours.
+
+The script is read as text (shell.py); nothing in it runs. Defaults are Megatron-LM's, not ours: a flag that is left out
+means there what it means there.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from trainyard.config.importers.key_table import Mapped, check, nearest, plain, put, row, run_name, warned
+from trainyard.config.importers.megatron import sections as parts
+from trainyard.config.importers.megatron.keys import FLAGS
+from trainyard.config.importers.shell.script import UNKNOWN, Command, commands
+from trainyard.core.errors import UserError, one_line
+
+PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+|train_\w+)\.py")
+OURS = re.compile(r"pretrain_gpt(_mp|_core)?")
+UNSEEN = ": flags in it are not seen"
+OPTIONAL = {"save", "save-xser", "load", "load-xser", "tensorboard-dir"}
+"""Paths with a default of ours: where the script does not say them, they are left out."""
+
+
+class Script(NamedTuple):
+    flags: list[str]
+    launcher: list[str]
+    """What stands before the program: torchrun and its own options."""
+    variables: Mapping[str, list[str]]
+
+
+def from_script(path: Path, given: Mapping[str, str], flags: list[str]) -> Mapped:
+    """What a launch script becomes here; `given` are variables for it, `flags` further ones that win over its own."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    try:
+        script = _find(text, given, path)
+        return _mapped(script._replace(flags=[*script.flags, *flags]), path.stem)
+    except UserError as error:
+        said = one_line(error)
+        raise UserError(said if said.startswith(f"{path}") else f"{path}: {said}") from None
+
+
+def from_flags(flags: list[str]) -> Mapped:
+    return _mapped(Script([word.replace(UNKNOWN, "") for word in flags], [], {}), "megatron")
+
+
+def _find(text: str, given: Mapping[str, str], path: Path) -> Script:
+    """The command that runs Megatron-LM's GPT: the first one, where there are several."""
+    found: list[tuple[Command, int, str]] = []
+    for command in commands(text, given, str(path)):
+        places = ((n, PROGRAM.fullmatch(word)) for n, word in enumerate(command.words))
+        program = next(((n, match[1]) for n, match in places if match), None)
+        if program:
+            found.append((command, *program))
+    if not found:
+        raise UserError("no command runs pretrain_gpt.py; wanted: a launch script of Megatron-LM's, or flags after --")
+    command, place, name = next((each for each in found if OURS.fullmatch(each[2])), found[0])
+    if not OURS.fullmatch(name):
+        raise UserError(
+            f"line {command.line}: {name}.py: only Megatron-LM's GPT is read (its BERT and T5 are other models than "
+            "ours); nearest: pretrain_gpt.py, or the recipe bert-large-phase1"
+        )
+    return Script(command.words[place + 1 :], command.words[:place], command.variables)
+
+
+def _mapped(script: Script, name: str) -> Mapped:
+    warn: list[str] = []
+    try:
+        return _built(script, name, warn)
+    except UserError as error:
+        unseen = [f" ({line})" for line in warn if line.endswith(UNSEEN)]
+        raise UserError(f"{error}{''.join(unseen[:1])}") from None
+
+
+def _built(script: Script, name: str, warn: list[str]) -> Mapped:
+    said = _said(script.flags, warn)
+    for flag, value in said.items():
+        check(f"--{flag}", value, FLAGS[flag])
+        warn += warned(f"--{flag}", value, FLAGS[flag])
+    out: dict[str, Any] = {"model": parts.model(said, warn)}
+    ranks = _ranks(script.launcher, warn)
+    bf16 = script.variables.get("XLA_USE_BF16") == ["1"]
+    for part in (parts.train(said, ranks), parts.schedule(said), parts.precision(said, bf16, warn)):
+        for ours, value in part.items():
+            put(out, ours, value)
+    for part in (parts.layout(said, ranks), parts.recompute(said), parts.data(said), parts.keeping(said, warn)):
+        for ours, value in part.items():
+            put(out, ours, value)
+    put(out, "log.name", run_name(PurePath(name).name))
+    rows = [row(f"--{flag}", value, FLAGS[flag], out) for flag, value in said.items()]
+    return Mapped(out, rows, warn, "the vocabulary is the tokenizer's; put its file there, or say model.vocab=50257")
+
+
+def _said(words: list[str], warn: list[str]) -> dict[str, Any]:
+    """Flags and their values, of the kinds that the table wants. Of a flag given twice the last one counts."""
+    said: dict[str, Any] = {}
+    words = [word for word in words if word]
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        name = flag.removeprefix("--")
+        if UNKNOWN in flag:
+            warn.append(f"{_name(flag)} is not known from the script alone{UNSEEN}")
+            continue
+        if not flag.startswith("--"):
+            raise UserError(f"{plain(flag)}: a word where a flag was expected")
+        if name not in FLAGS:
+            raise UserError(f"--{plain(name)}: unknown flag; nearest: --{nearest(name, FLAGS)}")
+        takes = FLAGS[name].takes
+        taken = [value] if equals else []
+        while words and not words[0].startswith("--") and not equals and takes != "switch":
+            if takes != "words" and taken:
+                break
+            taken.append(words.pop(0))
+        unknown = next((word for word in taken if UNKNOWN in word), None)
+        if unknown is not None and FLAGS[name].does == "maps":
+            what = f"--{name}: {_name(unknown)} is not known from the script alone"
+            if name not in OPTIONAL:
+                raise UserError(f"{what}; assign it there, or give it: NAME=VALUE after the file")
+            warn.append(f"{what}; left out")
+            continue
+        said[name] = _value(name, takes, taken)
+    return said
+
+
+def _value(name: str, takes: str, taken: list[str]) -> object:
+    if takes == "words":
+        return taken
+    if takes == "switch":
+        if taken:
+            raise UserError(f"--{name}={plain(taken[0])}: takes no value")
+        return True
+    if not taken:
+        raise UserError(f"--{name}: a value is missing")
+    text = taken[0].replace(UNKNOWN, "")
+    try:
+        return {"int": int, "number": float}.get(takes, str)(text)
+    except ValueError:
+        return text  # check() says what is wrong with it
+
+
+def _ranks(launcher: list[str], warn: list[str]) -> int | None:
+    """Processes per node times nodes, as torchrun was told."""
+    words = [part for word in launcher for part in word.split("=", 1)]
+    counts = {}
+    for name in ("nproc-per-node", "nnodes"):
+        place = next((n for n, word in enumerate(words) if word.lstrip("-").replace("_", "-") == name), None)
+        text = words[place + 1] if place is not None and place + 1 < len(words) else "1" if name == "nnodes" else ""
+        if not re.fullmatch(r"\d{1,7}", text) or int(text) == 0:
+            if launcher:
+                warn.append(f"--{name} {_name(text) or 'is not given'}: how many ranks it was written for is not known")
+            return None
+        counts[name] = int(text)
+    return counts["nproc-per-node"] * counts["nnodes"]
+
+
+def _name(text: str) -> str:
+    """What is unknown in a word, as a person wrote it."""
+    parts = text.split(UNKNOWN)
+    return (f"${parts[1]}" if parts[1][:1] != "$" and parts[1][:1] != "`" else parts[1]) if len(parts) > 1 else text

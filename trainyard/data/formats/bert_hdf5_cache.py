@@ -1,0 +1,249 @@
+"""Samples of BERT's HDF5 files as a source.
+
+To take one sample out of a compressed file is to unpack a thousand. So the first reader of a set checks every number of
+it and writes the samples, packed but not compressed, to one file that all later readers map into memory. Such a copy
+has its name only when it is whole, and says at its end which files, of which size and time, it was made from.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.core.atomic_files import whole_file
+from trainyard.core.errors import UserError
+from trainyard.data.formats.bert_hdf5 import MOST, SMALL, Shape, blocks, packed, record, shape_of
+from trainyard.data.loading.dataset import Sample
+
+MAGIC = b"TYPAIRS1"
+DIRECTORY = ".trainyard-cache"
+STALE = 3600.0
+"""Seconds after which a half-written copy that nobody adds to is removed."""
+EVERY = 10.0
+"""Seconds between lines about progress."""
+
+Say = Callable[[str], None]
+Files = list[list[str | int]]
+"""Path from the first file's directory, bytes, and time of change in nanoseconds, of each."""
+
+
+class Hdf5Pairs:
+    """The samples of HDF5 files, in the order of the files."""
+
+    def __init__(self, paths: Sequence[Path], sequence: int, predictions: int, say: Say = lambda line: None) -> None:
+        if not paths:
+            raise UserError("data.paths: no HDF5 files; name some, for instance DIRECTORY/*_training_*.hdf5")
+        copy = _copy_of(paths, sequence, predictions, say)
+        self.sequence, self.predictions = sequence, predictions
+        self.vocab = copy.vocab
+        """All tokens are below this."""
+        self._record = copy.record
+        # Rows of bytes are gathered several times faster than records are.
+        rows = np.memmap(copy.path, np.uint8, "r", shape=(copy.samples, copy.record.itemsize))
+        self._rows: NDArray[np.uint8] = np.asarray(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, numbers: NDArray[np.int64]) -> Sample:
+        found = self._rows.take(numbers, axis=0).view(self._record)[:, 0]
+        shape = (len(numbers), self.predictions)
+        places, labels = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
+        count = found["places"].shape[1]
+        places[:, :count] = found["places"]
+        np.copyto(labels[:, :count], found["labels"], where=found["places"] > 0)
+        return {
+            "tokens": found["tokens"].astype(np.int32),
+            "segments": np.unpackbits(found["segments"], axis=1, count=self.sequence).astype(np.int32),
+            "mask": np.unpackbits(found["mask"], axis=1, count=self.sequence).astype(np.int32),
+            "places": places,
+            "labels": labels,
+            "next_sentence": found["next_sentence"].astype(np.int32),
+        }
+
+
+class Copy(NamedTuple):
+    """What a copy says of itself."""
+
+    path: Path
+    files: Files
+    samples: int
+    sequence: int
+    predictions: int
+    vocab: int
+
+    @property
+    def record(self) -> np.dtype[np.void]:
+        return record(self.sequence, self.predictions, self.vocab)
+
+
+def _copy_of(paths: Sequence[Path], sequence: int, predictions: int, say: Say) -> Copy:
+    """One that is there, or a new one. Of several processes one makes it and the others wait; where files cannot be
+    locked each makes its own, all alike, and the last stays."""
+    base = paths[0].absolute().parent
+    files = _files(paths, base)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard" / "hdf5"
+    # Beside the data, paths count from there: it may be mounted elsewhere tomorrow.
+    choices = [base / DIRECTORY / _name("", files), cache / _name(str(base), files)]
+    copy = next((found for path in choices if (found := _read(path, files))), None)
+    if copy:
+        _check(paths[0], Shape(copy.samples, copy.sequence, copy.predictions), sequence, predictions)
+        return copy
+    shapes = [shape_of(path) for path in paths]
+    for path, shape in zip(paths, shapes, strict=True):
+        _check(path, shape, sequence, predictions)
+    samples, most = sum(shape.samples for shape in shapes), max(shape.predictions for shape in shapes)
+    if not samples:
+        raise UserError(f"{paths[0]}: no samples in this set of {len(paths)} files")
+    bytes_ = samples * record(sequence, most, SMALL).itemsize
+    for path in choices:
+        directory = path.parent
+        if not _writable(directory):
+            continue
+        with locked(directory / "lock", partial(say, f"waiting for another process that fills {directory}")):
+            if copy := _read(path, files):
+                return copy
+            _tidy(directory)
+            if shutil.disk_usage(directory).free > bytes_:
+                try:
+                    return _write(path, paths, shapes, SMALL, say)
+                except OverflowError:
+                    return _write(path, paths, shapes, MOST, say)
+    places = " nor ".join(str(path.parent) for path in choices)
+    raise UserError(f"{paths[0]}: unpacked, the set takes {bytes_ / 2**30:.1f} GiB; neither {places} has room for it")
+
+
+def _check(path: Path, shape: Shape, sequence: int, predictions: int) -> None:
+    if shape.sequence != sequence:
+        raise UserError(
+            f"{path}: has samples of {shape.sequence} tokens, but data.sequence={sequence}; nearest: {shape.sequence}"
+        )
+    if shape.predictions > predictions:
+        raise UserError(
+            f"{path}: has up to {shape.predictions} masked places a sample, but data.predictions={predictions}; "
+            f"nearest: {shape.predictions}"
+        )
+
+
+def _files(paths: Sequence[Path], base: Path) -> Files:
+    found: Files = []
+    for path in paths:
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        found.append([os.path.relpath(path.absolute(), base), stat.st_size, stat.st_mtime_ns])
+    return found
+
+
+def _name(base: str, files: Files) -> str:
+    return hashlib.blake2b(json.dumps([base, files]).encode(), digest_size=12).hexdigest() + ".pairs"
+
+
+def _read(path: Path, files: Files | None) -> Copy | None:
+    """What a copy says of itself, if it is of these files (or any) and as long as it says."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 16, 0))
+            end = file.read()
+            length = int.from_bytes(end[:8], "little")
+            if end[8:] != MAGIC or length > size - 16:
+                return None
+            file.seek(size - 16 - length)
+            copy = Copy(path, **json.loads(file.read(length)))
+        whole = copy.samples * copy.record.itemsize == size - 16 - length
+    except (OSError, ValueError, TypeError):
+        return None
+    return copy if whole and (files is None or files == copy.files) else None
+
+
+def _write(path: Path, paths: Sequence[Path], shapes: Sequence[Shape], vocab: int, say: Say) -> Copy:
+    """Raises OverflowError where a token is not below `vocab`."""
+    base = paths[0].absolute().parent
+    files = _files(paths, base)
+    samples, predictions = sum(shape.samples for shape in shapes), max(shape.predictions for shape in shapes)
+    dtype = record(shapes[0].sequence, predictions, vocab)
+    say(f"unpacking {len(paths)} HDF5 files with {samples:,} samples, once, to {path}")
+    begun = said = time.monotonic()
+    done = largest = 0
+    try:
+        with whole_file(path) as file:
+            for source, shape in zip(paths, shapes, strict=True):
+                for found in blocks(source, shape):
+                    for name in ("input_ids", "masked_lm_ids"):
+                        largest = max(largest, int(found[name].max(initial=0)))
+                    if largest >= vocab:
+                        raise OverflowError
+                    file.write(packed(found, dtype).tobytes())
+                    done += len(found["input_ids"])
+                    now = time.monotonic()
+                    if now - said >= EVERY:
+                        said = now
+                        left = timedelta(seconds=round((now - begun) / done * (samples - done)))
+                        say(f"unpacking: {done / samples:.1%}, {left} left")
+            if _files(paths, base) != files:
+                raise UserError(f"{base}: files changed while they were read; start again")
+            copy = Copy(path, files, samples, shapes[0].sequence, predictions, largest + 1)
+            _write_end(file, copy)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    return copy
+
+
+def _write_end(file: BinaryIO, copy: Copy) -> None:
+    said = json.dumps({name: value for name, value in copy._asdict().items() if name != "path"}).encode()
+    file.write(said + len(said).to_bytes(8, "little") + MAGIC)
+
+
+def _writable(directory: Path) -> bool:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(directory, os.W_OK)
+
+
+def _tidy(directory: Path) -> None:
+    """Removes what killed processes left, and beside the data, copies of files that are no longer as they were."""
+    with suppress(OSError):
+        for path in directory.glob(".*.part"):
+            if time.time() - path.stat().st_mtime > STALE:
+                path.unlink()
+    for path in directory.glob("*.pairs") if directory.name == DIRECTORY else ():
+        copy = _read(path, None)
+        names = [directory.parent / str(name) for name, *_ in copy.files] if copy else []
+        with suppress(OSError):
+            if not all(name.exists() for name in names) or (copy and _files(names, directory.parent) != copy.files):
+                path.unlink()
+
+
+@contextmanager
+def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """One process at a time; one that finds another here calls `busy` and then waits. The lock of a process ends with
+    it, however it ends. Where files cannot be locked, there is none."""
+    try:
+        file = path.open("ab")
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            busy()
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield

@@ -1,0 +1,120 @@
+"""RMSNorm and the residual sum before it, one pass over memory each way."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainyard.kernels.triton.column_sums import shared
+
+
+@triton.jit
+def _norm_forward(x, y, weight, total, out, inverse, eps, columns, HAS_Y: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mask = at < columns
+    v = tl.load(x + row * columns + at, mask, 0.0).to(tl.float32)
+    if HAS_Y:
+        v += tl.load(y + row * columns + at, mask, 0.0).to(tl.float32)
+        kept = v.to(total.dtype.element_ty)
+        tl.store(total + row * columns + at, kept, mask)
+        v = kept.to(tl.float32)
+    r = 1 / tl.sqrt(tl.sum(v * v, 0) / columns + eps)
+    tl.store(inverse + row, r)
+    w = tl.load(weight + at, mask, 0.0).to(tl.float32)
+    tl.store(out + row * columns + at, (v * r * w).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _norm_backward(  # type: ignore[no-untyped-def]
+    d_out, d_total, x, weight, inverse, dx, parts, rows, per, columns, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    mask = at < columns
+    w = tl.load(weight + at, mask, 0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    first = program.to(tl.int64) * per
+    for row in range(first, tl.minimum(first + per, rows)):
+        place = row * columns + at
+        g = tl.load(d_out + place, mask, 0.0).to(tl.float32)
+        r = tl.load(inverse + row)
+        n = tl.load(x + place, mask, 0.0).to(tl.float32) * r
+        dw += g * n
+        g = g * w
+        d = (g - n * (tl.sum(g * n, 0) / columns)) * r
+        if HAS_TOTAL:
+            d += tl.load(d_total + place, mask, 0.0).to(tl.float32)
+        tl.store(dx + place, d.to(dx.dtype.element_ty), mask)
+    tl.store(parts + program.to(tl.int64) * columns + at, dw, mask)
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
+
+
+@torch.library.custom_op("trainyard::add_norm", mutates_args=())
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x + y (nothing where y is None), its norm, and one over its root mean square for each row."""
+    x = x.contiguous()
+    columns = x.shape[-1]
+    rows, block = x.numel() // columns, triton.next_power_of_2(columns)
+    out, inverse = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    total = x.new_empty(0) if y is None else torch.empty_like(x)
+    _norm_forward[(rows,)](
+        x,
+        x if y is None else y.contiguous(),
+        weight,
+        total,
+        out,
+        inverse,
+        eps,
+        columns,
+        HAS_Y=y is not None,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return total, out, inverse
+
+
+@add_norm.register_fake
+def _(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    like = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.numel() // x.shape[-1]
+    total = x.new_empty(0) if y is None else torch.empty_like(like)
+    return total, like, x.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.custom_op("trainyard::norm_backward", mutates_args=())
+def norm_backward(
+    d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradient of x (d_total added), and parts of the weight's, fp32 [programs, 1, columns]."""
+    d_out, x = d_out.contiguous(), x.contiguous()
+    columns = x.shape[-1]
+    rows, block = x.numel() // columns, triton.next_power_of_2(columns)
+    per, programs = shared(rows)
+    dx, parts = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
+    _norm_backward[(programs,)](
+        d_out,
+        d_out if d_total is None else d_total.contiguous(),
+        x,
+        weight,
+        inverse,
+        dx,
+        parts,
+        rows,
+        per,
+        columns,
+        HAS_TOTAL=d_total is not None,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return dx, parts
+
+
+@norm_backward.register_fake
+def _(d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    _, programs = shared(x.numel() // x.shape[-1])
+    parts = x.new_empty(programs, 1, x.shape[-1], dtype=torch.float32)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), parts

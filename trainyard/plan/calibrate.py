@@ -1,0 +1,207 @@
+"""Speeds that others and we have measured, as configurations, and the few constants fitted on them.
+
+trn1: aws-neuron-sdk, about-neuron/benchmarks/trn1/*.csv and earlier versions of them (general/benchmarks/trn1); where
+several releases of Neuron give a row, the last figure that was stated for the layout that is current. GPT 6.7B: the
+tutorial of the Megatron-LM reference; Llama 3 70B: the log of NxD Training's tutorial (321.9 s a step). Layouts and
+recompute are those of the scripts that these pages point to. H200: docs/performance.md and
+bench/results/gpu-h200.json.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from trainyard.config.load import parse
+from trainyard.config.schema import Config
+from trainyard.parallel.layout import Layout
+from trainyard.plan.hardware.spec import Hardware, hardware
+from trainyard.plan.time.step_time import Efficiency, step
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    on: str
+    """As --hardware takes it."""
+    sections: dict[str, Any]
+    speed: float
+    """Sequences a second."""
+    source: str
+
+    @property
+    def hardware(self) -> Hardware:
+        return hardware(self.on)
+
+    def config(self) -> Config:
+        return parse({**self.sections, "data": {"source": "synthetic", **self.sections["data"]}})
+
+
+def _llama(vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, sequence: int) -> dict[str, Any]:
+    return {
+        "model": {
+            "family": "llama", "vocab": vocab, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv,
+            "ffn": ffn, "max_positions": sequence,
+        },
+        "data": {"sequence": sequence},
+        "train": {"steps": 1000, "global_batch": 1024, "micro_batch": 1},
+        "precision": {"kind": "bf16"},
+        "recompute": {"kind": "attention"},
+    }  # fmt: skip
+
+
+def _with(sections: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {name: {**sections.get(name, {}), **more.get(name, {})} for name in sections | more}
+
+
+def _layout(tp: int, pp: int = 1) -> dict[str, Any]:
+    return {"tp": tp, "pp": pp, "sequence_parallel": True, "zero": 1}
+
+
+LLAMA2_7B = _llama(32000, 4096, 32, 32, 32, 11008, 4096)
+LLAMA2_13B = _llama(32000, 5120, 40, 40, 40, 13824, 4096)
+LLAMA2_70B = _llama(32000, 8192, 80, 64, 8, 28672, 4096)
+LLAMA3_8B = _llama(128256, 4096, 32, 32, 8, 14336, 8192)
+LLAMA3_70B = _llama(128256, 8192, 80, 64, 8, 28672, 8192)
+GPT: dict[str, Any] = {
+    "model": {"family": "gpt", "vocab": 50257, "hidden": 4096, "layers": 32, "heads": 32, "max_positions": 2048},
+    "data": {"sequence": 2048},
+    "train": {"steps": 1000, "global_batch": 64, "micro_batch": 1},
+    "precision": {"kind": "bf16_sr"},
+    "layout": {"tp": 8},
+}
+BERT: dict[str, Any] = {
+    "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
+    "data": {"sequence": 128, "predictions": 20},
+    "train": {"steps": 1000, "global_batch": 16384, "micro_batch": 16},
+    "precision": {"kind": "bf16_sr"},
+}
+CODER = _with(
+    _llama(32256, 2048, 24, 16, 16, 5504, 4096),
+    train={"global_batch": 32, "micro_batch": 8},
+    recompute={"kind": "none"},
+)
+NODE, NODES, MORE = "trn1.32xlarge:1", "trn1.32xlarge:16", "trn1.32xlarge:32"
+TRN1 = (
+    Run("GPT 6.7B, 1 node", NODE, GPT, 7.3, "Megatron-LM reference, tutorial"),
+    Run("GPT 6.7B, 16 nodes", NODES, _with(GPT, train={"global_batch": 1024}), 98.0, "the same"),
+    Run("Llama 2 7B, 16 nodes", NODES, _with(LLAMA2_7B, layout=_layout(8)), 95.14, "Neuron 2.21"),
+    Run("Llama 2 13B, 32 nodes", MORE, _with(LLAMA2_13B, layout=_layout(8, 4)), 80.33, "aws-neuron-sdk, last stated"),
+    Run("Llama 2 70B, 32 nodes", MORE, _with(LLAMA2_70B, layout=_layout(32, 8)), 14.44, "aws-neuron-sdk, last stated"),
+    Run("Llama 3.1 8B, 32 nodes", MORE, _with(LLAMA3_8B, layout=_layout(32)), 47.95, "Neuron 2.24"),
+    Run("Llama 3.1 70B, 32 nodes", MORE, _with(LLAMA3_70B, layout=_layout(32, 8)), 7.94, "Neuron 2.24"),
+    Run(
+        "Llama 3 70B, 16 nodes",
+        NODES,
+        _with(LLAMA3_70B, layout=_layout(32, 8), recompute={"kind": "parts", "parts": ["core_attention", "mlp"]}),
+        1024 / 321.9,
+        "NxD Training, tutorial",
+    ),
+    Run("BERT phase 1, 1 node", NODE, BERT, 3826.6, "Neuron 2.28"),
+    Run(
+        "BERT phase 1, 16 nodes",
+        NODES,
+        _with(BERT, train={"global_batch": 1048576}, optimizer={"kind": "lamb"}),
+        57407.9,
+        "Neuron 2.28",
+    ),
+)
+H200 = (
+    Run("1.3B bf16", "h200:1", CODER, 62472 / 4096, "gpu-h200.json"),
+    Run("1.3B fp8", "h200:1", _with(CODER, precision={"kind": "fp8"}), 80279 / 4096, "gpu-h200.json"),
+    Run(
+        "BERT-large phase 1",
+        "h200:1",
+        _with(BERT, train={"global_batch": 2048, "micro_batch": 512}, precision={"kind": "bf16"}),
+        2742.0,
+        "gpu-h200.json",
+    ),
+    Run(
+        "Llama 2 7B",
+        "h200:1",
+        _with(LLAMA2_7B, train={"global_batch": 16}, recompute={"kind": "none"}),
+        13469 / 4096,
+        "docs/performance.md",
+    ),
+)
+SETS = {"trn1": TRN1, "h200": H200}
+FREE = {
+    "trn1": (("product", "attention"), ("memory",), ("link",), ("network",)),
+    "h200": (("product",), ("attention",), ("memory",)),
+}
+"""The constants of each set that are fitted; names in one bracket are one constant."""
+
+
+def predicted(run: Run, e: Efficiency) -> float:
+    """Sequences a second."""
+    config = run.config()
+    layout = Layout.of(config, run.hardware.ranks)
+    return config.train.global_batch / step(config, layout, run.hardware, e).seconds
+
+
+@cache
+def _shares(name: str, number: int) -> tuple[float, ...]:
+    """How a run's step time follows from one over each free constant: seconds for each, and those that none changes."""
+    run, free = SETS[name][number], FREE[name]
+    at_peak = run.config().train.global_batch / predicted(run, Efficiency())
+    out = []
+    for names in free:
+        half = Efficiency()._replace(**dict.fromkeys(names, 0.5))
+        out.append(run.config().train.global_batch / predicted(run, half) - at_peak)
+    return *out, at_peak - sum(out)
+
+
+def fit(name: str, without: int | None = None) -> Efficiency:
+    """The constants that bring the set's runs (but `without`) closest, in the mean square of the relative error. None
+    is above 1: nothing is faster than its peak."""
+    runs = [number for number in range(len(SETS[name])) if number != without]
+    rows, rest = [], []
+    for number in runs:
+        measured = SETS[name][number].config().train.global_batch / SETS[name][number].speed
+        *shares, fixed = _shares(name, number)
+        rows.append([share / measured for share in shares])
+        rest.append(1 - fixed / measured)
+    best = _least_squares(np.array(rows), np.array(rest))
+    names = {each: float(1 / value) for group, value in zip(FREE[name], best, strict=True) for each in group}
+    return Efficiency(**names)
+
+
+def _least_squares(a: Any, b: Any) -> Sequence[float]:
+    """x of at least 1 that makes a x closest to b: the best of all ways to hold some of them at 1."""
+    count = a.shape[1]
+    found = []
+    for free in product((False, True), repeat=count):
+        x = np.ones(count)
+        if any(free):
+            moved = np.array(free)
+            x[moved] = np.linalg.lstsq(a[:, moved], b - a[:, ~moved].sum(1), rcond=None)[0]
+        if (x >= 1).all():
+            found.append((float(((a @ x - b) ** 2).sum()), list(x)))
+    return min(found)[1]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A run predicted with constants fitted on the others."""
+
+    run: Run
+    predicted: float
+    own: float
+    """Predicted with constants fitted on all, itself included."""
+    constants: Efficiency
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.run.speed - 1
+
+
+def leave_one_out(name: str) -> list[Left]:
+    every = fit(name)
+    out = []
+    for number, run in enumerate(SETS[name]):
+        constants = fit(name, number)
+        out.append(Left(run, predicted(run, constants), predicted(run, every), constants))
+    return out

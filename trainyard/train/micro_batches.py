@@ -1,0 +1,89 @@
+"""Which part of a batch a rank works on: its samples (data parallel), its tokens (context parallel), few at a time."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trainyard.models import Batch
+from trainyard.train.cross_entropy import IGNORED
+
+ROUND = 512
+"""Tokens of a packed micro batch come in multiples of this."""
+SEQUENCES = ("tokens", "segments", "mask", "positions", "documents")
+"""Entries with a value for each token; labels too, except where `places` says what they belong to."""
+
+
+def samples(total: int, ranks: int, rank: int) -> slice:
+    """The rows of a global batch of `total` that a data-parallel rank has."""
+    each = total // ranks
+    return slice(rank * each, (rank + 1) * each)
+
+
+def context_part(batch: Batch, size: int, rank: int) -> Batch:
+    """The tokens that context-parallel rank `rank` holds: chunks `rank` and 2 size - 1 - rank of 2 size."""
+    if size == 1:
+        return batch
+    chunk = batch["tokens"].shape[1] // (2 * size)
+    names = SEQUENCES if "places" in batch else (*SEQUENCES, "labels")
+    out = dict(batch)
+    for name in names:
+        if name in batch:
+            chunks = batch[name].chunk(2 * size, 1)
+            out[name] = torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
+    if "places" in batch:
+        # Masked places that other ranks hold count there; the shape stays. The first token decides on the pair.
+        where, within = batch["places"] // chunk, batch["places"] % chunk
+        low, high = where == rank, where == 2 * size - 1 - rank
+        out["places"] = torch.where(low, within, torch.where(high, within + chunk, 0))
+        out["labels"] = torch.where(low | high, batch["labels"], IGNORED)
+        if rank:
+            out["next_sentence"] = torch.full_like(batch["next_sentence"], IGNORED)
+    return out
+
+
+def pack(batch: Batch, size: int) -> list[Batch]:
+    """Micro batches of `size` samples without their padding: all tokens in one row, `starts` says where samples begin.
+
+    Samples are dealt out by length, so that micro batches have about as many tokens: which sample is in which changes
+    no number. The row's length is a multiple of ROUND, filled up with tokens that no sample has.
+    """
+    used = batch["mask"].bool()
+    lengths = used.sum(1)
+    count = len(lengths) // size
+    order = lengths.argsort(descending=True, stable=True).view(size, count)
+    order[1::2] = order[1::2].flip(1)  # the longest of a round goes where the shortest of the round before went
+    return [_packed({name: tensor[rows] for name, tensor in batch.items()}) for rows in order.unbind(1)]
+
+
+def _packed(batch: Batch) -> Batch:
+    used = batch["mask"].bool()
+    starts = torch.zeros(len(used) + 1, dtype=torch.int32)
+    starts[1:] = used.sum(1).cumsum(0)
+    total = int(starts[-1])
+    length = -(-total // ROUND) * ROUND
+
+    def row(values: Tensor) -> Tensor:
+        out = torch.zeros(1, length, dtype=torch.int32)
+        out[0, :total] = values[used]
+        return out
+
+    positions = torch.arange(used.shape[1], dtype=torch.int32).expand(used.shape)
+    place = used.cumsum(1, dtype=torch.int32) - 1  # among the tokens of its sample that are left
+    places = starts[:-1, None] + place.gather(1, batch["places"].long())
+    return {
+        "tokens": row(batch["tokens"]),
+        "segments": row(batch["segments"]),
+        "positions": row(positions),
+        "sample": row(batch["sample"][:, None].expand(used.shape)),
+        "starts": starts,
+        "places": places.view(1, -1),
+        "labels": batch["labels"],
+        "next_sentence": batch["next_sentence"],
+    }
+
+
+def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
+    total = len(batch["sample"])
+    for first in range(0, total, size):
+        yield {name: tensor[first : first + size] for name, tensor in batch.items()}
