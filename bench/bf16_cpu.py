@@ -20,15 +20,15 @@ from torch import Tensor
 from trainyard import compat
 from trainyard.kernels import bf16_cpu
 
-SECONDS = 1.0
+MEASURE_S = 1.0
 
 
-def product(side: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+def matmul_case(side: int, dtype: torch.dtype) -> Callable[[], Tensor]:
     a, b = (torch.randn(side, side).to(dtype) for _ in range(2))
     return partial(torch.mm, a, b)
 
 
-def attention(tokens: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+def attention_case(tokens: int, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Four heads of 64, forward and backward."""
     q, k, v = (torch.randn(1, 4, tokens, 64).to(dtype).requires_grad_() for _ in range(3))
 
@@ -41,16 +41,16 @@ def attention(tokens: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 CASES: dict[str, Callable[[torch.dtype], Callable[[], Tensor]]] = {
-    "product of 128 x 128 x 128": partial(product, 128),
-    "product of 512 x 512 x 512": partial(product, 512),
-    "attention over 256 tokens": partial(attention, 256),
+    "product of 128 x 128 x 128": partial(matmul_case, 128),
+    "product of 512 x 512 x 512": partial(matmul_case, 512),
+    "attention over 256 tokens": partial(attention_case, 256),
 }
 
 
-def milliseconds(work: Callable[[], Tensor]) -> float:
+def best_ms(work: Callable[[], Tensor]) -> float:
     """The best of those that fit in a second, the first left out."""
     work()
-    best, stop = float("inf"), time.perf_counter() + SECONDS
+    best, stop = float("inf"), time.perf_counter() + MEASURE_S
     while True:
         start = time.perf_counter()
         work()
@@ -65,15 +65,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     half = torch.bfloat16
-    machine = {"machine": platform.machine(), "torch": torch.__version__, "fast_bf16": compat.multiplies_bf16()}
+    machine = {"machine": platform.machine(), "torch": torch.__version__, "fast_bf16": compat.has_fast_bf16_matmul()}
     print(machine, flush=True)
-    rows = {
-        name: {"fp32": milliseconds(make(torch.float32)), "torch": milliseconds(make(half))}
-        for name, make in CASES.items()
-    }
+    rows = {name: {"fp32": best_ms(make(torch.float32)), "torch": best_ms(make(half))} for name, make in CASES.items()}
     bf16_cpu.install()
     for name, make in CASES.items():
-        rows[name]["ours"] = milliseconds(make(half))
+        rows[name]["ours"] = best_ms(make(half))
         print(f"{name:28}" + "".join(f"  {who} {found:10.3f} ms" for who, found in rows[name].items()), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps({"machine": machine, "milliseconds": rows}, indent=2) + "\n")

@@ -27,63 +27,63 @@ import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.convert import Target, convert, parse_layout
+from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
 from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.checkpoint.formats.tensor_map import Region
-from trainyard.checkpoint.io.storage import open_place
+from trainyard.checkpoint.formats.tensor_map import TensorIndex
+from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.partition import boxes, share_of_rows
-from trainyard.checkpoint.native.writer import WeightsAlone, write_native
+from trainyard.checkpoint.native.partition import rank_slices, shard_rows
+from trainyard.checkpoint.native.writer import WeightsOnlyState, write_checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import load, parse
 from trainyard.parallel.layout import Layout
-from trainyard.train.callbacks import Hook, Run
+from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 
 
-class Random:
+class RandomWeights:
     """Weights that nobody trained: stretches of one random block."""
 
-    def __init__(self, model: models.AnyModel) -> None:
+    def __init__(self, model: models.AnyModelConfig) -> None:
         self.model = model
-        self.block = torch.randint(0, 2**15, (2**27,), dtype=torch.int16).view(torch.bfloat16)
+        self.values = torch.randint(0, 2**15, (2**27,), dtype=torch.int16).view(torch.bfloat16)
 
     def dtype(self, part: str) -> torch.dtype:
         return torch.bfloat16
 
-    def read(self, part: str, region: Region) -> Tensor:
+    def read(self, part: str, region: TensorIndex) -> Tensor:
         shape = [each.stop - each.start for each in region]
         count = torch.Size(shape).numel()
-        start = hash(part) % max(len(self.block) - count, 1)
-        whole = self.block[start : start + count]
+        start = hash(part) % max(len(self.values) - count, 1)
+        whole = self.values[start : start + count]
         if len(whole) < count:
-            whole = self.block.repeat(-(-count // len(self.block)))[:count]
+            whole = self.values.repeat(-(-count // len(self.values)))[:count]
         return whole.view(shape)
 
 
-class Memory:
+class PeakMemory:
     """The largest anonymous memory of this process, looked at 50 times a second."""
 
-    def __enter__(self) -> "Memory":
-        self.peak = self.mapped = 0
+    def __enter__(self) -> "PeakMemory":
+        self.anonymous_bytes = self.resident_bytes = 0
         self.done = threading.Event()
-        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
         return self
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self.done.wait(0.02):
             status = Path("/proc/self/status").read_text()
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in status.splitlines() if "kB" in line}
-            self.peak = max(self.peak, sizes["RssAnon"])
-            self.mapped = max(self.mapped, sizes["VmRSS"])
+            self.anonymous_bytes = max(self.anonymous_bytes, sizes["RssAnon"])
+            self.resident_bytes = max(self.resident_bytes, sizes["VmRSS"])
 
     def __exit__(self, *_: object) -> None:
         self.done.set()
         self.thread.join()
 
 
-def forget() -> bool:
+def drop_page_cache() -> bool:
     """Empty the page cache, where this process may."""
     os.sync()
     try:
@@ -93,20 +93,20 @@ def forget() -> bool:
     return True
 
 
-def timed(work: Callable[[], None]) -> float:
-    forget()
+def time_cold(work: Callable[[], None]) -> float:
+    drop_page_cache()
     start = time.perf_counter()
     work()
     os.sync()
     return time.perf_counter() - start
 
 
-def conversions(root: Path, layers: int) -> dict[str, Any]:
+def bench_convert(root: Path, layers: int) -> dict[str, Any]:
     model = load("llama2-7b").model.model_copy(update={"layers": layers})
     source = root / "hf"
-    write_hf(source, Random(model))
+    write_hf(source, RandomWeights(model))
     size = sum(path.stat().st_size for path in source.iterdir())
-    out: dict[str, Any] = {"bytes": size, "page_cache_emptied": forget(), "runs": []}
+    out: dict[str, Any] = {"bytes": size, "page_cache_emptied": drop_page_cache(), "runs": []}
 
     def record(what: str, seconds: float, memory: dict[str, int] | None = None) -> None:
         row = {"what": what, "seconds": round(seconds, 2), "GB_per_second": round(size / seconds / 1e9, 3)}
@@ -122,7 +122,7 @@ def conversions(root: Path, layers: int) -> dict[str, Any]:
         found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
         record(what, found.pop("seconds"), found)
 
-    record("cp -r", timed(copy))
+    record("cp -r", time_cold(copy))
     shutil.rmtree(root / "copy")
     one("hf to hf", source, "hf2", "hf")
     same = all(
@@ -143,7 +143,7 @@ def conversions(root: Path, layers: int) -> dict[str, Any]:
     shutil.rmtree(root / "nxd")
     one("hf to native tp=4", source, "native", "native", "tp=4")
     shutil.rmtree(root / "native")
-    record("cp -r again", timed(copy))
+    record("cp -r again", time_cold(copy))
     shutil.rmtree(root / "copy")
     shutil.rmtree(source)
     copies = [row["seconds"] for row in out["runs"] if row["what"].startswith("cp")]
@@ -152,42 +152,48 @@ def conversions(root: Path, layers: int) -> dict[str, Any]:
     return out
 
 
-def convert_alone(source: str, target: str, to: Any, layout: str, xser: str) -> None:
-    with Memory() as memory:
+def convert_in_process(source: str, target: str, to: Any, layout: str, xser: str) -> None:
+    with PeakMemory() as memory:
         opened = open_weights(source)
-        wanted = Target(to, parse_layout(to, layout), xser=bool(int(xser)))
-        seconds = timed(lambda: convert(opened, Path(source), Path(target), wanted, lambda count: None))
+        wanted = ConversionTarget(to, parse_layout(to, layout), xser=bool(int(xser)))
+        seconds = time_cold(lambda: convert_checkpoint(opened, Path(source), Path(target), wanted, lambda count: None))
     print(
-        json.dumps({"seconds": seconds, "anonymous_MiB": memory.peak // 2**20, "resident_MiB": memory.mapped // 2**20})
+        json.dumps(
+            {
+                "seconds": seconds,
+                "anonymous_MiB": memory.anonymous_bytes // 2**20,
+                "resident_MiB": memory.resident_bytes // 2**20,
+            }
+        )
     )
 
 
-class Watch(Hook):
+class SaveRecorder(Callback):
     def __init__(self) -> None:
         self.saves: list[dict[str, Any]] = []
 
-    def on_checkpoint(self, trainer: Run, record: dict[str, Any]) -> None:
+    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.saves.append(record)
 
 
-def saving(root: Path) -> dict[str, Any]:
+def bench_save(root: Path) -> dict[str, Any]:
     """A Llama of 125 million weights on this machine's CPU: 1.5 GB of state."""
     model = {"family": "llama", "vocab": 32000, "hidden": 768, "layers": 10, "heads": 12, "ffn": 2304}
     base: dict[str, Any] = {
         "model": {**model, "max_positions": 128},
-        "data": {"source": "synthetic", "sequence": 128},
+        "data": {"source": "synthetic", "seq_len": 128},
         "train": {"steps": 12, "global_batch": 4, "micro_batch": 4},
         "log": {"every": 4, "tensorboard": False, "directory": str(root / "runs")},
         "device": {"name": "cpu"},
     }
     out: dict[str, Any] = {}
-    none = {"every": 0, "final": False}
+    none = {"every": 0, "export_hf": False}
     Trainer(parse({**base, "checkpoint": none, "train": {**base["train"], "steps": 2}})).run()  # warms up
     out["run_seconds_without"] = round(Trainer(parse({**base, "checkpoint": none})).run().seconds, 2)
     for blocking in (True, False):
-        watch = Watch()
-        section = {"every": 4, "final": False, "blocking": blocking, "keep": 1}
-        summary = Trainer(parse({**base, "checkpoint": section}), hooks=[watch]).run()
+        watch = SaveRecorder()
+        section = {"every": 4, "export_hf": False, "blocking": blocking, "keep": 1}
+        summary = Trainer(parse({**base, "checkpoint": section}), callbacks=[watch]).run()
         # The first allocates the memory of the copy, the last one is waited for by the end of the run.
         middle = watch.saves[1]
         out["blocking" if blocking else "meanwhile"] = {
@@ -205,29 +211,31 @@ def saving(root: Path) -> dict[str, Any]:
     return out
 
 
-def resharding(root: Path) -> list[dict[str, Any]]:
+def bench_reshard(root: Path) -> list[dict[str, Any]]:
     model = {"family": "llama", "vocab": 32000, "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1536}
-    section = {"model": {**model, "max_positions": 128}, "data": {"source": "synthetic", "sequence": 128}}
+    section = {"model": {**model, "max_positions": 128}, "data": {"source": "synthetic", "seq_len": 128}}
     rows = []
     for before, after in (("tp=4,dp=2", "tp=2,pp=2,dp=4"), ("dp=8", "tp=8"), ("tp=8", "dp=8")):
         sizes = {key: int(value) for key, value in (word.split("=") for word in before.split(","))}
         dp = sizes.pop("dp", 1)
         config = parse({**section, "layout": sizes, "train": {"steps": 1, "global_batch": 16}})
-        blueprint = models.family(config.model).blueprint(config.model)
-        write_native(root / "one", WeightsAlone(Random(config.model)), config, dp * sizes.get("tp", 1), {"step": 0})
+        blueprint = models.family_of(config.model).blueprint(config.model)
+        write_checkpoint(
+            root / "one", WeightsOnlyState(RandomWeights(config.model)), config, dp * sizes.get("tp", 1), {"step": 0}
+        )
         sizes = {key: int(value) for key, value in (word.split("=") for word in after.split(","))}
         dp = sizes.pop("dp", 1)
         config = parse({**section, "layout": sizes, "train": {"steps": 1, "global_batch": 16}})
-        layout = Layout.of(config, dp * sizes.get("tp", 1) * sizes.get("pp", 1))
+        layout = Layout.from_config(config, dp * sizes.get("tp", 1) * sizes.get("pp", 1))
         read = needed = 0
-        for rank in range(layout.world):
-            place = layout.place(rank)
-            with Checkpoint(open_place(root / "one")) as checkpoint:
-                for name in blueprint.names():
+        for rank in range(layout.world_size):
+            place = layout.coords(rank)
+            with Checkpoint(open_storage(root / "one")) as checkpoint:
+                for name in blueprint.parameter_names():
                     rows_held = blueprint.local_shape(name, layout.tp, place["tp"])[0]
-                    mine = share_of_rows(rows_held, layout.dp, place["dp"])
-                    for box in boxes(blueprint, name, layout.tp, place["tp"], mine, once=False):
-                        needed += checkpoint.tensor("weights", box).nbytes
+                    mine = shard_rows(rows_held, layout.dp, place["dp"])
+                    for box in rank_slices(blueprint, name, layout.tp, place["tp"], mine, skip_replicas=False):
+                        needed += checkpoint.read_state("weights", box).nbytes
                 read += checkpoint.bytes_read
         shutil.rmtree(root / "one")
         rows.append({"from": before, "to": f"{after} (ZeRO-1)", "bytes_needed": needed, "bytes_read": read})
@@ -238,7 +246,7 @@ def resharding(root: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if sys.argv[1:2] == ["--convert"]:
-        convert_alone(*sys.argv[2:])
+        convert_in_process(*sys.argv[2:])
         return
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory on the disk to measure")
     parser.add_argument("--only", choices=("reshard", "save", "convert"))
@@ -247,9 +255,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     works: dict[str, Callable[[], Any]] = {
-        "reshard": lambda: resharding(arguments.directory),
-        "save": lambda: saving(arguments.directory),
-        "convert": lambda: conversions(arguments.directory, arguments.layers),
+        "reshard": lambda: bench_reshard(arguments.directory),
+        "save": lambda: bench_save(arguments.directory),
+        "convert": lambda: bench_convert(arguments.directory, arguments.layers),
     }
     found: dict[str, Any] = {
         "date": str(date.today()),

@@ -9,13 +9,13 @@ import argparse
 import json
 from pathlib import Path
 
-from numerics import smooth
+from numerics import moving_average
 
 WIDTH, TOP, BOTTOM, LEFT, GAP = 760, 260, 150, 60, 50
-COLOURS = ("#1f2933", "#d9480f", "#1971c2")
+COLORS = ("#1f2933", "#d9480f", "#1971c2")
 
 
-def line(values: list[float], low: float, high: float, above: float, height: float, colour: str) -> str:
+def polyline(values: list[float], low: float, high: float, above: float, height: float, colour: str) -> str:
     across = (WIDTH - LEFT - 20) / (len(values) - 1)
     points = " ".join(
         f"{LEFT + n * across:.1f},{above + height * (high - value) / (high - low):.1f}"
@@ -24,43 +24,43 @@ def line(values: list[float], low: float, high: float, above: float, height: flo
     return f'<polyline fill="none" stroke="{colour}" stroke-width="1.4" points="{points}"/>'
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", colour: str = COLOURS[0]) -> str:
+def svg_text(x: float, y: float, words: str, anchor: str = "start", colour: str = COLORS[0]) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
 
-def axis(low: float, high: float, above: float, height: float, form: str) -> list[str]:
+def grid_lines(low: float, high: float, above: float, height: float, form: str) -> list[str]:
     out = []
     for n in range(5):
         y = above + height * n / 4
         out.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        out.append(text(LEFT - 6, y + 4, form.format(high + (low - high) * n / 4), "end"))
+        out.append(svg_text(LEFT - 6, y + 4, form.format(high + (low - high) * n / 4), "end"))
     return out
 
 
-def picture(losses: dict[str, list[float]], reference: str) -> str:
-    smoothed = {label: smooth(values) for label, values in losses.items()}
+def loss_curves_svg(losses: dict[str, list[float]], reference: str) -> str:
+    smoothed = {label: moving_average(values) for label, values in losses.items()}
     base = smoothed[reference]
     apart = {label: [(a / b - 1) * 100 for a, b in zip(v, base, strict=True)] for label, v in smoothed.items()}
     high, low = max(max(v) for v in smoothed.values()), min(min(v) for v in smoothed.values())
     second = TOP + 2 * GAP
-    rows = [*axis(low, high, GAP, TOP, "{:.1f}"), *axis(-1, 1, second, BOTTOM, "{:+.1f} %")]
+    rows = [*grid_lines(low, high, GAP, TOP, "{:.1f}"), *grid_lines(-1, 1, second, BOTTOM, "{:+.1f} %")]
     for n, (label, values) in enumerate(smoothed.items()):
-        rows.append(line(values, low, high, GAP, TOP, COLOURS[n]))
-        rows.append(text(WIDTH - 30, GAP + 20 + 18 * n, label, "end", COLOURS[n]))
-        rows.append(line(apart[label], -1, 1, second, BOTTOM, COLOURS[n]))
-    rows.append(text(LEFT, GAP - 12, "loss, mean of 20 steps"))
-    rows.append(text(LEFT, second - 12, f"apart from {reference}"))
+        rows.append(polyline(values, low, high, GAP, TOP, COLORS[n]))
+        rows.append(svg_text(WIDTH - 30, GAP + 20 + 18 * n, label, "end", COLORS[n]))
+        rows.append(polyline(apart[label], -1, 1, second, BOTTOM, COLORS[n]))
+    rows.append(svg_text(LEFT, GAP - 12, "loss, mean of 20 steps"))
+    rows.append(svg_text(LEFT, second - 12, f"apart from {reference}"))
     for n in range(6):
         x = LEFT + (WIDTH - LEFT - 20) * n / 5
-        rows.append(text(x, second + BOTTOM + 20, f"{len(base) * n // 5}", "middle"))
-    rows.append(text(WIDTH - 20, second + BOTTOM + 38, "step", "end"))
+        rows.append(svg_text(x, second + BOTTOM + 20, f"{len(base) * n // 5}", "middle"))
+    rows.append(svg_text(WIDTH - 20, second + BOTTOM + 38, "step", "end"))
     size = f'width="{WIDTH}" height="{second + BOTTOM + GAP}"'
     style = 'font-family="sans-serif" font-size="12" style="background:white"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *rows, "</svg>", ""])
 
 
-def table(losses: dict[str, list[float]], reference: str, rows: int = 10) -> str:
-    smoothed = {label: smooth(values) for label, values in losses.items()}
+def markdown_table(losses: dict[str, list[float]], reference: str, rows: int = 10) -> str:
+    smoothed = {label: moving_average(values) for label, values in losses.items()}
     out = ["| step | " + " | ".join(smoothed) + " |", "|---" * (len(smoothed) + 1) + "|"]
     steps = len(smoothed[reference])
     for n in range(1, rows + 1):
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     arguments = parser.parse_args()
     found = json.loads(arguments.file.read_text())
-    print(table(found["losses"], found["reference"]))
+    print(markdown_table(found["losses"], found["reference"]))
     if arguments.svg:
-        arguments.svg.write_text(picture(found["losses"], found["reference"]))
+        arguments.svg.write_text(loss_curves_svg(found["losses"], found["reference"]))
 
 
 if __name__ == "__main__":

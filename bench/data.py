@@ -28,21 +28,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reference import Gpt2
+from reference import ReferenceGpt2Encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.data.formats.megatron_bin import HEADER, MAGIC, Indexed, Writer
+from trainyard.data.formats.megatron_bin import INDEX_HEADER, INDEX_MAGIC, MegatronTokens, MegatronTokensWriter
 from trainyard.data.loading import megatron_order
-from trainyard.data.loading.build import open_sources
-from trainyard.data.loading.loader import Loader
+from trainyard.data.loading.build import build_datasets
+from trainyard.data.loading.loader import BatchLoader
 
 VOCAB = 50257
 BILLION = 10**9
 
 
-def text(characters: int) -> list[str]:
+def stdlib_documents(characters: int) -> list[str]:
     """Documents of about 3,000 characters: the words of Python's own library, which every machine has."""
     found, length = [], 0
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
@@ -55,7 +55,7 @@ def text(characters: int) -> list[str]:
     return found
 
 
-def gpt2_files(directory: Path, documents: list[str]) -> None:
+def train_gpt2_files(directory: Path, documents: list[str]) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -74,22 +74,22 @@ def write_lines(path: Path, documents: list[str], times: int) -> None:
                 file.write(json.dumps({"text": documents[number]}) + "\n")
 
 
-def ours(directory: Path, file: Path, workers: int, watch: bool = False) -> dict[str, float]:
+def run_trainyard(directory: Path, file: Path, workers: int, watch: bool = False) -> dict[str, float]:
     """The command itself. To watch its memory takes time from it."""
     words = ["--input", str(file), "--output-prefix", str(directory / "ours"), "--append-eod", "--overwrite"]
     words += ["--vocab-file", str(directory / "vocab.json"), "--merge-file", str(directory / "merges.txt")]
     start = time.perf_counter()
     command = [sys.executable, "-m", "trainyard", "data", "tokenize", *words, "--workers", str(workers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    most = _watch(process) if watch else 0
+    most = _peak_tree_memory(process) if watch else 0
     told = process.communicate()[0]
     assert process.returncode == 0
-    tokens = len(Indexed(directory / "ours_text_document").tokens)
+    tokens = len(MegatronTokens(directory / "ours_text_document").tokens)
     own = float(told.split(" tokens in ")[1].split(" s")[0])
     return {"tokens": tokens, "seconds": own, "with_start": time.perf_counter() - start, "memory_bytes": most}
 
 
-def at_once(directory: Path, file: Path) -> float:
+def two_independent_runs_rate(directory: Path, file: Path) -> float:
     """Tokens per second of two runs that know nothing of each other: all that two cores of this machine can do."""
     places = [directory / name for name in ("one", "other")]
     for place in places:
@@ -97,11 +97,11 @@ def at_once(directory: Path, file: Path) -> float:
         for name in ("vocab.json", "merges.txt"):
             shutil.copy(directory / name, place)
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda place: ours(place, file, 1), places))
+        found = list(threads.map(lambda place: run_trainyard(place, file, 1), places))
     return sum(each["tokens"] for each in found) / max(each["seconds"] for each in found)
 
 
-def _watch(process: subprocess.Popen[str]) -> int:
+def _peak_tree_memory(process: subprocess.Popen[str]) -> int:
     """The most memory that a process and its children had at once."""
     import psutil
 
@@ -117,13 +117,13 @@ def _watch(process: subprocess.Popen[str]) -> int:
     return most
 
 
-def theirs(directory: Path, file: Path, workers: int) -> dict[str, float]:
+def run_reference(directory: Path, file: Path, workers: int) -> dict[str, float]:
     start = time.perf_counter()
     tokens = 0
     with (
-        multiprocessing.Pool(workers, _begin, (directory,)) as pool,
+        multiprocessing.Pool(workers, _init_worker, (directory,)) as pool,
         file.open() as lines,
-        Writer(directory / "theirs", "uint16") as writer,
+        MegatronTokensWriter(directory / "theirs", "uint16") as writer,
     ):
         for row in pool.imap(_encode, lines, 25):
             array = np.array(row, "uint16")
@@ -132,28 +132,28 @@ def theirs(directory: Path, file: Path, workers: int) -> dict[str, float]:
     return {"tokens": tokens, "seconds": time.perf_counter() - start}
 
 
-def _begin(directory: Path) -> None:
+def _init_worker(directory: Path) -> None:
     global encoder
-    encoder = Gpt2(directory / "vocab.json", directory / "merges.txt")
+    encoder = ReferenceGpt2Encoder(directory / "vocab.json", directory / "merges.txt")
 
 
-encoder: Gpt2
+encoder: ReferenceGpt2Encoder
 
 
 def _encode(line: str) -> list[int]:
-    return [*encoder.encode(json.loads(line)["text"]), encoder.numbers["<|endoftext|>"]]
+    return [*encoder.encode(json.loads(line)["text"]), encoder.token_ids["<|endoftext|>"]]
 
 
-def tokenize(directory: Path) -> dict[str, Any]:
-    documents = text(6_000_000)
-    gpt2_files(directory, documents)
+def bench_tokenize(directory: Path) -> dict[str, Any]:
+    documents = stdlib_documents(6_000_000)
+    train_gpt2_files(directory, documents)
     small, large = directory / "small.jsonl", directory / "large.jsonl"
     write_lines(small, documents, 2)
     write_lines(large, documents, 8)
     out: dict[str, Any] = {"megabytes": large.stat().st_size / 1e6}
     rates: dict[str, list[float]] = {"reference": [], "ours": []}
     for workers in (1, 2):
-        for name, run in (("reference", theirs), ("ours", ours)):
+        for name, run in (("reference", run_reference), ("ours", run_trainyard)):
             found = run(directory, large, workers)
             rates[name].append(found["tokens"] / found["seconds"])
         same = all(
@@ -168,12 +168,12 @@ def tokenize(directory: Path) -> dict[str, Any]:
             flush=True,
         )
     scaling = {name: pair[1] / pair[0] for name, pair in rates.items()}
-    scaling["two runs at once"] = at_once(directory, large) / rates["ours"][0]
+    scaling["two runs at once"] = two_independent_runs_rate(directory, large) / rates["ours"][0]
     huge = directory / "huge.jsonl"
     write_lines(huge, documents, 32)
-    alone, both = (ours(directory, huge, workers)["seconds"] for workers in (1, 2))
+    alone, both = (run_trainyard(directory, huge, workers)["seconds"] for workers in (1, 2))
     scaling["ours, four times the input"] = alone / both
-    memory = [ours(directory, file, 2, watch=True)["memory_bytes"] for file in (small, large)]
+    memory = [run_trainyard(directory, file, 2, watch=True)["memory_bytes"] for file in (small, large)]
     print(
         f"  two workers over one: reference {scaling['reference']:.2f}x, ours {scaling['ours']:.2f}x; "
         f"two runs at once, each of all the input, over one: {scaling['two runs at once']:.2f}x; "
@@ -186,7 +186,7 @@ def tokenize(directory: Path) -> dict[str, Any]:
     return out | {"scaling": scaling, "memory_bytes": memory}
 
 
-def configuration(prefix: Path, **data: Any) -> Config:
+def make_config(prefix: Path, **data: Any) -> Config:
     return parse(
         {
             "model": {
@@ -198,16 +198,16 @@ def configuration(prefix: Path, **data: Any) -> Config:
                 "ffn": 64,
                 "max_positions": 2048,
             },
-            "data": {"source": "tokens", "paths": [str(prefix)], "sequence": 2048, **data},
+            "data": {"source": "tokens", "paths": [str(prefix)], "seq_len": 2048, **data},
             "train": {"steps": 1000, "global_batch": 256, "micro_batch": 1},
         }
     )
 
 
-def load(directory: Path) -> dict[str, Any]:
+def bench_load(directory: Path) -> dict[str, Any]:
     """A set of 100 million tokens, read once before so that it is in memory; one thread."""
     rng = np.random.RandomState(0)
-    with Writer(directory / "set", "uint16") as writer:
+    with MegatronTokensWriter(directory / "set", "uint16") as writer:
         for _ in range(50):
             sizes = rng.randint(10, 1200, 3300).astype(np.int32)
             tokens = rng.randint(0, 32000, int(sizes.sum())).astype("uint16")
@@ -215,13 +215,13 @@ def load(directory: Path) -> dict[str, Any]:
     out = {}
     for label, data in {
         "our order": {},
-        "our order, documents apart": {"separate": True, "mask_ends": True},
+        "our order, documents apart": {"document_mask": True, "mask_eod_loss": True},
         "the reference's order": {"order": "megatron"},
         "a blend of two": {"paths": [str(directory / "set")] * 2, "weights": [0.7, 0.3]},
     }.items():
-        config = configuration(directory / "set", **data)
-        source, _, shuffle = open_sources(config)
-        loader = Loader(source, 256, 0, shuffle)
+        config = make_config(directory / "set", **data)
+        source, _, shuffle = build_datasets(config)
+        loader = BatchLoader(source, 256, 0, shuffle)
         loader.batch(0)
         steps = 60
         start = time.process_time()
@@ -233,7 +233,7 @@ def load(directory: Path) -> dict[str, Any]:
     return out
 
 
-def billion(directory: Path) -> Path:
+def write_billion_token_index(directory: Path) -> Path:
     """An index of two million documents with a billion tokens, which are a hole in a file."""
     sizes = np.random.RandomState(0).randint(1, 1000, 2_000_000).astype(np.int32)
     sizes[-1] += BILLION - int(sizes.sum(dtype=np.int64))
@@ -242,7 +242,7 @@ def billion(directory: Path) -> Path:
         sizes[-1] += BILLION - int(sizes.sum(dtype=np.int64))
     ends = np.cumsum(sizes, dtype=np.int64)
     with (directory / "billion.idx").open("wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, 8, len(sizes), len(sizes) + 1))
+        file.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, 8, len(sizes), len(sizes) + 1))
         for array in (sizes, (ends - sizes) * 2, np.arange(len(sizes) + 1)):
             file.write(array.astype("<i4" if array is sizes else "<i8").tobytes())
     with (directory / "billion.bin").open("wb") as file:
@@ -250,31 +250,31 @@ def billion(directory: Path) -> Path:
     return directory / "billion"
 
 
-def index(directory: Path) -> dict[str, Any]:
-    prefix = billion(directory)
+def bench_index(directory: Path) -> dict[str, Any]:
+    prefix = write_billion_token_index(directory)
     out = {}
     for label, work in {
-        "our order": partial(_ours, prefix),
-        "the reference's order": partial(_megatron, prefix),
+        "our order": partial(_open_shuffled, prefix),
+        "the reference's order": partial(_open_megatron, prefix),
     }.items():
-        seconds, memory = _apart(work)
+        seconds, memory = _measure_in_fork(work)
         out[label] = {"seconds": seconds, "memory_bytes": memory}
         print(f"index of a billion tokens, {label}: {seconds:.2f} s, {memory / 2**20:.0f} MiB more memory", flush=True)
     return out
 
 
-def _ours(prefix: Path) -> None:
-    source, _, _ = open_sources(configuration(prefix))
+def _open_shuffled(prefix: Path) -> None:
+    source, _, _ = build_datasets(make_config(prefix))
     source.samples(np.array([len(source) - 1]))
 
 
-def _megatron(prefix: Path) -> None:
-    data = Indexed(prefix)
-    source = megatron_order.MegatronOrder(data, range(len(data)), BILLION // 2048 - 1, 2048, 1234, 32000)
+def _open_megatron(prefix: Path) -> None:
+    data = MegatronTokens(prefix)
+    source = megatron_order.MegatronOrderDataset(data, range(len(data)), BILLION // 2048 - 1, 2048, 1234, 32000)
     source.samples(np.array([len(source) - 1]))
 
 
-def _apart(work: Callable[[], None]) -> tuple[float, int]:
+def _measure_in_fork(work: Callable[[], None]) -> tuple[float, int]:
     """Seconds, and memory beyond what the process had before, in a process of its own."""
     reader, writer = os.pipe()
     if not os.fork():
@@ -292,32 +292,37 @@ def _apart(work: Callable[[], None]) -> tuple[float, int]:
     return seconds, memory
 
 
-def resume(directory: Path) -> dict[str, float]:
+def bench_resume(directory: Path) -> dict[str, float]:
     prefix = directory / "billion"
     if not prefix.with_suffix(".idx").exists():
-        billion(directory)
+        write_billion_token_index(directory)
     out = {}
     for step in (0, 1_000, 1_000_000):
         start = time.perf_counter()
-        source, _, shuffle = open_sources(configuration(prefix))
-        Loader(source, 256, 0, shuffle).batch(step)
+        source, _, shuffle = build_datasets(make_config(prefix))
+        BatchLoader(source, 256, 0, shuffle).batch(step)
         out[str(step)] = time.perf_counter() - start
         print(f"resume: first batch of step {step:,} after {out[str(step)] * 1000:.0f} ms", flush=True)
     return out
 
 
-PARTS: dict[str, Callable[[Path], Any]] = {"tokenize": tokenize, "load": load, "index": index, "resume": resume}
+BENCHMARKS: dict[str, Callable[[Path], Any]] = {
+    "tokenize": bench_tokenize,
+    "load": bench_load,
+    "index": bench_index,
+    "resume": bench_resume,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("parts", nargs="*", choices=[*BENCHMARKS, []], default=[])
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
     with tempfile.TemporaryDirectory() as name:
-        for part in arguments.parts or PARTS:
-            results[part] = PARTS[part](Path(name))
+        for part in arguments.parts or BENCHMARKS:
+            results[part] = BENCHMARKS[part](Path(name))
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -2,7 +2,7 @@
 
     python bench/gpu.py                                every case, ours and the peers
     python bench/gpu.py --case bert-large --only-ours
-    python bench/gpu.py --case deepseek-1.3b --set precision.gradients=bf16
+    python bench/gpu.py --case deepseek-1.3b --set precision.grad_dtype=bf16
 
 Ours is `trainyard train` itself in a process of its own: real loader, logging on, figures from its metrics.jsonl (steps
 after the fourth). A peer is the same step in a process of its own: forward, loss, backward, clipping and AdamW on
@@ -32,14 +32,14 @@ from trainyard import devices, models
 from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.models.flops import per_sample
+from trainyard.models.flops import flops_per_sample
 
 DEEPSEEK = {
     "model": {
         "family": "llama", "vocab": 32256, "hidden": 2048, "layers": 24, "heads": 16, "ffn": 5504,
         "max_positions": 16384, "rope_theta": 100000.0, "rope_scaling": {"kind": "linear", "factor": 4.0},
     },
-    "data": {"source": "synthetic", "sequence": 4096},
+    "data": {"source": "synthetic", "seq_len": 4096},
     "train": {"steps": 12, "global_batch": 32, "micro_batch": 8},
     "precision": {"kind": "bf16"},
 }  # fmt: skip
@@ -48,16 +48,16 @@ LLAMA = {
         "family": "llama", "vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32, "ffn": 11008,
         "max_positions": 4096,
     },
-    "data": {"source": "synthetic", "sequence": 4096},
+    "data": {"source": "synthetic", "seq_len": 4096},
     "train": {"steps": 8, "global_batch": 16, "micro_batch": 1},
     "precision": {"kind": "bf16"},
 }  # fmt: skip
 BERT = {
     "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
-    "data": {"source": "synthetic", "sequence": 128, "predictions": 20},
+    "data": {"source": "synthetic", "seq_len": 128, "max_predictions": 20},
     "train": {"steps": 24, "global_batch": 2048, "micro_batch": 512},
     "precision": {"kind": "bf16"},
-    "compile": {"replay": True},
+    "compile": {"cuda_graphs": True},
 }
 CASES: dict[str, dict[str, Any]] = {
     "deepseek-1.3b": DEEPSEEK,
@@ -68,12 +68,12 @@ CASES: dict[str, dict[str, Any]] = {
 PEERS = ("transformers eager", "transformers compiled", "torchtitan")
 
 
-def ours(case: str, overrides: list[str]) -> dict[str, float]:
+def run_trainyard(case: str, overrides: list[str]) -> dict[str, float]:
     """`trainyard train` as a user runs it."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "case.yaml"
         file.write_text(yaml.safe_dump(CASES[case]))
-        saves = ["checkpoint.final=false", "checkpoint.every=0", "checkpoint.resume=none"]
+        saves = ["checkpoint.export_hf=false", "checkpoint.every=0", "checkpoint.resume=none"]
         words = [f"log.directory={directory}", "log.every=4", *saves, *overrides]
         run = [sys.executable, "-m", "trainyard", "train", str(file), *words]
         done = subprocess.run(run, capture_output=True, text=True)
@@ -90,11 +90,15 @@ def ours(case: str, overrides: list[str]) -> dict[str, float]:
     }
 
 
-def theirs(peer: str, case: str) -> dict[str, float]:
+def time_peer(peer: str, case: str) -> dict[str, float]:
     """Runs in a process of its own."""
     config = parse(json.loads(json.dumps(CASES[case])))
     device = torch.device("cuda")
-    step = titan(config, device) if peer == "torchtitan" else hugging_face(config, device, peer.endswith("compiled"))
+    step = (
+        torchtitan_step(config, device)
+        if peer == "torchtitan"
+        else transformers_step(config, device, peer.endswith("compiled"))
+    )
     seconds = []
     for number in range(6):
         torch.cuda.synchronize()
@@ -106,7 +110,7 @@ def theirs(peer: str, case: str) -> dict[str, float]:
     return {"ms": statistics.median(seconds) * 1000, "memory_bytes": torch.cuda.max_memory_allocated()}
 
 
-def titan(config: Config, device: torch.device) -> Callable[[], None]:
+def torchtitan_step(config: Config, device: torch.device) -> Callable[[], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config.job_config import Compile
@@ -118,8 +122,8 @@ def titan(config: Config, device: torch.device) -> Callable[[], None]:
     assert model.family == "llama"
     # Its feed-forward is 8/3 of the hidden size, rounded up.
     sizes = TransformerModelArgs(
-        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.kv, vocab_size=model.vocab,
-        multiple_of=128, max_seq_len=config.data.sequence,
+        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads, vocab_size=model.vocab,
+        multiple_of=128, max_seq_len=config.data.seq_len,
     )  # fmt: skip
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
@@ -134,7 +138,7 @@ def titan(config: Config, device: torch.device) -> Callable[[], None]:
     made.train()
     loss = torch.compile(cross_entropy_loss)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    size, sequence = config.train.micro_batch, config.data.sequence
+    size, sequence = config.train.micro_batch, config.data.seq_len
     tokens = torch.randint(0, model.vocab, (size, sequence), device=device)
     count = config.train.global_batch * sequence
 
@@ -151,7 +155,7 @@ def titan(config: Config, device: torch.device) -> Callable[[], None]:
     return step
 
 
-def hugging_face(config: Config, device: torch.device, compiled: bool) -> Callable[[], None]:
+def transformers_step(config: Config, device: torch.device, compiled: bool) -> Callable[[], None]:
     import transformers
 
     kind = {"llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}[config.model.family]
@@ -165,12 +169,12 @@ def hugging_face(config: Config, device: torch.device, compiled: bool) -> Callab
     masters = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     run = torch.compile(model, dynamic=False) if compiled else model
-    size, sequence, vocab = config.train.micro_batch, config.data.sequence, config.model.vocab
+    size, sequence, vocab = config.train.micro_batch, config.data.seq_len, config.model.vocab
     tokens = torch.randint(0, vocab, (size, sequence), device=device)
     inputs = {"input_ids": tokens, "labels": tokens}
     if config.model.family == "bert":
         labels = torch.full_like(tokens, -100)
-        labels[:, : config.data.predictions] = tokens[:, : config.data.predictions]
+        labels[:, : config.data.max_predictions] = tokens[:, : config.data.max_predictions]
         inputs |= {
             "attention_mask": torch.ones_like(tokens),
             "token_type_ids": torch.zeros_like(tokens),
@@ -194,7 +198,7 @@ def hugging_face(config: Config, device: torch.device, compiled: bool) -> Callab
     return step
 
 
-def peer_in_process(peer: str, case: str) -> dict[str, float] | str:
+def run_peer(peer: str, case: str) -> dict[str, float] | str:
     run = [sys.executable, __file__, "--case", case, "--peer", peer]
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run(run, capture_output=True, text=True, env=environment)
@@ -203,19 +207,22 @@ def peer_in_process(peer: str, case: str) -> dict[str, float] | str:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def figures(config: Config, found: dict[str, float]) -> dict[str, float]:
+def with_throughput(config: Config, found: dict[str, float]) -> dict[str, float]:
     """With throughput and MFU."""
-    blueprint = models.family(config.model).blueprint(config.model)
-    flops = per_sample(config.model, blueprint, config.data.sequence, config.data.predictions)
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
     samples = config.train.global_batch / found["ms"] * 1000
-    out = {**found, "sequences_per_second": samples, "tokens_per_second": samples * config.data.sequence}
-    peak = devices.select("auto").peak(torch.bfloat16)
+    out = {**found, "sequences_per_second": samples, "tokens_per_second": samples * config.data.seq_len}
+    peak = devices.select("auto").peak_throughput(torch.bfloat16)
     if peak:
-        out |= {"mfu_full": samples * flops.full / peak.flops, "mfu_causal": samples * flops.causal / peak.flops}
+        out |= {
+            "mfu_full": samples * flops.full_attention / peak.flops,
+            "mfu_causal": samples * flops.causal_attention / peak.flops,
+        }
     return out
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     query = "name,clocks.sm,clocks.max.sm,clocks.mem,power.limit,driver_version"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     told = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
@@ -234,25 +241,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures there as JSON, beside those of other cases")
     arguments = parser.parse_args()
     if arguments.peer:
-        print(json.dumps(theirs(arguments.peer, arguments.case[0])))
+        print(json.dumps(time_peer(arguments.peer, arguments.case[0])))
         return
     results: dict[str, Any] = {}
     if arguments.out and arguments.out.exists():
         results = json.loads(arguments.out.read_text())
-    print(json.dumps(machine()))
+    print(json.dumps(describe_machine()))
     for case in arguments.case or CASES:
         config = parse(json.loads(json.dumps(CASES[case])), arguments.set)
-        rows: dict[str, Any] = {"trainyard": figures(config, ours(case, arguments.set))}
+        rows: dict[str, Any] = {"trainyard": with_throughput(config, run_trainyard(case, arguments.set))}
         if not arguments.only_ours and not case.endswith("fp8"):
             for peer in PEERS:
                 if peer == "torchtitan" and (config.model.family != "llama" or not find_spec("torchtitan")):
                     continue
-                found = peer_in_process(peer, case)
-                rows[peer] = found if isinstance(found, str) else figures(config, found)
-        results[case] = {"machine": machine(), "overrides": arguments.set, "rows": rows}
+                found = run_peer(peer, case)
+                rows[peer] = found if isinstance(found, str) else with_throughput(config, found)
+        results[case] = {"machine": describe_machine(), "overrides": arguments.set, "rows": rows}
         if arguments.out:
             arguments.out.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"{case}: batch {config.train.global_batch} x {config.data.sequence}, micro batch "
+        print(f"{case}: batch {config.train.global_batch} x {config.data.seq_len}, micro batch "
               f"{config.train.micro_batch}, {config.precision.kind}", flush=True)  # fmt: skip
         for name, row in rows.items():
             if isinstance(row, str):

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainyard import Trainer
 from trainyard.config.load import parse
 
-KINDS = [
+KERNEL_KINDS = [
     ("attention", r"fmha|flash|sdpa|cudnn.*attn|attention|attend|dot_do_o|convert_dq|^_forward$|^_dq$|^_dkdv$"),
     ("product", r"gemm|cutlass|nvjet|xmma|cublas|splitk|s16816|wgmma"),
     ("norm", r"norm"),
@@ -36,8 +36,8 @@ KINDS = [
 ]
 
 
-def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
+def kernel_kind(name: str) -> str:
+    return next((kind for kind, pattern in KERNEL_KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def main() -> None:
@@ -55,21 +55,21 @@ def main() -> None:
     batches = [trainer.loader.batch(number) for number in range(arguments.steps)]
     start = time.perf_counter()
     for number in range(4 * arguments.steps):  # the same ones, so that every shape is recorded
-        trainer.step(batches[number % arguments.steps], number + 1, 1e-4)
+        trainer.train_step(batches[number % arguments.steps], number + 1, 1e-4)
     trainer.device.synchronize()
     print(f"warm-up {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     for number, batch in enumerate(batches):
-        trainer.step(batch, number + 1, 1e-4)
+        trainer.train_step(batch, number + 1, 1e-4)
     sent = time.perf_counter() - start
     trainer.device.synchronize()
     wall = (time.perf_counter() - start) / arguments.steps
     print(f"{wall * 1000:.1f} ms a step without the profiler (host done after {sent / arguments.steps * 1000:.1f})")
     samples = config.train.global_batch / wall
-    print(f"{samples * config.data.sequence:,.0f} tokens/s, {samples:,.1f} sequences/s")
+    print(f"{samples * config.data.seq_len:,.0f} tokens/s, {samples:,.1f} sequences/s")
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         for number, batch in enumerate(batches):
-            trainer.step(batch, number + 1, 1e-4)
+            trainer.train_step(batch, number + 1, 1e-4)
         trainer.device.synchronize()
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in traced.events():
@@ -78,7 +78,7 @@ def main() -> None:
             kernels[event.name][1] += 1 / arguments.steps
     kinds: dict[str, float] = defaultdict(float)
     for name, (milliseconds, _) in kernels.items():
-        kinds[kind_of(name)] += milliseconds
+        kinds[kernel_kind(name)] += milliseconds
     total = sum(kinds.values())
     for kind, milliseconds in sorted(kinds.items(), key=lambda item: -item[1]):
         print(f"  {kind:16} {milliseconds:9.2f} ms  {milliseconds / total:6.1%}")
@@ -86,7 +86,7 @@ def main() -> None:
     for name, (milliseconds, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[: arguments.top]:
         print(
             f"    {milliseconds:8.2f} ms {count:7.1f} x {milliseconds / count * 1000:8.1f} us"
-            f"  [{kind_of(name)}] {name[:90]}"
+            f"  [{kernel_kind(name)}] {name[:90]}"
         )
     if arguments.out:
         result: dict[str, Any] = {
@@ -95,9 +95,9 @@ def main() -> None:
             "device": trainer.device.describe(),
             "torch": torch.__version__,
             "ms_per_step": wall * 1000,
-            "tokens_per_second": samples * config.data.sequence,
+            "tokens_per_second": samples * config.data.seq_len,
             "kinds_ms": dict(kinds),
-            "memory_bytes": trainer.device.memory_peak(),
+            "memory_bytes": trainer.device.max_memory_allocated(),
         }
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 

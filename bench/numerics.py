@@ -19,7 +19,7 @@ import torch
 
 from trainyard import Trainer
 from trainyard.config.load import parse
-from trainyard.train.lr_schedule import rate
+from trainyard.train.lr_schedule import learning_rate
 
 VOCAB = 8192
 SHAPE = {
@@ -27,7 +27,7 @@ SHAPE = {
     "fp8": {"hidden": 1024, "layers": 12, "heads": 8, "ffn": 2816},
 }
 STEPS = {"fast": 200, "fp8": 500}
-RUNS = {
+VARIANTS = {
     "fast": {
         "fp32, plain": {"precision": {"kind": "fp32"}, "device": {"kernels": "plain"}},
         "bf16, fused": {"precision": {"kind": "bf16"}},
@@ -36,12 +36,12 @@ RUNS = {
     "fp8": {
         "bf16": {"precision": {"kind": "bf16"}},
         "fp8 by tensor": {"precision": {"kind": "fp8"}},
-        "fp8 by row": {"precision": {"kind": "fp8", "scaling": "row"}},
+        "fp8 by row": {"precision": {"kind": "fp8", "fp8_scaling": "row"}},
     },
 }
 
 
-def text(directory: Path, size: int) -> list[str]:
+def write_corpus(directory: Path, size: int) -> list[str]:
     """Files of Python source, about `size` characters in all."""
     package = Path(torch.__file__).parent
     pieces: list[str] = []
@@ -54,7 +54,7 @@ def text(directory: Path, size: int) -> list[str]:
     return pieces
 
 
-def tokenizer(pieces: list[str], file: Path) -> None:
+def train_tokenizer(pieces: list[str], file: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -70,7 +70,9 @@ def tokenizer(pieces: list[str], file: Path) -> None:
     made.save(str(file))
 
 
-def run(what: str, sections: dict[str, Any], directory: Path, steps: int, given: argparse.Namespace) -> dict[str, Any]:
+def train_variant(
+    what: str, sections: dict[str, Any], directory: Path, steps: int, given: argparse.Namespace
+) -> dict[str, Any]:
     """Losses of all steps, and gradients of the first."""
     batch, sequence = given.batch, given.sequence
     sections = dict(sections)
@@ -81,12 +83,12 @@ def run(what: str, sections: dict[str, Any], directory: Path, steps: int, given:
             "paths": [str(directory / "*.txt")],
             "tokenizer": str(directory / "tokenizer.json"),
             "end_of_text": "<|endoftext|>",
-            "sequence": sequence,
+            "seq_len": sequence,
         },
         "train": {"steps": steps, "global_batch": batch, "micro_batch": micro_batch},
         "optimizer": {"lr": 3e-4},
-        "schedule": {"warmup": given.warmup, "floor": 3e-5},
-        "checkpoint": {"final": False},
+        "schedule": {"warmup_steps": given.warmup, "min_lr": 3e-5},
+        "checkpoint": {"export_hf": False},
         **sections,
     }
     trainer = Trainer(parse(settings))
@@ -94,26 +96,30 @@ def run(what: str, sections: dict[str, Any], directory: Path, steps: int, given:
     optimizer = trainer.optimizer
 
     def look() -> None:
-        first.update({name: optimizer.view(optimizer.sums, name).float().cpu() for name in optimizer.names})
-        trainer.step.look = None
+        first.update(
+            {name: optimizer.shard_view(optimizer.reduced_grads, name).float().cpu() for name in optimizer.names}
+        )
+        trainer.train_step.on_gradients_ready = None
 
-    trainer.step.look = look
+    trainer.train_step.on_gradients_ready = look
     losses = []
     for model in trainer.models:
         model.train()
     for number in range(1, steps + 1):
-        losses.append(trainer.step(trainer.loader.batch(number - 1), number, rate(trainer.config, number)).loss)
+        losses.append(
+            trainer.train_step(trainer.loader.batch(number - 1), number, learning_rate(trainer.config, number)).loss
+        )
     return {"losses": torch.stack(losses).tolist(), "gradients": first, "device": trainer.device.describe()}
 
 
-def smooth(losses: list[float], over: int = 20) -> list[float]:
+def moving_average(losses: list[float], over: int = 20) -> list[float]:
     """Means of the last `over` steps: a batch's own noise is the same in all runs, but drift is not."""
     return [sum(losses[max(0, n - over + 1) : n + 1]) / min(over, n + 1) for n in range(len(losses))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=sorted(RUNS))
+    parser.add_argument("what", choices=sorted(VARIANTS))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
@@ -124,10 +130,10 @@ def main() -> None:
     steps = arguments.steps or STEPS[arguments.what]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        tokenizer(text(directory, arguments.characters), directory / "tokenizer.json")
+        train_tokenizer(write_corpus(directory, arguments.characters), directory / "tokenizer.json")
         found = {
-            label: run(arguments.what, sections, directory, steps, arguments)
-            for label, sections in RUNS[arguments.what].items()
+            label: train_variant(arguments.what, sections, directory, steps, arguments)
+            for label, sections in VARIANTS[arguments.what].items()
         }
     reference, *others = found
     base = found[reference]
@@ -141,11 +147,13 @@ def main() -> None:
         "losses": {label: run["losses"] for label, run in found.items()},
         "compared": {},
     }
-    print(f"{reference}: loss {base['losses'][0]:.4f} -> {smooth(base['losses'])[-1]:.4f} in {steps} steps")
+    print(f"{reference}: loss {base['losses'][0]:.4f} -> {moving_average(base['losses'])[-1]:.4f} in {steps} steps")
     for label in others:
         other = found[label]
         apart = [abs(a / b - 1) for a, b in zip(other["losses"], base["losses"], strict=True)]
-        apart_smooth = [abs(a / b - 1) for a, b in zip(smooth(other["losses"]), smooth(base["losses"]), strict=True)]
+        apart_smooth = [
+            abs(a / b - 1) for a, b in zip(moving_average(other["losses"]), moving_average(base["losses"]), strict=True)
+        ]
         dots = [
             sum(float((x[name].double() * y[name].double()).sum()) for name in base["gradients"])
             for x, y in (
@@ -168,7 +176,7 @@ def main() -> None:
         }
         result["compared"][label] = row
         print(
-            f"{label}: loss -> {smooth(other['losses'])[-1]:.4f}; largest difference of a step {max(apart):.3%}, "
+            f"{label}: loss -> {moving_average(other['losses'])[-1]:.4f}; largest difference of a step {max(apart):.3%}, "
             f"of the mean of 20 {max(apart_smooth):.3%}, at the end {apart_smooth[-1]:.3%}; gradient cosine at step 1 "
             f"{row['gradient_cosine']:.6f}, least {cosines[least]:.6f} ({least})"
         )

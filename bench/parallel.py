@@ -34,17 +34,17 @@ from trainyard.parallel.tensor_parallel import ContextAxis
 RANKS = 2
 MODEL = {"family": "llama", "vocab": 4096, "hidden": 256, "layers": 8, "heads": 8, "ffn": 704, "max_positions": 512}
 # The ends of the model cost next to nothing here, so that both stages of a pipeline have the same work.
-EVEN = {**MODEL, "vocab": 64}
+BALANCED_MODEL = {**MODEL, "vocab": 64}
 SEQUENCE = 256
 MICRO_BATCHES = (2, 4, 8, 16)
-HEADS, HEAD, LONG = 4, 64, 8192
+HEADS, HEAD_DIM, LONG_SEQ_LEN = 4, 64, 8192
 
 
-def configure(model: dict[str, Any], layout: dict[str, Any], samples: int) -> Config:
+def make_config(model: dict[str, Any], layout: dict[str, Any], samples: int) -> Config:
     return parse(
         {
             "model": model,
-            "data": {"source": "synthetic", "sequence": SEQUENCE},
+            "data": {"source": "synthetic", "seq_len": SEQUENCE},
             "train": {"steps": 1, "global_batch": samples, "micro_batch": 2},
             "layout": layout,
             "device": {"name": "cpu", "threads": 1},
@@ -52,20 +52,20 @@ def configure(model: dict[str, Any], layout: dict[str, Any], samples: int) -> Co
     )
 
 
-def stepper(config: Config) -> Callable[[], None]:
+def make_step(config: Config) -> Callable[[], None]:
     trainer = Trainer(config)
     for model in trainer.models:
         model.train()
-    batch = trainer.loader.batch(0, trainer.rows)
+    batch = trainer.loader.batch(0, trainer.batch_slice)
 
     def step() -> None:
-        trainer.step(batch, 1, 1e-4)
-        trainer.optimizer.settle()
+        trainer.train_step(batch, 1, 1e-4)
+        trainer.optimizer.wait_for_weights()
 
     return step
 
 
-def in_turn(sides: dict[Any, Callable[[], None]], rounds: int, together: bool = True) -> dict[Any, float]:
+def interleaved_medians(sides: dict[Any, Callable[[], None]], rounds: int, together: bool = True) -> dict[Any, float]:
     """Median seconds of each. Where ranks work `together`, they begin together."""
     seconds: dict[Any, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 2):
@@ -79,21 +79,21 @@ def in_turn(sides: dict[Any, Callable[[], None]], rounds: int, together: bool = 
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def zero1(rounds: int) -> dict[str, Any]:
-    sides = {zero: stepper(configure(MODEL, {"zero": zero, "bucket": 4}, 8)) for zero in (0, 1)}
-    found = in_turn(sides, rounds)
+def bench_zero1(rounds: int) -> dict[str, Any]:
+    sides = {zero: make_step(make_config(MODEL, {"zero": zero, "bucket_mib": 4}, 8)) for zero in (0, 1)}
+    found = interleaved_medians(sides, rounds)
     return {"replicated_ms": found[0] * 1e3, "zero1_ms": found[1] * 1e3, "ratio": found[1] / found[0]}
 
 
-def ring(rounds: int) -> dict[str, Any]:
+def bench_attention(rounds: int) -> dict[str, Any]:
     """Each rank also does the whole alone, at the same time, so that both cores are as busy."""
     world = dist.group.WORLD
     assert world is not None
     group = Group(tuple(range(RANKS)), dist.get_rank(), world.group_name, world)
 
     def attention(tokens: int, run: Callable[..., torch.Tensor]) -> Callable[[], None]:
-        q, k, v = (torch.randn(1, HEADS, tokens, HEAD, requires_grad=True) for _ in range(3))
-        dout = torch.randn(1, HEADS, tokens, HEAD)
+        q, k, v = (torch.randn(1, HEADS, tokens, HEAD_DIM, requires_grad=True) for _ in range(3))
+        dout = torch.randn(1, HEADS, tokens, HEAD_DIM)
         return lambda: torch.autograd.backward(run(q, k, v), dout)
 
     def shared(method: Any) -> Callable[..., torch.Tensor]:
@@ -101,11 +101,11 @@ def ring(rounds: int) -> dict[str, Any]:
         return lambda q, k, v: axis.attend(q, k, v, True, None, None)
 
     sides = {
-        "alone": attention(LONG, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
-        "ring": attention(LONG // RANKS, shared("ring")),
-        "all_gather": attention(LONG // RANKS, shared("all_gather")),
+        "alone": attention(LONG_SEQ_LEN, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        "ring": attention(LONG_SEQ_LEN // RANKS, shared("ring")),
+        "all_gather": attention(LONG_SEQ_LEN // RANKS, shared("all_gather")),
     }
-    found = in_turn(sides, rounds)
+    found = interleaved_medians(sides, rounds)
     return {
         **{f"{name}_ms": seconds * 1e3 for name, seconds in found.items()},
         "ring_ratio": RANKS * found["ring"] / found["alone"],
@@ -113,17 +113,17 @@ def ring(rounds: int) -> dict[str, Any]:
     }
 
 
-class Watched:
+class TimedPipeline:
     """A pipeline step whose stages' own work is timed: what is left of the step is waiting."""
 
     def __init__(self, config: Config) -> None:
         self.trainer = Trainer(config)
         for model in self.trainer.models:
             model.train()
-        self.batch = self.trainer.loader.batch(0, self.trainer.rows)
-        self.busy = self.whole = 0.0
-        self.shares: list[float] = []
-        pipeline = self.trainer.forward.pipeline
+        self.batch = self.trainer.loader.batch(0, self.trainer.batch_slice)
+        self.busy_s = self.total_s = 0.0
+        self.bubble_fractions: list[float] = []
+        pipeline = self.trainer.runner.pipeline
         assert pipeline is not None
         schedule = pipeline.schedule
         for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
@@ -141,48 +141,50 @@ class Watched:
         return timed
 
     def step(self) -> None:
-        self.busy = self.whole = 0.0
-        self.trainer.step(self.batch, 1, 1e-4)
-        mine = torch.tensor([self.busy, self.whole])
+        self.busy_s = self.total_s = 0.0
+        self.trainer.train_step(self.batch, 1, 1e-4)
+        mine = torch.tensor([self.busy_s, self.total_s])
         dist.all_reduce(mine)  # the mean over the stages
-        self.shares.append(1 - float(mine[0] / mine[1]))
+        self.bubble_fractions.append(1 - float(mine[0] / mine[1]))
 
 
-def bubble(rounds: int) -> dict[str, Any]:
+def bench_bubble(rounds: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for schedule, layout in {"1f1b": {"pp": RANKS}, "interleaved": {"pp": RANKS, "vpp": 2}}.items():
-        watched = {m: Watched(configure(EVEN, layout, 2 * m)) for m in MICRO_BATCHES}
-        seconds = in_turn({m: each.step for m, each in watched.items()}, rounds)
+        watched = {m: TimedPipeline(make_config(BALANCED_MODEL, layout, 2 * m)) for m in MICRO_BATCHES}
+        seconds = interleaved_medians({m: each.step for m, each in watched.items()}, rounds)
         rows = {}
         for m, each in watched.items():
             predicted = (RANKS - 1) / (m * layout.get("vpp", 1) + RANKS - 1)
-            measured = statistics.median(each.shares[-rounds:])
+            measured = statistics.median(each.bubble_fractions[-rounds:])
             ratio = measured / predicted
             rows[m] = {"ms": seconds[m] * 1e3, "predicted": predicted, "measured": measured, "ratio": ratio}
         out[schedule] = rows
     return out
 
 
-def measure(rounds: int, out: Path | None) -> None:
+def run_rank(rounds: int, out: Path | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results: dict[str, Any] = {"torch": torch.__version__, "ranks": RANKS, "threads": 1, "rounds": rounds}
-    results |= {"zero1": zero1(rounds), "attention": ring(rounds), "bubble": bubble(rounds)}
+    results |= {"zero1": bench_zero1(rounds), "attention": bench_attention(rounds), "bubble": bench_bubble(rounds)}
     if dist.get_rank() == 0:
-        show(results)
+        print_results(results)
         if out:
             out.write_text(json.dumps(results, indent=2) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(results: dict[str, Any]) -> None:
+def print_results(results: dict[str, Any]) -> None:
     zero, attention = results["zero1"], results["attention"]
     print(f"two ranks, one thread each, torch {results['torch']}, medians of {results['rounds']}")
     print(f"ZeRO-1 over replicated     {zero['ratio']:.2f}   ({zero['zero1_ms']:.0f} / {zero['replicated_ms']:.0f} ms)")
     for name in ("ring", "all_gather"):
         ratio, ms = attention[f"{name}_ratio"], attention[f"{name}_ms"]
-        print(f"{name:10} over one rank  {ratio:.2f}   (2 x {ms:.0f} / {attention['alone_ms']:.0f} ms, {LONG} tokens)")
+        print(
+            f"{name:10} over one rank  {ratio:.2f}   (2 x {ms:.0f} / {attention['alone_ms']:.0f} ms, {LONG_SEQ_LEN} tokens)"
+        )
     for schedule, found in results["bubble"].items():
         for m, row in found.items():
             print(
@@ -197,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        measure(arguments.rounds, arguments.out)
+        run_rank(arguments.rounds, arguments.out)
     else:
         sys.exit(launch(sys.argv[1:], RANKS, command=[sys.executable, __file__]))
 

@@ -34,16 +34,16 @@ from torch.profiler import ProfilerActivity, profile
 from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.launch.launcher import free_port
+from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
-from trainyard.plan.memory.peak import memory
+from trainyard.plan.memory.peak import estimate_memory
 
 LLAMA: dict[str, Any] = {
     "model": {
         "family": "llama", "vocab": 32256, "hidden": 2048, "layers": 24, "heads": 16, "ffn": 5504,
         "max_positions": 16384,
     },
-    "data": {"source": "synthetic", "sequence": 4096},
+    "data": {"source": "synthetic", "seq_len": 4096},
     "train": {"steps": 5, "global_batch": 8, "micro_batch": 4},
     "precision": {"kind": "bf16"},
 }  # fmt: skip
@@ -52,96 +52,100 @@ GPT: dict[str, Any] = {
         "family": "gpt", "vocab": 50257, "hidden": 2048, "layers": 18, "heads": 16, "max_positions": 2048,
         "embedding_dropout": 0.1, "hidden_dropout": 0.1, "attention_dropout": 0.1,
     },
-    "data": {"source": "synthetic", "sequence": 2048},
+    "data": {"source": "synthetic", "seq_len": 2048},
     "train": {"steps": 5, "global_batch": 16, "micro_batch": 8},
     "precision": {"kind": "bf16"},
 }  # fmt: skip
 BERT: dict[str, Any] = {
     "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
-    "data": {"source": "synthetic", "sequence": 128, "predictions": 20},
+    "data": {"source": "synthetic", "seq_len": 128, "max_predictions": 20},
     "train": {"steps": 5, "global_batch": 512, "micro_batch": 256},
     "precision": {"kind": "bf16"},
 }
-SMALL: dict[str, Any] = {
+SMALL_FP32_LLAMA: dict[str, Any] = {
     "model": {
         "family": "llama", "vocab": 32000, "hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 4, "ffn": 2816,
-        "max_positions": 2048, "tied": True,
+        "max_positions": 2048, "tie_embeddings": True,
     },
-    "data": {"source": "synthetic", "sequence": 2048},
+    "data": {"source": "synthetic", "seq_len": 2048},
     "train": {"steps": 5, "global_batch": 16, "micro_batch": 8},
     "precision": {"kind": "fp32"},
 }  # fmt: skip
-WIDE = ["model.vocab=128256", "model.layers=12", "model.kv_heads=4", "train.micro_batch=2", "data.sequence=8192"]
-GPU: dict[str, tuple[dict[str, Any], list[str]]] = {
+LARGE_VOCAB = ["model.vocab=128256", "model.layers=12", "model.kv_heads=4", "train.micro_batch=2", "data.seq_len=8192"]
+GPU_CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama-8": (LLAMA, ["train.micro_batch=8", "train.global_batch=16"]),
     "llama-attention": (LLAMA, ["recompute.kind=attention"]),
-    "llama-parts": (LLAMA, ["recompute.kind=parts", "recompute.parts=[activation,norm]"]),
+    "llama-parts": (LLAMA, ["recompute.kind=selective", "recompute.modules=[activation,norm]"]),
     "llama-full": (LLAMA, ["recompute.kind=full", "train.micro_batch=8", "train.global_batch=16"]),
-    "llama-bf16-gradients": (LLAMA, ["precision.gradients=bf16"]),
+    "llama-bf16-gradients": (LLAMA, ["precision.grad_dtype=bf16"]),
     "llama-sr": (LLAMA, ["precision.kind=bf16_sr"]),
     "llama-fp8": (LLAMA, ["precision.kind=fp8"]),
     "llama-plain": (LLAMA, ["device.kernels=plain", "train.micro_batch=2"]),
     "llama-compiled": (LLAMA, ["compile.enabled=true"]),
-    "llama-wide": (LLAMA, WIDE),
-    "llama-fp32": (SMALL, []),
+    "llama-wide": (LLAMA, LARGE_VOCAB),
+    "llama-fp32": (SMALL_FP32_LLAMA, []),
     "gpt": (GPT, []),
     "gpt-full": (GPT, ["recompute.kind=full"]),
     "bert": (BERT, []),
-    "bert-replay": (BERT, ["compile.replay=true"]),
+    "bert-replay": (BERT, ["compile.cuda_graphs=true"]),
 }
 
 
-def _little(family: str, **more: Any) -> dict[str, Any]:
+def _small_case(family: str, **more: Any) -> dict[str, Any]:
     """Tens of MB of weights, so that tensors and not constants decide, in seconds."""
     model = {"family": family, "vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "max_positions": 256, **more}
     return {
         "model": model,
-        "data": {"source": "synthetic", "sequence": 256, "predictions": 38},
+        "data": {"source": "synthetic", "seq_len": 256, "max_predictions": 38},
         "train": {"steps": 2, "global_batch": 8, "micro_batch": 4},
         "device": {"name": "cpu"},
     }
 
 
-LITTLE = {
-    "llama": _little("llama", ffn=1408, kv_heads=4),
-    "gpt": _little("gpt", hidden_dropout=0.1, attention_dropout=0.1),
-    "bert": _little("bert"),
+CPU_MODELS = {
+    "llama": _small_case("llama", ffn=1408, kv_heads=4),
+    "gpt": _small_case("gpt", hidden_dropout=0.1, attention_dropout=0.1),
+    "bert": _small_case("bert"),
 }
-HALF = "precision.kind=bf16"
-RUNS = 2
-CPU: dict[str, tuple[str, int, list[str]]] = {
+BF16 = "precision.kind=bf16"
+REPEATS = 2
+CPU_CASES: dict[str, tuple[str, int, list[str]]] = {
     "llama-fp32": ("llama", 1, []),
-    "llama": ("llama", 1, [HALF]),
-    "llama-attention": ("llama", 1, [HALF, "recompute.kind=attention"]),
-    "llama-parts": ("llama", 1, [HALF, "recompute.kind=parts", "recompute.parts=[activation,norm]"]),
-    "llama-full": ("llama", 1, [HALF, "recompute.kind=full", "model.vocab=1024"]),
+    "llama": ("llama", 1, [BF16]),
+    "llama-attention": ("llama", 1, [BF16, "recompute.kind=attention"]),
+    "llama-parts": ("llama", 1, [BF16, "recompute.kind=selective", "recompute.modules=[activation,norm]"]),
+    "llama-full": ("llama", 1, [BF16, "recompute.kind=full", "model.vocab=1024"]),
     "llama-sr": ("llama", 1, ["precision.kind=bf16_sr"]),
-    "gpt": ("gpt", 1, [HALF]),
+    "gpt": ("gpt", 1, [BF16]),
     "bert": ("bert", 1, []),
-    "llama-zero0": ("llama", 2, [HALF]),
-    "llama-zero1": ("llama", 2, [HALF, "layout.zero=1"]),
-    "llama-zero2": ("llama", 2, [HALF, "layout.zero=2"]),
-    "llama-zero3": ("llama", 2, [HALF, "layout.zero=3"]),
-    "llama-tp": ("llama", 2, [HALF, "layout.tp=2"]),
-    "gpt-sequence": ("gpt", 2, [HALF, "layout.tp=2", "layout.sequence_parallel=true"]),
-    "llama-pp": ("llama", 2, [HALF, "layout.pp=2", "train.micro_batch=2"]),
-    "llama-cp": ("llama", 2, [HALF, "layout.cp=2"]),
-    "llama-tp-pp": ("llama", 4, [HALF, "layout.tp=2", "layout.pp=2", "train.micro_batch=2"]),
-    "llama-sequence-zero1": ("llama", 4, [HALF, "layout.tp=2", "layout.sequence_parallel=true", "layout.zero=1"]),
+    "llama-zero0": ("llama", 2, [BF16]),
+    "llama-zero1": ("llama", 2, [BF16, "layout.zero=1"]),
+    "llama-zero2": ("llama", 2, [BF16, "layout.zero=2"]),
+    "llama-zero3": ("llama", 2, [BF16, "layout.zero=3"]),
+    "llama-tp": ("llama", 2, [BF16, "layout.tp=2"]),
+    "gpt-sequence": ("gpt", 2, [BF16, "layout.tp=2", "layout.sequence_parallel=true"]),
+    "llama-pp": ("llama", 2, [BF16, "layout.pp=2", "train.micro_batch=2"]),
+    "llama-cp": ("llama", 2, [BF16, "layout.cp=2"]),
+    "llama-tp-pp": ("llama", 4, [BF16, "layout.tp=2", "layout.pp=2", "train.micro_batch=2"]),
+    "llama-sequence-zero1": ("llama", 4, [BF16, "layout.tp=2", "layout.sequence_parallel=true", "layout.zero=1"]),
 }
 
 
-def configure(where: str, case: str, directory: str = ".") -> tuple[Config, Layout]:
-    base, ranks, words = (*GPU[case][:1], 1, GPU[case][1]) if where == "gpu" else (LITTLE[CPU[case][0]], *CPU[case][1:])
-    quiet = ["checkpoint.final=false", "log.every=1", "log.tensorboard=false", f"log.directory={directory}"]
+def make_config(where: str, case: str, directory: str = ".") -> tuple[Config, Layout]:
+    base, ranks, words = (
+        (*GPU_CASES[case][:1], 1, GPU_CASES[case][1])
+        if where == "gpu"
+        else (CPU_MODELS[CPU_CASES[case][0]], *CPU_CASES[case][1:])
+    )
+    quiet = ["checkpoint.export_hf=false", "log.every=1", "log.tensorboard=false", f"log.directory={directory}"]
     config = parse(json.loads(json.dumps(base)), [*words, *quiet])
-    return config, Layout.of(config, ranks)
+    return config, Layout.from_config(config, ranks)
 
 
-def on_gpu(case: str) -> dict[str, float]:
+def measure_on_gpu(case: str) -> dict[str, float]:
     """Runs in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
-        config, _ = configure("gpu", case, directory)
+        config, _ = make_config("gpu", case, directory)
         trainer = Trainer(config)
         found: dict[str, float] = {"built": torch.cuda.memory_allocated()}
         found["building"] = most = torch.cuda.max_memory_allocated()
@@ -153,7 +157,7 @@ def on_gpu(case: str) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats()
             found["before_update"] = torch.cuda.memory_allocated()
 
-        trainer.step.look = look
+        trainer.train_step.on_gradients_ready = look
         trainer.run()
         lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -168,7 +172,7 @@ def on_gpu(case: str) -> dict[str, float]:
 
 
 @contextmanager
-def every_thread() -> Iterator[None]:
+def count_all_threads() -> Iterator[None]:
     """torch's allocator counts while it is profiled, and a profiler knows the threads that it was started in. With this
     flag of its library it counts for all threads."""
     (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
@@ -180,15 +184,15 @@ def every_thread() -> Iterator[None]:
         flag.value = before
 
 
-def on_cpu(config: Config) -> dict[str, float]:
+def measure_rank_on_cpu(config: Config) -> dict[str, float]:
     """This rank's peak over two steps, and its place in the pipeline."""
     gc.collect()
-    with every_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with count_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer = Trainer(config)
-        batch = trainer.loader.batch(0, trainer.rows)
+        batch = trainer.loader.batch(0, trainer.batch_slice)
         for number in (1, 2):
-            trainer.step(batch, number, 1e-3)
-        trainer.optimizer.settle()
+            trainer.train_step(batch, number, 1e-3)
+        trainer.optimizer.wait_for_weights()
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(file))
@@ -196,13 +200,13 @@ def on_cpu(config: Config) -> dict[str, float]:
     events.sort(key=lambda event: event["ts"])
     totals = [event["args"]["Total Allocated"] for event in events]
     before = totals[0] - events[0]["args"]["Bytes"]
-    return {"pp": trainer.mesh.place["pp"], "memory_bytes": max(totals) - before}
+    return {"pp": trainer.mesh.coords["pp"], "memory_bytes": max(totals) - before}
 
 
-def ranks_on_cpu(case: str) -> dict[str, list[int]]:
+def measure_on_cpu(case: str) -> dict[str, list[int]]:
     """The peaks of the ranks at each place of the pipeline, from the least."""
-    ranks = CPU[case][1]
-    with free_port() as port:
+    ranks = CPU_CASES[case][1]
+    with reserved_port() as port:
         shared = {
             "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
@@ -229,15 +233,15 @@ def ranks_on_cpu(case: str) -> dict[str, list[int]]:
     return {place: sorted(peaks) for place, peaks in places.items()}
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {"name": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
 
 
-def measure(where: str, case: str) -> dict[str, Any]:
+def measure_case(where: str, case: str) -> dict[str, Any]:
     if where == "cpu":
         # Threads of several ranks let go of what was sent sooner or later.
-        runs = [ranks_on_cpu(case) for _ in range(RUNS if CPU[case][1] > 1 else 1)]
+        runs = [measure_on_cpu(case) for _ in range(REPEATS if CPU_CASES[case][1] > 1 else 1)]
         return {"places": {place: sorted(peak for run in runs for peak in run[place]) for place in runs[0]}}
     done = subprocess.run([sys.executable, __file__, "gpu", "--one", case], capture_output=True, text=True)
     if done.returncode:
@@ -246,13 +250,13 @@ def measure(where: str, case: str) -> dict[str, Any]:
     return found
 
 
-def show(where: str, case: str, found: dict[str, Any]) -> None:
+def print_case(where: str, case: str, found: dict[str, Any]) -> None:
     """A line for each place of the pipeline: what was allocated, from the least to the most where that differs, what is
     planned, and one over the other."""
-    config, layout = configure(where, case)
+    config, layout = make_config(where, case)
     places = found.get("places") or {"0": [found["memory_bytes"]]}
     for pp, peaks in sorted(places.items()):
-        plan = memory(config, layout, int(pp), where)
+        plan = estimate_memory(config, layout, int(pp), where)
         allocated = plan.total - plan.fragmentation
         name = case if len(places) == 1 else f"{case}, place {pp}"
         ends = sorted({peaks[0], peaks[-1]})
@@ -270,10 +274,10 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="measure nothing: read that file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    where, cases = arguments.where, {"gpu": GPU, "cpu": CPU}[arguments.where]
+    where, cases = arguments.where, {"gpu": GPU_CASES, "cpu": CPU_CASES}[arguments.where]
     if arguments.one:
-        config, _ = configure(where, arguments.one)
-        print(json.dumps(on_gpu(arguments.one) if where == "gpu" else on_cpu(config)))
+        config, _ = make_config(where, arguments.one)
+        print(json.dumps(measure_on_gpu(arguments.one) if where == "gpu" else measure_rank_on_cpu(config)))
         return
     source = arguments.show or arguments.out
     results: dict[str, Any] = json.loads(source.read_text()) if source and source.exists() else {}
@@ -281,11 +285,11 @@ def main() -> None:
         parser.error(f"--case {sorted(unknown)[0]}: not one of {', '.join(cases)}")
     for case in arguments.case or cases:
         if not arguments.show:
-            results[case] = {"machine": machine(), **measure(where, case)}
+            results[case] = {"machine": describe_machine(), **measure_case(where, case)}
             if arguments.out:
                 arguments.out.write_text(json.dumps(results, indent=2) + "\n")
         if case in results:
-            show(where, case, results[case])
+            print_case(where, case, results[case])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 from trainyard.compile import inductor_cache
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
-from trainyard.precompile.precompile import Graph, precompile
+from trainyard.precompile.precompile import PrecompiledGraph, precompile
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "vocab": 512, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192},
@@ -32,14 +32,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def configure(model: dict[str, Any]) -> Config:
+def make_config(model: dict[str, Any]) -> Config:
     return parse(
         {
             "model": {**model, "max_positions": 64},
-            "data": {"source": "synthetic", "sequence": 64, "validation": 0.1},
+            "data": {"source": "synthetic", "seq_len": 64, "validation_fraction": 0.1},
             "train": {"steps": 2, "global_batch": 4, "micro_batch": 4},
             "evaluate": {"every": 2, "batches": 1},
-            "checkpoint": {"final": False},
+            "checkpoint": {"export_hf": False},
             "log": {"tensorboard": False},
             "compile": {"enabled": True},
             "device": {"name": "cpu", "threads": 1},
@@ -47,26 +47,26 @@ def configure(model: dict[str, Any]) -> Config:
     )
 
 
-def compile_phase(config: Config, workers: int, place: Path) -> dict[str, float]:
+def time_compilation(config: Config, workers: int, place: Path) -> dict[str, float]:
     """From an empty cache: its seconds, and those of each graph."""
-    os.environ[inductor_cache.PLACE] = str(place)
-    os.environ.pop(inductor_cache.TORCH_PLACE, None)
+    os.environ[inductor_cache.CACHE_VARIABLE] = str(place)
+    os.environ.pop(inductor_cache.TORCH_CACHE_VARIABLE, None)
     times: list[float] = []
-    report = precompile(config, 1, 1, workers, see=lambda graph: times.append(time.monotonic()))
-    graphs: list[Graph] = list(report.graphs.values())
-    assert not report.failed
+    report = precompile(config, 1, 1, workers, on_graph=lambda graph: times.append(time.monotonic()))
+    graphs: list[PrecompiledGraph] = list(report.graphs.values())
+    assert not report.failed_graphs
     assert not report.problems
     assert all(graph.state == "compiled" for graph in graphs)
     return {"seconds": times[-1] - times[0], **{graph.name: graph.seconds for graph in graphs}}
 
 
-def first_step(config: Config, place: Path) -> float:
+def time_first_step(config: Config, place: Path) -> float:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "run.yaml"
         file.write_text(dump(config))
         command = [sys.executable, "-m", "trainyard", "train", str(file), f"log.directory={directory}"]
-        environment = {name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_PLACE}
-        environment |= {inductor_cache.PLACE: str(place), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = {name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_CACHE_VARIABLE}
+        environment |= {inductor_cache.CACHE_VARIABLE: str(place), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         (metrics,) = Path(directory).glob("*/metrics.jsonl")
         return float(json.loads(metrics.read_text().splitlines()[0])["seconds_from_start"])
@@ -85,12 +85,12 @@ def main() -> None:
         for workers in (1, 2):
             for name, model in chosen.items():
                 with tempfile.TemporaryDirectory() as place:
-                    found[f"{name}, {workers} workers"] = compile_phase(configure(model), workers, Path(place))
+                    found[f"{name}, {workers} workers"] = time_compilation(make_config(model), workers, Path(place))
                     if workers == 2:
-                        found["start after precompile"] = first_step(configure(model), Path(place))
+                        found["start after precompile"] = time_first_step(make_config(model), Path(place))
                         last = model
         with tempfile.TemporaryDirectory() as place:
-            found["start from nothing"] = first_step(configure(last), Path(place))
+            found["start from nothing"] = time_first_step(make_config(last), Path(place))
         one, two = (sum(found[f"{name}, {count} workers"]["seconds"] for name in chosen) for count in (1, 2))
         found["ratio"] = one / two
         rounds.append(found)

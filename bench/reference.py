@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 PATTERN = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
 
-class Gpt2:
+class ReferenceGpt2Encoder:
     def __init__(self, vocab: Path, merges: Path) -> None:
-        self.numbers: dict[str, int] = json.loads(vocab.read_text(encoding="utf-8"))
+        self.token_ids: dict[str, int] = json.loads(vocab.read_text(encoding="utf-8"))
         lines = merges.read_text(encoding="utf-8").split("\n")
         pairs = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
         self.ranks = {pair: rank for rank, pair in enumerate(pairs)}
@@ -26,10 +26,10 @@ class Gpt2:
         letters = {byte: chr(byte) for byte in kept}
         for byte in range(256):
             letters.setdefault(byte, chr(256 + len(letters) - len(kept)))
-        self.letters = letters
+        self.byte_chars = letters
         self.cache: dict[str, list[str]] = {}
 
-    def word(self, word: str) -> list[str]:
+    def merge_word(self, word: str) -> list[str]:
         if word not in self.cache:
             parts = list(word)
             while len(parts) > 1:
@@ -53,12 +53,12 @@ class Gpt2:
     def encode(self, text: str) -> list[int]:
         out: list[int] = []
         for found in PATTERN.findall(text):
-            word = "".join(self.letters[byte] for byte in found.encode())
-            out.extend(self.numbers[part] for part in self.word(word))
+            word = "".join(self.byte_chars[byte] for byte in found.encode())
+            out.extend(self.token_ids[part] for part in self.merge_word(word))
         return out
 
 
-def token_files(documents: list[list[list[int]]], dtype: str, code: int) -> tuple[bytes, bytes]:
+def reference_token_files(documents: list[list[list[int]]], dtype: str, code: int) -> tuple[bytes, bytes]:
     """.bin and .idx of documents, each a list of sequences, one number after the other."""
     sequences = [sequence for document in documents for sequence in document]
     data = b"".join(np.array(sequence, dtype).tobytes() for sequence in sequences)
@@ -77,7 +77,7 @@ def token_files(documents: list[list[list[int]]], dtype: str, code: int) -> tupl
     return data, index
 
 
-def gpt_samples(
+def reference_gpt_samples(
     sizes: NDArray[np.int32], documents: NDArray[Any], samples: int, sequence: int, seed: int
 ) -> list[list[tuple[int, int, int]]]:
     """Each sample in the order of training, as pieces (sequence, first token, tokens) of sequence + 1 tokens in all."""

@@ -23,26 +23,26 @@ import torch
 from trainyard import Config, Trainer, devices
 from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
-from trainyard.models.flops import per_sample
+from trainyard.models.flops import flops_per_sample
 
 SMALL_LLAMA = {  # the shape of a well-known small Llama, stories15M
     "model": {
         "family": "llama", "vocab": 32000, "hidden": 288, "layers": 6, "heads": 6, "ffn": 768, "max_positions": 256,
-        "tied": True,
+        "tie_embeddings": True,
     },
-    "data": {"source": "synthetic", "sequence": 256},
+    "data": {"source": "synthetic", "seq_len": 256},
     "train": {"steps": 1, "global_batch": 8, "micro_batch": 8},
 }  # fmt: skip
 SMALL_BERT = {
     "model": {"family": "bert", "vocab": 30522, "hidden": 256, "layers": 4, "heads": 4, "max_positions": 512},
-    "data": {"source": "synthetic", "sequence": 128, "predictions": 20},
+    "data": {"source": "synthetic", "seq_len": 128, "max_predictions": 20},
     "train": {"steps": 1, "global_batch": 16, "micro_batch": 16},
 }
 CASES = {"llama": SMALL_LLAMA, "bert": SMALL_BERT}
 
 
 @dataclass
-class Side:
+class StepTimer:
     name: str
     step: Callable[[], Any]
     memory: int = 0
@@ -53,7 +53,7 @@ class Side:
         return statistics.median(self.seconds)
 
 
-def ours(config: Config, compiled: bool) -> Side:
+def trainyard_step(config: Config, compiled: bool) -> StepTimer:
     trainer = Trainer(parse(config.model_dump(mode="json"), [f"compile.enabled={str(compiled).lower()}"]))
     batch = trainer.loader.batch(0)
     trainer.model.train()
@@ -61,12 +61,12 @@ def ours(config: Config, compiled: bool) -> Side:
 
     def step() -> None:
         number[0] += 1
-        trainer.step(batch, number[0], 1e-4)
+        trainer.train_step(batch, number[0], 1e-4)
 
-    return Side(f"trainyard {'compiled' if compiled else 'eager'}", step)
+    return StepTimer(f"trainyard {'compiled' if compiled else 'eager'}", step)
 
 
-def theirs(config: Config, compiled: bool, device: torch.device) -> Side:
+def transformers_step(config: Config, compiled: bool, device: torch.device) -> StepTimer:
     """The same model in transformers with torch's fused AdamW, bf16 by autocast where ours is bf16."""
     import transformers
 
@@ -104,10 +104,12 @@ def theirs(config: Config, compiled: bool, device: torch.device) -> Side:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Side(f"transformers {'compiled' if compiled else 'eager'}", step)
+    return StepTimer(f"transformers {'compiled' if compiled else 'eager'}", step)
 
 
-def measure(makers: list[Callable[[], Side]], device: devices.Device, warm_up: int, rounds: int) -> list[Side]:
+def time_steps(
+    makers: list[Callable[[], StepTimer]], device: devices.Device, warm_up: int, rounds: int
+) -> list[StepTimer]:
     sides = [maker() for maker in makers]
     for side in sides:
         for _ in range(warm_up):
@@ -118,7 +120,7 @@ def measure(makers: list[Callable[[], Side]], device: devices.Device, warm_up: i
             side.step()
             side.seconds.append(time.perf_counter() - start)
     for side in sides:
-        side.memory = device.memory_peak()
+        side.memory = device.max_memory_allocated()
     torch.compiler.reset()
     return sides
 
@@ -138,20 +140,20 @@ def main() -> None:
     for name in arguments.case or CASES:
         config = parse(json.loads(json.dumps(CASES[name])), arguments.set)
         trainer_flops = per_sample_flops(config)
-        makers = [partial(ours, config, compiled) for compiled in (False, True)]
+        makers = [partial(trainyard_step, config, compiled) for compiled in (False, True)]
         if not arguments.only_ours:
-            makers += [partial(theirs, config, compiled, device.handle) for compiled in (False, True)]
+            makers += [partial(transformers_step, config, compiled, device.torch_device) for compiled in (False, True)]
         if arguments.only_compiled:
             makers = makers[1::2]
-        sides = measure(makers, device, arguments.warm_up, arguments.rounds)
-        peak = device.peak(torch.float32 if config.precision.kind == "fp32" else torch.bfloat16)
+        sides = time_steps(makers, device, arguments.warm_up, arguments.rounds)
+        peak = device.peak_throughput(torch.float32 if config.precision.kind == "fp32" else torch.bfloat16)
         print(f"\n{name} on {device.describe()}, torch {torch.__version__}, {config.precision.kind}, "
-              f"batch {config.train.global_batch} x {config.data.sequence}")  # fmt: skip
+              f"batch {config.train.global_batch} x {config.data.seq_len}")  # fmt: skip
         rows = {}
         for side in sides:
             samples = config.train.global_batch / side.median
             row = {"ms": side.median * 1000, "sequences_per_second": samples, "memory_bytes": side.memory}
-            row["tokens_per_second"] = samples * config.data.sequence
+            row["tokens_per_second"] = samples * config.data.seq_len
             if peak:
                 row["mfu_full"] = samples * trainer_flops.full / peak.flops
                 row["mfu_causal"] = samples * trainer_flops.causal / peak.flops
@@ -179,8 +181,8 @@ def main() -> None:
 def per_sample_flops(config: Config) -> Any:
     from trainyard import models
 
-    blueprint = models.family(config.model).blueprint(config.model)
-    return per_sample(config.model, blueprint, config.data.sequence, config.data.predictions)
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    return flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
 
 
 if __name__ == "__main__":

@@ -15,38 +15,38 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-LATER = {"libcaffe2_nvrtc.so"}
+LAZY_LIBRARIES = {"libcaffe2_nvrtc.so"}
 """Loaded when something is compiled for a GPU, not when torch is imported."""
 NO_DEVICE = 100
 """cudaErrorNoDevice."""
-TEXT = re.compile(r"(String|Name|ncclGetLastError)$")
-STATE = re.compile(r"^cuda(GetLast|PeekAtLast)Error$")
+RETURNS_STRING = re.compile(r"(String|Name|ncclGetLastError)$")
+LAST_ERROR_CALL = re.compile(r"^cuda(GetLast|PeekAtLast)Error$")
 """Of an earlier call: none has failed."""
 
 
-class Library(NamedTuple):
-    needs: list[str]
+class SharedLibrary(NamedTuple):
+    needed: list[str]
     """Libraries by their names."""
-    versions: dict[str, str]
+    version_sources: dict[str, str]
     """Which of these each version of a symbol comes from."""
-    has: set[str]
-    misses: list[tuple[str, str]]
+    defined_symbols: set[str]
+    undefined_symbols: list[tuple[str, str]]
     """Symbols with their versions, which may be empty."""
 
 
 def main(site_packages: str) -> None:
     directory = Path(site_packages) / "torch" / "lib"
-    paths = [path for path in sorted(directory.glob("*.so*")) if path.name not in LATER]
-    libraries = [look(path) for path in paths]
-    named = {name for library in libraries for name in library.needs} - {path.name for path in paths}
+    paths = [path for path in sorted(directory.glob("*.so*")) if path.name not in LAZY_LIBRARIES]
+    libraries = [read_library(path) for path in paths]
+    named = {name for library in libraries for name in library.needed} - {path.name for path in paths}
     system = {name: library for name in named if (library := _load(name))}
     absent = named - set(system)
-    for name, symbols in wanted(libraries, absent, list(system.values())).items():
-        build(directory / name, symbols)
+    for name, symbols in missing_symbols(libraries, absent, list(system.values())).items():
+        build_stub(directory / name, symbols)
     print(f"{len(absent)} stand-ins for CUDA libraries in {directory}")
 
 
-def look(path: Path) -> Library:
+def read_library(path: Path) -> SharedLibrary:
     dynamic = _output("readelf", "--dynamic", "--wide", path)
     needs = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     versions: dict[str, str] = {}
@@ -62,20 +62,22 @@ def look(path: Path) -> Library:
         name, _, version = symbol.partition("@")
         if kind == "U":  # others are weak: they may be missing
             misses.append((name, version.lstrip("@")))
-    return Library(needs, versions, has, misses)
+    return SharedLibrary(needs, versions, has, misses)
 
 
-def wanted(libraries: list[Library], absent: set[str], system: list[ctypes.CDLL]) -> dict[str, dict[str, set[str]]]:
+def missing_symbols(
+    libraries: list[SharedLibrary], absent: set[str], system: list[ctypes.CDLL]
+) -> dict[str, dict[str, set[str]]]:
     """Each absent library's symbols by version. One without a version goes to any library that is loaded with it,
     unless torch, Python or the system has it."""
     out: dict[str, dict[str, set[str]]] = {name: defaultdict(set) for name in absent}
-    defined = {name for library in libraries for name in library.has}
+    defined = {name for library in libraries for name in library.defined_symbols}
     others = [ctypes.CDLL(None), *system]
     for library in libraries:
-        near = [name for name in library.needs if name in absent]
-        for name, version in library.misses:
+        near = [name for name in library.needed if name in absent]
+        for name, version in library.undefined_symbols:
             if version:
-                source = library.versions[version]
+                source = library.version_sources[version]
                 if source in absent:
                     out[source][version].add(name)
             elif near and name not in defined and not any(hasattr(other, name) for other in others):
@@ -83,9 +85,9 @@ def wanted(libraries: list[Library], absent: set[str], system: list[ctypes.CDLL]
     return out
 
 
-def build(path: Path, symbols: dict[str, set[str]]) -> None:
+def build_stub(path: Path, symbols: dict[str, set[str]]) -> None:
     names = sorted(name for some in symbols.values() for name in some)
-    functions = "\n".join(f"{_kind(name)} {name}(void) {{ return {_answer(name)}; }}" for name in names)
+    functions = "\n".join(f"{_return_type(name)} {name}(void) {{ return {_return_value(name)}; }}" for name in names)
     exported = "\n".join(
         f"{version} {{ global: {'; '.join(sorted(some))}; }};" for version, some in symbols.items() if version and some
     )
@@ -99,14 +101,14 @@ def build(path: Path, symbols: dict[str, set[str]]) -> None:
         )
 
 
-def _kind(name: str) -> str:
-    return "const char*" if TEXT.search(name) else "int"
+def _return_type(name: str) -> str:
+    return "const char*" if RETURNS_STRING.search(name) else "int"
 
 
-def _answer(name: str) -> str:
-    if TEXT.search(name):
+def _return_value(name: str) -> str:
+    if RETURNS_STRING.search(name):
         return '"no CUDA here"'
-    return str(NO_DEVICE if name.startswith("cuda") and not STATE.match(name) else 0)
+    return str(NO_DEVICE if name.startswith("cuda") and not LAST_ERROR_CALL.match(name) else 0)
 
 
 def _load(name: str) -> ctypes.CDLL | None:

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from trainyard.config.load import keys
+from trainyard.config.load import schema_keys
 
 HEAD = """# Every key
 
@@ -14,7 +14,7 @@ Made by scripts/reference.py from the schema. `model[FAMILY]` keys belong to tha
 
 def text() -> str:
     lines, section = [], ""
-    for each in keys():
+    for each in schema_keys():
         here = each.name.rsplit(".", 1)[0] if "." in each.name else "top level"
         if here != section:
             section = here

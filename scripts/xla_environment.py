@@ -26,43 +26,43 @@ ROOT = HERE.parent
 XLA, TORCH = "torch_xla==2.9.0", "torch==2.9.0"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 """Those that both have wheels for."""
-BESIDES = ("typing_extensions", "sympy", "networkx", "jinja2", "filelock", "pytest")
+EXTRA_PACKAGES = ("typing_extensions", "sympy", "networkx", "jinja2", "filelock", "pytest")
 """What torch imports, less the CUDA libraries that it asks for; and what the tests need."""
-START = """#!/bin/sh
+START_SCRIPT = """#!/bin/sh
 # Made by scripts/xla_environment.py: torch_xla is linked to a shared libpython.
 LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" exec "$(dirname "$0")/python" "$@"
 """
-ABANDONED = 24 * 3600
+STALE_BUILD_S = 24 * 3600
 """Seconds after which something half built is nobody's."""
 
 
 def main() -> None:
     if sys.version_info[:2] not in PYTHONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        _stop(f"Python {sys.version.split()[0]}: {XLA} has wheels for {known}; start this with one of them")
+        _exit_with_error(f"Python {sys.version.split()[0]}: {XLA} has wheels for {known}; start this with one of them")
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        _stop(f"{sys.platform} on {os.uname().machine}: {XLA} has wheels for Linux on x86_64 alone")
-    packages = ours()
+        _exit_with_error(f"{sys.platform} on {os.uname().machine}: {XLA} has wheels for Linux on x86_64 alone")
+    packages = project_packages()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard"
-    place = cache / f"xla-{name(packages)}"
+    place = cache / f"xla-{environment_hash(packages)}"
     start = place / "bin" / "start"
     if not start.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        _forget(cache)
+        _remove_stale_builds(cache)
         build(place, packages)
     print(start)
 
 
-def ours() -> list[str]:
+def project_packages() -> list[str]:
     """What trainyard imports, but for torch, in the versions of its lock file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~\[ ]", need, maxsplit=1)[0] for need in project["dependencies"]]
     lock = (ROOT / "requirements-test.lock").read_text().split()
     locked = {line.partition("==")[0]: line for line in lock if "==" in line}
-    return [locked.get(each, each) for each in (*names, *BESIDES) if each != "torch"]
+    return [locked.get(each, each) for each in (*names, *EXTRA_PACKAGES) if each != "torch"]
 
 
-def name(packages: list[str]) -> str:
+def environment_hash(packages: list[str]) -> str:
     parts = [
         sys.version,
         sys.base_prefix,
@@ -74,7 +74,7 @@ def name(packages: list[str]) -> str:
 
 def build(place: Path, packages: list[str]) -> None:
     """All of it, or nothing under that name."""
-    libraries = prepare_machine()
+    libraries = ensure_system_packages()
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -94,7 +94,7 @@ def build(place: Path, packages: list[str]) -> None:
         site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
         _run(python, str(HERE / "cuda_stubs.py"), site)
         start = work / "bin" / "start"
-        start.write_text(START.format(libraries=libraries))
+        start.write_text(START_SCRIPT.format(libraries=libraries))
         start.chmod(0o755)
         say("trying it")
         _run(str(start), "-c", "import torch_xla; torch_xla.device()", PJRT_DEVICE="CPU")
@@ -108,7 +108,7 @@ def build(place: Path, packages: list[str]) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def prepare_machine() -> Path:
+def ensure_system_packages() -> Path:
     """The directory of the shared libpython. As root on Debian or Ubuntu what is missing is installed."""
     library = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
     missing = [tool for tool, command in (("gcc", "gcc"), ("binutils", "readelf")) if not shutil.which(command)]
@@ -119,10 +119,10 @@ def prepare_machine() -> Path:
         _run("apt-get", "update", "-qq")
         _run("apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing, DEBIAN_FRONTEND="noninteractive")
     elif missing:
-        _stop(f"missing system packages; install them first: sudo apt-get install {' '.join(missing)}")
+        _exit_with_error(f"missing system packages; install them first: sudo apt-get install {' '.join(missing)}")
     found = _directory_of(library)
     if found is None:
-        _stop(f"{library}: not found; this Python was built without a shared library, take another one")
+        _exit_with_error(f"{library}: not found; this Python was built without a shared library, take another one")
     return found
 
 
@@ -132,9 +132,9 @@ def _directory_of(library: str) -> Path | None:
     return next((Path(place) for place in places if place and (Path(place) / library).exists()), None)
 
 
-def _forget(cache: Path) -> None:
+def _remove_stale_builds(cache: Path) -> None:
     for path in cache.glob("xla-*.building-*"):
-        if time.time() - path.stat().st_mtime > ABANDONED:
+        if time.time() - path.stat().st_mtime > STALE_BUILD_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -144,11 +144,11 @@ def _run(*command: str, **variables: str) -> str:
     )
     if done.returncode:
         print(done.stdout, file=sys.stderr)
-        _stop(f"`{' '.join(command[:6])} ...` failed with exit code {done.returncode}; its output is above")
+        _exit_with_error(f"`{' '.join(command[:6])} ...` failed with exit code {done.returncode}; its output is above")
     return done.stdout
 
 
-def _stop(line: str) -> NoReturn:
+def _exit_with_error(line: str) -> NoReturn:
     sys.exit(f"test-xla: {line}")
 
 

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from trainyard.config.hf_config import from_hf
     from trainyard.config.load import load
     from trainyard.config.schema import Config
-    from trainyard.train.callbacks import Hook
+    from trainyard.train.callbacks import Callback
     from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Hook", "Trainer", "from_hf", "load", "load_model"]
+__all__ = ["Callback", "Config", "Trainer", "from_hf", "load", "load_model"]
 
-_HOME = {
+_EXPORTS = {
     "Config": "trainyard.config.schema",
-    "Hook": "trainyard.train.callbacks",
+    "Callback": "trainyard.train.callbacks",
     "Trainer": "trainyard.train.trainer",
     "from_hf": "trainyard.config.hf_config",
     "load": "trainyard.config.load",
@@ -30,6 +30,6 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Imported when first used: `trainyard --help` need not wait for torch."""
-    if name not in _HOME:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'trainyard' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_EXPORTS[name]), name)

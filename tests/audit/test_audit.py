@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.configs import LLAMA, config
-from trainyard.audit.audit import Report, audit, plan_jobs
-from trainyard.audit.rules import Violation, merged
+from tests.support.configs import LLAMA, tiny_config
+from trainyard.audit.audit import AuditReport, audit, trace_jobs
+from trainyard.audit.rules import Violation, merge_violations
 from trainyard.config.load import load
-from trainyard.config.recipes import names
+from trainyard.config.recipes import recipe_names
 from trainyard.config.schema import Config
-from trainyard.devices.neuron.meta import OnPaper
-from trainyard.devices.neuron.topology import LNC
-from trainyard.dryrun.trace_rank import follow
+from trainyard.devices.neuron.meta import MetaTrainium
+from trainyard.devices.neuron.topology import LNC_CHOICES
+from trainyard.dryrun.trace_rank import trace_rank
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.nested_group import Within
+from trainyard.parallel.nested_group import NestedGroup
 from trainyard.parallel.process_group import Group
 
 HEAD = """
@@ -65,11 +65,11 @@ PLANTS = {
 }
 
 
-def run(found: Config, generation: str = "trn1") -> Report:
-    return audit(found, generation, LNC[generation][0], 1, lambda done, total: None)
+def run(found: Config, generation: str = "trn1") -> AuditReport:
+    return audit(found, generation, LNC_CHOICES[generation][0], 1, lambda done, total: None)
 
 
-def told(report: Report) -> str:
+def told(report: AuditReport) -> str:
     return "\n".join(map(str, report.violations))
 
 
@@ -89,7 +89,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     def plant(lines: str, **sections: dict[str, Any]) -> tuple[Config, int]:
         name, text = f"plant_{abs(hash(lines))}", text_of(lines)
         (tmp_path / f"{name}.py").write_text(text)
-        return config("llama", train={"loss": f"{name}:loss"}, **sections), line_of(text, "here")
+        return tiny_config("llama", train={"loss": f"{name}:loss"}, **sections), line_of(text, "here")
 
     return plant
 
@@ -102,7 +102,7 @@ def full_of_violations(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, l
     (directory / "everything.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(directory)
-        report = run(config("llama", train={"loss": "everything:loss"}))
+        report = run(tiny_config("llama", train={"loss": "everything:loss"}))
     return text, report.violations
 
 
@@ -111,9 +111,9 @@ def test_a_planted_violation_is_found_at_its_line(name: str, full_of_violations:
     text, violations = full_of_violations
     _, rule, words = PLANTS[name]
     at = f"everything.py:{line_of(text, name)}"
-    mine = [each for each in violations if each.rule == rule and each.where.split(" ")[0].endswith(at)]
+    mine = [each for each in violations if each.rule == rule and each.location.split(" ")[0].endswith(at)]
     assert len(mine) == 1, "\n".join(map(str, violations))
-    assert words in mine[0].what
+    assert words in mine[0].description
     assert mine[0].fix
 
 
@@ -121,7 +121,7 @@ def test_nothing_else_is_said_of_planted_lines(full_of_violations: tuple[str, li
     """Beyond what is planted: a sum over chosen elements has a shape that depends on values in backward as well."""
     text, violations = full_of_violations
     known = {line_of(text, name) for name in PLANTS}
-    assert {int(each.where.split(":")[1].split(" ")[0]) for each in violations if each.rule != "recompiles"} <= known
+    assert {int(each.location.split(":")[1].split(" ")[0]) for each in violations if each.rule != "recompiles"} <= known
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_a_graph_that_knows_its_step_is_found(
 ) -> None:
     found, number = planted(lines)
     (violation,) = [each for each in run(found).violations if each.rule == "recompiles"]
-    assert f".py:{number}" in violation.where
-    assert words in violation.what
+    assert f".py:{number}" in violation.location
+    assert words in violation.description
 
 
 def test_a_clean_loss_of_ones_own_is_clean(planted: Callable[..., tuple[Config, int]]) -> None:
@@ -156,31 +156,31 @@ def test_a_graph_that_knows_its_rank_is_found(lines: str, planted: Callable[...,
     found, number = planted(lines, layout=RANKS)
     assert os.environ.get("RANK") is None
     (violation,) = [each for each in run(found).violations if each.rule == "ranks"]
-    assert f".py:{number}" in violation.where
+    assert f".py:{number}" in violation.location
 
 
 def test_a_group_of_six_ranks_is_refused() -> None:
-    found = config(
+    found = tiny_config(
         {"family": "gpt", "vocab": 260, "hidden": 48, "layers": 2, "heads": 6, "ffn": 48, "max_positions": 64},
         layout={"tp": 6, "ranks": 6},
     )
     violations = run(found).violations
     assert {each.rule for each in violations} == {"groups"}
-    assert any("6 ranks" in each.what and "trainyard/" in each.where for each in violations)
+    assert any("6 ranks" in each.description and "trainyard/" in each.location for each in violations)
 
 
 def test_a_size_that_the_chip_refuses_is_told_before_anything_is_traced() -> None:
-    report = run(config({**LLAMA, "heads": 8, "kv_heads": 8}, layout={"tp": 8, "ranks": 8}), "trn2")
+    report = run(tiny_config({**LLAMA, "heads": 8, "kv_heads": 8}, layout={"tp": 8, "ranks": 8}), "trn2")
     (violation,) = report.violations
     assert violation.rule == "groups"
-    assert "layout.tp=8" in violation.what
+    assert "layout.tp=8" in violation.description
 
 
 def test_what_does_not_fit_is_told_with_the_line_of_the_peak() -> None:
     large = load("llama2-7b", ["layout.tp=1", "layout.zero=0", "layout.ranks=1", "model.layers=4"])
     (violation,) = [each for each in run(large).violations if each.rule == "memory"]
-    assert "a rank has 16" in violation.what
-    assert ".py:" in violation.where
+    assert "a rank has 16" in violation.description
+    assert ".py:" in violation.location
     assert not [each for each in run(large, "trn3").violations if each.rule == "memory"]
 
 
@@ -188,28 +188,30 @@ def test_memory_is_that_of_weights_optimizer_and_activations() -> None:
     """Between steps a rank keeps fp32 weights, gradients and two moments; the peak is above that, and grows with the
     micro batch."""
     model = {**LLAMA, **LARGER, "layers": 2}
-    base: dict[str, Any] = {"data": {"sequence": 64}, "precision": {"kind": "fp32"}}
+    base: dict[str, Any] = {"data": {"seq_len": 64}, "precision": {"kind": "fp32"}}
     small, large = (
-        run(config(model, train={"global_batch": 2 * size, "micro_batch": size}, **base)) for size in (2, 8)
+        run(tiny_config(model, train={"global_batch": 2 * size, "micro_batch": size}, **base)) for size in (2, 8)
     )
     weights = 2 * 2000 * 256 + 2 * (256 * 256 * 2 + 2 * 256 * 128 + 3 * 256 * 1024)
     for report in (small, large):
-        assert report.stages[0].kept == pytest.approx(4 * 4 * weights, rel=0.02)
-    assert large.stages[0].peak - large.stages[0].kept > 2 * (small.stages[0].peak - small.stages[0].kept)
+        assert report.stages[0].steady_bytes == pytest.approx(4 * 4 * weights, rel=0.02)
+    assert large.stages[0].peak_bytes - large.stages[0].steady_bytes > 2 * (
+        small.stages[0].peak_bytes - small.stages[0].steady_bytes
+    )
 
 
 def generation_of(found: Config) -> str:
-    return next((each for each in LNC if each in found.needs), "trn1")
+    return next((each for each in LNC_CHOICES if each in found.hardware), "trn1")
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.slow] if "70b" in name else []) for name in names()]
+    "recipe", [pytest.param(name, marks=[pytest.mark.nightly] if "70b" in name else []) for name in recipe_names()]
 )
 def test_every_recipe_is_clean_with_few_layers(recipe: str) -> None:
     """All but the layers, and the pipeline ranks that those took, is as in the recipe."""
     found = load(recipe)
     pp = min(found.layout.pp, 2)
-    words = [f"model.layers={pp}", f"layout.pp={pp}", "layout.cuts=[]"]
+    words = [f"model.layers={pp}", f"layout.pp={pp}", "layout.pipeline_cuts=[]"]
     if found.layout.ranks:
         words.append(f"layout.ranks={found.layout.ranks // found.layout.pp * pp}")
     report = run(load(recipe, words), generation_of(found))
@@ -217,26 +219,26 @@ def test_every_recipe_is_clean_with_few_layers(recipe: str) -> None:
     assert report.graphs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_recipe_is_clean_at_full_size() -> None:
     found = load("llama2-7b")
     report = audit(found, generation_of(found), 1, 2, lambda done, total: None)
     assert report.violations == [], told(report)
     assert report.ranks == found.layout.ranks
-    assert all(stage.peak > stage.kept > 0 for stage in report.stages)
+    assert all(stage.peak_bytes > stage.steady_bytes > 0 for stage in report.stages)
 
 
 def test_ranks_and_micro_batches_that_are_followed() -> None:
     found = load("llama3-70b")
-    jobs = plan_jobs(found, Layout.of(found, 512), range(512))
+    jobs = trace_jobs(found, Layout.from_config(found, 512), range(512))
     assert {job.stage for job in jobs} == set(range(8))
     assert {job.rank for job in jobs if job.stage == 1} == {64, 112, 127}
-    assert {job.micro_batches for job in jobs if job.whole} == {8}
+    assert {job.micro_batches for job in jobs if job.full_step} == {8}
 
 
 def test_evaluation_adds_its_own_graph() -> None:
-    plain = run(config("llama"))
-    evaluated = run(config("llama", evaluate={"every": 2, "batches": 2}, data={"validation": 0.2}))
+    plain = run(tiny_config("llama"))
+    evaluated = run(tiny_config("llama", evaluate={"every": 2, "batches": 2}, data={"validation_fraction": 0.2}))
     assert evaluated.graphs == plain.graphs + 1
     assert "evaluation" in evaluated.stages[0].graphs
 
@@ -247,23 +249,23 @@ def test_a_metric_that_asks_the_host_is_found(tmp_path: Path, monkeypatch: pytes
         "def half(output, batch):\n    return output.hidden.sum() * output.hidden.amax().item(), 1\n"
     )
     section = {"every": 2, "batches": 2, "metrics": {"half": "measure:half"}}
-    report = run(config("llama", evaluate=section, data={"validation": 0.2}))
-    assert [(each.rule, "measure.py:2" in each.where) for each in report.violations] == [("host", True)]
+    report = run(tiny_config("llama", evaluate=section, data={"validation_fraction": 0.2}))
+    assert [(each.rule, "measure.py:2" in each.location) for each in report.violations] == [("host", True)]
 
 
 def test_weights_of_several_buckets_land_while_the_next_step_runs() -> None:
     """The second step begins before the first one's weights have come: autograd must not call that a change."""
     model = {**LLAMA, **LARGER, "layers": 4}
-    found = config(model, layout={"zero": 1, "ranks": 2, "bucket": 1})
-    trace = follow(found, 0, 2, OnPaper("trn1", 1), 2, evaluates=False)
-    assert trace.halted is None
+    found = tiny_config(model, layout={"zero": 1, "ranks": 2, "bucket_mib": 1})
+    trace = trace_rank(found, 0, 2, MetaTrainium("trn1", 1), 2, with_evaluation=False)
+    assert trace.abort_reason is None
     assert len(trace.phases["step 2"]) > len(trace.phases["step 1"])
 
 
 class Pretended(Group):
     """A group whose sum is over what every rank of it said."""
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
         SAID.append(x)
         return TOTAL[0]
 
@@ -276,20 +278,20 @@ def test_neighbours_sum_within_a_larger_group() -> None:
     """Six ranks in threes: each gets the sum of its own three."""
     SAID.clear()
     values = [torch.randn(2, 3) for _ in range(6)]
-    groups = [Within.neighbours(Pretended(tuple(range(6)), rank), 3, torch.device("cpu")) for rank in range(6)]
+    groups = [NestedGroup.contiguous(Pretended(tuple(range(6)), rank), 3, torch.device("cpu")) for rank in range(6)]
     TOTAL[:] = [torch.zeros(2, 6)]
     for group, value in zip(groups, values, strict=True):
-        group.sum(value)
+        group.all_reduce_sum(value)
     TOTAL[:] = [torch.stack(SAID).sum(0)]
     for rank, (group, value) in enumerate(zip(groups, values, strict=True)):
         mine = values[rank // 3 * 3 : rank // 3 * 3 + 3]
-        assert torch.allclose(group.sum(value), torch.stack(mine).sum(0))
+        assert torch.allclose(group.all_reduce_sum(value), torch.stack(mine).sum(0))
         assert group.ranks == tuple(range(rank // 3 * 3, rank // 3 * 3 + 3))
 
 
 def test_the_same_line_is_told_once_with_its_stages() -> None:
     a = Violation("host", "x.py:1", "one", "fix", (0,))
-    assert merged([a, a._replace(stages=(2,)), a._replace(where="y.py:2")]) == [
+    assert merge_violations([a, a._replace(stages=(2,)), a._replace(where="y.py:2")]) == [
         a._replace(stages=(0, 2)),
         a._replace(where="y.py:2"),
     ]

@@ -19,36 +19,36 @@ from typing import Any
 from tests.support import configs
 from trainyard.checkpoint.io import storage
 from trainyard.checkpoint.native import checkpoint
-from trainyard.launch.launcher import free_port
-from trainyard.train.callbacks import Hook, Run
+from trainyard.launch.launcher import reserved_port
+from trainyard.train.callbacks import Callback, TrainerView
 
 ROOT = Path(__file__).parents[2]
-KEEP = 2
+KEPT_CHECKPOINTS = 2
 STEPS = 100_000
 """More than all lives together make."""
 MODEL = {**configs.LLAMA, "vocab": 64, "hidden": 16, "layers": 1, "ffn": 16}
-DATA = {"source": "synthetic", "sequence": 8}
+DATA = {"source": "synthetic", "seq_len": 8}
 
 
-class Tell(Hook):
+class ReportProgress(Callback):
     """What a life did, as lines that outlive it."""
 
     def __init__(self, tell: Callable[..., None], last: int) -> None:
-        self.tell, self.last = tell, last
+        self.report, self.last_step = tell, last
 
-    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
-        self.tell("loss", record["step"], record["loss"])
-        if record["step"] == self.last:
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self.report("loss", record["step"], record["loss"])
+        if record["step"] == self.last_step:
             trainer.stop.asked = True  # type: ignore[attr-defined]
 
-    def on_checkpoint(self, trainer: Run, record: dict[str, Any]) -> None:
+    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         where = Path(record["checkpoint"]).parents[1]
-        self.tell("saved", record["step"], sorted(str(path.relative_to(where)) for path in where.rglob("*")))
+        self.report("saved", record["step"], sorted(str(path.relative_to(where)) for path in where.rglob("*")))
 
 
-def live(request: dict[str, Any], rank: int, out: int) -> None:
+def run_rank(request: dict[str, Any], rank: int, out: int) -> None:
     """One rank of a life, until it ends or is ended."""
-    from trainyard.parallel.mesh import leave
+    from trainyard.parallel.mesh import shutdown_distributed
     from trainyard.train.trainer import Trainer
 
     def tell(*words: Any) -> None:
@@ -60,25 +60,25 @@ def live(request: dict[str, Any], rank: int, out: int) -> None:
     if request["slow"]:
         slow_disk(request["slow"])
     if request["operation"]:
-        kill_at(request["operation"], request["directory"], tell)
-    config = configs.config(
+        kill_before_change(request["operation"], request["directory"], tell)
+    config = configs.tiny_config(
         MODEL,
         data=DATA,
         train={"steps": STEPS, "global_batch": 2, "micro_batch": 1},
-        checkpoint={"every": request["every"], "resume": "auto", "keep": KEEP, "final": False},
+        checkpoint={"every": request["every"], "resume": "auto", "keep": KEPT_CHECKPOINTS, "export_hf": False},
         layout={"zero": 1 if ranks > 1 else 0},
         log={"directory": request["directory"]},
     )
     last = request["last"] - (ranks > 1)  # several ranks agree to stop with the next step
-    Trainer(config, hooks=[Tell(tell, last)], say=lambda line: tell("said", line)).run()
-    leave()
+    Trainer(config, callbacks=[ReportProgress(tell, last)], say=lambda line: tell("said", line)).run()
+    shutdown_distributed()
 
 
 def slow_disk(seconds: float) -> None:
     """Files are written in pieces with pauses between; the pauses around names are longer, so that kills find those
     few instants too."""
     longer = 8 * seconds
-    write, remove = storage.LocalPlace.write, storage.LocalPlace.remove
+    write, remove = storage.LocalStorage.write, storage.LocalStorage.remove
 
     class Slow:
         def __init__(self, file: Any, pause: float) -> None:
@@ -91,23 +91,23 @@ def slow_disk(seconds: float) -> None:
                 self.file.flush()
 
     @contextmanager
-    def slowly(place: storage.LocalPlace, name: str) -> Iterator[Any]:
+    def slowly(place: storage.LocalStorage, name: str) -> Iterator[Any]:
         with write(place, name) as file:
-            yield Slow(file, longer if name == checkpoint.MARKER else seconds)
+            yield Slow(file, longer if name == checkpoint.COMMIT_FILE else seconds)
             time.sleep(longer)
         time.sleep(longer)
 
-    def removed(place: storage.LocalPlace, name: str) -> None:
+    def removed(place: storage.LocalStorage, name: str) -> None:
         time.sleep(longer)
         remove(place, name)
 
-    storage.LocalPlace.write, storage.LocalPlace.remove = slowly, removed  # type: ignore[method-assign,assignment]
+    storage.LocalStorage.write, storage.LocalStorage.remove = slowly, removed  # type: ignore[method-assign,assignment]
 
 
-CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "tempfile.mkstemp"}
+CHANGE_EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "tempfile.mkstemp"}
 
 
-def kill_at(number: int, directory: str, tell: Callable[..., None]) -> None:
+def kill_before_change(number: int, directory: str, tell: Callable[..., None]) -> None:
     """Die just before the so-manieth change in the directory."""
     left = number
 
@@ -115,7 +115,9 @@ def kill_at(number: int, directory: str, tell: Callable[..., None]) -> None:
         nonlocal left
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         # shutil.rmtree names files without their directory
-        if event in ("os.remove", "os.rmdir") or ((event in CHANGES or writes) and directory in str(arguments[0])):
+        if event in ("os.remove", "os.rmdir") or (
+            (event in CHANGE_EVENTS or writes) and directory in str(arguments[0])
+        ):
             left -= 1
             if not left:
                 tell("killed", event)
@@ -124,14 +126,14 @@ def kill_at(number: int, directory: str, tell: Callable[..., None]) -> None:
     sys.addaudithook(hook)
 
 
-def fork(request: dict[str, Any], rank: int) -> tuple[int, int]:
+def fork_rank(request: dict[str, Any], rank: int) -> tuple[int, int]:
     """A rank as a process of its own, and a pipe that it tells into."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         code = 1
         try:
             os.close(reading)
-            live(request, rank, writing)
+            run_rank(request, rank, writing)
             code = 0
         except BaseException:
             os.write(writing, (json.dumps(["failed", traceback.format_exc()]) + "\n").encode())
@@ -141,10 +143,10 @@ def fork(request: dict[str, Any], rank: int) -> tuple[int, int]:
     return child, reading
 
 
-def whole_life(request: dict[str, Any]) -> dict[str, Any]:
+def run_and_kill(request: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks; `delay` after the first step, where the first save begins (or, `early`, after the fork), kill one
     of them. The others notice and end; if they do not, they are ended."""
-    crew = [fork(request, rank) for rank in range(request["ranks"])]
+    crew = [fork_rank(request, rank) for rank in range(request["ranks"])]
     told: list[bytes] = [b""] * len(crew)
     codes: list[int | None] = [None] * len(crew)
     begun = time.monotonic()
@@ -176,35 +178,35 @@ def whole_life(request: dict[str, Any]) -> dict[str, Any]:
     return {"codes": codes, "told": lines}
 
 
-def serve() -> None:
+def serve_requests() -> None:
     """Read requests, answer each when its life is over."""
     import trainyard.train.trainer  # noqa: F401
-    from trainyard.devices.cpu import Cpu
+    from trainyard.devices.cpu import CpuDevice
 
-    Cpu.peak = lambda self, dtype: None  # type: ignore[method-assign] # takes longer than all else in a life
+    CpuDevice.peak_throughput = lambda self, dtype: None  # type: ignore[method-assign] # takes longer than all else in a life
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        print(json.dumps(whole_life(json.loads(line))), flush=True)
+        print(json.dumps(run_and_kill(json.loads(line))), flush=True)
 
 
 @dataclass
-class Life:
-    steps: dict[int, float]
+class RunRecord:
+    losses: dict[int, float]
     """Losses by step."""
-    said: list[str]
-    saved: list[tuple[int, list[str]]]
+    messages: list[str]
+    saved_listings: list[tuple[int, list[str]]]
     """Steps, and what the directory held when each was saved."""
-    killed: str | None
-    failed: list[str]
-    codes: list[int]
+    killed_before: str | None
+    tracebacks: list[str]
+    exit_codes: list[int]
 
 
-Live = Callable[..., Life]
+RunOnce = Callable[..., RunRecord]
 
 
 @contextmanager
-def starting() -> Iterator[Live]:
+def fork_server() -> Iterator[RunOnce]:
     """A call that forks a life and waits for its end."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from tests.checkpoint.killable_runs import serve; serve()"],
@@ -218,20 +220,20 @@ def starting() -> Iterator[Live]:
     assert asking
     assert answers
 
-    def live_once(directory: Path, delay: float | None = None, **other: Any) -> Life:
-        with free_port() as port:
+    def live_once(directory: Path, delay: float | None = None, **other: Any) -> RunRecord:
+        with reserved_port() as port:
             request = {"ranks": 1, "early": False, "slow": 0.0, "operation": 0, "last": 0, "victim": 0, "every": 1}
             request |= {"directory": str(directory), "delay": delay, "port": port, **other}
             print(json.dumps(request), file=asking, flush=True)
             answer = json.loads(answers.readline())
         first = answer["told"][0]
-        return Life(
-            steps={line[1]: line[2] for line in first if line[0] == "loss"},
-            said=[line[1] for line in first if line[0] == "said"],
-            saved=[(line[1], line[2]) for line in first if line[0] == "saved"],
-            killed=next((line[1] for line in first if line[0] == "killed"), None),
-            failed=[line[1] for lines in answer["told"] for line in lines if line[0] == "failed"],
-            codes=answer["codes"],
+        return RunRecord(
+            losses={line[1]: line[2] for line in first if line[0] == "loss"},
+            messages=[line[1] for line in first if line[0] == "said"],
+            saved_listings=[(line[1], line[2]) for line in first if line[0] == "saved"],
+            killed_before=next((line[1] for line in first if line[0] == "killed"), None),
+            tracebacks=[line[1] for lines in answer["told"] for line in lines if line[0] == "failed"],
+            exit_codes=answer["codes"],
         )
 
     yield live_once

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tests.support import configs
 from trainyard import models
-from trainyard.checkpoint.compare_logits import compare
-from trainyard.checkpoint.formats.tensor_map import Region, shapes_of, slices_of
-from trainyard.models.blueprint import layer
+from trainyard.checkpoint.compare_logits import compare_logits
+from trainyard.checkpoint.formats.tensor_map import TensorIndex, tp_rank_values, unfused_shapes
+from trainyard.models.blueprint import layer_index
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": configs.LLAMA,
-    "llama tied": {**configs.LLAMA, "tied": True},
+    "llama tied": {**configs.LLAMA, "tie_embeddings": True},
     "llama unfused": {**configs.LLAMA, "fuse_qkv": False, "fuse_gate_up": False},
     "gpt": configs.GPT,
-    "gpt untied": {**configs.GPT, "tied": False},
+    "gpt untied": {**configs.GPT, "tie_embeddings": False},
     "bert": configs.BERT,
 }
 
@@ -30,17 +30,17 @@ class Held:
     def __init__(
         self, name: str, change: Callable[[str, Tensor], Tensor] = lambda part, value: value, **options: Any
     ) -> None:
-        self.model = configs.config({**MODELS[name], **options}).model
+        self.model = configs.tiny_config({**MODELS[name], **options}).model
         self.change = change
         generator = torch.Generator().manual_seed(3)
         self.parts = {
-            part: torch.randn(shape, generator=generator) / 4 for part, shape in shapes_of(self.model).items()
+            part: torch.randn(shape, generator=generator) / 4 for part, shape in unfused_shapes(self.model).items()
         }
 
     def dtype(self, part: str) -> torch.dtype:
         return self.parts[part].dtype
 
-    def read(self, part: str, region: Region) -> Tensor:
+    def read(self, part: str, region: TensorIndex) -> Tensor:
         return self.change(part, self.parts[part])[region]
 
 
@@ -57,9 +57,9 @@ def changed(part: str, at: tuple[int | slice, ...], by: float = 0.25) -> Callabl
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_weights_differ_by_nothing(name: str) -> None:
-    found = compare(Held(name), Held(name))
-    assert found.difference == 0
-    assert found.largest > 0
+    found = compare_logits(Held(name), Held(name))
+    assert found.max_difference == 0
+    assert found.max_logit > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,7 +71,7 @@ def test_any_changed_weight_shows(name: str) -> None:
         if part == "embedding.weight":
             at = (slice(None), -1)  # a single word may be none of the tokens
         if not part.endswith("attention.k.bias"):
-            assert compare(first, Held(name, changed(part, at), layers=1)).difference > 0, part
+            assert compare_logits(first, Held(name, changed(part, at), layers=1)).max_difference > 0, part
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -80,29 +80,29 @@ def test_what_is_no_number_differs_from_a_number(name: str, broken: float) -> No
     part = "layers.1.mlp.down.weight"
     good, bad = Held(name), Held(name, changed(part, (0, 0), broken))
     for pair in ((good, bad), (bad, good)):
-        assert compare(*pair).difference == float("inf")
+        assert compare_logits(*pair).max_difference == float("inf")
 
 
 def test_two_models_that_overflow_alike_do_not_differ() -> None:
     part = "layers.1.mlp.down.weight"
     one, two = (Held("llama", changed(part, (0, 0), float("nan"))) for _ in range(2))
-    assert compare(one, two).difference == 0
+    assert compare_logits(one, two).max_difference == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_logits_are_those_of_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a model that is filled at once, on the batch that the comparison made."""
     batches: list[models.Batch] = []
-    forward = models.Stack.forward
+    forward = models.TransformerStage.forward
 
-    def listening(self: models.Stack, batch: models.Batch, *rest: Any) -> Any:
+    def listening(self: models.TransformerStage, batch: models.Batch, *rest: Any) -> Any:
         batches.append(batch)
         return forward(self, batch, *rest)
 
-    monkeypatch.setattr(models.Stack, "forward", listening)
+    monkeypatch.setattr(models.TransformerStage, "forward", listening)
     zero, some = Held(name, lambda part, value: torch.zeros_like(value)), Held(name)
-    found = compare(zero, some)
-    whole = models.fill(models.build(some.model), slices_of(some)).eval()
+    found = compare_logits(zero, some)
+    whole = models.fill_parameters(models.build_model(some.model), tp_rank_values(some)).eval()
     with torch.no_grad():
         output = whole(batches[0])
         largest = float(output.logits().abs().max())
@@ -113,8 +113,8 @@ def test_the_logits_are_those_of_the_whole_model(name: str, monkeypatch: pytest.
     assert len(tokens.unique()) > 32
     assert int(tokens.min()) >= 0
     assert int(tokens.max()) < some.model.vocab
-    assert found.largest == 0  # all logits of the model of zeros
-    assert found.difference == pytest.approx(largest, abs=1e-6)
+    assert found.max_logit == 0  # all logits of the model of zeros
+    assert found.max_difference == pytest.approx(largest, abs=1e-6)
 
 
 class Counted(Held):
@@ -125,18 +125,20 @@ class Counted(Held):
         super().__init__(name, fuse_qkv=False, **({"fuse_gate_up": False} if "llama" in name else {}))
         self.live: dict[int, str] = {}
 
-    def read(self, part: str, region: Region) -> Tensor:
+    def read(self, part: str, region: TensorIndex) -> Tensor:
         array = super().read(part, region).clone().numpy()
         self.live[id(array)] = part
         weakref.finalize(array, self.live.pop, id(array))
-        assert {layer(held) for held in self.live.values()} == {layer(part)}, "what came before is still held"
+        assert {layer_index(held) for held in self.live.values()} == {layer_index(part)}, (
+            "what came before is still held"
+        )
         return torch.from_numpy(array)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_block_is_held_at_a_time(name: str) -> None:
     weights = Counted(name)
-    compare(weights, weights)
+    compare_logits(weights, weights)
     assert not weights.live
 
 
@@ -146,11 +148,11 @@ def test_the_words_are_not_held_with_the_head(name: str) -> None:
     together: set[frozenset[str]] = set()
     read = weights.read
 
-    def listening(part: str, region: Region) -> Tensor:
+    def listening(part: str, region: TensorIndex) -> Tensor:
         value = read(part, region)
         together.add(frozenset(weights.live.values()) & {"embedding.weight", "output.weight"})
         return value
 
     weights.read = listening  # type: ignore[method-assign]
-    compare(weights, weights)
+    compare_logits(weights, weights)
     assert together == {frozenset(), frozenset({"embedding.weight"}), frozenset({"output.weight"})}

@@ -24,16 +24,16 @@ from tests.checkpoint.test_nxd_optimizer import two_groups
 from tests.distributed.rank_jobs import Losses
 from tests.models.test_parity import batch_for, reference, reference_forward
 from tests.support import configs
-from trainyard.checkpoint.convert import DTYPES, Target, convert, parse_layout, total_bytes
+from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
 from trainyard.checkpoint.formats.hf import open_hf, write_config, write_hf
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import Region, everything, shapes_of
-from trainyard.checkpoint.io.storage import open_place
-from trainyard.checkpoint.native.checkpoint import KINDS, MARKER, Checkpoint
-from trainyard.checkpoint.native.partition import Box
-from trainyard.checkpoint.registry import open_weights, unlike
+from trainyard.checkpoint.formats.tensor_map import TensorIndex, full_index, unfused_shapes
+from trainyard.checkpoint.io.storage import open_storage
+from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
+from trainyard.checkpoint.native.partition import LocalSlice
+from trainyard.checkpoint.registry import first_model_difference, open_weights
 from trainyard.config.hf_config import from_hf
-from trainyard.config.model_schema import LlamaModel
+from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.train.trainer import Trainer
 
@@ -55,39 +55,41 @@ def _quick() -> Iterator[None]:
 def carry(source: Path, directory: Path, form: Any, words: str = "", hints: str = "", **options: Any) -> Path:
     """As the command does it; and all the bytes that were promised are written."""
     opened = open_weights(source, None, parse_layout("nxd", hints))
-    target = Target(form, parse_layout(form, words), **options)
+    target = ConversionTarget(form, parse_layout(form, words), **options)
     counts: list[int] = []
-    convert(opened, source, directory, target, counts.append)
+    convert_checkpoint(opened, source, directory, target, counts.append)
     assert sum(counts) == total_bytes(opened, target)
     return directory
 
 
-def whole(part: str, shape: tuple[int, ...]) -> Box:
-    return Box(part, part, shape, (0,) * len(shape), shape, (0,) * len(shape))
+def whole(part: str, shape: tuple[int, ...]) -> LocalSlice:
+    return LocalSlice(part, part, shape, (0,) * len(shape), shape, (0,) * len(shape))
 
 
 def same_state(one: Path, two: Path) -> None:
     """Every part of every kind, and how the run stood."""
-    with Checkpoint(open_place(one)) as first, Checkpoint(open_place(two)) as second:
+    with Checkpoint(open_storage(one)) as first, Checkpoint(open_storage(two)) as second:
         assert first.dtypes == second.dtypes
         assert first.model == second.model
         for key in ("step", "updates", "skipped", "consumed_samples"):
-            assert first.body[key] == second.body[key]
+            assert first.manifest[key] == second.manifest[key]
         for kind in first.dtypes:
-            for part, shape in shapes_of(first.model).items():
-                a, b = (each.tensor(kind, whole(part, shape)) for each in (first, second))
+            for part, shape in unfused_shapes(first.model).items():
+                a, b = (each.read_state(kind, whole(part, shape)) for each in (first, second))
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (kind, part)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Of all files but the marker, which has the time in it."""
-    paths = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != MARKER)
+    paths = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != COMMIT_FILE)
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
 def read(directory: Path) -> dict[str, Tensor]:
     weights = open_weights(directory).weights
-    return {part: weights.read(part, everything(shape)).clone() for part, shape in shapes_of(weights.model).items()}
+    return {
+        part: weights.read(part, full_index(shape)).clone() for part, shape in unfused_shapes(weights.model).items()
+    }
 
 
 # Our own form, with the optimizer's state
@@ -108,8 +110,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(family: str) -> Path:
         if family not in made:
             directory = tmp_path_factory.mktemp(family)
-            sections = {"checkpoint": {"every": 1, "final": False}, "log": {"directory": str(directory)}}
-            summary = Trainer(configs.config(FAMILIES[family], train=BATCH, **sections)).run()
+            sections = {"checkpoint": {"every": 1, "export_hf": False}, "log": {"directory": str(directory)}}
+            summary = Trainer(configs.tiny_config(FAMILIES[family], train=BATCH, **sections)).run()
             made[family] = summary.directory / "checkpoints" / "step_00000002"
         return made[family]
 
@@ -136,8 +138,8 @@ def test_from_one_layout_to_another_and_back(saved: Callable[[str], Path], famil
         for path in (there, other, back):
             same_state(saved(family), path)
         assert contents(there) == contents(back)
-        with Checkpoint(open_place(other)) as found:
-            found.check(found.files)
+        with Checkpoint(open_storage(other)) as found:
+            found.verify(found.files)
             wanted = parse_layout("native", two)
             assert len(found.files) == wanted["tp"] * wanted["pp"] * wanted["cp"] * wanted.pop("dp")
             assert {key: getattr(found.config.layout, key) for key in wanted} == wanted
@@ -145,7 +147,7 @@ def test_from_one_layout_to_another_and_back(saved: Callable[[str], Path], famil
 
 def test_a_micro_batch_does_not_stand_in_the_way_of_a_layout(saved: Callable[[str], Path], tmp_path: Path) -> None:
     """12 samples are 6 for each of two ranks, which are no micro batches of 4; a run may take any other."""
-    with Checkpoint(open_place(carry(saved("gpt"), tmp_path / "out", "native", "dp=2"))) as found:
+    with Checkpoint(open_storage(carry(saved("gpt"), tmp_path / "out", "native", "dp=2"))) as found:
         assert (found.config.train.global_batch, found.config.train.micro_batch) == (12, 1)
     with pytest.raises(UserError, match=r"train.global_batch=12: not a multiple of"):
         carry(saved("gpt"), tmp_path / "five", "native", "dp=5")
@@ -153,9 +155,9 @@ def test_a_micro_batch_does_not_stand_in_the_way_of_a_layout(saved: Callable[[st
 
 def test_weights_alone(saved: Callable[[str], Path], tmp_path: Path) -> None:
     source = saved("bert")
-    with Checkpoint(open_place(carry(source, tmp_path / "out", "native", "tp=2", weights_only=True))) as found:
+    with Checkpoint(open_storage(carry(source, tmp_path / "out", "native", "tp=2", weights_only=True))) as found:
         assert list(found.dtypes) == ["weights"]
-        assert (found.step, found.body["updates"]) == (0, 0)
+        assert (found.step, found.manifest["updates"]) == (0, 0)
     before, after = read(source), read(tmp_path / "out")
     assert all(torch.equal(before[part], after[part]) for part in before)
 
@@ -183,7 +185,7 @@ def words_of(layout: NxdLayout) -> str:
 @settings(GENERATED, max_examples=20)
 @given(case=cases(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), xser=st.booleans(), data=st.data())
 def test_through_nxd_and_ours(
-    case: tuple[LlamaModel, NxdLayout], dtype: torch.dtype, xser: bool, data: st.DataObject
+    case: tuple[LlamaConfig, NxdLayout], dtype: torch.dtype, xser: bool, data: st.DataObject
 ) -> None:
     model, layout = case
     words = words_of(layout)
@@ -218,7 +220,7 @@ def test_through_nxd_and_ours(
     ],
 )
 def test_what_is_left_open_is_as_nxds_models_have_it(
-    model: LlamaModel, words: str, kind: dict[str, Any], tmp_path: Path
+    model: LlamaConfig, words: str, kind: dict[str, Any], tmp_path: Path
 ) -> None:
     write_hf(tmp_path / "hf", Memory(model))
     carry(tmp_path / "hf", tmp_path / "nxd", "nxd", words)
@@ -258,7 +260,7 @@ def write_source(form: str, directory: Path, model: nn.Module) -> None:
     if form == "safetensors":
         return
     if form == "in shards":
-        write_hf(directory.with_name("sharded"), open_hf(directory), shard=20_000)
+        write_hf(directory.with_name("sharded"), open_hf(directory), max_shard_bytes=20_000)
         shutil.rmtree(directory)
         directory.with_name("sharded").rename(directory)
         assert len(list(directory.glob("model-*-of-*.safetensors"))) > 2
@@ -334,7 +336,9 @@ def test_one_file_of_weights(wrap: Callable[[Any], Any], tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"weights\.pt: does not say what model it holds; give --config"):
         open_weights(tmp_path / "weights.pt")
     opened = open_weights(tmp_path / "weights.pt", model)
-    convert(opened, tmp_path / "weights.pt", tmp_path / "out", Target("hf", {}), lambda count: None)
+    convert_checkpoint(
+        opened, tmp_path / "weights.pt", tmp_path / "out", ConversionTarget("hf", {}), lambda count: None
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "hf")
 
 
@@ -345,16 +349,16 @@ HARD += [float("inf"), -float("inf"), float("nan"), 2049.0, 2051.0]
 
 
 @pytest.mark.parametrize("form", ["hf", "nxd", "native"])
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", DTYPE_CHOICES)
 def test_dtypes_change_as_torch_changes_them(name: str, form: str, tmp_path: Path) -> None:
     """Halves to even, what is too great to infinity, what is too small to less of itself, and nothing else."""
     weights = Memory(llama())
     weights.parts["embedding.weight"].view(-1)[: len(HARD)] = torch.tensor(HARD)
     write_hf(tmp_path / "hf", weights)
-    found = read(carry(tmp_path / "hf", tmp_path / "out", form, dtype=DTYPES[name]))
+    found = read(carry(tmp_path / "hf", tmp_path / "out", form, dtype=DTYPE_CHOICES[name]))
     for part, value in weights.parts.items():
-        assert found[part].dtype == DTYPES[name]
-        assert torch.equal(found[part].view(torch.uint8), value.to(DTYPES[name]).view(torch.uint8)), part
+        assert found[part].dtype == DTYPE_CHOICES[name]
+        assert torch.equal(found[part].view(torch.uint8), value.to(DTYPE_CHOICES[name]).view(torch.uint8)), part
 
 
 def test_a_dtype_is_in_the_config(tmp_path: Path) -> None:
@@ -421,7 +425,7 @@ def source(tmp_path: Path) -> Path:
         ("native", "pp=5", r"layout.pp=5: pp x vpp = 5 stages for 4 layers"),
         ("native", "dp=0", "--layout dp=0: wanted a number from 1 up"),
         ("native", "vpp=2", "vpp=2: virtual stages need pp above 1"),
-        ("native", "pp=2,cuts=9", r"layout.cuts=\[9\]"),
+        ("native", "pp=2,cuts=9", r"layout.pipeline_cuts=\[9\]"),
         ("hf", "tp=2", "--layout tp=2: hf takes no layout"),
     ],
 )
@@ -547,12 +551,12 @@ def test_a_model_that_is_spelt_out_is_the_same(saved: Callable[[str], Path], tmp
     """A config.json has the numbers that a file of ours leaves to defaults."""
     for family in FAMILIES:
         checkpoint = saved(family)
-        section = configs.config(FAMILIES[family]).model
+        section = configs.tiny_config(FAMILIES[family]).model
         write_config(tmp_path / "config.json", section, torch.float32)
-        assert unlike(from_hf(tmp_path), section) is None
+        assert first_model_difference(from_hf(tmp_path), section) is None
         open_weights(checkpoint, from_hf(tmp_path))
         wider = from_hf(tmp_path).model_copy(update={"ffn": 96})
-        with pytest.raises(UserError, match=rf"model.ffn=96: .* has {section.inner}"):
+        with pytest.raises(UserError, match=rf"model.ffn=96: .* has {section.ffn_size}"):
             open_weights(checkpoint, wider)
     with pytest.raises(UserError, match=r"model.family=bert: .* has gpt"):
         open_weights(saved("gpt"), section)
@@ -578,10 +582,10 @@ def dying(after: int, error: BaseException) -> Callable[[int], None]:
 
 
 FORMS: dict[str, Any] = {
-    "hf": Target("hf", {}),
-    "nxd": Target("nxd", {"tp": 2, "pp": 2}),
-    "nxd xser": Target("nxd", {"tp": 2}, xser=True),
-    "native": Target("native", {"tp": 2, "pp": 2, "dp": 2}),
+    "hf": ConversionTarget("hf", {}),
+    "nxd": ConversionTarget("nxd", {"tp": 2, "pp": 2}),
+    "nxd xser": ConversionTarget("nxd", {"tp": 2}, xser=True),
+    "native": ConversionTarget("native", {"tp": 2, "pp": 2, "dp": 2}),
 }
 
 
@@ -591,9 +595,9 @@ def test_an_end_half_way_leaves_nothing(form: str, after: int, source: Path, tmp
     opened = open_weights(source)
     for error in (Died(), KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")):
         with pytest.raises(type(error)):
-            convert(opened, source, tmp_path / "out", FORMS[form], dying(after, error))
+            convert_checkpoint(opened, source, tmp_path / "out", FORMS[form], dying(after, error))
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    convert(opened, source, tmp_path / "out", FORMS[form], lambda count: None)
+    convert_checkpoint(opened, source, tmp_path / "out", FORMS[form], lambda count: None)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "out"}
 
 
@@ -604,7 +608,7 @@ class Failing(Memory):
         super().__init__(llama(**GQA))
         self.left = reads
 
-    def read(self, part: str, region: Region) -> Tensor:
+    def read(self, part: str, region: TensorIndex) -> Tensor:
         self.left -= 1
         if self.left < 0:
             raise OSError(errno.EIO, "Input/output error")
@@ -638,7 +642,7 @@ def test_a_disk_that_fails_half_way_leaves_nothing(
             patch.setattr(os, "replace", fails(os.replace, 1))
             patch.setattr(os, "rename", fails(os.rename, 1))
         with pytest.raises(OSError, match="Input/output error"):
-            convert(opened, source, tmp_path / "out", FORMS[form], lambda count: None)
+            convert_checkpoint(opened, source, tmp_path / "out", FORMS[form], lambda count: None)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -646,7 +650,7 @@ def test_a_disk_that_fails_half_way_leaves_nothing(
 def test_what_a_kill_left_is_no_hindrance(form: str, source: Path, tmp_path: Path) -> None:
     (tmp_path / ".out.part" / "model").mkdir(parents=True)
     (tmp_path / ".out.part" / "rank_00000.safetensors").write_text("half")
-    convert(open_weights(source), source, tmp_path / "out", FORMS[form], lambda count: None)
+    convert_checkpoint(open_weights(source), source, tmp_path / "out", FORMS[form], lambda count: None)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "out"}
     found, wanted = read(tmp_path / "out"), read(source)
     assert all(torch.equal(found[part], value) for part, value in wanted.items())
@@ -662,17 +666,17 @@ RUN = {
 
 def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
     hook = Losses()
-    config = configs.config(
+    config = configs.tiny_config(
         RUN,
-        data={"source": "synthetic", "sequence": 8},
+        data={"source": "synthetic", "seq_len": 8},
         train={"steps": 5, "global_batch": 4, "micro_batch": 2},
         optimizer={"lr": 1e-2},
-        schedule={"warmup": 3},
-        checkpoint={"final": False, "keep": 0, **checkpoint},
+        schedule={"warmup_steps": 3},
+        checkpoint={"export_hf": False, "keep": 0, **checkpoint},
         log={"directory": str(directory)},
     )
     lines: list[str] = []
-    summary = Trainer(config, hooks=[hook], say=lines.append).run()
+    summary = Trainer(config, callbacks=[hook], say=lines.append).run()
     assert not [line for line in lines if line.startswith("note:")]
     return hook.losses, summary.directory
 
@@ -688,16 +692,18 @@ def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
 def test_an_nxd_run_goes_on_with_the_same_losses(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     wanted, run = losses(tmp_path / "ours", every=1)
     checkpoint = run / "checkpoints" / "step_00000002"
-    with Checkpoint(open_place(checkpoint)) as own:
-        model, updates = own.model, own.body["updates"]
-        parts = shapes_of(model).items()
-        kinds = {kind: {part: own.tensor(kind, whole(part, shape)) for part, shape in parts} for kind in KINDS}
-    assert isinstance(model, LlamaModel)
+    with Checkpoint(open_storage(checkpoint)) as own:
+        model, updates = own.model, own.manifest["updates"]
+        parts = unfused_shapes(model).items()
+        kinds = {
+            kind: {part: own.read_state(kind, whole(part, shape)) for part, shape in parts} for kind in STATE_KINDS
+        }
+    assert isinstance(model, LlamaConfig)
     tag = nxd_checkpoint(tmp_path / "nxd" / "step_2", model, kinds, step=updates, **options)
     write_config(tag / "config.json", model, torch.float32)
     there = carry(tag, tmp_path / "there", "native", words)
-    with Checkpoint(open_place(there)) as found:
-        assert (found.step, found.body["updates"]) == (2, updates)
+    with Checkpoint(open_storage(there)) as found:
+        assert (found.step, found.manifest["updates"]) == (2, updates)
     moved = carry(there, tmp_path / "moved", "native", "tp=4")
     resumed = [losses(tmp_path / f"again-{path.name}", resume=str(path))[0] for path in (checkpoint, there, moved)]
     assert resumed == [wanted[2:]] * 3

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.saved_runs import complete, configure, failures, train
+from tests.checkpoint.saved_runs import checkpoint_config, save_failures, train, verified_steps
 from tests.support import configs
 from trainyard import Trainer
-from trainyard.checkpoint.formats.tensor_map import shapes_of
-from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.formats.tensor_map import unfused_shapes
+from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
-from trainyard.checkpoint.native.partition import Box
+from trainyard.checkpoint.native.partition import LocalSlice
 from trainyard.core.errors import UserError
 
 RANK, MARKER = "rank_00000.safetensors", "complete.json"
@@ -51,7 +51,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
     name, harm, text = DAMAGES[damage]
-    config = configure(tmp_path, resume="auto", keep=2)
+    config = checkpoint_config(tmp_path, resume="auto", keep=2)
     train(config)
     where = tmp_path / "logs" / "run" / "checkpoints"
     plain = {path: path.read_bytes() for path in where.rglob("*.safetensors")}
@@ -62,38 +62,38 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     assert len(passing) == 1
     assert re.fullmatch(f"passing over {text.format(path)}", passing[0])
     assert f"going on from step 3: {where / 'step_00000003'}" in said
-    assert failures(said) == []
-    assert complete(where) == [4, 3]  # a whole one has taken its place
+    assert save_failures(said) == []
+    assert verified_steps(where) == [4, 3]  # a whole one has taken its place
     assert plain == {path: path.read_bytes() for path in where.rglob("*.safetensors")}
     harm(path)
     with pytest.raises(UserError, match="broken") as told:
-        train(configure(tmp_path, resume=str(path.parent)))
+        train(checkpoint_config(tmp_path, resume=str(path.parent)))
     assert re.fullmatch(text.format(path), str(told.value))
 
 
 def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: Path) -> None:
     """keep=1, and the newest is broken: what the resumed run writes below it must stay."""
-    config = configure(tmp_path, resume="auto", every=2, keep=0)
+    config = checkpoint_config(tmp_path, resume="auto", every=2, keep=0)
     train(config)
     where = tmp_path / "logs" / "run" / "checkpoints"
-    assert complete(where) == [4, 2]
+    assert verified_steps(where) == [4, 2]
     flip(where / "step_00000004" / RANK, 8 * 30_000)
     seen: list[list[str]] = []
-    again = configure(tmp_path, resume="auto", every=1, keep=1, blocking=True)
+    again = checkpoint_config(tmp_path, resume="auto", every=1, keep=1, blocking=True)
     train(again, {4: lambda: seen.append(sorted(os.listdir(where)))})
     assert seen == [["step_00000003", "step_00000004"]]
-    assert complete(where) == [4]
+    assert verified_steps(where) == [4]
 
 
 def test_a_directory_without_a_marker_is_passed_over_and_named(tmp_path: Path) -> None:
-    config = configure(tmp_path, resume="auto")
+    config = checkpoint_config(tmp_path, resume="auto")
     train(config)
     where = tmp_path / "logs" / "run" / "checkpoints"
     (where / "step_00000004" / MARKER).unlink()
     said = train(config)
     assert f"passing over {where / 'step_00000004'}: it was never completed" in said
     assert f"going on from step 3: {where / 'step_00000003'}" in said
-    assert complete(where) == [4, 3, 2]
+    assert verified_steps(where) == [4, 3, 2]
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +101,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, small so that headers are a large part of it."""
     directory = tmp_path_factory.mktemp("saved")
     model = {**configs.LLAMA, "vocab": 64, "hidden": 8, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 8}
-    config = configs.config(model, train={"steps": 1}, checkpoint={"every": 1}, log={"directory": str(directory)})
+    config = configs.tiny_config(model, train={"steps": 1}, checkpoint={"every": 1}, log={"directory": str(directory)})
     Trainer(config).run()
     return directory / "run" / "checkpoints" / "step_00000001"
 
 
 def everything(directory: Path) -> tuple[dict[str, Any], list[tuple[str, torch.Tensor]], Any]:
     """All that a resumed run could take from a checkpoint."""
-    with native_checkpoint.Checkpoint(LocalPlace(directory)) as checkpoint:
-        checkpoint.check(checkpoint.files)
+    with native_checkpoint.Checkpoint(LocalStorage(directory)) as checkpoint:
+        checkpoint.verify(checkpoint.files)
         tensors = []
-        for kind in native_checkpoint.KINDS:
-            for part, shape in shapes_of(checkpoint.model).items():
+        for kind in native_checkpoint.STATE_KINDS:
+            for part, shape in unfused_shapes(checkpoint.model).items():
                 zero = (0,) * len(shape)
-                tensors.append((f"{kind}.{part}", checkpoint.tensor(kind, Box(part, part, shape, zero, shape, zero))))
-        own = checkpoint.extra(0)
+                tensors.append(
+                    (f"{kind}.{part}", checkpoint.read_state(kind, LocalSlice(part, part, shape, zero, shape, zero)))
+                )
+        own = checkpoint.rank_extras(0)
         assert own
         tensors += sorted(own[0].items())
         texts = {name: text for name, text in own[1].items() if name in ("RANDOM", "DCP_SHARDING_INFO")}
-        return checkpoint.body, tensors, texts
+        return checkpoint.manifest, tensors, texts
 
 
 def same(one: Any, two: Any) -> bool:

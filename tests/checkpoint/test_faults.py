@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.checkpoint.saved_runs import complete, configure, failures, train
+from tests.checkpoint.saved_runs import checkpoint_config, save_failures, train, verified_steps
 from trainyard import Trainer
 from trainyard.checkpoint.io import storage
-from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.cli.main import main
 from trainyard.core.errors import RunStopped, UserError
@@ -53,7 +53,7 @@ class Planted:
         self.path, self.size = path, size
         self.filled = 0
         path.mkdir()
-        whole = storage.whole_file
+        whole = storage.atomic_file
         usage = shutil.disk_usage
 
         @contextmanager
@@ -113,22 +113,22 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_too_little_room_is_said_before_the_first_step(disk: Disk, tmp_path: Path) -> None:
     disk.fill(leave=MIB + 1000)
-    config = configure(tmp_path, directory=str(disk.path / "saved"))
+    config = checkpoint_config(tmp_path, directory=str(disk.path / "saved"))
     trainer = Trainer(config)
     with pytest.raises(UserError, match=r"checkpoint.directory=.*needs 2 MiB, 1 MiB are free") as told:
         trainer.run()
     assert "\n" not in str(told.value)
-    assert trainer.number == 0
+    assert trainer.completed_steps == 0
 
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_run_goes_on_over_a_full_disk_and_saves_again_later(disk: Disk, tmp_path: Path, blocking: bool) -> None:
     where = disk.path / "saved"
     actions = {2: lambda: disk.fill(leave=MIB + 1000), 4: disk.empty}
-    said = train(configure(tmp_path, directory=str(where), blocking=blocking), actions)
+    said = train(checkpoint_config(tmp_path, directory=str(where), blocking=blocking), actions)
     line = f"checkpoint of step {{}} was not written: {where}: a checkpoint needs 2 MiB, 1 MiB are free"
-    assert failures(said) == [line.format(2), line.format(3)]
-    assert complete(where) == [4, 1]
+    assert save_failures(said) == [line.format(2), line.format(3)]
+    assert verified_steps(where) == [4, 1]
     assert sorted(path.name for path in where.iterdir()) == ["step_00000001", "step_00000004"]
 
 
@@ -137,31 +137,31 @@ def test_the_disk_fills_in_the_middle_of_a_write(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     where = disk.path / "saved"
-    write = LocalPlace.write
+    write = LocalStorage.write
 
     @contextmanager
-    def filling(place: LocalPlace, file_name: str) -> Iterator[Any]:
+    def filling(place: LocalStorage, file_name: str) -> Iterator[Any]:
         with write(place, file_name) as file:
             if (place.path.name, file_name) == ("step_00000002", name):
                 file.write(b"{")
                 disk.fill(leave=0)
             yield file
 
-    monkeypatch.setattr(LocalPlace, "write", filling)
+    monkeypatch.setattr(LocalStorage, "write", filling)
     found: list[list[Path]] = []
     actions = {3: lambda: (found.append(sorted(where.rglob("*"))), disk.empty())}
-    said = train(configure(tmp_path, directory=str(where), blocking=True), actions)
-    assert len(failures(said)) == 1
-    assert failures(said)[0].startswith("checkpoint of step 2 was not written: ")
-    assert failures(said)[0].endswith("No space left on device")
+    said = train(checkpoint_config(tmp_path, directory=str(where), blocking=True), actions)
+    assert len(save_failures(said)) == 1
+    assert save_failures(said)[0].startswith("checkpoint of step 2 was not written: ")
+    assert save_failures(said)[0].endswith("No space left on device")
     assert not any(path.suffix == ".part" for path in found[0])
     assert where / "step_00000002" / "complete.json" not in found[0]
-    assert complete(where) == [4, 3, 1]
+    assert verified_steps(where) == [4, 3, 1]
 
 
 def test_the_run_stops_when_asked_to(tmp_path: Path) -> None:
     where = tmp_path / "saved"
-    config = configure(tmp_path, directory=str(where), on_failure="stop", blocking=True)
+    config = checkpoint_config(tmp_path, directory=str(where), on_failure="stop", blocking=True)
 
     def taken() -> None:
         shutil.rmtree(where)
@@ -192,13 +192,13 @@ def test_a_disk_that_is_read_only_for_a_while(mounted: Path, tmp_path: Path) -> 
     def again(how: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{how}", str(mounted)], check=True)
 
-    config = configure(tmp_path, directory=str(mounted / "saved"), blocking=True)
+    config = checkpoint_config(tmp_path, directory=str(mounted / "saved"), blocking=True)
     said = train(config, {2: lambda: again("ro"), 4: lambda: again("rw")})
-    assert [line.split(":")[0] for line in failures(said)] == [
+    assert [line.split(":")[0] for line in save_failures(said)] == [
         f"checkpoint of step {n} was not written" for n in (2, 3)
     ]
-    assert all(line.endswith("Read-only file system") for line in failures(said))
-    assert complete(mounted / "saved") == [4, 1]
+    assert all(line.endswith("Read-only file system") for line in save_failures(said))
+    assert verified_steps(mounted / "saved") == [4, 1]
     again("ro")
     with pytest.raises(UserError, match=r"^checkpoint.directory=.*: cannot be written: .*Read-only file system$"):
         Trainer(config).run()
@@ -208,33 +208,33 @@ def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for where in (tmp_path / "file", tmp_path / "file" / "saved"):
         with pytest.raises(UserError, match=r"^checkpoint.directory=.*: cannot be written: .*(File exists|Not a dir)"):
-            train(configure(tmp_path, directory=str(where)))
+            train(checkpoint_config(tmp_path, directory=str(where)))
 
 
 def test_the_directory_is_removed_under_the_run(tmp_path: Path) -> None:
     where = tmp_path / "saved"
-    said = train(configure(tmp_path, directory=str(where), blocking=True), {3: lambda: shutil.rmtree(where)})
-    assert failures(said) == []
-    assert complete(where) == [4, 3]
+    said = train(checkpoint_config(tmp_path, directory=str(where), blocking=True), {3: lambda: shutil.rmtree(where)})
+    assert save_failures(said) == []
+    assert verified_steps(where) == [4, 3]
 
 
 def test_the_directory_is_removed_under_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = tmp_path / "saved"
-    write = LocalPlace.write
+    write = LocalStorage.write
 
     @contextmanager
-    def removing(place: LocalPlace, name: str) -> Iterator[Any]:
+    def removing(place: LocalStorage, name: str) -> Iterator[Any]:
         with write(place, name) as file:
             yield file
             if place.path.name == "step_00000002":
                 shutil.rmtree(where)
 
-    monkeypatch.setattr(LocalPlace, "write", removing)
-    said = train(configure(tmp_path, directory=str(where)))
-    assert len(failures(said)) == 1
-    assert "checkpoint of step 2 was not written" in failures(said)[0]
-    assert failures(said)[0].endswith("No such file or directory")
-    assert complete(where) == [4, 3]
+    monkeypatch.setattr(LocalStorage, "write", removing)
+    said = train(checkpoint_config(tmp_path, directory=str(where)))
+    assert len(save_failures(said)) == 1
+    assert "checkpoint of step 2 was not written" in save_failures(said)[0]
+    assert save_failures(said)[0].endswith("No such file or directory")
+    assert verified_steps(where) == [4, 3]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_another_matter(
@@ -242,25 +242,25 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_another_matter(
 ) -> None:
     """The new one is complete all the same."""
 
-    def refused(place: LocalPlace, step: int) -> None:
+    def refused(place: LocalStorage, step: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{place}/{step}")
 
     monkeypatch.setattr(checkpoint, "remove", refused)
     where = tmp_path / "saved"
-    said = train(configure(tmp_path, directory=str(where), keep=3, on_failure="stop"))
+    said = train(checkpoint_config(tmp_path, directory=str(where), keep=3, on_failure="stop"))
     line = f"old checkpoints in {where} could not be removed: {where}/1: Permission denied"
     assert [each for each in said if "checkpoint" in each] == [line]
-    assert complete(where) == [4, 3, 2, 1]
+    assert verified_steps(where) == [4, 3, 2, 1]
 
 
 def test_leftovers_do_not_take_the_room_of_the_next_checkpoint(disk: Disk, tmp_path: Path) -> None:
     """What a killed run has half written is cleared away before the room is measured."""
     where = disk.path / "saved"
-    config = configure(tmp_path, directory=str(where), resume="auto")
+    config = checkpoint_config(tmp_path, directory=str(where), resume="auto")
     train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})}))
     (where / "step_00000002").mkdir()
     (where / "step_00000002" / ".rank_00000.safetensors.x.part").write_bytes(b"1" * (4 * MIB))
     said = train(config)
     assert f"passing over {where / 'step_00000002'}: it was never completed" in said
-    assert failures(said) == []
-    assert complete(where)[0] == 4
+    assert save_failures(said) == []
+    assert verified_steps(where)[0] == 4

@@ -12,7 +12,7 @@ from tests.models.test_parity import batch_for
 from tests.support import configs
 from trainyard import Trainer, load_model
 from trainyard.checkpoint.formats.hf import open_hf, save_hf
-from trainyard.checkpoint.formats.tensor_map import slices_of
+from trainyard.checkpoint.formats.tensor_map import tp_rank_values
 from trainyard.core.errors import UserError
 
 AUTO = {
@@ -22,14 +22,14 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> None:
-    model = {**configs.FAMILIES[family], **({"tied": False} if family == "llama" else {})}
-    config = configs.config(model, checkpoint={"final": True}, log={"directory": str(tmp_path)})
+    model = {**configs.TINY_MODELS[family], **({"tie_embeddings": False} if family == "llama" else {})}
+    config = configs.tiny_config(model, checkpoint={"export_hf": True}, log={"directory": str(tmp_path)})
     trainer = Trainer(config)
     summary = trainer.run()
-    theirs = AUTO[family].from_pretrained(summary.weights).eval()
-    section, ours = load_model(summary.weights, "cpu")
+    theirs = AUTO[family].from_pretrained(summary.exported_weights).eval()
+    section, ours = load_model(summary.exported_weights, "cpu")
     spelt_out = {key: getattr(section, key) for key in ("scaled_init", "ffn", "head_dim") if hasattr(section, key)}
     assert section == config.model.model_copy(update=spelt_out)
     batch = batch_for(family)
@@ -43,29 +43,31 @@ def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> No
     for model in (ours, trainer.model.eval()):
         torch.testing.assert_close(model(batch).logits(), logits, atol=1e-5, rtol=1e-5)
     for name in trainer.optimizer.names:
-        assert torch.equal(ours.get_parameter(name), trainer.values(name))
+        assert torch.equal(ours.get_parameter(name), trainer.full_parameter(name))
 
 
 def test_a_run_starts_from_a_directory(tmp_path: Path) -> None:
     """Continued pre-training: the first loss is the old weights' loss, whatever is fused."""
     sections = {"log": {"directory": str(tmp_path)}, "optimizer": {"lr": 1e-2}, "train": {"steps": 20}}
-    text = {"source": "text", "sequence": 16}
-    first = Trainer(configs.config(**sections, data=text, checkpoint={"final": True})).run()
+    text = {"source": "text", "seq_len": 16}
+    first = Trainer(configs.tiny_config(**sections, data=text, checkpoint={"export_hf": True})).run()
     changed = {**configs.LLAMA, "fuse_qkv": False}
-    again = Trainer(configs.config(changed, **sections, data=text, checkpoint={"start": str(first.weights)}))
+    again = Trainer(
+        configs.tiny_config(changed, **sections, data=text, checkpoint={"init_from": str(first.exported_weights)})
+    )
     batch = {**again.loader.batch(0), "key": torch.zeros(2, dtype=torch.int32)}
-    total, count = again.loss.terms(again.model(batch), batch)["lm"]
-    _, model = load_model(first.weights, "cpu")
-    expected, _ = again.loss.terms(model(batch), batch)["lm"]
+    total, count = again.loss_fn.terms(again.model(batch), batch)["lm"]
+    _, model = load_model(first.exported_weights, "cpu")
+    expected, _ = again.loss_fn.terms(model(batch), batch)["lm"]
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     assert total / count < first.first_loss - 1
     with pytest.raises(UserError, match="no checkpoint that is known"):
-        Trainer(configs.config(**sections, checkpoint={"start": str(tmp_path)}))
+        Trainer(configs.tiny_config(**sections, checkpoint={"init_from": str(tmp_path)}))
 
 
 def test_sharded_directories_are_read(tmp_path: Path) -> None:
-    section = configs.config().model
-    model = configs.model(section)
+    section = configs.tiny_config().model
+    model = configs.tiny_model(section)
     save_hf(tmp_path / "one", section, model.state_dict().__getitem__)
     tensors = load_file(tmp_path / "one" / "model.safetensors")
     sharded = tmp_path / "two"
@@ -78,23 +80,23 @@ def test_sharded_directories_are_read(tmp_path: Path) -> None:
     for file in set(where.values()):
         save_file({name: tensors[name] for name in tensors if where[name] == file}, sharded / file)
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    values = slices_of(open_hf(sharded))
+    values = tp_rank_values(open_hf(sharded))
     for name, tensor in model.state_dict().items():
         assert torch.equal(values(name), tensor)
 
 
 def test_saving_again_replaces_whole(tmp_path: Path) -> None:
-    section = configs.config().model
+    section = configs.tiny_config().model
     for seed in (0, 1):
-        save_hf(tmp_path / "model", section, configs.model(section, seed).state_dict().__getitem__)
-    values = slices_of(open_hf(tmp_path / "model"))
-    assert torch.equal(values("norm.weight"), configs.model(section, 1).state_dict()["norm.weight"])
+        save_hf(tmp_path / "model", section, configs.tiny_model(section, seed).state_dict().__getitem__)
+    values = tp_rank_values(open_hf(tmp_path / "model"))
+    assert torch.equal(values("norm.weight"), configs.tiny_model(section, 1).state_dict()["norm.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_checkpoints_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
-    section = configs.config().model
-    save_hf(tmp_path / "model", section, configs.model(section).state_dict().__getitem__)
+    section = configs.tiny_config().model
+    save_hf(tmp_path / "model", section, configs.tiny_model(section).state_dict().__getitem__)
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
 

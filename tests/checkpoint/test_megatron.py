@@ -16,14 +16,14 @@ from torch import Tensor
 from tests.models.test_parity import batch_for
 from tests.support import configs
 from trainyard import models
-from trainyard.checkpoint.formats.megatron.weights import Megatron, find_megatron, open_megatron
-from trainyard.checkpoint.formats.tensor_map import everything, shapes_of
-from trainyard.config.model_schema import GptModel, LlamaModel
+from trainyard.checkpoint.formats.megatron.weights import MegatronWeights, find_megatron, open_megatron
+from trainyard.checkpoint.formats.tensor_map import full_index, unfused_shapes
+from trainyard.config.model_schema import GptConfig, LlamaConfig
 from trainyard.core.errors import UserError
 
 Parts = dict[str, Tensor]
-GPT = GptModel(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
-LLAMA = LlamaModel(**{**configs.LLAMA, "layers": 4, "vocab": 250, "heads": 8, "kv_heads": 4, "tied": False})
+GPT = GptConfig(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
+LLAMA = LlamaConfig(**{**configs.LLAMA, "layers": 4, "vocab": 250, "heads": 8, "kv_heads": 4, "tie_embeddings": False})
 ARGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 LLAMA_ARGS = {
     "num_layers": 4,
@@ -42,11 +42,11 @@ LLAMA_ARGS = {
 }
 
 
-def random_parts(model: models.AnyModel, dtype: torch.dtype = torch.float32) -> Parts:
+def random_parts(model: models.AnyModelConfig, dtype: torch.dtype = torch.float32) -> Parts:
     generator = torch.Generator().manual_seed(0)
     return {
         name: (torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
-        for name, shape in shapes_of(model).items()
+        for name, shape in unfused_shapes(model).items()
     }
 
 
@@ -58,17 +58,17 @@ def fused_heads(matrices: list[Tensor], groups: int, version: float) -> Tensor:
     return torch.cat(by_group, 1).flatten(0, 1)
 
 
-def one_layer(model: GptModel | LlamaModel, parts: Parts, number: int, tp: int, rank: int, version: float) -> Parts:
+def one_layer(model: GptConfig | LlamaConfig, parts: Parts, number: int, tp: int, rank: int, version: float) -> Parts:
     """A layer on a tensor-parallel rank, by the AWS reference's names."""
     own = {name.removeprefix(f"layers.{number}."): part for name, part in parts.items()}
     out = {}
-    for kind in ("weight", "bias") if isinstance(model, GptModel) else ("weight",):
+    for kind in ("weight", "bias") if isinstance(model, GptConfig) else ("weight",):
         qkv = [own[f"attention.{x}.{kind}"].chunk(tp)[rank] for x in "qkv"]
         up = [own[f"mlp.{x}.{kind}"].chunk(tp)[rank] for x in ("gate", "up") if f"mlp.{x}.{kind}" in own]
         dense, down = own[f"attention.output.{kind}"], own[f"mlp.down.{kind}"]
         out |= {
             f"input_layernorm.{kind}": own[f"attention_norm.{kind}"],
-            f"self_attention.query_key_value.{kind}": fused_heads(qkv, model.kv // tp, version),
+            f"self_attention.query_key_value.{kind}": fused_heads(qkv, model.num_kv_heads // tp, version),
             f"self_attention.dense.{kind}": dense.chunk(tp, 1)[rank] if kind == "weight" else dense,
             f"post_attention_layernorm.{kind}": own[f"mlp_norm.{kind}"],
             f"mlp.dense_h_to_4h.{kind}": torch.cat(up),
@@ -83,7 +83,13 @@ def padded(matrix: Tensor, rows: int, tp: int, rank: int) -> Tensor:
 
 
 def stage_of(
-    model: GptModel | LlamaModel, parts: Parts, layers: range, tp: int, rank: int, version: float = 3.0, rows: int = 256
+    model: GptConfig | LlamaConfig,
+    parts: Parts,
+    layers: range,
+    tp: int,
+    rank: int,
+    version: float = 3.0,
+    rows: int = 256,
 ) -> dict[str, Any]:
     """The `model` dict of one rank's stage."""
     encoder = {}
@@ -101,7 +107,7 @@ def stage_of(
         encoder |= {
             f"final_layernorm.{kind}": parts[f"norm.{kind}"] for kind in ("weight", "bias") if f"norm.{kind}" in parts
         }
-        if not model.tied:
+        if not model.tie_embeddings:
             language["output_layer"] = {"weight": padded(parts["output.weight"], rows, tp, rank)}
         elif layers.start:
             out["word_embeddings_for_head"] = {"weight": embedding.clone()}
@@ -110,7 +116,7 @@ def stage_of(
 
 def write(
     root: Path,
-    model: GptModel | LlamaModel,
+    model: GptConfig | LlamaConfig,
     parts: Parts,
     tp: int = 1,
     pp: int = 1,
@@ -134,10 +140,10 @@ def write(
     return root
 
 
-def assert_gives(weights: Megatron, parts: Parts) -> None:
+def assert_gives(weights: MegatronWeights, parts: Parts) -> None:
     for name, part in parts.items():
         assert weights.dtype(name) == part.dtype
-        assert torch.equal(weights.read(name, everything(tuple(part.shape))), part), name
+        assert torch.equal(weights.read(name, full_index(tuple(part.shape))), part), name
         region = tuple(slice(size // 3, size // 3 + 1) for size in part.shape)
         assert torch.equal(weights.read(name, region), part[region]), name
 
@@ -153,21 +159,21 @@ def test_gpt_comes_back_bit_for_bit(tp: int, pp: int, version: float, tmp_path: 
 
 
 def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
-    original = configs.model(GPT).eval()
-    blueprint = models.family(GPT).blueprint(GPT)
+    original = configs.tiny_model(GPT).eval()
+    blueprint = models.family_of(GPT).blueprint(GPT)
 
     def split(name: str) -> Iterator[tuple[str, Tensor]]:
-        slices = blueprint.slices(name)
+        slices = blueprint.tp_slices(name)
         pieces = original.get_parameter(name).detach().split([each.shape[0] for each in slices])
         yield from zip((each.name for each in slices), pieces, strict=True)
 
-    parts = {part: tensor for name in blueprint.names() for part, tensor in split(name)}
+    parts = {part: tensor for name in blueprint.parameter_names() for part, tensor in split(name)}
     weights = open_megatron(write(tmp_path, GPT, parts, tp=2, pp=2), GPT)
 
     def values(name: str) -> Tensor:
-        return torch.cat([weights.read(each.name, everything(each.shape)) for each in blueprint.slices(name)])
+        return torch.cat([weights.read(each.name, full_index(each.shape)) for each in blueprint.tp_slices(name)])
 
-    filled = models.fill(models.build(weights.model), values).eval()
+    filled = models.fill_parameters(models.build_model(weights.model), values).eval()
     batch = batch_for("gpt")
     assert torch.equal(filled(batch).logits(), original(batch).logits())
 
@@ -209,7 +215,7 @@ def test_a_llama_of_upstream_is_read_by_its_arguments(pp: int, tmp_path: Path) -
 def test_stretched_positions_are_read(changes: dict[str, Any], found: dict[str, Any], tmp_path: Path) -> None:
     args = argparse.Namespace(**{**LLAMA_ARGS, **changes})
     model = open_megatron(write(tmp_path, LLAMA, random_parts(LLAMA), args=args)).model
-    assert isinstance(model, LlamaModel)
+    assert isinstance(model, LlamaConfig)
     assert {key: getattr(model.rope_scaling, key) for key in found} == found
 
 
@@ -365,7 +371,7 @@ def test_a_lost_iteration_falls_back_to_the_newest_whole_one(tmp_path: Path) -> 
     assert "iter_0000005 is read" in open_megatron(root, GPT).notes[0]
 
 
-def one_line(path: Path, words: str, model: models.AnyModel | None = GPT) -> None:
+def one_line(path: Path, words: str, model: models.AnyModelConfig | None = GPT) -> None:
     with pytest.raises(UserError, match=words) as caught:
         open_megatron(path, model)
     assert "\n" not in str(caught.value)
@@ -414,7 +420,7 @@ def test_files_that_do_not_do_are_one_line(tmp_path: Path) -> None:
         ({"layers": 2}, "num_layers=4, but the model has layers=2"),
         ({"ffn": 64}, r"mlp.dense_h_to_4h.weight is \[128, 32\], the model wants \[64, 32\]"),
         ({"vocab": 257}, "word_embeddings.weight has 256 x tp=1 rows, the model has vocab=257"),
-        ({"tied": False}, "nothing in it holds output.weight"),
+        ({"tie_embeddings": False}, "nothing in it holds output.weight"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_one_line(update: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -423,7 +429,7 @@ def test_a_configuration_that_does_not_fit_is_one_line(update: dict[str, Any], w
 
 def test_models_that_we_do_not_have_are_one_line(tmp_path: Path) -> None:
     root = write(tmp_path / "gpt", GPT, random_parts(GPT))
-    one_line(root, "family=bert: not read from Megatron's files", configs.config("bert").model)
+    one_line(root, "family=bert: not read from Megatron's files", configs.tiny_config("bert").model)
     llama = LLAMA.model_copy(update={"heads": 4, "kv_heads": 4, "ffn": 128})
     one_line(root, r"dense_h_to_4h.weight is \[128, 32\], the model wants \[256, 32\]", llama)
     split = write(tmp_path / "split", LLAMA, random_parts(LLAMA), tp=4, num_layers=4)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tests.support import configs
 from trainyard import Trainer, models
-from trainyard.checkpoint.formats.tensor_map import shapes
-from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.formats.tensor_map import blueprint_shapes
+from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
-from trainyard.checkpoint.native.checkpoint import Checkpoint, key_of
-from trainyard.checkpoint.native.partition import Box, written
-from trainyard.checkpoint.native.shard_file import Broken, write_shard
+from trainyard.checkpoint.native.checkpoint import Checkpoint, tensor_key
+from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
+from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
@@ -39,42 +39,42 @@ Whole = dict[str, dict[str, Tensor]]
 
 
 def configure(family: str, name: str) -> Config:
-    model = {**configs.FAMILIES[family], "layers": 4}
-    return configs.config(model, layout=LAYOUTS[name][1], train={"global_batch": 12, "micro_batch": 1})
+    model = {**configs.TINY_MODELS[family], "layers": 4}
+    return configs.tiny_config(model, layout=LAYOUTS[name][1], train={"global_batch": 12, "micro_batch": 1})
 
 
 def write(directory: Path, config: Config, ranks: int) -> Whole:
     """The files that `ranks` ranks would write, of numbers made here. Gives the whole tensors, by kind and part."""
-    blueprint = models.family(config.model).blueprint(config.model)
-    layout = Layout.of(config, ranks)
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    layout = Layout.from_config(config, ranks)
     dtypes = {"weights": torch.float32, "first": torch.bfloat16, "second": torch.float32}
     whole = {
-        kind: {part: torch.randn(shape).to(dtype) for part, shape in shapes(blueprint).items()}
+        kind: {part: torch.randn(shape).to(dtype) for part, shape in blueprint_shapes(blueprint).items()}
         for kind, dtype in dtypes.items()
     }
-    place = LocalPlace(directory)
-    place.prepare()
+    place = LocalStorage(directory)
+    place.mkdir()
     for rank in range(ranks):
-        held = written(blueprint, layout, rank)
+        held = owned_slices(blueprint, layout, rank)
         tensors = [
-            (key_of(kind, box.part), box.offsets, whole[kind][box.part][region(box)].contiguous())
+            (tensor_key(kind, box.tensor_name), box.offsets, whole[kind][box.tensor_name][region(box)].contiguous())
             for kind in dtypes
             for box in held
         ]
         own = torch.arange(5, dtype=torch.uint8)
         write_shard(
             place,
-            native_checkpoint.file_name(rank),
+            native_checkpoint.shard_name(rank),
             [*tensors, (f"random.host.{rank}", [0], own)],
             {"RANDOM": str(rank)},
         )
     kinds = {"weights": "F32", "first": "BF16", "second": "F32"}
     body = {"step": 7, "kinds": kinds, "config": config.model_dump(mode="json")}
-    native_checkpoint.seal(place, native_checkpoint.table_of(blueprint, layout), body)
+    native_checkpoint.commit(place, native_checkpoint.build_shard_table(blueprint, layout), body)
     return whole
 
 
-def region(box: Box) -> tuple[slice, ...]:
+def region(box: LocalSlice) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
@@ -94,26 +94,30 @@ def read_by_torch(directory: Path, wanted: dict[str, Tensor]) -> dict[str, Tenso
 
 def test_torch_reads_every_layout(saved: tuple[Path, Whole]) -> None:
     directory, whole = saved
-    wanted = {key_of(kind, part): tensor for kind, parts in whole.items() for part, tensor in parts.items()}
+    wanted = {tensor_key(kind, part): tensor for kind, parts in whole.items() for part, tensor in parts.items()}
     found = read_by_torch(directory, wanted)
     for key, tensor in wanted.items():
         assert torch.equal(found[key], tensor), key
 
 
 def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
-    config = configs.config(train={"steps": 2}, checkpoint={"every": 2}, log={"directory": str(tmp_path)})
+    config = configs.tiny_config(train={"steps": 2}, checkpoint={"every": 2}, log={"directory": str(tmp_path)})
     trainer = Trainer(config)
     trainer.run()
     directory = tmp_path / "run" / "checkpoints" / "step_00000002"
     blueprint = trainer.blueprint
-    rows = {"weights": trainer.optimizer.master, "first": trainer.optimizer.first, "second": trainer.optimizer.second}
+    rows = {
+        "weights": trainer.optimizer.master_weights,
+        "first": trainer.optimizer.exp_avg,
+        "second": trainer.optimizer.exp_avg_sq,
+    }
     wanted = {}
     for kind, row in rows.items():
-        for name in blueprint.names():
+        for name in blueprint.parameter_names():
             begin = 0
-            for piece in blueprint.slices(name):
+            for piece in blueprint.tp_slices(name):
                 end = begin + piece.shape[0]
-                wanted[key_of(kind, piece.name)] = trainer.optimizer.view(row, name)[begin:end]
+                wanted[tensor_key(kind, piece.name)] = trainer.optimizer.shard_view(row, name)[begin:end]
                 begin = end
     found = read_by_torch(directory, wanted)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -129,22 +133,22 @@ def bytes_from_files() -> int:
 
 def test_any_box_is_what_slicing_gives_and_no_byte_more_is_read(saved: tuple[Path, Whole]) -> None:
     directory, whole = saved
-    with Checkpoint(LocalPlace(directory)) as checkpoint:
-        checkpoint.check(checkpoint.files)
+    with Checkpoint(LocalStorage(directory)) as checkpoint:
+        checkpoint.verify(checkpoint.files)
         start = bytes_from_files()
         cost = bytes_from_files() - start  # of asking
 
         @settings(max_examples=100, deadline=None, database=None)
         @given(st.data())
         def check(data: Any) -> None:
-            kind = data.draw(st.sampled_from(native_checkpoint.KINDS))
+            kind = data.draw(st.sampled_from(native_checkpoint.STATE_KINDS))
             part = data.draw(st.sampled_from(sorted(whole[kind])))
             tensor = whole[kind][part]
             offsets = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
             sizes = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(tensor.shape, offsets, strict=True))
-            box = Box(part, part, tuple(tensor.shape), offsets, sizes, offsets)
+            box = LocalSlice(part, part, tuple(tensor.shape), offsets, sizes, offsets)
             counted, read = checkpoint.bytes_read, bytes_from_files()
-            found = checkpoint.tensor(kind, box)
+            found = checkpoint.read_state(kind, box)
             read = bytes_from_files() - read - cost
             assert found.dtype == tensor.dtype
             assert torch.equal(found, tensor[region(box)])
@@ -158,37 +162,39 @@ def test_any_box_is_what_slicing_gives_and_no_byte_more_is_read(saved: tuple[Pat
 
 def test_the_marker_says_what_there_is(saved: tuple[Path, Whole]) -> None:
     directory, whole = saved
-    with Checkpoint(LocalPlace(directory)) as checkpoint:
+    with Checkpoint(LocalStorage(directory)) as checkpoint:
         assert checkpoint.step == 7
         assert {kind: checkpoint.dtypes[kind] for kind in whole} == {
             kind: next(iter(parts.values())).dtype for kind, parts in whole.items()
         }
         for rank in range(len(checkpoint.files)):
-            own = checkpoint.extra(rank)
+            own = checkpoint.rank_extras(rank)
             assert own is not None
             assert own[0][f"random.host.{rank}"].tolist() == [0, 1, 2, 3, 4]
             assert own[1]["RANDOM"] == str(rank)
-        assert checkpoint.extra(len(checkpoint.files)) is None
+        assert checkpoint.rank_extras(len(checkpoint.files)) is None
 
 
 def test_what_is_not_all_there_is_told(tmp_path: Path) -> None:
     config = configure("llama", "dp3")
     write(tmp_path / "one", config, 3)
     with pytest.raises(UserError, match=r"no checkpoint: it has no complete.json"):
-        Checkpoint(LocalPlace(tmp_path / "nothing"))
-    with Checkpoint(LocalPlace(tmp_path / "one")) as checkpoint:
-        too_large = Box("norm.weight", "norm.weight", (33,), (0,), (33,), (0,))
-        with pytest.raises(Broken, match=r"one: norm.weight is not all there"):
-            checkpoint.tensor("weights", too_large)
-        unknown = Box("no.weight", "no.weight", (2,), (0,), (2,), (0,))
-        with pytest.raises(Broken, match=r"one: no.weight is not all there"):
-            checkpoint.tensor("weights", unknown)
-    blueprint = models.family(config.model).blueprint(config.model)
+        Checkpoint(LocalStorage(tmp_path / "nothing"))
+    with Checkpoint(LocalStorage(tmp_path / "one")) as checkpoint:
+        too_large = LocalSlice("norm.weight", "norm.weight", (33,), (0,), (33,), (0,))
+        with pytest.raises(CorruptCheckpoint, match=r"one: norm.weight is not all there"):
+            checkpoint.read_state("weights", too_large)
+        unknown = LocalSlice("no.weight", "no.weight", (2,), (0,), (2,), (0,))
+        with pytest.raises(CorruptCheckpoint, match=r"one: no.weight is not all there"):
+            checkpoint.read_state("weights", unknown)
+    blueprint = models.family_of(config.model).blueprint(config.model)
     (tmp_path / "one" / "rank_00001.safetensors").unlink()
     (tmp_path / "one" / "complete.json").unlink()
     with pytest.raises(UserError, match=r"rank_00001.safetensors: not seen here; .* shared by all hosts"):
-        native_checkpoint.seal(
-            LocalPlace(tmp_path / "one"), native_checkpoint.table_of(blueprint, Layout.of(config, 3)), {}
+        native_checkpoint.commit(
+            LocalStorage(tmp_path / "one"),
+            native_checkpoint.build_shard_table(blueprint, Layout.from_config(config, 3)),
+            {},
         )
     assert not (tmp_path / "one" / "complete.json").exists()
 
@@ -202,13 +208,16 @@ def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
     text = (tmp_path / "a" / "complete.json").read_text().splitlines()[0]
     body = json.loads(text)
     body["files"]["rank_00000.safetensors"]["bytes"] = len(other)
-    place = LocalPlace(tmp_path / "a")
+    place = LocalStorage(tmp_path / "a")
     with place.write("complete.json") as file:
         line = json.dumps(body)
 
         file.write(f"{line}\n{zlib.crc32(line.encode()):08x}\n".encode())
-    with Checkpoint(place) as checkpoint, pytest.raises(Broken, match=r"rank_00000.safetensors: broken: .* is not as"):
-        checkpoint.check(checkpoint.files)
+    with (
+        Checkpoint(place) as checkpoint,
+        pytest.raises(CorruptCheckpoint, match=r"rank_00000.safetensors: broken: .* is not as"),
+    ):
+        checkpoint.verify(checkpoint.files)
 
 
 def test_a_marker_of_a_later_version_is_named(tmp_path: Path) -> None:
@@ -216,40 +225,40 @@ def test_a_marker_of_a_later_version_is_named(tmp_path: Path) -> None:
     line = json.dumps({"format": 99})
     (tmp_path / "complete.json").write_text(f"{line}\n{zlib.crc32(line.encode()):08x}\n")
     with pytest.raises(UserError, match=r"complete.json: format 99; this version reads 1"):
-        Checkpoint(LocalPlace(tmp_path))
+        Checkpoint(LocalStorage(tmp_path))
 
 
-def steps(place: LocalPlace, *complete: int, incomplete: tuple[int, ...] = ()) -> None:
+def steps(place: LocalStorage, *complete: int, incomplete: tuple[int, ...] = ()) -> None:
     for step in (*complete, *incomplete):
-        directory = place / native_checkpoint.directory_name(step)
-        directory.prepare()
+        directory = place / native_checkpoint.step_directory(step)
+        directory.mkdir()
         for name in ("rank_00000.safetensors", *(["complete.json"] if step in complete else [])):
             with directory.write(name) as file:
                 file.write(b"1")
 
 
 def test_steps_are_found_cleared_and_pruned(tmp_path: Path) -> None:
-    place = LocalPlace(tmp_path)
+    place = LocalStorage(tmp_path)
     steps(place, 1, 20, 100_000_000, 3, incomplete=(2, 99))
     for name in (".x.part", ".keep", "notes.txt", "step_1"):
         (tmp_path / name).write_text("")
-    assert native_checkpoint.steps_in(place) == [100_000_000, 99, 20, 3, 2, 1]
-    assert [step for step in native_checkpoint.steps_in(place) if native_checkpoint.is_complete(place, step)] == [
+    assert native_checkpoint.list_steps(place) == [100_000_000, 99, 20, 3, 2, 1]
+    assert [step for step in native_checkpoint.list_steps(place) if native_checkpoint.is_committed(place, step)] == [
         100_000_000,
         20,
         3,
         1,
     ]
-    native_checkpoint.clear(place)
-    assert native_checkpoint.steps_in(place) == [100_000_000, 20, 3, 1]
-    assert {".keep", "notes.txt", "step_1"} <= set(place.names())  # a user's own things stay
-    assert ".x.part" not in place.names()
-    native_checkpoint.prune(place, 20, 0)
-    assert native_checkpoint.steps_in(place) == [100_000_000, 20, 3, 1]
-    native_checkpoint.prune(place, 20, 2)
-    assert native_checkpoint.steps_in(place) == [100_000_000, 20, 3]
-    native_checkpoint.prune(place, 20, 1)
-    assert native_checkpoint.steps_in(place) == [100_000_000, 20]
-    native_checkpoint.remove(place, 5)
-    native_checkpoint.remove(place, 20)
-    assert native_checkpoint.steps_in(place) == [100_000_000]
+    native_checkpoint.remove_incomplete(place)
+    assert native_checkpoint.list_steps(place) == [100_000_000, 20, 3, 1]
+    assert {".keep", "notes.txt", "step_1"} <= set(place.listdir())  # a user's own things stay
+    assert ".x.part" not in place.listdir()
+    native_checkpoint.prune_checkpoints(place, 20, 0)
+    assert native_checkpoint.list_steps(place) == [100_000_000, 20, 3, 1]
+    native_checkpoint.prune_checkpoints(place, 20, 2)
+    assert native_checkpoint.list_steps(place) == [100_000_000, 20, 3]
+    native_checkpoint.prune_checkpoints(place, 20, 1)
+    assert native_checkpoint.list_steps(place) == [100_000_000, 20]
+    native_checkpoint.remove_checkpoint(place, 5)
+    native_checkpoint.remove_checkpoint(place, 20)
+    assert native_checkpoint.list_steps(place) == [100_000_000]

@@ -15,40 +15,40 @@ from torch import Tensor
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.files import open_nxd, repack_nxd, write_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import Region, Stored, Weights, everything, shapes_of
-from trainyard.config.model_schema import LlamaModel
+from trainyard.checkpoint.formats.tensor_map import StoredTensor, TensorIndex, WeightSource, full_index, unfused_shapes
+from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 
 GQA: dict[str, Any] = {"hidden": 32, "heads": 8, "kv_heads": 2, "layers": 4}
 B70 = {"vocab": 128256, "hidden": 8192, "heads": 64, "kv_heads": 8, "layers": 80, "ffn": 28672}
 
 
-def llama(**changes: Any) -> LlamaModel:
+def llama(**changes: Any) -> LlamaConfig:
     base = {"vocab": 64, "hidden": 16, "layers": 2, "heads": 4, "ffn": 24, "max_positions": 32}
-    return LlamaModel(family="llama", **{**base, **changes})
+    return LlamaConfig(family="llama", **{**base, **changes})
 
 
 class Memory:
     """Weights in memory, every one different."""
 
-    def __init__(self, model: LlamaModel, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         generator = torch.Generator().manual_seed(1)
-        self.parts = {part: torch.randn(s, generator=generator).to(dtype) for part, s in shapes_of(model).items()}
+        self.parts = {part: torch.randn(s, generator=generator).to(dtype) for part, s in unfused_shapes(model).items()}
 
     def dtype(self, part: str) -> torch.dtype:
         return self.parts[part].dtype
 
-    def read(self, part: str, region: Region) -> Tensor:
+    def read(self, part: str, region: TensorIndex) -> Tensor:
         return self.parts[part][region]
 
     def layer(self, number: int, name: str) -> Tensor:
         return self.parts[f"layers.{number}.{name}.weight"]
 
 
-def same(found: Weights, wanted: Memory) -> None:
+def same(found: WeightSource, wanted: Memory) -> None:
     for part, value in wanted.parts.items():
-        read = found.read(part, everything(tuple(value.shape)))
+        read = found.read(part, full_index(tuple(value.shape)))
         assert read.dtype == value.dtype == found.dtype(part)
         assert torch.equal(read, value), part
 
@@ -70,10 +70,10 @@ def edit(out: Path, change: Callable[[dict[str, Tensor]], Any], tp: int = 0, pp:
     torch.save(change(loaded(out, tp, pp)), out / "model" / f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt")
 
 
-def heads_of(held: tuple[Stored, ...], letter: str, size: int) -> list[int]:
+def heads_of(held: tuple[StoredTensor, ...], letter: str, size: int) -> list[int]:
     """The heads of layer 0's q, k, v or output matrix that a rank's file holds, in order."""
     part = f"layers.0.attention.{letter}.weight"
-    pieces = [piece for stored in held for piece in stored.pieces if piece.part == part]
+    pieces = [piece for stored in held for piece in stored.ranges if piece.name == part]
     return [head for piece in pieces for head in range(piece.start // size, piece.stop // size)]
 
 
@@ -81,20 +81,20 @@ def heads_of(held: tuple[Stored, ...], letter: str, size: int) -> list[int]:
 
 
 def test_70b_on_trn1_repeats_all_kv_heads_and_moves_the_queries() -> None:
-    ranks = nxd_layout.stored(llama(**B70), NxdLayout(tp=32, pp=8, kv_multiplier=4, qkv="qkv_linear"))
+    ranks = nxd_layout.rank_tensors(llama(**B70), NxdLayout(tp=32, pp=8, kv_multiplier=4, qkv="qkv_linear"))
     assert [heads_of(ranks[0, rank], "q", 128) for rank in (0, 1, 8)] == [[0, 1], [8, 9], [2, 3]]
     assert [heads_of(ranks[0, rank], "k", 128) for rank in range(32)] == [[rank % 8] for rank in range(32)]
 
 
 def test_70b_on_trn2_has_copies_on_neighbours_and_queries_in_place() -> None:
-    ranks = nxd_layout.stored(llama(**B70), NxdLayout(tp=32, kv_multiplier=4, qkv="fused", kv_order="trn2"))
+    ranks = nxd_layout.rank_tensors(llama(**B70), NxdLayout(tp=32, kv_multiplier=4, qkv="fused", kv_order="trn2"))
     assert [heads_of(ranks[0, rank], "q", 128) for rank in range(32)] == [[2 * r, 2 * r + 1] for r in range(32)]
     assert [heads_of(ranks[0, rank], "v", 128) for rank in range(32)] == [[rank // 4] for rank in range(32)]
 
 
-def matching(model: LlamaModel, queries: list[int], keys: list[int]) -> bool:
+def matching(model: LlamaConfig, queries: list[int], keys: list[int]) -> bool:
     """NxD's attention lets each local kv head serve an equal run of local query heads."""
-    return [query // (model.heads // model.kv) for query in queries] == [
+    return [query // (model.heads // model.num_kv_heads) for query in queries] == [
         key for key in keys for _ in range(len(queries) // len(keys))
     ]
 
@@ -104,7 +104,7 @@ def test_queries_are_with_their_keys_on_every_rank_of_70b(order: nxd_layout.KvOr
     """The reference's converter for trn2 repeats keys as on trn1: 4 of its 32 ranks match."""
     model = llama(**B70)
     layout = NxdLayout(tp=32, kv_multiplier=4, qkv="qkv_linear", kv_order=order)
-    ranks = nxd_layout.stored(model, layout)
+    ranks = nxd_layout.rank_tensors(model, layout)
     for held in ranks.values():
         queries, keys, values = (heads_of(held, letter, 128) for letter in "qkv")
         assert matching(model, queries, keys)
@@ -116,14 +116,14 @@ def test_queries_are_with_their_keys_on_every_rank_of_70b(order: nxd_layout.KvOr
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[LlamaModel, NxdLayout]:
+def cases(draw: st.DrawFn) -> tuple[LlamaConfig, NxdLayout]:
     kv, group = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     style = draw(st.sampled_from(["hf", "hf", "megatron"]))
     kinds = ["separate", "coalesced", "qkv_linear", "fused"] if style == "hf" else ["coalesced", "qkv_linear"]
     pp, vpp = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     layers = draw(st.integers(pp * vpp, pp * vpp + 3))
     tied, vocab = draw(st.booleans()), draw(st.sampled_from([64, 61, 33]))
-    model = llama(heads=kv * group, kv_heads=kv, head_dim=4, layers=layers, tied=tied, vocab=vocab)
+    model = llama(heads=kv * group, kv_heads=kv, head_dim=4, layers=layers, tie_embeddings=tied, vocab=vocab)
     layout = NxdLayout(
         tp=draw(st.sampled_from([1, 2, 4, 8])),
         pp=pp,
@@ -138,39 +138,39 @@ def cases(draw: st.DrawFn) -> tuple[LlamaModel, NxdLayout]:
         places = st.lists(st.integers(0, layers - 2), min_size=pp * vpp - 1, max_size=pp * vpp - 1, unique=True)
         layout = replace(layout, cuts=tuple(sorted(draw(places))))
     assume(model.heads % layout.tp == 0)
-    works = nxd_layout.multipliers(model, layout)
+    works = nxd_layout.valid_kv_multipliers(model, layout)
     assume(works)
     return model, replace(layout, kv_multiplier=draw(st.sampled_from(works)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_every_part_is_somewhere_and_queries_stay_with_keys(case: tuple[LlamaModel, NxdLayout]) -> None:
+def test_every_part_is_somewhere_and_queries_stay_with_keys(case: tuple[LlamaConfig, NxdLayout]) -> None:
     model, layout = case
-    ranks = nxd_layout.stored(model, layout)
+    ranks = nxd_layout.rank_tensors(model, layout)
     covered: dict[str, set[int]] = {}
     dims: dict[str, int] = {}
     for stored in (stored for held in ranks.values() for stored in held):
-        for piece in stored.pieces:
-            covered.setdefault(piece.part, set()).update(range(piece.start, piece.stop))
-            assert dims.setdefault(piece.part, stored.dim) == stored.dim
-    assert covered == {part: set(range(shape[dims[part]])) for part, shape in shapes_of(model).items()}
+        for piece in stored.ranges:
+            covered.setdefault(piece.name, set()).update(range(piece.start, piece.stop))
+            assert dims.setdefault(piece.name, stored.dim) == stored.dim
+    assert covered == {part: set(range(shape[dims[part]])) for part, shape in unfused_shapes(model).items()}
     first = [held for (pp, _), held in ranks.items() if pp == 0]
     assert all(matching(model, heads_of(held, "q", 4), heads_of(held, "k", 4)) for held in first)
 
 
 def test_layers_that_are_left_over_go_to_the_last_stages() -> None:
     model = llama(layers=10)
-    assert [nxd_layout.layers_of(model, NxdLayout(pp=4), rank) for rank in range(4)] == [
+    assert [nxd_layout.pp_rank_layers(model, NxdLayout(pp=4), rank) for rank in range(4)] == [
         [0, 1],
         [2, 3],
         [4, 5, 6],
         [7, 8, 9],
     ]
     virtual = NxdLayout(pp=2, vpp=2)
-    assert [nxd_layout.layers_of(model, virtual, rank) for rank in range(2)] == [[0, 1, 4, 5, 6], [2, 3, 7, 8, 9]]
-    cut = NxdLayout(pp=2, vpp=2, cuts=(0, 5, 6))
-    assert [nxd_layout.layers_of(model, cut, rank) for rank in range(2)] == [[0, 6], [1, 2, 3, 4, 5, 7, 8, 9]]
+    assert [nxd_layout.pp_rank_layers(model, virtual, rank) for rank in range(2)] == [[0, 1, 4, 5, 6], [2, 3, 7, 8, 9]]
+    cut = NxdLayout(pp=2, vpp=2, pipeline_cuts=(0, 5, 6))
+    assert [nxd_layout.pp_rank_layers(model, cut, rank) for rank in range(2)] == [[0, 6], [1, 2, 3, 4, 5, 7, 8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_layers_that_are_left_over_go_to_the_last_stages() -> None:
 )
 def test_layouts_that_no_model_has_are_refused_in_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
-        nxd_layout.stored(llama(**B70), NxdLayout(**changes))
+        nxd_layout.rank_tensors(llama(**B70), NxdLayout(**changes))
     assert "\n" not in str(error.value)
 
 
@@ -319,7 +319,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros(tmp_path: Path) 
 
 
 def test_a_tied_head_is_written_twice_and_read_from_one_or_two(tmp_path: Path) -> None:
-    weights = Memory(llama(tied=True))
+    weights = Memory(llama(tie_embeddings=True))
     out = written(tmp_path / "out", weights, NxdLayout(pp=2))
     assert torch.equal(loaded(out, 0, 1)["lm_head.weight"], weights.parts["embedding.weight"])
     same(open_nxd(out, weights.model), weights)
@@ -337,16 +337,16 @@ def test_a_tied_head_is_written_twice_and_read_from_one_or_two(tmp_path: Path) -
 
 @settings(max_examples=40, deadline=None)
 @given(case=cases(), xser=st.booleans(), bf16=st.booleans())
-def test_round_trips_bit_for_bit(case: tuple[LlamaModel, NxdLayout], xser: bool, bf16: bool) -> None:
+def test_round_trips_bit_for_bit(case: tuple[LlamaConfig, NxdLayout], xser: bool, bf16: bool) -> None:
     model, layout = case
     weights = Memory(model, torch.bfloat16 if bf16 else torch.float32)
     with TemporaryDirectory() as folder:
         out = written(Path(folder) / "out", weights, layout, xser=xser)
-        found = open_nxd(out, model, {"by_head": layout.by_head}, verify=True)
+        found = open_nxd(out, model, {"by_head": layout.by_head}, verify_copies=True)
         same(found, weights)
         seen = replace(found.layout, kv_order=layout.kv_order)
-        assert seen == replace(layout, cuts=nxd_layout.cuts_of(model, layout))
-        if layout.kv_multiplier > 1 and model.kv > 1:
+        assert seen == replace(layout, cuts=nxd_layout.stage_cuts(model, layout))
+        if layout.kv_multiplier > 1 and model.num_kv_heads > 1:
             assert found.layout.kv_order == layout.kv_order
 
 
@@ -389,9 +389,9 @@ def test_xser_is_read_without_its_info_file(tmp_path: Path) -> None:
 
 def test_any_pipeline_cuts_are_read(tmp_path: Path) -> None:
     weights = Memory(llama(layers=6))
-    out = written(tmp_path / "out", weights, NxdLayout(pp=3, cuts=(0, 3)))
+    out = written(tmp_path / "out", weights, NxdLayout(pp=3, pipeline_cuts=(0, 3)))
     found = open_nxd(out, weights.model)
-    assert (found.layout.pp, found.layout.vpp, found.layout.cuts) == (3, 1, (0, 3))
+    assert (found.layout.pp, found.layout.vpp, found.layout.pipeline_cuts) == (3, 1, (0, 3))
     same(found, weights)
     same(open_nxd(out, weights.model, {"cuts": (0, 3), "pp": 3}), weights)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.checkpoint.test_nxd import GQA, Memory, attention, edit, llama, loaded, same, written
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import everything
-from trainyard.config.model_schema import GptModel
+from trainyard.checkpoint.formats.tensor_map import full_index
+from trainyard.config.model_schema import GptConfig
 from trainyard.core.errors import UserError
 
 # Finding
@@ -47,7 +47,7 @@ def test_the_newest_finished_tag_counts(tmp_path: Path) -> None:
     (tags[3] / "done").unlink()
     found = find_nxd(tmp_path)
     assert found
-    assert (found.root, found.skipped) == (tags[1] / "model", ("step_12",))
+    assert (found.root, found.unfinished_tags) == (tags[1] / "model", ("step_12",))
     with pytest.raises(UserError, match=r"step_12: saving was interrupted \(no done file\); give .*model"):
         find_nxd(tags[3])
     assert find_nxd(tags[3] / "model")
@@ -175,7 +175,7 @@ def test_another_model_is_refused(changes: dict[str, Any], says: str, tmp_path: 
     out = written(tmp_path / "out", Memory(model), NxdLayout(tp=4, kv_multiplier=2, qkv="qkv_linear"))
     with pytest.raises(UserError, match=says):
         open_nxd(out, model.model_copy(update=changes))
-    other = GptModel(family="gpt", vocab=64, hidden=16, layers=2, heads=4, max_positions=8)
+    other = GptConfig(family="gpt", vocab=64, hidden=16, layers=2, heads=4, max_positions=8)
     with pytest.raises(UserError, match=r"model.family=gpt: NxD checkpoints hold Llama models"):
         open_nxd(out, other)
     edit(out, lambda state: {"bert.pooler.weight": torch.ones(2)})
@@ -216,7 +216,7 @@ def test_where_copies_do_not_tell_the_order_a_hint_must(drift: int, tmp_path: Pa
     with pytest.raises(UserError, match="do not tell trn1's order from trn2's; give --hw_backend"):
         open_nxd(out, weights.model)
     found = open_nxd(out, weights.model, {"kv_order": "trn2"})
-    assert torch.equal(found.read("layers.0.attention.q.weight", everything((32, 32))), attention(weights)[0])
+    assert torch.equal(found.read("layers.0.attention.q.weight", full_index((32, 32))), attention(weights)[0])
     if drift:
         with pytest.raises(UserError, match=r"weight_k is not the same wherever it is held; its ranks have drifted"):
-            open_nxd(out, weights.model, {"kv_order": "trn2"}, verify=True)
+            open_nxd(out, weights.model, {"kv_order": "trn2"}, verify_copies=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 from tests.checkpoint.test_nxd import Memory, cases, loaded, written
 from trainyard import models
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.nxd.optimizer import NxdState, find_optimizer, open_nxd_state
-from trainyard.checkpoint.formats.tensor_map import shapes_of
-from trainyard.checkpoint.native.partition import Box, boxes, share_of_rows
-from trainyard.config.model_schema import LlamaModel
+from trainyard.checkpoint.formats.nxd.optimizer import NxdTrainingState, find_optimizer, open_nxd_state
+from trainyard.checkpoint.formats.tensor_map import unfused_shapes
+from trainyard.checkpoint.native.partition import LocalSlice, rank_slices, shard_rows
+from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 
 # A checkpoint as NxD leaves it, by plain torch
@@ -35,26 +35,26 @@ Rank = tuple[int, int, int]
 STAGES = {1: [[0, 1, 2]], 2: [[0], [1, 2]]}
 
 
-def llama(**changes: Any) -> LlamaModel:
+def llama(**changes: Any) -> LlamaConfig:
     """Rows that no dp divides: 17 wide, 9 words on each of 4 ranks."""
     base = {"vocab": 36, "hidden": 17, "layers": 3, "heads": 8, "kv_heads": 2, "head_dim": 4, "ffn": 20}
-    return LlamaModel(family="llama", max_positions=32, **{**base, **changes})
+    return LlamaConfig(family="llama", max_positions=32, **{**base, **changes})
 
 
-def made(model: LlamaModel, seed: int = 1) -> Kinds:
+def made(model: LlamaConfig, seed: int = 1) -> Kinds:
     """Master weights and moments, no two alike."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = shapes_of(model).items()
+    shapes = unfused_shapes(model).items()
     return {
         kind: {part: torch.randn(shape, generator=generator) for part, shape in shapes}
         for kind in ("weights", "first", "second")
     }
 
 
-def on_rank(parts: Parts, model: LlamaModel, tp: int, pp: int, times: int, rank: tuple[int, int]) -> Parts:
+def on_rank(parts: Parts, model: LlamaConfig, tp: int, pp: int, times: int, rank: tuple[int, int]) -> Parts:
     """The tensors of NxD's Llama model (qkv_linear, trn1) on a rank, in the order of its modules."""
     r, stage = rank
-    by_slot = (model.kv, times, model.heads // model.kv // times * model.head_size, model.hidden)
+    by_slot = (model.num_kv_heads, times, model.heads // model.num_kv_heads // times * model.head_size, model.hidden)
     out: Parts = {}
     if stage == 0:
         out["model.embed_tokens.weight"] = parts["embedding.weight"].chunk(tp)[r]
@@ -74,7 +74,7 @@ def on_rank(parts: Parts, model: LlamaModel, tp: int, pp: int, times: int, rank:
         out[f"{theirs}post_attention_layernorm.weight"] = parts[f"{ours}mlp_norm.weight"]
     if stage == pp - 1:
         out["model.norm.weight"] = parts["norm.weight"]
-        out["lm_head.weight"] = parts["embedding.weight" if model.tied else "output.weight"].chunk(tp)[r]
+        out["lm_head.weight"] = parts["embedding.weight" if model.tie_embeddings else "output.weight"].chunk(tp)[r]
     return {name: value.clone() for name, value in out.items()}
 
 
@@ -151,7 +151,7 @@ def file_of(dp: int, tp: int = 0, pp: int = 0) -> str:
 
 def checkpoint(
     tag: Path,
-    model: LlamaModel,
+    model: LlamaConfig,
     kinds: Kinds,
     tp: int = 1,
     pp: int = 1,
@@ -167,7 +167,7 @@ def checkpoint(
         weights = {name: value.bfloat16() for name, value in held["weights"].items()}
         save(weights, tag / "model" / file_of(0, *rank), xser)
         names = list(weights)
-        if model.tied and "model.embed_tokens.weight" in names and "lm_head.weight" in names:
+        if model.tie_embeddings and "model.embed_tokens.weight" in names and "lm_head.weight" in names:
             names.remove("lm_head.weight")  # parameters() has what is shared once
         for d in range(dp):
             save(zero1(held, groups(names), dp, d, masters, step), tag / "optim" / file_of(d, *rank), xser)
@@ -184,15 +184,15 @@ def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 # What is read
 
 
-def box_of(part: str, shape: tuple[int, ...]) -> Box:
-    return Box(part, part, shape, (0,) * len(shape), shape, (0,) * len(shape))
+def box_of(part: str, shape: tuple[int, ...]) -> LocalSlice:
+    return LocalSlice(part, part, shape, (0,) * len(shape), shape, (0,) * len(shape))
 
 
-def same(state: NxdState, kinds: Kinds) -> None:
+def same(state: NxdTrainingState, kinds: Kinds) -> None:
     assert state.dtypes.keys() == kinds.keys()
     for kind, parts in kinds.items():
         for part, wanted in parts.items():
-            found = state.tensor(kind, box_of(part, tuple(wanted.shape)))
+            found = state.read_state(kind, box_of(part, tuple(wanted.shape)))
             assert found.dtype == wanted.dtype == state.dtypes[kind]
             assert torch.equal(found, wanted), (kind, part)
 
@@ -229,7 +229,7 @@ def test_every_part_is_read_bit_for_bit(
 
 @settings(max_examples=12, deadline=None)
 @given(case=cases(), dp=st.integers(1, 3), masters=st.booleans(), plain=st.booleans())
-def test_any_layout_of_the_model(case: tuple[LlamaModel, NxdLayout], dp: int, masters: bool, plain: bool) -> None:
+def test_any_layout_of_the_model(case: tuple[LlamaConfig, NxdLayout], dp: int, masters: bool, plain: bool) -> None:
     """Fused matrices, both styles, virtual stages, tied heads: the optimizer's tensors lie as the model's."""
     model, layout = case
     kinds = {kind: {p: v.bfloat16().float() for p, v in parts.items()} for kind, parts in made(model).items()}
@@ -242,7 +242,7 @@ def test_any_layout_of_the_model(case: tuple[LlamaModel, NxdLayout], dp: int, ma
         for rank in [(t, p) for p in range(layout.pp) for t in range(layout.tp)]:
             held = {kind: loaded(Path(folder) / kind, *rank) for kind in kinds}
             names = list(held["weights"])
-            if model.tied and layout.pp == 1:
+            if model.tie_embeddings and layout.pp == 1:
                 names.pop()
             for d in range(dp):
                 share = zero1(held, (one_group if plain else two_groups)(names), dp, d, masters, 7)
@@ -256,24 +256,24 @@ def test_ranks_of_another_layout_read_their_own(tp: int, dp: int, tmp_path: Path
     model = llama(ffn=24, vocab=44)
     kinds = made(model)
     state = open_nxd_state(checkpoint(tmp_path / "step_1", model, kinds, tp=4, times=2, pp=2, dp=3), model)
-    blueprint = models.family(model).blueprint(model)
+    blueprint = models.family_of(model).blueprint(model)
     seen: dict[str, int] = {}
-    for name in blueprint.names():
+    for name in blueprint.parameter_names():
         for t in range(tp):
             for d in range(dp):
-                share = share_of_rows(blueprint.local_shape(name, tp, t)[0], dp, d)
-                for box in boxes(blueprint, name, tp, t, share, once=True):
+                share = shard_rows(blueprint.local_shape(name, tp, t)[0], dp, d)
+                for box in rank_slices(blueprint, name, tp, t, share, skip_replicas=True):
                     region = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
                     for kind, parts in kinds.items():
-                        assert torch.equal(state.tensor(kind, box), parts[box.part][region])
-                    seen[box.part] = seen.get(box.part, 0) + box.count
+                        assert torch.equal(state.read_state(kind, box), parts[box.tensor_name][region])
+                    seen[box.tensor_name] = seen.get(box.tensor_name, 0) + box.numel
     assert seen == {part: value.numel() for part, value in kinds["first"].items()}
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_tied_heads(pp: int, tmp_path: Path) -> None:
     """On the embedding's rank the head is the same parameter, on another one it is a copy with a state of its own."""
-    model = llama(tied=True)
+    model = llama(tie_embeddings=True)
     kinds = made(model)
     same(open_nxd_state(checkpoint(tmp_path / "step_3", model, kinds, tp=2, pp=pp, dp=2), model), kinds)
 
@@ -289,7 +289,9 @@ def test_only_the_files_with_the_rows_are_read(tmp_path: Path) -> None:
 
     def read(start: int, stop: int) -> Tensor:
         sizes = (stop - start, 5)
-        return state.tensor("first", Box("embedding.weight", "embedding.weight", (36, 17), (start, 2), sizes, (0, 0)))
+        return state.read_state(
+            "first", LocalSlice("embedding.weight", "embedding.weight", (36, 17), (start, 2), sizes, (0, 0))
+        )
 
     assert torch.equal(read(12, 24), embedding[12:24, 2:7])
     for start, stop, file in ((11, 24, file_of(0)), (12, 25, file_of(2))):
@@ -303,7 +305,7 @@ def test_master_weights_are_those_of_all_ranks(tmp_path: Path) -> None:
     kinds = made(model)
     tag = checkpoint(tmp_path / "step_1", model, kinds, dp=2)
     theirs = torch.load(tag / "optim" / file_of(0))["sharded_master_weights"][0]
-    ours = open_nxd_state(tag, model).tensor("weights", box_of("embedding.weight", (36, 17)))
+    ours = open_nxd_state(tag, model).read_state("weights", box_of("embedding.weight", (36, 17)))
     assert theirs.shape == (18, 17)
     assert torch.equal(ours, kinds["weights"]["embedding.weight"])
     assert torch.equal(ours[:18], theirs)
@@ -342,7 +344,7 @@ def test_the_state_of_a_torch_optimizer(xser: bool, tmp_path: Path) -> None:
             ("layers.2.mlp.down.weight", optimizer.state[down][name]),
             ("layers.1.mlp.up.weight", optimizer.state[gate_up][name][20:]),
         ):
-            assert torch.equal(state.tensor(kind, box_of(part, tuple(wanted.shape))), wanted.float())
+            assert torch.equal(state.read_state(kind, box_of(part, tuple(wanted.shape))), wanted.float())
 
 
 def test_what_other_precisions_leave(tmp_path: Path) -> None:

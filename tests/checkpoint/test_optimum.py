@@ -11,31 +11,31 @@ from torch import Tensor
 from tests.checkpoint.test_megatron import Parts, as_xser, random_parts
 from tests.support import configs
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
-from trainyard.checkpoint.formats.tensor_map import Weights, everything
+from trainyard.checkpoint.formats.tensor_map import WeightSource, full_index
 from trainyard.config.hf_config import to_hf
-from trainyard.config.model_schema import LlamaModel
+from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 
-LLAMA = LlamaModel(**{**configs.LLAMA, "heads": 8, "kv_heads": 2, "layers": 4, "vocab": 256, "head_dim": 4})
+LLAMA = LlamaConfig(**{**configs.LLAMA, "heads": 8, "kv_heads": 2, "layers": 4, "vocab": 256, "head_dim": 4})
 MANY = LLAMA.model_copy(update={"kv_heads": 8})
 
 
-def regrouped(matrix: Tensor, model: LlamaModel, times: int) -> Tensor:
+def regrouped(matrix: Tensor, model: LlamaConfig, times: int) -> Tensor:
     """Rows of query heads, ordered so that each of the `times` rounds of kv heads has its share of every group."""
-    return matrix.unflatten(0, (model.kv, times, -1)).transpose(0, 1).flatten(0, 2)
+    return matrix.unflatten(0, (model.num_kv_heads, times, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def layer_of(model: LlamaModel, parts: Parts, layer: int, tp: int, rank: int, times: int, fuse: bool) -> Parts:
+def layer_of(model: LlamaConfig, parts: Parts, layer: int, tp: int, rank: int, times: int, fuse: bool) -> Parts:
     own = {name.removeprefix(f"layers.{layer}."): part for name, part in parts.items()}
     q = regrouped(own["attention.q.weight"], model, times).chunk(tp)[rank]
     k, v = (own[f"attention.{x}.weight"].repeat(times, 1).chunk(tp)[rank] for x in "kv")
     o = regrouped(own["attention.output.weight"].T, model, times).chunk(tp)[rank].T
-    gqa = model.kv < tp or model.kv % tp != 0
+    gqa = model.num_kv_heads < tp or model.num_kv_heads % tp != 0
     if gqa and fuse:
         held = {"qkv_proj.weight_qkv": torch.cat([q, k, v])}
     elif gqa:
         held = {"qkv_proj.weight_q": q, "qkv_proj.weight_k": k, "qkv_proj.weight_v": v}
-    elif fuse and model.kv == model.heads:
+    elif fuse and model.num_kv_heads == model.heads:
         held = {"qkv_proj.weight": torch.cat([q, k, v])}
     else:
         held = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v}
@@ -50,21 +50,25 @@ def layer_of(model: LlamaModel, parts: Parts, layer: int, tp: int, rank: int, ti
     }
 
 
-def specs_of(model: LlamaModel, layer: int, tp: int, times: int, fuse: bool) -> list[dict[str, Any]]:
+def specs_of(model: LlamaConfig, layer: int, tp: int, times: int, fuse: bool) -> list[dict[str, Any]]:
     def linears(fused: str, names: list[str], size: int) -> tuple[str, dict[str, Any]]:
         facts = {"fused_linear_name": fused, "linear_names": names, "bias": False, "fuse_axis": 0, "tp_size": tp}
         return "FusedLinearsSpec", {**facts, "original_dims": [size] * len(names), "peft_type": None}
 
     attention: list[tuple[str, dict[str, Any]]] = []
-    if model.kv < tp or model.kv % tp != 0:
+    if model.num_kv_heads < tp or model.num_kv_heads % tp != 0:
         names = {"gqa_qkv_projection_name": "qkv_proj", "output_projection_name": "o_proj"}
         names |= {f"{x}_projection_name": f"{x[0]}_proj" for x in ("query", "key", "value")}
-        sizes = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv, "kv_size_multiplier": times}
+        sizes = {
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "kv_size_multiplier": times,
+        }
         sizes |= {"q_output_size_per_partition": model.heads * 4 // tp}
-        sizes |= {"kv_output_size_per_partition": model.kv * times * 4 // tp, "tp_size": tp}
+        sizes |= {"kv_output_size_per_partition": model.num_kv_heads * times * 4 // tp, "tp_size": tp}
         other = {"fuse_qkv": fuse, "bias": False, "peft_type": None}
         attention = [("GQAQKVColumnParallelLinearSpec", {**names, **sizes, **other})]
-    elif fuse and model.kv == model.heads:
+    elif fuse and model.num_kv_heads == model.heads:
         attention = [linears("qkv_proj", ["q_proj", "k_proj", "v_proj"], model.heads * 4)]
     mlp = [linears("gate_up_proj", ["gate_proj", "up_proj"], model.ffn)]
     prefix = f"model.layers.{layer}."
@@ -75,7 +79,7 @@ def specs_of(model: LlamaModel, layer: int, tp: int, times: int, fuse: bool) -> 
 
 
 def write(
-    out: Path, model: LlamaModel, parts: Parts, tp: int = 1, pp: int = 1, times: int = 1, fuse: bool = False
+    out: Path, model: LlamaConfig, parts: Parts, tp: int = 1, pp: int = 1, times: int = 1, fuse: bool = False
 ) -> Path:
     shards = out / "shards"
     (shards / "model").mkdir(parents=True)
@@ -90,7 +94,7 @@ def write(
                 own = layer_of(model, parts, layer, tp, rank, times, fuse)
                 held |= {f"model.layers.{layer}.{name}": tensor for name, tensor in own.items()}
             if stage == pp - 1:
-                head = parts["embedding.weight" if model.tied else "output.weight"].chunk(tp)[rank]
+                head = parts["embedding.weight" if model.tie_embeddings else "output.weight"].chunk(tp)[rank]
                 held |= {"model.norm.weight": parts["norm.weight"], "lm_head.weight": head}
             state = {name: tensor.clone() for name, tensor in held.items()}
             torch.save(state, shards / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt")
@@ -101,10 +105,10 @@ def write(
     return out
 
 
-def assert_gives(weights: Weights, parts: Parts) -> None:
+def assert_gives(weights: WeightSource, parts: Parts) -> None:
     for name, part in parts.items():
         assert weights.dtype(name) == part.dtype
-        assert torch.equal(weights.read(name, everything(tuple(part.shape))), part), name
+        assert torch.equal(weights.read(name, full_index(tuple(part.shape))), part), name
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -113,7 +117,7 @@ def assert_gives(weights: Weights, parts: Parts) -> None:
     ("model", "tp", "times"), [(LLAMA, 1, 1), (LLAMA, 2, 1), (LLAMA, 4, 2), (LLAMA, 8, 4), (LLAMA, 4, 4), (MANY, 4, 1)]
 )
 def test_shards_come_back_bit_for_bit(
-    model: LlamaModel, tp: int, times: int, pp: int, fuse: bool, tmp_path: Path
+    model: LlamaConfig, tp: int, times: int, pp: int, fuse: bool, tmp_path: Path
 ) -> None:
     parts = random_parts(model, torch.bfloat16)
     weights = open_optimum(write(tmp_path, model, parts, tp, pp, times, fuse))
@@ -122,7 +126,7 @@ def test_shards_come_back_bit_for_bit(
 
 
 def test_tied_and_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LLAMA.model_copy(update={"tied": True})
+    model = LLAMA.model_copy(update={"tie_embeddings": True})
     parts = random_parts(model)
     out = write(tmp_path, model, parts, tp=4, times=2)
     for path in (out / "shards" / "model").glob("*.pt"):
@@ -183,7 +187,7 @@ def test_what_does_not_do_is_one_line(tmp_path: Path) -> None:
         one_line("not readable JSON|not optimum-neuron's metadata")
     note.write_text(whole)
     one_line("no optimum-neuron checkpoint", tmp_path / "nothing")
-    one_line("num_attention_heads=8, but the model has 4", model=configs.config("gpt").model)
+    one_line("num_attention_heads=8, but the model has 4", model=configs.tiny_config("gpt").model)
     (out / "config.json").unlink()
     one_line("no config.json beside or above it")
     file = out / "shards" / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt"

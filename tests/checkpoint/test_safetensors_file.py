@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
-from trainyard.checkpoint.io.safetensors_file import DTYPES, header, lazy_tensors, write_tensor
+from trainyard.checkpoint.io.safetensors_file import DTYPE_BY_CODE, encode_header, open_safetensors, write_tensor
 from trainyard.core.errors import UserError
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (7,), (0,), (4, 0, 2), (2, 3, 4, 5))
@@ -39,19 +39,25 @@ def any_bits(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Genera
 def all_kinds() -> dict[str, Tensor]:
     """Every dtype in every shape, of widths that leave the next one unaligned."""
     generator = torch.Generator().manual_seed(1)
-    return {f"{code} {shape}": any_bits(dtype, shape, generator) for shape in SHAPES for code, dtype in DTYPES.items()}
+    return {
+        f"{code} {shape}": any_bits(dtype, shape, generator)
+        for shape in SHAPES
+        for code, dtype in DTYPE_BY_CODE.items()
+    }
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     with path.open("wb") as file:
-        file.write(header([(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], metadata or {}))
+        file.write(
+            encode_header([(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], metadata or {})
+        )
         assert [write_tensor(file, value) for value in tensors.values()] == [value.nbytes for value in tensors.values()]
 
 
 def test_all_that_the_library_knows_is_known() -> None:
     from safetensors.torch import _TYPES
 
-    assert _TYPES.items() <= DTYPES.items()
+    assert _TYPES.items() <= DTYPE_BY_CODE.items()
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
@@ -66,14 +72,14 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 def test_we_read_what_the_library_writes_and_any_box_of_it(tmp_path: Path) -> None:
     wanted = all_kinds()
     save_file(wanted, tmp_path / "theirs", {"format": "pt"})
-    found = lazy_tensors(tmp_path / "theirs")
+    found = open_safetensors(tmp_path / "theirs")
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, tuple(value.shape))
         same(found[name].read(), value)
     boxes = {(3, 5): (slice(1, 3), slice(2, 4)), (2, 3, 4, 5): (slice(1, 2), slice(0, 3), slice(1, 3), slice(4, 5))}
     for shape, box in boxes.items():
-        for code in DTYPES:
+        for code in DTYPE_BY_CODE:
             same(found[f"{code} {shape}"].read(box), wanted[f"{code} {shape}"][box])
 
 
@@ -81,10 +87,10 @@ def test_opening_reads_no_tensor(tmp_path: Path) -> None:
     """A file of which but the beginning exists is opened at once; its end is a hole of no bytes on the disk."""
     path = tmp_path / "great"
     with path.open("wb") as file:
-        file.write(header([("a", torch.float32, (4,)), ("b", torch.bfloat16, (2**20, 2**16))], {}))
+        file.write(encode_header([("a", torch.float32, (4,)), ("b", torch.bfloat16, (2**20, 2**16))], {}))
         write_tensor(file, torch.arange(4.0))
         file.truncate(file.tell() + 2**37)
-    found = lazy_tensors(path)
+    found = open_safetensors(path)
     assert found["b"].shape == (2**20, 2**16)
     assert found["a"].read().tolist() == [0, 1, 2, 3]
     assert found["b"].read((slice(2**19, 2**19 + 1), slice(5, 7))).tolist() == [[0, 0]]
@@ -109,7 +115,7 @@ def attempt(path: Path) -> None:
         theirs = load(path.read_bytes())
     found, line = None, ""
     try:
-        found = {name: lazy.read() for name, lazy in lazy_tensors(path).items()}
+        found = {name: lazy.read() for name, lazy in open_safetensors(path).items()}
     except UserError as error:
         line = str(error)
     assert "\n" not in line
@@ -206,21 +212,21 @@ def test_tables_that_lie_are_refused(lie: str, tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     path.write_bytes(LIES[lie])
     with pytest.raises(UserError, match=r"file\.safetensors: not a readable safetensors file: \S") as error:
-        lazy_tensors(path)
+        open_safetensors(path)
     assert "\n" not in str(error.value)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere: no such file"):
-        lazy_tensors(tmp_path / "nowhere")
+        open_safetensors(tmp_path / "nowhere")
     with pytest.raises(UserError, match=rf"^{tmp_path}: not a file$"):
-        lazy_tensors(tmp_path)
+        open_safetensors(tmp_path)
 
 
 def test_a_file_that_changes_after_it_was_opened_is_not_mixed_up(tmp_path: Path) -> None:
     path = tmp_path / "file"
     save_file(sample(), path)
-    found = lazy_tensors(path)
+    found = open_safetensors(path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match="has changed since it was opened"):
         found["w"].read()

@@ -20,10 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.saved_runs import complete
+from tests.checkpoint.saved_runs import verified_steps
 from tests.support import configs
 from trainyard import Trainer
-from trainyard.checkpoint.io.storage import Place, Unreachable, open_place
+from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -88,12 +88,12 @@ OPERATIONS = st.one_of(
 )
 
 
-def perform(root: Place, what: str, under: str, *arguments: Any) -> Any:
+def perform(root: Storage, what: str, under: str, *arguments: Any) -> Any:
     """An operation's result; for what it raises, what that is."""
     place = root / under if under else root
     if what in ("write", "fail"):
         name, data = arguments
-        place.prepare()
+        place.mkdir()
         try:
             with place.write(name) as file:
                 file.write(data)
@@ -107,9 +107,9 @@ def perform(root: Place, what: str, under: str, *arguments: Any) -> Any:
     if what == "remove_all":
         return root.remove(under) if under else None
     if what == "names":  # directories with nothing in them are no matter: an object store has none
-        return [name for name in place.names() if place.size(name) is not None or (place / name).names()]
+        return [name for name in place.listdir() if place.file_size(name) is not None or (place / name).listdir()]
     if what == "size":
-        return place.size(*arguments)
+        return place.file_size(*arguments)
     try:
         with place.open(arguments[0]) as file:
             return file.size, bytes(getattr(file, what)(*arguments[1:]))
@@ -157,7 +157,7 @@ def test_operations_give_the_same_everywhere(urls: dict[str, str]) -> None:
     def check(operations: list[tuple[Any, ...]]) -> None:
         nonlocal number
         number += 1
-        places = {kind: open_place(f"{url}/{number}") for kind, url in urls.items()}
+        places = {kind: open_storage(f"{url}/{number}") for kind, url in urls.items()}
         files: dict[tuple[str, str], bytes] = {}
         begin = [("write", under, "a.json", bytes(range(30))) for under in ("", "step_00000001")]
         for operation in [*begin, *operations]:
@@ -170,7 +170,7 @@ def test_operations_give_the_same_everywhere(urls: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_write_leaves_nothing(urls: dict[str, str], kind: str) -> None:
-    place = open_place(urls[kind])
+    place = open_storage(urls[kind])
 
     def failing(name: str) -> None:
         with place.write(name) as file:
@@ -179,36 +179,36 @@ def test_a_failed_write_leaves_nothing(urls: dict[str, str], kind: str) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         failing("new")
-    assert place.names() == []
+    assert place.listdir() == []
     with place.write("old") as file:
         file.write(b"whole")
     with pytest.raises(KeyboardInterrupt):
         failing("old")
-    assert place.names() == ["old"]
+    assert place.listdir() == ["old"]
     with place.open("old") as file:
         assert bytes(file.read(0, 5)) == b"whole"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_has_no_size(urls: dict[str, str], kind: str) -> None:
-    place = open_place(urls[kind])
-    assert (place / "missing").names() == []
-    assert place.size("missing") is None
+    place = open_storage(urls[kind])
+    assert (place / "missing").listdir() == []
+    assert place.file_size("missing") is None
     place.remove("missing")
-    (place / "under").prepare()
-    (place / "under").prepare()
+    (place / "under").mkdir()
+    (place / "under").mkdir()
     with (place / "under").write("file") as file:
         file.write(b"123")
-    assert place.size("under") is None
-    assert (place / "under").size("file") == 3
-    assert ((place / "under") / "file").names() == []
+    assert place.file_size("under") is None
+    assert (place / "under").file_size("file") == 3
+    assert ((place / "under") / "file").listdir() == []
     assert str(place / "under").endswith("/under")
     with pytest.raises(OSError, match="under"), place.open("under"):
         pass
 
 
 def test_only_a_disk_says_how_much_is_free(urls: dict[str, str]) -> None:
-    free = {kind: (open_place(url) / "not" / "yet").free() for kind, url in urls.items()}
+    free = {kind: (open_storage(url) / "not" / "yet").free_bytes() for kind, url in urls.items()}
     assert free["memory"] is free["s3"] is None
     assert free["path"] == pytest.approx(shutil.disk_usage(urls["path"]).free, rel=0.1)
     assert free["file"] == pytest.approx(free["path"], rel=0.1)
@@ -219,10 +219,10 @@ def test_only_a_disk_says_how_much_is_free(urls: dict[str, str]) -> None:
 
 def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[list[float], list[str]]:
     """Losses, and what was said."""
-    section = {"directory": directory, "every": 1, "keep": 2, "final": False, **checkpoint}
+    section = {"directory": directory, "every": 1, "keep": 2, "export_hf": False, **checkpoint}
     schedule = {"decay_steps": 6}  # the same whatever the number of steps
     model = {**configs.LLAMA, "layers": 1}  # few tensors, for a server that is slower than it could be
-    config = configs.config(
+    config = configs.tiny_config(
         model, train={"steps": steps}, schedule=schedule, checkpoint=section, log={"directory": str(logs)}
     )
     said: list[str] = []
@@ -236,14 +236,17 @@ def test_a_run_saves_prunes_and_goes_on(urls: dict[str, str], tmp_path: Path, ki
     url = f"{urls[kind]}/run"
     whole, _ = train(f"{urls[kind]}/whole", tmp_path / "whole", 4)
     first, _ = train(url, tmp_path / "logs", 2, resume="auto")
-    assert complete(url) == [2, 1]
+    assert verified_steps(url) == [2, 1]
     again, said = train(url, tmp_path / "logs", 4, resume="auto")
-    where = str(open_place(url))
+    where = str(open_storage(url))
     assert f"going on from step 2: {where}/step_00000002" in said
     assert again == whole
     assert first == whole[:2]
-    assert complete(url) == [4, 3]
-    assert open_place(url).names() == ["step_00000003", "step_00000004"]  # nothing of the older ones, no temporaries
+    assert verified_steps(url) == [4, 3]
+    assert open_storage(url).listdir() == [
+        "step_00000003",
+        "step_00000004",
+    ]  # nothing of the older ones, no temporaries
     for path in (url, f"{url}/step_00000004"):
         branch, said = train(f"{urls[kind]}/branch", tmp_path / "branch", 4, resume=path)
         assert f"going on from step 4: {where}/step_00000004" in said
@@ -254,7 +257,7 @@ def test_a_run_saves_prunes_and_goes_on(urls: dict[str, str], tmp_path: Path, ki
 def test_a_damaged_checkpoint_is_passed_over(urls: dict[str, str], tmp_path: Path, kind: str) -> None:
     url = urls[kind]
     train(url, tmp_path / "logs", 2)
-    place = open_place(url) / "step_00000002"
+    place = open_storage(url) / "step_00000002"
     name = "rank_00000.safetensors"
     with place.open(name) as file:
         data = bytearray(file.read(0, file.size))
@@ -264,7 +267,7 @@ def test_a_damaged_checkpoint_is_passed_over(urls: dict[str, str], tmp_path: Pat
     _, said = train(url, tmp_path / "logs", 2, resume="auto")
     assert any(line.startswith(f"passing over {place}/{name}: broken: the checksum of") for line in said)
     assert any(line.startswith("going on from step 1:") for line in said)
-    assert complete(url) == [2, 1]
+    assert verified_steps(url) == [2, 1]
 
 
 UPLOAD = """
@@ -286,8 +289,8 @@ def test_a_killed_upload_leaves_nothing(server: str, urls: dict[str, str]) -> No
     assert done.returncode == -signal.SIGKILL
     system = fsspec.core.url_to_fs(url)[0]
     assert len(system.list_multipart_uploads("yard")) == 1  # parts have arrived, under no name
-    assert open_place(urls["s3"]).names() == []
-    assert open_place(url).size("rank_00000.safetensors") is None
+    assert open_storage(urls["s3"]).listdir() == []
+    assert open_storage(url).file_size("rank_00000.safetensors") is None
 
 
 def test_a_bucket_that_is_not_there_is_one_line(server: str, tmp_path: Path) -> None:
@@ -318,7 +321,7 @@ def test_a_store_that_does_not_answer_is_one_line_and_no_reason_to_begin_anew(
     for name, part in (("ls", ""), ("info", "complete.json"), ("cat_file", "step_00000002")):
         with monkeypatch.context() as patch:
             patch.setattr(system, name, refusing(getattr(system, name), part))
-            with pytest.raises(Unreachable, match=r"^memory://.*: PermissionError: Access Denied$"):
+            with pytest.raises(StorageUnavailable, match=r"^memory://.*: PermissionError: Access Denied$"):
                 train(url, tmp_path / "logs", 2, resume="auto")
 
 
@@ -337,4 +340,4 @@ def test_what_is_not_installed_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "s3://yard/x: s3:// needs a package that is not installed: pip install 'trainyard[s3]'\n"
     with pytest.raises(UserError, match=r"^nosuch://x: "):
-        open_place("nosuch://x")
+        open_storage("nosuch://x")

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trainyard.checkpoint.io import torch_writer
-from trainyard.checkpoint.io.torch_file import Lazy, open_pickle
-from trainyard.checkpoint.io.torch_writer import PickleWriter, XserWriter
+from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.core.errors import UserError
 
 TYPED = [
@@ -47,7 +47,7 @@ def state_of(dtypes: list[torch.dtype]) -> dict[str, Tensor]:
 
 def unlazy(value: Any) -> Any:
     """Every tensor read."""
-    if isinstance(value, Lazy):
+    if isinstance(value, LazyTensor):
         read = value.read()
         assert (tuple(read.shape), read.dtype) == (value.shape, value.dtype)
         return read
@@ -92,7 +92,7 @@ def repack(path: Path, change: Callable[[str, bytes], bytes]) -> Path:
 @pytest.mark.parametrize(("dtypes", "zipped"), [(TYPED, True), (TYPED, False), (NEWER, True), (NEWER, False)])
 def test_dtypes(dtypes: list[torch.dtype], zipped: bool, tmp_path: Path) -> None:
     state = state_of(dtypes)
-    ours = open_pickle(save(state, tmp_path / "a.pt", zipped))
+    ours = open_torch_file(save(state, tmp_path / "a.pt", zipped))
     alike(unlazy(ours), state)
     for dtype in dtypes:
         name, region = f"{dtype}.matrix", (slice(1, 3), slice(2, 4))
@@ -115,7 +115,7 @@ def views(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=60, deadline=None)
 def test_any_box_of_any_view(tmp_path_factory: pytest.TempPathFactory, view: Tensor, zipped: bool, data: Any) -> None:
     path = save([view], tmp_path_factory.mktemp("views") / "a.pt", zipped)
-    (lazy,) = open_pickle(path)
+    (lazy,) = open_torch_file(path)
     ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in view.shape]
     region = tuple(slice(start, stop) for start, stop in ends)
     alike(lazy.read(region), view[region])
@@ -145,7 +145,7 @@ def test_what_else_checkpoints_hold(zipped: bool, tmp_path: Path) -> None:
     }
     for protocol in (2, 5):
         path = save(state, tmp_path / "a.pt", zipped, protocol)
-        ours = unlazy(open_pickle(path))
+        ours = unlazy(open_torch_file(path))
         alike(ours, state)
         assert type(ours["ordered"]) is type(ours["default"]) is dict
     scalars = {
@@ -154,7 +154,7 @@ def test_what_else_checkpoints_hold(zipped: bool, tmp_path: Path) -> None:
         "c": np.bool_(True),
         "state": np.random.RandomState(0).get_state(),
     }
-    ours = open_pickle(save(scalars, tmp_path / "b.pt", zipped))
+    ours = open_torch_file(save(scalars, tmp_path / "b.pt", zipped))
     assert (ours["a"], ours["b"], ours["c"]) == (1.5, 3, True)
     assert {type(ours[name]) for name in "abc"} == {float, int, bool}
     alike(ours["state"], scalars["state"])
@@ -171,7 +171,7 @@ def test_values_that_stand_in_the_pickle(tmp_path: Path) -> None:
     path = save({"a": Device()}, tmp_path / "a.pt")
     older = repack(path, lambda _, data: data.replace(b"_rebuild_device_tensor_from_numpy", b"_rebuild_xla_tensor"))
     for each in (path, older):
-        part = open_pickle(each)["a"].read((slice(0, 2), slice(1, 2)))
+        part = open_torch_file(each)["a"].read((slice(0, 2), slice(1, 2)))
         alike(part, torch.tensor([[1], [4]], dtype=torch.bfloat16))
 
 
@@ -186,12 +186,12 @@ def test_byte_order_place_and_checksums(tmp_path: Path) -> None:
         return b"big" if record == "byteorder" else data
 
     path = save(state, tmp_path / "a.pt")
-    alike(unlazy(open_pickle(repack(path, lambda _, data: data))), state)
+    alike(unlazy(open_torch_file(repack(path, lambda _, data: data))), state)
     swapped = repack(path, swap)
-    alike(unlazy(open_pickle(swapped)), torch.load(swapped))
+    alike(unlazy(open_torch_file(swapped)), torch.load(swapped))
     torch.serialization.set_crc32_options(False)
     try:
-        alike(unlazy(open_pickle(save(state, path))), state)
+        alike(unlazy(open_torch_file(save(state, path))), state)
     finally:
         torch.serialization.set_crc32_options(True)
 
@@ -202,7 +202,7 @@ def test_a_small_part_of_a_great_file(tmp_path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save({"a": torch.arange(3), "b": torch.empty(2**20, 2**12), "c": torch.ones(5)}, path)
     before, start = psutil.Process().memory_info().rss, time.monotonic()
-    state = open_pickle(path)
+    state = open_torch_file(path)
     rows = state["b"].read((slice(2**20 - 3, 2**20), slice(0, 2**12)))
     assert rows.shape == (3, 2**12)
     assert not rows.any()
@@ -216,7 +216,7 @@ def test_a_small_part_of_a_great_file(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_is_not_read_on(tmp_path: Path) -> None:
     path = save({"a": torch.arange(3)}, tmp_path / "a.pt")
-    state = open_pickle(path)
+    state = open_torch_file(path)
     save({"a": torch.arange(4), "b": torch.ones(2)}, path)
     with pytest.raises(UserError, match="has changed"):
         state["a"].read()
@@ -260,19 +260,19 @@ def test_references_of_torch_xla(reference: Callable[[str], Any], tmp_path: Path
     first, second = lay_out(path, tensors, reference(TORCH_XLA))
     save({"model": {"a": first, "here": torch.ones(2)}, "list": [second]}, path)
     for _ in range(2):  # without the info file, as NxD up to 0.6.0 left it, and with it
-        state = open_pickle(path)
+        state = open_torch_file(path)
         alike(unlazy(state), {"model": {"a": tensors[0], "here": torch.ones(2)}, "list": [tensors[1]]})
         alike(state["model"]["a"].read((slice(1, 2), slice(0, 3))), tensors[0][1:2, :3])
         info = {tid: {"dtype": tensor.dtype, "shape": tensor.shape} for tid, tensor in enumerate(tensors)}
         save(info, Path(f"{path}.info.pt"))
     (Path(f"{path}.tensors") / "tensor_0.pt").unlink()
-    missing = open_pickle(path)["model"]["a"]
+    missing = open_torch_file(path)["model"]["a"]
     assert (missing.shape, missing.dtype) == ((4, 6), torch.bfloat16)
     with pytest.raises(UserError, match=r"tensor_0\.pt: cannot be read: No such file"):
         missing.read()
     save({1: {"dtype": torch.int64, "shape": torch.Size([6])}}, Path(f"{path}.info.pt"))
     with pytest.raises(UserError, match=r"tensor_1\.pt: \[5\] of torch.int64, where its reference says \[6\]"):
-        open_pickle(path)["list"][0].read()
+        open_torch_file(path)["list"][0].read()
 
 
 def test_references_of_others(reference: Callable[[str], Any], tmp_path: Path) -> None:
@@ -285,14 +285,14 @@ def test_references_of_others(reference: Callable[[str], Any], tmp_path: Path) -
         path, tensor = tmp_path / f"{name}.pt", some(torch.float32, 2, 3)
         (made,) = lay_out(path, [tensor], reference(name), shape=torch.Size([2, 3]), dtype=torch.float32)
         save({"optimizer": [{"exp_avg": made}]}, path)
-        alike(unlazy(open_pickle(path)), {"optimizer": [{"exp_avg": tensor}]})
+        alike(unlazy(open_torch_file(path)), {"optimizer": [{"exp_avg": tensor}]})
 
 
 def test_an_empty_folder_of_tensors(tmp_path: Path) -> None:
     """What a converter leaves: all tensors were on the CPU, and stayed in the file."""
     path = save({"a": torch.arange(4)}, tmp_path / "a.pt")
     Path(f"{path}.tensors").mkdir()
-    alike(unlazy(open_pickle(path)), {"a": torch.arange(4)})
+    alike(unlazy(open_torch_file(path)), {"a": torch.arange(4)})
 
 
 def test_references_that_lead_nowhere(reference: Callable[[str], Any], tmp_path: Path) -> None:
@@ -301,14 +301,14 @@ def test_references_that_lead_nowhere(reference: Callable[[str], Any], tmp_path:
         made = kind()
         made.tid = tid
         with pytest.raises(UserError, match="a reference to no tensor"):
-            open_pickle(save([made], path))
+            open_torch_file(save([made], path))
     made.tid = 0
     save([made], path)
     Path(f"{path}.tensors").mkdir()
     for other in (made, {"a": torch.ones(1)}):  # a reference to a reference, and a dict
         save(other, Path(f"{path}.tensors") / "tensor_0.pt")
         with pytest.raises(UserError, match="a tensor was expected"):
-            open_pickle(path)[0].read()
+            open_torch_file(path)[0].read()
 
 
 def loaded(path: Path, under: str | None) -> Any:
@@ -325,7 +325,7 @@ def test_torch_reads_what_we_write(under: str | None, great: bool, tmp_path: Pat
         monkeypatch.setattr(torch_writer, "_GREAT", 90)
     path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
     state["turned"], state["cut"] = some(torch.float32, 4, 6).T, torch.arange(100)[7:9]
-    writer = PickleWriter(path, under=under)
+    writer = TorchFileWriter(path, root_key=under)
     for name, tensor in state.items():
         writer.add(name, tensor)
     assert not path.exists()
@@ -334,7 +334,7 @@ def test_torch_reads_what_we_write(under: str | None, great: bool, tmp_path: Pat
     whole = state if under is None else {under: state}
     for mapped in (False, True):
         alike(torch.load(path, weights_only=True, mmap=mapped), whole)
-    alike(unlazy(open_pickle(path)), whole)
+    alike(unlazy(open_torch_file(path)), whole)
     with zipfile.ZipFile(path) as written:
         assert written.testzip() is None
     assert {tensor.data_ptr() % 64 for tensor in loaded(path, under).values()} == {0}
@@ -345,13 +345,13 @@ def test_xser_both_ways(under: str | None, tmp_path: Path, reference: Callable[[
     path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
     for count in (None, 5):  # the second replaces the first
         state = dict(list(state.items())[:count])
-        writer = XserWriter(path, under=under)
+        writer = XserWriter(path, root_key=under)
         for name, tensor in state.items():
             writer.add(name, tensor)
         assert "torch_xla" not in " ".join(sys.modules)
         writer.close()
         assert sorted(os.listdir(tmp_path)) == ["a.pt", "a.pt.info.pt", "a.pt.tensors"]
-        alike(unlazy(open_pickle(path)), state if under is None else {under: state})
+        alike(unlazy(open_torch_file(path)), state if under is None else {under: state})
     kind = reference(TORCH_XLA)
     with torch.serialization.safe_globals([kind]):
         theirs = torch.load(path, weights_only=True)
@@ -363,7 +363,7 @@ def test_xser_both_ways(under: str | None, tmp_path: Path, reference: Callable[[
         assert info[tid] == {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
 
 
-@pytest.mark.parametrize("kind", [PickleWriter, XserWriter])
+@pytest.mark.parametrize("kind", [TorchFileWriter, XserWriter])
 def test_what_is_given_up_leaves_nothing(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for when in range(2):
@@ -375,7 +375,7 @@ def test_what_is_given_up_leaves_nothing(kind: Any, tmp_path: Path) -> None:
     writer = kind(path)
     writer.close()
     writer.abandon()
-    assert open_pickle(path) == {}
+    assert open_torch_file(path) == {}
 
 
 def test_many_files_stay_closed(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_many_files_stay_closed(tmp_path: Path) -> None:
     writer.close()
     process = psutil.Process()
     before = process.num_fds()
-    state = open_pickle(tmp_path / "a.pt")
+    state = open_torch_file(tmp_path / "a.pt")
     total = sum(tensor.read().sum() for tensor in state.values())
     assert total == 150
     assert process.num_fds() == before

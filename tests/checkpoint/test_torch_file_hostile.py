@@ -23,9 +23,9 @@ import torch
 
 from tests.checkpoint.test_torch_file import alike, save, unlazy
 from trainyard.checkpoint.io import pickle_limits
-from trainyard.checkpoint.io.pickle_allowlist import NAMES
-from trainyard.checkpoint.io.torch_file import Inert, open_pickle
-from trainyard.checkpoint.io.torch_writer import PickleWriter
+from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS
+from trainyard.checkpoint.io.torch_file import StubObject, open_torch_file
+from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.core import atomic_files
 from trainyard.core.errors import UserError
 
@@ -67,7 +67,7 @@ def archive(path: Path, pickled: bytes) -> Path:
 
 def refused(path: Path, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        unlazy(open_pickle(path))
+        unlazy(open_torch_file(path))
     said = str(caught.value)
     assert said.startswith(str(path.parent))
     assert said.isprintable()  # one line, too
@@ -97,7 +97,7 @@ def evils(mark: str) -> dict[str, Any]:
         "torch.storage._load_from_bytes": Calls(torch.storage._load_from_bytes, nested(Calls(eval, make))),
         "numpy.load": Calls(np.load, mark),
         "pathlib.PosixPath": Path(mark),
-        "trainyard.core.atomic_files.write_whole": Calls(atomic_files.write_whole, mark, "text"),
+        "trainyard.core.atomic_files.write_whole": Calls(atomic_files.atomic_write_text, mark, "text"),
         "tests.checkpoint.test_torch_file_hostile.Plain": Plain(),
         "tests.checkpoint.test_torch_file_hostile.Choice": Choice.ONE,
     }
@@ -122,8 +122,8 @@ def test_nothing_is_called(name: str, zipped: bool, tmp_path: Path) -> None:
     for protocol in (2, 4):
         path = save(state, tmp_path / "a.pt", zipped, protocol)
         refused(path, f"a.pt: refuses to load {name}: not a tensor")
-        inert = open_pickle(path, inert=True)
-        assert type(inert["b"][0]) is Inert
+        inert = open_torch_file(path, allow_stubs=True)
+        assert type(inert["b"][0]) is StubObject
         assert re.fullmatch(name, inert["b"][0].name)
         alike(inert["a"].read(), torch.ones(3))
     assert os.listdir(tmp_path) == ["a.pt"]
@@ -145,13 +145,13 @@ def test_what_megatron_saves_beside_the_weights(tmp_path: Path) -> None:
     }
     path = save(state, tmp_path / "model_optim_rng.pt")
     refused(path, "refuses to load .*Choice")
-    ours = unlazy(open_pickle(path, inert=True))
+    ours = unlazy(open_torch_file(path, allow_stubs=True))
     for name in ("checkpoint_version", "iteration", "model", "rng_state"):
         alike(ours[name], state[name])
     kind, where = ours["args"].pop("kind"), ours["args"].pop("save")
     assert ours["args"] == {"num_layers": 2, "params_dtype": torch.bfloat16}
     assert (kind.name.rpartition(".")[2], where.name) == ("Choice", "pathlib.PosixPath")
-    assert type(ours["optimizer"]["loss_scaler"]) is Inert
+    assert type(ours["optimizer"]["loss_scaler"]) is StubObject
 
 
 SIZE = b"ctorch\nSize\n"
@@ -204,10 +204,10 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_that_are_no_values(name: str, tmp_path: Path) -> None:
-    before, start = dict(NAMES), time.monotonic()
+    before, start = dict(ALLOWED_GLOBALS), time.monotonic()
     refused(archive(tmp_path / "a.pt", PROGRAMS[name][0]), PROGRAMS[name][1])
     assert time.monotonic() - start < 10
-    assert before == NAMES
+    assert before == ALLOWED_GLOBALS
 
 
 def test_what_unfolds_or_claims_to_be_great_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_what_unfolds_or_claims_to_be_great_costs_nothing(tmp_path: Path, monkey
     before = psutil.Process().memory_info().rss
     refused(archive(tmp_path / "a.pt", b")" + b"2\x86" * 60 + b"."), "more than 10000 values")
     refused(archive(tmp_path / "b.pt", b"]" + b"2]q\x00]" * 3000 + b"."), "more than 10000 opcodes")
-    assert open_pickle(archive(tmp_path / "c.pt", b"Nr\xff\xff\xff\xff.")) is None  # the greatest memo number
+    assert open_torch_file(archive(tmp_path / "c.pt", b"Nr\xff\xff\xff\xff.")) is None  # the greatest memo number
     assert psutil.Process().memory_info().rss - before < 2**26
 
 
@@ -255,7 +255,7 @@ def test_views_that_leave_their_storage(view: Any, tmp_path: Path) -> None:
     def made(storage: Any, *rest: Any) -> Path:
         return archive(tmp_path / "a.pt", program([Calls(rebuild, Held(*storage), *rest, False, {})]))
 
-    alike(unlazy(open_pickle(made(FLOATS, 2, (2, 4), (4, 1)))), [torch.zeros(2, 4)])
+    alike(unlazy(open_torch_file(made(FLOATS, 2, (2, 4), (4, 1)))), [torch.zeros(2, 4)])
     refused(made(*view), r"a\.pt: damaged, or not a file of torch\.save")
 
 
@@ -276,7 +276,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
-    writer = PickleWriter(path, under="model")
+    writer = TorchFileWriter(path, root_key="model")
     for name, tensor in state["model"].items():
         writer.add(name, tensor)
     writer.close()
@@ -298,7 +298,7 @@ def test_damage_is_told(kind: str, tmp_path: Path) -> None:
     draw, path = random.Random(kind), tmp_path / "a.pt"
     WRITERS[kind](path)
     whole = path.read_bytes()
-    alike(unlazy(open_pickle(path)), STATE)
+    alike(unlazy(open_torch_file(path)), STATE)
     for _ in range(100):
         path.write_bytes(whole[: draw.randrange(len(whole))])
         refused(path, "a.pt: ")
@@ -311,7 +311,7 @@ def test_damage_is_told(kind: str, tmp_path: Path) -> None:
         at = draw.randrange(len(whole))
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
         try:
-            found = unlazy(open_pickle(path))
+            found = unlazy(open_torch_file(path))
         except UserError:
             told += 1
         else:
@@ -334,7 +334,7 @@ def test_programs_of_chance(tmp_path: Path) -> None:
                 at = draw.randrange(len(changed))
                 changed[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
         with suppress(UserError):
-            unlazy(open_pickle(archive(path, bytes(changed)), inert=number % 2 == 0))
+            unlazy(open_torch_file(archive(path, bytes(changed)), allow_stubs=number % 2 == 0))
             read += 1
         path.write_bytes(draw.randbytes(draw.randrange(300)))
         refused(path, "a.pt: ")

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from trainyard.cli import main
-from trainyard.config.recipes import names
+from trainyard.config.recipes import recipe_names
 
 SMALL = [
     "train.steps=3",
     "log.every=1",
-    "data.sequence=32",
+    "data.seq_len=32",
     "train.global_batch=4",
     "train.micro_batch=4",
     "device.name=cpu",
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_after_the_step_and_leaves_no_process(tmp_path: Path) -> Non
         (["train", "train.loss=nowhere:f"], 2, "cannot import nowhere"),
         (["train", "log.directory=/proc/x"], 2, "log.directory=/proc/x: cannot be written"),
         (
-            ["train", "optimizer.lr=1e30", "schedule.floor=0", "train.max_skipped=2", "schedule.warmup=0"],
+            ["train", "optimizer.lr=1e30", "schedule.min_lr=0", "train.max_skipped_steps=2", "schedule.warmup_steps=0"],
             1,
             "not finite",
         ),
@@ -171,7 +171,7 @@ def test_config_prints_the_resolved_file(capfd: pytest.CaptureFixture[str], monk
 
 def test_recipes_lists_them_all(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = call(["recipes"], capfd, monkeypatch)
-    for name in names():
+    for name in recipe_names():
         assert any(line.startswith(name) for line in out.splitlines())
     assert "70.55B" in out
 

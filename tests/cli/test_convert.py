@@ -17,12 +17,12 @@ from torch import Tensor
 from tests.checkpoint.test_nxd import GQA, Memory, llama, loaded
 from tests.support import configs
 from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, Qkv, multipliers
-from trainyard.checkpoint.formats.tensor_map import everything, shapes_of
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
+from trainyard.checkpoint.formats.tensor_map import full_index, unfused_shapes
 from trainyard.checkpoint.registry import open_weights
 from trainyard.cli import convert as verb
 from trainyard.cli import convert_nxd, main
-from trainyard.config.model_schema import LlamaModel
+from trainyard.config.model_schema import LlamaConfig
 from trainyard.train.trainer import Trainer
 
 Call = Callable[..., tuple[int, str, str]]
@@ -75,7 +75,7 @@ def hf(tmp_path: Path) -> Path:
 
 def values(directory: Path) -> dict[str, Tensor]:
     weights = open_weights(directory).weights
-    return {part: weights.read(part, everything(shape)) for part, shape in shapes_of(weights.model).items()}
+    return {part: weights.read(part, full_index(shape)) for part, shape in unfused_shapes(weights.model).items()}
 
 
 # convert
@@ -105,10 +105,14 @@ def test_what_the_files_do_not_show_is_no_hindrance_to_the_check(layout: str, ca
     assert ZERO.search(well(call("convert", "hf", "nxd", "--to", "nxd", "--layout", layout, "--check")))
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_a_run_becomes_a_model(family: str, call: Call, tmp_path: Path) -> None:
-    sections = {"checkpoint": {"every": 2, "final": True}, "log": {"directory": str(tmp_path)}, "train": {"steps": 2}}
-    Trainer(configs.config(family, **sections)).run()
+    sections = {
+        "checkpoint": {"every": 2, "export_hf": True},
+        "log": {"directory": str(tmp_path)},
+        "train": {"steps": 2},
+    }
+    Trainer(configs.tiny_config(family, **sections)).run()
     assert ZERO.search(well(call("convert", "run", "model", "--check")))
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == (
         tmp_path / "run" / "model" / "model.safetensors"
@@ -123,13 +127,13 @@ def test_a_run_becomes_a_model(family: str, call: Call, tmp_path: Path) -> None:
 
 def test_a_checkpoint_at_a_url(call: Call, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/run"
-    checkpoint = {"every": 1, "final": True, "directory": url}
+    checkpoint = {"every": 1, "export_hf": True, "directory": url}
     summary = Trainer(
-        configs.config("gpt", checkpoint=checkpoint, log={"directory": str(tmp_path)}, train={"steps": 1})
+        configs.tiny_config("gpt", checkpoint=checkpoint, log={"directory": str(tmp_path)}, train={"steps": 1})
     ).run()
     assert f"{url}: a checkpoint of trainyard" in well(call("convert", url, "out"))
-    assert summary.weights
-    one, two = (load_file(path / "model.safetensors") for path in (summary.weights, tmp_path / "out"))
+    assert summary.exported_weights
+    one, two = (load_file(path / "model.safetensors") for path in (summary.exported_weights, tmp_path / "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     mistake(call("convert", "memory://nowhere", "out2"), "memory://nowhere: no checkpoint of trainyard")
     mistake(call("convert", "out", "s3://bucket/out"), "s3:/bucket/out: a directory of this machine was expected")
@@ -193,7 +197,7 @@ def test_mistakes_are_one_line(words: list[str], says: str, call: Call, hf: Path
 
 
 def test_ctrl_c_leaves_nothing(call: Call, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pressed(verb.Screen):
+    class Pressed(verb.ProgressDisplay):
         def show(self, done: int, total: int, words: str = "") -> None:
             if done > total / 2:
                 raise KeyboardInterrupt
@@ -208,7 +212,7 @@ def test_a_full_disk_is_one_line(call: Call, hf: Path, tmp_path: Path, monkeypat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "out")
 
-    monkeypatch.setattr(verb.Screen, "show", full)
+    monkeypatch.setattr(verb.ProgressDisplay, "show", full)
     for form in ("hf", "nxd", "native"):
         mistake(call("convert", "hf", "out", "--to", form), "out: No space left on device", code=1)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -219,7 +223,7 @@ def test_help_teaches(call: Call) -> None:
     for words in ("Examples:", "trainyard convert runs/my-run hf-model", "--source-layout", "kv_order (trn1, trn2)"):
         assert words in out
     out = well(call("convert-nxd", "--help"))
-    parser = convert_nxd.parser()
+    parser = convert_nxd.build_parser()
     for action in parser._actions:
         assert action.help
         assert all(option in out for option in action.option_strings)
@@ -232,7 +236,7 @@ MHA = llama(hidden=32, heads=8, layers=4)
 FROM, TO = "--convert_from_full_state", "--convert_to_full_state"
 
 
-def full_state(tmp_path: Path, model: LlamaModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def full_state(tmp_path: Path, model: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """One file of weights and a config.json, as NxD's converter takes them."""
     write_hf(tmp_path / "hf", Memory(model, dtype))
     shutil.move(tmp_path / "hf" / "config.json", tmp_path / "config.json")
@@ -346,12 +350,12 @@ def test_what_is_missing_is_named(call: Call) -> None:
     mistake(call("convert-nxd", FROM, "--output_dir", "x", "--hw_backend", "trn1"), "--input_dir: missing")
 
 
-KINDS: dict[str, tuple[LlamaModel, list[str]]] = {
+KINDS: dict[str, tuple[LlamaConfig, list[str]]] = {
     "separate": (llama(**GQA), []),
     "qkv_linear": (llama(**GQA), ["--qkv_linear", "True"]),
     "fused": (llama(**GQA), ["--qkv_linear", "True", "--fuse_qkv", "True"]),
     "coalesced": (MHA, ["--coalesce_qkv", "True"]),
-    "tied": (llama(**GQA, tied=True, vocab=61), ["--qkv_linear", "True"]),
+    "tied": (llama(**GQA, tie_embeddings=True, vocab=61), ["--qkv_linear", "True"]),
     "megatron": (llama(**GQA), ["--model_style", "megatron"]),
     "megatron of all heads": (MHA, ["--model_style", "megatron"]),
 }
@@ -360,10 +364,10 @@ KINDS: dict[str, tuple[LlamaModel, list[str]]] = {
 def round_trips(kind: str) -> Iterator[tuple[list[Any], str, bool]]:
     """Flags, backend and xser of every layout that a model of this kind has."""
     model, words = KINDS[kind]
-    qkv: Qkv = "qkv_linear" if "--qkv_linear" in words else "separate"
+    qkv: QkvKind = "qkv_linear" if "--qkv_linear" in words else "separate"
     backends: tuple[KvOrder, ...] = ("trn1", "trn2")
     for number, (tp, pp, backend) in enumerate(product((1, 2, 4), (1, 2), backends)):
-        for times in multipliers(model, NxdLayout(tp, qkv=qkv, kv_order=backend)):
+        for times in valid_kv_multipliers(model, NxdLayout(tp, qkv=qkv, kv_order=backend)):
             sizes = ["--tp_size", tp, "--pp_size", pp, "--kv_size_multiplier", times]
             yield [*words, *sizes], backend, number % 2 == 0
 
@@ -409,7 +413,7 @@ def test_one_file_that_is_not_finished_leaves_nothing(
 ) -> None:
     full_state(tmp_path, MHA)
     well(call(*nxd("full.pt", "out", FROM)))
-    real = convert_nxd.to_tensors
+    real = convert_nxd.hf_tensors
 
     def interrupted(weights: Any) -> Iterator[tuple[str, Tensor]]:
         for number, pair in enumerate(real(weights)):

@@ -21,18 +21,18 @@ from tests.support import configs
 from trainyard.compile import inductor_cache
 from trainyard.config.load import dump
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 COMMAND = [sys.executable, "-m", "trainyard"]
 LIMIT = 900.0
-FOUR = ["layout.tp=2", "layout.pp=2", "train.global_batch=8", "evaluate.every=1", "data.validation=0.1"]
+FOUR = ["layout.tp=2", "layout.pp=2", "train.global_batch=8", "evaluate.every=1", "data.validation_fraction=0.1"]
 RANKS = {1: ["--nproc", "1"], 4: [*FOUR, "--nproc", "4"]}
 
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
     fixed = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TRAINYARD_CACHE": str(cache)}
     ours = {
-        name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_PLACE
+        name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_CACHE_VARIABLE
     }  # torch sets it here
     return {**ours, **fixed, **more}
 
@@ -53,7 +53,9 @@ def totals(done: subprocess.CompletedProcess[str]) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(dump(configs.config("llama", train={"steps": 3}, compile={"enabled": True}, log={"name": "small"})))
+    path.write_text(
+        dump(configs.tiny_config("llama", train={"steps": 3}, compile={"enabled": True}, log={"name": "small"}))
+    )
     return path
 
 

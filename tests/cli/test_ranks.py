@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 COMMAND = [sys.executable, "-m", "trainyard"]
-TRAIN = ["train", "tiny-llama", "--smoke", "--nproc", "2", "checkpoint.final=false", "log.tensorboard=false"]
+TRAIN = ["train", "tiny-llama", "--smoke", "--nproc", "2", "checkpoint.export_hf=false", "log.tensorboard=false"]
 
 
 def run(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.configs import config
+from tests.support.configs import tiny_config
 from trainyard.cli import main
 from trainyard.cli import tune as verb
 from trainyard.config.load import dump, load
-from trainyard.tune.search import ENABLED, MICRO, OUT, Search, Space, Trial
-from trainyard.tune.trial_process import Ending
+from trainyard.tune.search import KEY_COMPILE, KEY_MICRO_BATCH, OUT_OF_MEMORY, SearchSpace, Trial, TuneSearch
+from trainyard.tune.trial_process import ProcessResult
 
 COMMAND = [sys.executable, "-m", "trainyard"]
 SMALL = ["tiny-llama", "--smoke", "compile.enabled=false", "device.name=cpu", "train.global_batch=8"]
@@ -52,16 +52,16 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """Trials without processes: larger micro batches are faster, 8 does not fit. Gives the files that were run."""
     ran: list[Path] = []
 
-    def run(command: list[str], limit: float, log: Path) -> Ending:
+    def run(command: list[str], limit: float, log: Path) -> ProcessResult:
         path = Path(command[4])
         ran.append(path)
         micro = load(path).train.micro_batch
         if micro == 8:
-            return Ending(1, 1.0, True, "torch.OutOfMemoryError: CUDA out of memory.\n")
+            return ProcessResult(1, 1.0, True, "torch.OutOfMemoryError: CUDA out of memory.\n")
         (path.parent / "run").mkdir()
         record = f'{{"ms_per_iteration": 1.0, "tokens_per_second": {micro}, "memory_bytes": {micro}}}\n'
         (path.parent / "run" / "metrics.jsonl").write_text(record * 4)
-        return Ending(0, 1.0, True, "")
+        return ProcessResult(0, 1.0, True, "")
 
     monkeypatch.setattr(verb, "run", run)
     monkeypatch.chdir(tmp_path)
@@ -95,9 +95,9 @@ def test_the_best_is_written_whatever_the_recipes_data(
 def test_ctrl_c_keeps_the_best_so_far(
     fake: list[Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = verb.run
+    run = verb.run_with_timeout
 
-    def interrupted(command: list[str], limit: float, log: Path) -> Ending:
+    def interrupted(command: list[str], limit: float, log: Path) -> ProcessResult:
         if len(fake) == enough:
             signal.raise_signal(signal.SIGTERM)
         return run(command, limit, log)
@@ -139,7 +139,7 @@ def test_mistakes_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "mine.yaml").write_text(dump(config()))
+    (tmp_path / "mine.yaml").write_text(dump(tiny_config()))
     found, _, error = call(capfd, monkeypatch, *words)
     assert (found, error.count("\n")) == (code, 1), error
     assert line in error
@@ -156,21 +156,23 @@ def test_a_mistake_that_only_a_run_finds(tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_a_table_that_grows() -> None:
-    space = Space(config("llama", train={"global_batch": 8, "micro_batch": 2}), 1)
-    search = Search(space)
+    space = SearchSpace(tiny_config("llama", train={"global_batch": 8, "micro_batch": 2}), 1)
+    search = TuneSearch(space)
     console = Console(file=StringIO(), force_terminal=True, width=140)
-    screen = verb.Screen(console, search, 600)
+    screen = verb.TuneTable(console, search, 600)
     assert screen.live
-    search.trials += [Trial(space.start, "done", 5.0, 100.0, 2**30, 0.5)]
-    search.trials += [Trial(space.start | {ENABLED: True}, "done", 9.0, 150.0, 2**30, 4.0)]
-    search.trials += [Trial(space.start | {ENABLED: True, MICRO: 4}, OUT, 3.0)]
-    search.choice, search.speed = space.start | {ENABLED: True}, 150.0
-    screen.begin(space.start | {ENABLED: True, "recompute.kind": "parts", "recompute.parts": ["activation"]})
+    search.trials += [Trial(space.initial_choice, "done", 5.0, 100.0, 2**30, 0.5)]
+    search.trials += [Trial(space.initial_choice | {KEY_COMPILE: True}, "done", 9.0, 150.0, 2**30, 4.0)]
+    search.trials += [Trial(space.initial_choice | {KEY_COMPILE: True, KEY_MICRO_BATCH: 4}, OUT_OF_MEMORY, 3.0)]
+    search.best_choice, search.best_speed = space.initial_choice | {KEY_COMPILE: True}, 150.0
+    screen.on_trial_start(
+        space.initial_choice | {KEY_COMPILE: True, "recompute.kind": "selective", "recompute.modules": ["activation"]}
+    )
     with console.capture() as captured:
         console.print(screen.render())
     text = captured.get()
     assert text.index("the file as it is") < text.index("compile.enabled=true")
-    for word in ("1.50x", "best", "out of memory", "recompute.parts=[activation]", "running", "of the budget left"):
+    for word in ("1.50x", "best", "out of memory", "recompute.modules=[activation]", "running", "of the budget left"):
         assert word in text
 
 

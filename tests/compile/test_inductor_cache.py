@@ -49,38 +49,38 @@ def test_the_file_system_is_the_closest_mount(path: str, kind: str) -> None:
 def test_hosts_share_a_directory_only_where_locks_hold(
     kind: str, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(inductor_cache.PLACE, str(tmp_path))
-    monkeypatch.delenv(inductor_cache.TORCH_PLACE, raising=False)
+    monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE, raising=False)
     monkeypatch.setattr(inductor_cache, "file_system", lambda path: kind)
     places = set()
     for host in ("one", "two"):
         monkeypatch.setattr("platform.node", lambda host=host: host)
-        places.add(inductor_cache.directory(devices.select("cpu")))
+        places.add(inductor_cache.cache_dir(devices.select("cpu")))
     assert len(places) == (1 if shared else 2)
     assert all(place.is_relative_to(tmp_path) for place in places)
 
 
 def test_a_place_that_torch_chose_is_nobodys_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch sets the variable when its compiler is imported, which kernels may do before a run asks."""
-    monkeypatch.setenv(inductor_cache.PLACE, str(tmp_path / "ours"))
-    monkeypatch.setenv(inductor_cache.TORCH_PLACE, compat.default_compile_place())
-    assert inductor_cache.given() is None
-    assert inductor_cache.directory(devices.select("cpu")).is_relative_to(tmp_path / "ours")
-    monkeypatch.setenv(inductor_cache.TORCH_PLACE, str(tmp_path / "mine"))
-    assert inductor_cache.directory(devices.select("cpu")) == inductor_cache.given() == tmp_path / "mine"
+    monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "ours"))
+    monkeypatch.setenv(inductor_cache.TORCH_CACHE_VARIABLE, compat.default_inductor_dir())
+    assert inductor_cache.user_cache_dir() is None
+    assert inductor_cache.cache_dir(devices.select("cpu")).is_relative_to(tmp_path / "ours")
+    monkeypatch.setenv(inductor_cache.TORCH_CACHE_VARIABLE, str(tmp_path / "mine"))
+    assert inductor_cache.cache_dir(devices.select("cpu")) == inductor_cache.user_cache_dir() == tmp_path / "mine"
 
 
 def test_what_code_depends_on_changes_its_directory() -> None:
     facts = inductor_cache.fingerprint(devices.select("cpu"))
     assert {"torch", "triton", "compiler", "architecture"} <= facts.keys()
-    names = {inductor_cache.name({**facts, key: "other"}) for key in facts}
-    assert len(names | {inductor_cache.name(facts)}) == len(facts) + 1
+    names = {inductor_cache.toolchain_name({**facts, key: "other"}) for key in facts}
+    assert len(names | {inductor_cache.toolchain_name(facts)}) == len(facts) + 1
 
 
 @pytest.mark.parametrize("text", ["many", "0", "-1", "inf", "nan"])
 def test_a_limit_that_is_none_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=f"{inductor_cache.LIMIT}={text}: must be a number"):
-        inductor_cache.limit({inductor_cache.LIMIT: text})
+    with pytest.raises(UserError, match=f"{inductor_cache.LIMIT_VARIABLE}={text}: must be a number"):
+        inductor_cache.size_limit({inductor_cache.LIMIT_VARIABLE: text})
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
@@ -92,13 +92,13 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
         os.utime(path, (now - 1000 * number, now - 10**6))  # read at different times, written at the same
     assert inductor_cache.trim(tmp_path, 10_000) == 0
     assert inductor_cache.trim(tmp_path, 6_000) == 6_000
-    assert sorted(path.name for path in inductor_cache.files(tmp_path)) == ["0", "1", "2", "3"]
+    assert sorted(path.name for path in inductor_cache.list_files(tmp_path)) == ["0", "1", "2", "3"]
 
 
 def test_a_whole_library_is_not_damaged(library: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.so").write_bytes(library)
     (tmp_path / "a.cpp").write_text("half a sour")
-    assert inductor_cache.damaged(tmp_path) == []
+    assert inductor_cache.damaged_files(tmp_path) == []
 
 
 @settings(max_examples=50)
@@ -109,7 +109,7 @@ def test_a_library_cut_anywhere_is_damaged(
     place = tmp_path_factory.mktemp("cut")
     path = place / "a.so"
     path.write_bytes(library[: int(len(library) * share)])
-    assert inductor_cache.damaged(place) == [path]
+    assert inductor_cache.damaged_files(place) == [path]
 
 
 def test_what_killed_compilers_left_is_found_when_it_is_old(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_killed_compilers_left_is_found_when_it_is_old(tmp_path: Path) -> N
         (tmp_path / name).write_text("half")
     for name in names[:2]:
         os.utime(tmp_path / name, (0, 0))
-    assert {path.name for path in inductor_cache.damaged(tmp_path)} == set(names[:2])
+    assert {path.name for path in inductor_cache.damaged_files(tmp_path)} == set(names[:2])
 
 
 def test_a_library_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ cpp_builder.run_compile_cmd(f"g++ -shared -fPIC {tmp_path / "big.o"} -o {{target
     subprocess.run([sys.executable, "-c", program], start_new_session=True, check=False)
     killed = (tmp_path / "big.so").read_bytes()
     (tmp_path / "big.so").unlink()
-    compat.build_whole()
+    compat.install_atomic_cpp_builds()
     subprocess.run(["g++", "-shared", "-fPIC", "big.o", "-o", "big.so"], cwd=tmp_path, check=True)
     assert killed == (tmp_path / "big.so").read_bytes()
 
@@ -151,4 +151,4 @@ cpp_builder.run_compile_cmd(f"g++ -shared -fPIC {tmp_path / "big.o"} -o {{target
 def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="no C\\+\\+ compiler"):
-        inductor_cache.ready(devices.select("cpu"))
+        inductor_cache.prepare_cache(devices.select("cpu"))

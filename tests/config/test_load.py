@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from tests.support import configs
-from trainyard.config.load import dump, keys, load, parse
-from trainyard.config.recipes import names
+from trainyard.config.load import dump, load, parse, schema_keys
+from trainyard.config.recipes import recipe_names
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 
 
 def write(path: Path, **changes: object) -> Path:
-    data = {"model": dict(configs.LLAMA), "train": {"steps": 3}, "data": {"sequence": 16}}
+    data = {"model": dict(configs.LLAMA), "train": {"steps": 3}, "data": {"seq_len": 16}}
     for dotted, value in changes.items():
         node = data
         *parents, leaf = dotted.split("__")
@@ -50,26 +50,29 @@ MISTAKES = [
     (["model.kv_heads=3"], ["model.kv_heads=3", "heads=4", "nearest: 2"]),
     (["model.head_dim=7"], ["model.head_dim=7", "even", "6 or 8"]),
     (["train.global_batch=10", "train.micro_batch=4"], ["train.global_batch=10", "micro_batch=4", "8 or 12"]),
-    (["data.sequence=100"], ["data.sequence=100", "max_positions=64", "nearest: 64"]),
-    (["schedule.floor=1.0"], ["schedule.floor=1", "optimizer.lr", "nearest: 0.0003"]),
-    (["recompute.kind=parts"], ["recompute.parts", "mlp"]),
-    (["recompute.parts=[mlp]"], ["recompute.parts", "kind=parts"]),
-    (["recompute.kind=parts", "recompute.parts=[mlps]"], ["recompute.parts.0=mlps", "nearest: mlp"]),
-    (["layout.pp=4", "layout.cuts=[1,1,2]"], ["layout.cuts", "rising"]),
+    (["data.seq_len=100"], ["data.seq_len=100", "max_positions=64", "nearest: 64"]),
+    (["schedule.min_lr=1.0"], ["schedule.min_lr=1", "optimizer.lr", "nearest: 0.0003"]),
+    (["recompute.kind=selective"], ["recompute.modules", "mlp"]),
+    (["recompute.modules=[mlp]"], ["recompute.modules", "kind=selective"]),
+    (["recompute.kind=selective", "recompute.modules=[mlps]"], ["recompute.modules.0=mlps", "nearest: mlp"]),
+    (["layout.pp=4", "layout.pipeline_cuts=[1,1,2]"], ["layout.pipeline_cuts", "rising"]),
     (["layout.vpp=2"], ["layout.vpp=2", "pp above 1", "nearest: 1"]),
-    (["layout.pp=2", "layout.schedule=zbv"], ["layout.vpp=1", "schedule=zbv", "nearest: 2"]),
-    (["layout.pp=2", "layout.schedule=zero_bubble", "compile.enabled=true"], ["layout.schedule=zero_bubble", "1f1b"]),
+    (["layout.pp=2", "layout.pipeline_schedule=zbv"], ["layout.vpp=1", "pipeline_schedule=zbv", "nearest: 2"]),
     (
-        ["layout.zero=2", "precision.kind=bf16_sr", "precision.gradients=fp32"],
-        ["precision.gradients=fp32", "nearest: bf16"],
+        ["layout.pp=2", "layout.pipeline_schedule=zero_bubble", "compile.enabled=true"],
+        ["layout.pipeline_schedule=zero_bubble", "1f1b"],
+    ),
+    (
+        ["layout.zero=2", "precision.kind=bf16_sr", "precision.grad_dtype=fp32"],
+        ["precision.grad_dtype=fp32", "nearest: bf16"],
     ),
     (["layout.zero=4"], ["layout.zero=4"]),
-    (["layout.pp=2", "layout.schedule=zero_bubble", "layout.zero=2"], ["layout.zero=2", "nearest: zero=1"]),
-    (["layout.context=rings"], ["layout.context=rings", "nearest: ring"]),
+    (["layout.pp=2", "layout.pipeline_schedule=zero_bubble", "layout.zero=2"], ["layout.zero=2", "nearest: zero=1"]),
+    (["layout.cp_method=rings"], ["layout.cp_method=rings", "nearest: ring"]),
     (["data.paths=a.txt"], ["data.paths=a.txt", "not a list", "nearest: [a.txt]"]),
     (["device.name=gpu"], ["device.name=gpu", "auto"]),
-    (["precision.gradients=bf16"], ["precision.gradients=bf16", "nearest: gradients=fp32"]),
-    (["evaluate.every=10"], ["evaluate.every=10", "data.validation"]),
+    (["precision.grad_dtype=bf16"], ["precision.grad_dtype=bf16", "nearest: grad_dtype=fp32"]),
+    (["evaluate.every=10"], ["evaluate.every=10", "data.validation_fraction"]),
     (["train.loss=my_loss"], ["train.loss=my_loss", "my_module:my_function"]),
     (["data.tokenizer=gpt2"], ["data.tokenizer=gpt2", "vocab_file"]),
     (["model=null"], ["model"]),
@@ -92,9 +95,12 @@ def test_a_mistake_is_one_line(tmp_path: Path, overrides: list[str], words: list
 def test_bert_mistakes() -> None:
     base = {"model": configs.BERT, "train": {"steps": 1}}
     for data, words in (
-        ({"source": "text", "sequence": 16}, "data.source=text"),
-        ({"source": "synthetic", "sequence": 16, "predictions": 20}, "data.predictions=20"),
-        ({"source": "synthetic", "sequence": 16, "predictions": 4, "separate": True}, "data.separate=true"),
+        ({"source": "text", "seq_len": 16}, "data.source=text"),
+        ({"source": "synthetic", "seq_len": 16, "max_predictions": 20}, "data.max_predictions=20"),
+        (
+            {"source": "synthetic", "seq_len": 16, "max_predictions": 4, "document_mask": True},
+            "data.document_mask=true",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             parse({**base, "data": data})
@@ -143,11 +149,13 @@ def test_binary_file_and_directory(tmp_path: Path) -> None:
 
 def test_overrides_and_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "run.yaml")
-    config = load(path, ["optimizer.lr=3e-4", "train.steps=7", "layout.cuts=[]", "log.name=x", "data.paths=[a, b]"])
+    config = load(
+        path, ["optimizer.lr=3e-4", "train.steps=7", "layout.pipeline_cuts=[]", "log.name=x", "data.paths=[a, b]"]
+    )
     assert (config.optimizer.lr, config.train.steps, config.log.name, config.data.paths) == (3e-4, 7, "x", ("a", "b"))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_resolved_file_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = load(name)
     path = tmp_path / "config.yaml"
@@ -162,7 +170,7 @@ def test_model_from_a_config_json(tmp_path: Path) -> None:
         )
     )
     config = parse(
-        {"model": {"from_hf": str(tmp_path), "hidden_dropout": 0.0}, "train": {"steps": 1}, "data": {"sequence": 16}}
+        {"model": {"from_hf": str(tmp_path), "hidden_dropout": 0.0}, "train": {"steps": 1}, "data": {"seq_len": 16}}
     )
     assert (config.model.family, config.model.vocab) == ("gpt", 300)
     assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.0, 0.1)
@@ -171,7 +179,7 @@ def test_model_from_a_config_json(tmp_path: Path) -> None:
 
 
 def test_every_key_says_what_it_means_and_what_it_takes() -> None:
-    rows = list(keys())
+    rows = list(schema_keys())
     assert len(rows) > 80
     for key in rows:
         assert len(key.meaning) > 10, key.name
@@ -182,7 +190,7 @@ def test_every_key_says_what_it_means_and_what_it_takes() -> None:
     assert by_name["schedule.kind"].allowed == "cosine, linear, constant, wsd"
     assert "model[llama].rope_scaling[linear].factor" in by_name
     sections = {name.split(".")[0].split("[")[0] for name in by_name if "." in name}
-    assert sections == set(Config.model_fields) - {"description", "needs"}
+    assert sections == set(Config.model_fields) - {"description", "hardware"}
 
 
 def test_the_reference_page_is_up_to_date() -> None:

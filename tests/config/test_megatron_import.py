@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainyard.cli import main
-from trainyard.config.importers.key_table import Mapped
-from trainyard.config.importers.megatron.convert import from_flags, from_script
-from trainyard.config.importers.megatron.keys import FLAGS
-from trainyard.config.importers.shell.script import UNKNOWN, commands
-from trainyard.config.load import keys, load, parse, settle
+from trainyard.config.importers.key_table import ImportedConfig
+from trainyard.config.importers.megatron.convert import import_flags, import_script
+from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
+from trainyard.config.importers.shell.script import UNKNOWN_MARK, read_commands
+from trainyard.config.load import load, parse, schema_keys, validate_imported
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
@@ -28,23 +28,23 @@ LLAMA = (
 )
 
 
-def imported(flags: str) -> tuple[Config, Mapped]:
-    mapped = from_flags(f"{SMALL} {flags}".split())
+def imported(flags: str) -> tuple[Config, ImportedConfig]:
+    mapped = import_flags(f"{SMALL} {flags}".split())
     return parse(mapped.data), mapped
 
 
 def script(path: Path, text: str, **given: str) -> Config:
     path.write_text(text)
-    return settle(from_script(path, given, []))
+    return validate_imported(import_script(path, given, []))
 
 
 def words(text: str, **given: str) -> list[str]:
     """The words of the last command of a script."""
-    return list(commands(text, given, "x.sh"))[-1].words
+    return list(read_commands(text, given, "x.sh"))[-1].words
 
 
 def test_the_reference_scripts_numbers_are_those_of_our_recipe() -> None:
-    ours = parse(from_script(HERE / "gpt3_6.7B_16_nodes.sh", {}, []).data)
+    ours = parse(import_script(HERE / "gpt3_6.7B_16_nodes.sh", {}, []).data)
     recipe = load("gpt3-6.7b-16-nodes")
     for section in ("train", "optimizer", "schedule", "precision", "layout", "recompute"):
         assert getattr(ours, section) == getattr(recipe, section), section
@@ -52,29 +52,34 @@ def test_the_reference_scripts_numbers_are_those_of_our_recipe() -> None:
         name: (value, getattr(recipe.model, name)) for name, value in ours.model if value != getattr(recipe.model, name)
     }
     assert found == {"ffn": (16384, None)}
-    assert (ours.data.paths, ours.data.sequence) == (recipe.data.paths, recipe.data.sequence)
+    assert (ours.data.paths, ours.data.seq_len) == (recipe.data.paths, recipe.data.seq_len)
     assert (ours.checkpoint.every, ours.checkpoint.keep, ours.checkpoint.directory) == (2000, 1, "32_layer_chkpt_16")
     assert ours.evaluate.every == 0  # --split 100,0,0 holds nothing out
 
 
 def test_variables_defaults_sums_and_blends() -> None:
-    config = parse(from_script(HERE / "gpt_345M_mp.sh", {}, []).data)
+    config = parse(import_script(HERE / "gpt_345M_mp.sh", {}, []).data)
     assert (config.model.layers, config.layout.ranks, config.recompute.kind) == (24, 8, "full")
     assert config.data.paths == ("data/my-gpt2_text_document", "data/other_text_document")
     assert (config.data.weights, config.data.order, config.data.split) == ((0.3, 0.7), "megatron", "949,50,1")
     assert (config.checkpoint.resume, config.checkpoint.directory) == ("auto", "checkpoints/345m")
-    assert (config.evaluate.every, config.evaluate.batches, config.schedule.warmup) == (1000, 10, 3200)
-    assert Layout.of(config, 8).dp == 2
-    wider = parse(from_script(HERE / "gpt_345M_mp.sh", {"GPUS_PER_NODE": "16"}, ["--num-layers", "8"]).data)
+    assert (config.evaluate.every, config.evaluate.batches, config.schedule.warmup_steps) == (1000, 10, 3200)
+    assert Layout.from_config(config, 8).dp == 2
+    wider = parse(import_script(HERE / "gpt_345M_mp.sh", {"GPUS_PER_NODE": "16"}, ["--num-layers", "8"]).data)
     assert (wider.layout.ranks, wider.model.layers) == (16, 8)
 
 
 def test_arrays_and_what_only_running_could_tell() -> None:
     with pytest.raises(UserError, match=r"--data-path: \$2 is not known.*NAME=VALUE"):
-        from_script(HERE / "llama_arrays.sh", {}, [])
-    mapped = from_script(HERE / "llama_arrays.sh", {"DATA_PATH": "/d/x"}, [])
+        import_script(HERE / "llama_arrays.sh", {}, [])
+    mapped = import_script(HERE / "llama_arrays.sh", {"DATA_PATH": "/d/x"}, [])
     config = parse(mapped.data)
-    assert (config.model.family, config.model.kv, config.model.vocab, config.model.tied) == ("llama", 8, 128256, False)
+    assert (config.model.family, config.model.num_kv_heads, config.model.vocab, config.model.tie_embeddings) == (
+        "llama",
+        8,
+        128256,
+        False,
+    )
     assert (config.model.rope_theta, config.layout.ranks, config.layout.zero) == (500000.0, 16, 1)
     assert (config.recompute.kind, config.data.paths) == ("attention", ("/d/x",))
     assert any("--save: $1 is not known" in line for line in mapped.warnings)
@@ -91,22 +96,25 @@ MAPPED = [
     ("--no-bias-gelu-fusion --openai-gelu", {"model.activation": "gelu_tanh"}),
     ("--bf16", {"precision.kind": "bf16"}),
     ("--bf16 --fp8-format hybrid", {"precision.kind": "fp8"}),
-    ("--bf16 --grad-reduce-in-bf16", {"precision.reduce": "bf16"}),
-    ("--lr-decay-style constant --lr-warmup-iters 7", {"schedule.kind": "constant", "schedule.warmup": 7}),
+    ("--bf16 --grad-reduce-in-bf16", {"precision.reduce_dtype": "bf16"}),
+    ("--lr-decay-style constant --lr-warmup-iters 7", {"schedule.kind": "constant", "schedule.warmup_steps": 7}),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 9", {"schedule.kind": "wsd", "schedule.decay_steps": 9}),
-    ("--lr-warmup-fraction .1 --lr-decay-iters 50", {"schedule.warmup": 5, "schedule.decay_steps": 50}),
-    ("--lr-warmup-samples 17", {"schedule.warmup": 3}),
+    ("--lr-warmup-fraction .1 --lr-decay-iters 50", {"schedule.warmup_steps": 5, "schedule.decay_steps": 50}),
+    ("--lr-warmup-samples 17", {"schedule.warmup_steps": 3}),
     ("--recompute-granularity selective", {"recompute.kind": "attention"}),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", {"recompute.kind": "full"}),
     ("--checkpoint-activations", {"recompute.kind": "full"}),
     ("--sequence-parallel", {"layout.sequence_parallel": False}),
     ("--tensor-model-parallel-size 2 --sequence-parallel", {"layout.tp": 2, "layout.sequence_parallel": True}),
     ("--num-layers=8 --pipeline-model-parallel-size=2 --num-layers-per-virtual-pipeline-stage=2", {"layout.vpp": 2}),
-    ("--reset-position-ids --reset-attention-mask --eod-mask-loss", {"data.separate": True, "data.mask_ends": True}),
-    ("--load /a --save /b --finetune", {"checkpoint.start": "/a", "checkpoint.directory": "/b"}),
+    (
+        "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+        {"data.document_mask": True, "data.mask_eod_loss": True},
+    ),
+    ("--load /a --save /b --finetune", {"checkpoint.init_from": "/a", "checkpoint.directory": "/b"}),
     ("--eval-interval 10 --eval-iters 3", {"evaluate.every": 10, "evaluate.batches": 3}),
     ("--eval-interval 1000", {"evaluate.every": 0}),
-    ("--min-lr -0", {"schedule.floor": 0.0}),
+    ("--min-lr -0", {"schedule.min_lr": 0.0}),
     (f"{LLAMA} --rotary-base 20000 --use-rope-scaling", {"model.family": "llama", "model.rope_theta": 20000.0}),
     (
         f"{LLAMA} --group-query-attention --num-query-groups 2 --kv-channels 8",
@@ -168,10 +176,10 @@ def test_a_mistake_is_one_line(flags: str, wanted: list[str]) -> None:
 
 
 def test_the_table_names_keys_that_are_ours() -> None:
-    ours = {key.name.replace(f"[{family}]", "") for key in keys() for family in ("llama", "gpt", "bert")}
+    ours = {key.name.replace(f"[{family}]", "") for key in schema_keys() for family in ("llama", "gpt", "bert")}
     ours |= {"model.rope_scaling"}
-    for name, key in FLAGS.items():
-        for each in key.says.split(", ") if key.does == "maps" else []:
+    for name, key in MEGATRON_FLAGS.items():
+        for each in key.target.split(", ") if key.action == "maps" else []:
             assert each in ours, name
 
 
@@ -191,11 +199,11 @@ SHELL = [
     ("export X=1 Y=2\nreadonly Z=3\necho $X$Y$Z", ["echo", "123"]),
     ("cat <<EOF\nX=1 'not closed\nEOF\necho a > out 2>&1", ["echo", "a"]),
     ("X=1 Y=2 run $X", ["run", "1"]),
-    ("echo a | tee $(date) b", ["tee", f"{UNKNOWN}$(date){UNKNOWN}", "b"]),
-    ("echo $UNSET x$1", ["echo", f"{UNKNOWN}UNSET{UNKNOWN}", f"x{UNKNOWN}1{UNKNOWN}"]),
+    ("echo a | tee $(date) b", ["tee", f"{UNKNOWN_MARK}$(date){UNKNOWN_MARK}", "b"]),
+    ("echo $UNSET x$1", ["echo", f"{UNKNOWN_MARK}UNSET{UNKNOWN_MARK}", f"x{UNKNOWN_MARK}1{UNKNOWN_MARK}"]),
     (
         "echo $((1/0)) $((2**99)) $((A+1))",
-        ["echo", *(f"{UNKNOWN}$(({sum})){UNKNOWN}" for sum in ("1/0", "2**99", "A+1"))],
+        ["echo", *(f"{UNKNOWN_MARK}$(({sum})){UNKNOWN_MARK}" for sum in ("1/0", "2**99", "A+1"))],
     ),
 ]
 
@@ -262,8 +270,10 @@ def test_any_script_is_a_configuration_or_one_line(pieces: list[str], tmp_path: 
 @settings(max_examples=300, deadline=None)
 @given(
     flags=st.lists(
-        st.sampled_from([f"--{name}" for name in FLAGS])
-        | st.sampled_from(["0", "1", "-1", "2.5", "1e999", "nan", "x", "full", "", "0.5", "/a", "a,b", "=", UNKNOWN])
+        st.sampled_from([f"--{name}" for name in MEGATRON_FLAGS])
+        | st.sampled_from(
+            ["0", "1", "-1", "2.5", "1e999", "nan", "x", "full", "", "0.5", "/a", "a,b", "=", UNKNOWN_MARK]
+        )
         | st.text(max_size=4),
         max_size=8,
     )
@@ -271,7 +281,7 @@ def test_any_script_is_a_configuration_or_one_line(pieces: list[str], tmp_path: 
 def test_any_flags_are_a_configuration_or_one_line(flags: list[str]) -> None:
     lines: list[str] = []
     try:
-        lines = from_flags([*SMALL.split(), *flags]).warnings
+        lines = import_flags([*SMALL.split(), *flags]).warnings
     except UserError as error:
         lines = [str(error)]
     assert not any("\n" in line for line in lines)

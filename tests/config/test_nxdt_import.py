@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tests.config.nxdt_documented_keys import DOCUMENTED
 from trainyard import models
 from trainyard.cli import main
-from trainyard.config.importers.key_table import Mapped
-from trainyard.config.importers.nxdt.convert import from_nxdt, is_nxdt
+from trainyard.config.importers.key_table import ImportedConfig
+from trainyard.config.importers.nxdt.convert import import_nxdt, is_nxdt
 from trainyard.config.importers.nxdt.interpolation import resolve
-from trainyard.config.importers.nxdt.model_keys import TABLE
-from trainyard.config.load import keys, load, parse
+from trainyard.config.importers.nxdt.model_keys import NXDT_KEYS
+from trainyard.config.load import load, parse, schema_keys
 from trainyard.config.schema import Config
-from trainyard.config.smoke import smoke
-from trainyard.config.yaml_io import read
+from trainyard.config.smoke import smoke_config
+from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
 from trainyard.train.trainer import Trainer
@@ -64,7 +64,7 @@ def _nobody_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def tree(example: str = "hf_llama3_8B", /, **changes: object) -> dict[str, Any]:
     """An example as plain data, with keys changed: model__num_layers=4."""
-    data = read(HERE / f"{example}.yaml")
+    data = read_yaml(HERE / f"{example}.yaml")
     for dotted, value in changes.items():
         node = data
         *parents, leaf = dotted.split("__")
@@ -74,8 +74,8 @@ def tree(example: str = "hf_llama3_8B", /, **changes: object) -> dict[str, Any]:
     return data
 
 
-def imported(data: dict[str, Any]) -> tuple[Config, Mapped]:
-    mapped = from_nxdt(data, "f.yaml", HERE)
+def imported(data: dict[str, Any]) -> tuple[Config, ImportedConfig]:
+    mapped = import_nxdt(data, "f.yaml", HERE)
     return parse(copy.deepcopy(mapped.data)), mapped
 
 
@@ -97,10 +97,10 @@ def test_all_examples_are_here() -> None:
 def test_a_dense_example_imports_with_its_layout(name: str) -> None:
     config = load(HERE / f"{name}.yaml", say=lambda line: None)
     assert config.layout.ranks
-    layout = Layout.of(config, config.layout.ranks)
+    layout = Layout.from_config(config, config.layout.ranks)
     assert (layout.tp, layout.pp, layout.cp, layout.dp) == DENSE[name][1]
     assert layout.micro_batches * layout.dp * config.train.micro_batch == config.train.global_batch
-    assert models.family(config.model).blueprint(config.model).parameters() == DENSE[name][0]
+    assert models.family_of(config.model).blueprint(config.model).parameter_count() == DENSE[name][0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -137,40 +137,40 @@ def differences(ours: Config, recipe: Config) -> dict[str, tuple[object, object]
         (
             "hf_llama3_70B_trn2",
             "llama3-70b-trn2",
-            {"recompute.parts": (("norm", "activation"), ("norm", "activation", "core_attention"))},
+            {"recompute.modules": (("norm", "activation"), ("norm", "activation", "core_attention"))},
         ),
     ],
 )
 def test_the_70b_examples_are_our_recipes(name: str, recipe: str, also: dict[str, object]) -> None:
     found = differences(load(HERE / f"{name}.yaml", say=lambda line: None), load(recipe))
-    assert found == {"layout.bucket": (1024, 256), "log.name": ("hf_llama", recipe), **also}
+    assert found == {"layout.bucket_mib": (1024, 256), "log.name": ("hf_llama", recipe), **also}
 
 
 @pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt"])
 def test_smoke_trains(name: str, tmp_path: Path) -> None:
-    small = smoke(load(HERE / f"{name}.yaml", say=lambda line: None))
+    small = smoke_config(load(HERE / f"{name}.yaml", say=lambda line: None))
     words = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]
     summary = Trainer(parse(small.model_dump(mode="json"), words)).run()
-    assert (summary.steps, summary.skipped) == (3, 0)
+    assert (summary.steps, summary.skipped_steps) == (3, 0)
 
 
 def test_every_documented_key_is_in_the_table() -> None:
-    missing = [key for key in DOCUMENTED.split() if key not in TABLE]
+    missing = [key for key in DOCUMENTED.split() if key not in NXDT_KEYS]
     assert not missing
     assert len(DOCUMENTED.split()) > 180
 
 
 def test_the_table_names_keys_that_are_ours() -> None:
-    ours = {key.name.replace(f"[{family}]", "") for key in keys() for family in ("llama", "gpt", "bert")}
+    ours = {key.name.replace(f"[{family}]", "") for key in schema_keys() for family in ("llama", "gpt", "bert")}
     ours |= {"model.rope_scaling"}
-    for name, key in TABLE.items():
-        for each in key.says.split(", ") if key.does == "maps" else []:
+    for name, key in NXDT_KEYS.items():
+        for each in key.target.split(", ") if key.action == "maps" else []:
             assert each in ours, name
 
 
 MAPPED = [
     # example, changes, our keys that follow
-    ({}, {"train.seed": 1234, "optimizer.kind": "adamw", "schedule.kind": "linear", "schedule.warmup": 100}),
+    ({}, {"train.seed": 1234, "optimizer.kind": "adamw", "schedule.kind": "linear", "schedule.warmup_steps": 100}),
     ({"precision__type": "fp32"}, {"precision.kind": "fp32"}),
     ({"precision__type": "bf16SR"}, {"precision.kind": "bf16_sr"}),
     ({"precision__type": "autocast"}, {"precision.kind": "bf16"}),
@@ -183,21 +183,21 @@ MAPPED = [
             "precision__xla_use_bf16": "1",
             "precision__neuron_rt_stochastic_rounding_en": "1",
         },
-        {"precision.kind": "bf16_sr", "precision.gradients": "bf16"},
+        {"precision.kind": "bf16_sr", "precision.grad_dtype": "bf16"},
     ),
     (
         {"precision__type": "manual", "precision__xla_downcast_bf16": 1, "precision__master_weights": True},
-        {"precision.kind": "bf16", "precision.gradients": "bf16"},
+        {"precision.kind": "bf16", "precision.grad_dtype": "bf16"},
     ),
     ({"distributed_strategy__zero1": False}, {"layout.zero": 0}),
     ({"distributed_strategy__zero1": None}, {"layout.zero": 1}),
     ({"distributed_strategy__tensor_model_parallel_size": 1}, {"layout.sequence_parallel": False}),
     ({"distributed_strategy__virtual_pipeline_model_parallel_size": None}, {"layout.vpp": 1}),
-    ({"distributed_strategy__context_parallel_size": 2}, {"layout.cp": 2, "layout.context": "all_gather"}),
+    ({"distributed_strategy__context_parallel_size": 2}, {"layout.cp": 2, "layout.cp_method": "all_gather"}),
     ({"model__activations_checkpoint_granularity": "full"}, {"recompute.kind": "full"}),
     (
         {"model__activations_checkpoint_recompute": ["ActivationMultiplyMLP", "LlamaRMSNorm", "LlamaMLP"]},
-        {"recompute.kind": "parts", "recompute.parts": ("activation", "norm", "mlp")},
+        {"recompute.kind": "selective", "recompute.modules": ("activation", "norm", "mlp")},
     ),
     ({"model__activations_checkpoint_granularity": None}, {"recompute.kind": "none"}),
     (
@@ -206,9 +206,9 @@ MAPPED = [
     ),
     (
         {"model__activations_checkpoint_recompute": None, "model__activations_checkpoint_recompute_mlp": True},
-        {"recompute.parts": ("core_attention", "mlp")},
+        {"recompute.modules": ("core_attention", "mlp")},
     ),
-    ({"trainer__gradient_clip_val": None}, {"optimizer.clip": 0.0}),
+    ({"trainer__gradient_clip_val": None}, {"optimizer.max_grad_norm": 0.0}),
     ({"model__optim__sched": None}, {"schedule.kind": "constant"}),
     (
         {
@@ -219,21 +219,29 @@ MAPPED = [
                 "constant_steps": 500,
             }
         },
-        {"schedule.kind": "cosine", "schedule.warmup": 1000, "schedule.floor": 1e-5, "schedule.decay_steps": 9500},
+        {
+            "schedule.kind": "cosine",
+            "schedule.warmup_steps": 1000,
+            "schedule.min_lr": 1e-5,
+            "schedule.decay_steps": 9500,
+        },
     ),
     (
         {"model__optim__sched": {"name": "WarmupPolicy", "warmup_steps": 7}},
-        {"schedule.kind": "constant", "schedule.warmup": 7},
+        {"schedule.kind": "constant", "schedule.warmup_steps": 7},
     ),
     ({"exp_manager__checkpoint_callback_params__save_top_k": -1}, {"checkpoint.keep": 0, "checkpoint.every": 10}),
     ({"exp_manager__checkpoint_callback_params__save_top_k": 0}, {"checkpoint.every": 0}),
     ({"exp_manager__create_checkpoint_callback": False}, {"checkpoint.every": 0}),
     (
         {"exp_manager__checkpoint_callback_params__train_time_interval": {"hours": 1, "minutes": 30}},
-        {"checkpoint.minutes": 90.0},
+        {"checkpoint.every_minutes": 90.0},
     ),
     ({"exp_manager__resume_if_exists": False}, {"checkpoint.resume": "none"}),
-    ({"exp_manager__resume_from_checkpoint": "/a/ckpt"}, {"checkpoint.start": "/a/ckpt", "checkpoint.resume": "auto"}),
+    (
+        {"exp_manager__resume_from_checkpoint": "/a/ckpt"},
+        {"checkpoint.init_from": "/a/ckpt", "checkpoint.resume": "auto"},
+    ),
     ({"exp_manager__explicit_log_dir": "/logs/my run"}, {"log.directory": "/logs", "log.name": "my-run"}),
     ({"exp_manager__exp_dir": "/logs"}, {"log.directory": "/logs", "log.name": "hf_llama"}),
 ]
@@ -255,8 +263,8 @@ MEGATRON = [
     ),
     ({"data__data_prefix": {"train": [1.0, "/a"], "validation": ["/b"]}}, {"paths": ("/a",), "split": None}),
     ({"data__dataloader_type": "cyclic"}, {"order": "shuffled"}),
-    ({"data__reset_position_ids": True, "data__reset_attention_mask": True}, {"separate": True}),
-    ({"data__eod_mask_loss": True}, {"mask_ends": True}),
+    ({"data__reset_position_ids": True, "data__reset_attention_mask": True}, {"document_mask": True}),
+    ({"data__eod_mask_loss": True}, {"mask_eod_loss": True}),
 ]
 
 
@@ -323,7 +331,7 @@ MISTAKES = [
     ("megatron_gpt", {"model__rotary_percentage": 0.5}, ["rotary_percentage=0.5", "nearest: 1.0"]),
     ("megatron_llama_7B", {"model__hidden_dropout": 0.1}, ["model.hidden_dropout=0.1", "nearest: 0.0"]),
     ("megatron_llama_7B", {"data__data_prefix": [0.5, "/a", "/b"]}, ["data.data_prefix", "[0.5, A, 0.5, B]"]),
-    ("megatron_llama_7B", {"data__reset_position_ids": True}, ["reset_attention_mask", "data.separate"]),
+    ("megatron_llama_7B", {"data__reset_position_ids": True}, ["reset_attention_mask", "data.document_mask"]),
     ("megatron_llama_7B", {"data__data_impl": "lazy"}, ["data.data_impl=lazy", "mmap"]),
     ("megatron_llama_7B", {"data__seq_length": 1}, ["data.seq_length=1"]),
 ]
@@ -350,13 +358,13 @@ def test_config_json_is_read_where_it_is(tmp_path: Path) -> None:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "initializer_range": 0.01, **sizes}))
     data = tree(model__num_layers=2, model__hidden_size=-1)
-    model = parse(from_nxdt(data, "f.yaml", tmp_path).data).model
-    assert (model.vocab, model.layers, model.hidden, model.kv, model.init_std) == (500, 2, 64, 2, 0.01)
+    model = parse(import_nxdt(data, "f.yaml", tmp_path).data).model
+    assert (model.vocab, model.layers, model.hidden, model.num_kv_heads, model.init_std) == (500, 2, 64, 2, 0.01)
     assert model.max_positions == 16384  # the longer of the two, as there
     assert model.rope_theta == 500000.0
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
     with pytest.raises(UserError, match="model_type=mixtral"):
-        from_nxdt(data, "f.yaml", tmp_path)
+        import_nxdt(data, "f.yaml", tmp_path)
 
 
 def test_names_are_found_anywhere_and_that_is_said() -> None:
@@ -465,7 +473,7 @@ def never_a_traceback(data: dict[str, Any]) -> None:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["hf_llama3_8B", "hf_llama3_70B_CP", "megatron_gpt", "megatron_mistral"]),
-    changes=st.dictionaries(st.sampled_from(sorted(TABLE)), VALUES, min_size=1, max_size=3),
+    changes=st.dictionaries(st.sampled_from(sorted(NXDT_KEYS)), VALUES, min_size=1, max_size=3),
 )
 def test_any_value_of_any_key_is_a_configuration_or_one_line(name: str, changes: dict[str, object]) -> None:
     data = tree(name)

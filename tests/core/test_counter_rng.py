@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.core.counter_rng import cell32, key32, key64, mix32, normal, row32
+from trainyard.core.counter_rng import element_bits, key32, key64, mix32, normal_slice, row_seeds
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.data())
@@ -17,18 +17,18 @@ def test_a_slice_is_the_slice_of_the_whole(rows: int, columns: int, data: st.Dat
     top = data.draw(st.integers(0, rows - 1))
     left = data.draw(st.integers(0, columns - 1))
     bottom, right = data.draw(st.integers(top + 1, rows)), data.draw(st.integers(left + 1, columns))
-    whole = normal(7, columns, slice(0, rows), slice(0, columns))
-    assert torch.equal(normal(7, columns, slice(top, bottom), slice(left, right)), whole[top:bottom, left:right])
+    whole = normal_slice(7, columns, slice(0, rows), slice(0, columns))
+    assert torch.equal(normal_slice(7, columns, slice(top, bottom), slice(left, right)), whole[top:bottom, left:right])
 
 
 def test_slices_across_chunks() -> None:
-    whole = normal(3, 3000, slice(0, 1000), slice(0, 3000))  # three chunks
-    assert torch.equal(normal(3, 3000, slice(345, 700), slice(0, 3000)), whole[345:700])
-    assert torch.equal(normal(3, 3000, slice(0, 1000), slice(1500, 2250)), whole[:, 1500:2250])
+    whole = normal_slice(3, 3000, slice(0, 1000), slice(0, 3000))  # three chunks
+    assert torch.equal(normal_slice(3, 3000, slice(345, 700), slice(0, 3000)), whole[345:700])
+    assert torch.equal(normal_slice(3, 3000, slice(0, 1000), slice(1500, 2250)), whole[:, 1500:2250])
 
 
 def test_normal_moments_and_tails() -> None:
-    x = normal(key64("moments"), 2000, slice(0, 2000), slice(0, 2000)).double()
+    x = normal_slice(key64("moments"), 2000, slice(0, 2000), slice(0, 2000)).double()
     assert abs(x.mean()) < 2e-3
     assert abs(x.var() - 1) < 2e-3
     assert abs((x**4).mean() - 3) < 0.03
@@ -39,7 +39,7 @@ def test_normal_moments_and_tails() -> None:
 
 
 def test_keys_give_unrelated_numbers() -> None:
-    a, b = (normal(key64(seed, "w"), 1000, slice(0, 500), slice(0, 1000)) for seed in (0, 1))
+    a, b = (normal_slice(key64(seed, "w"), 1000, slice(0, 500), slice(0, 1000)) for seed in (0, 1))
     assert abs((a * b).mean()) < 6e-3
     assert not torch.equal(a, b)
     assert key64("a", "bc") != key64("ab", "c")
@@ -58,12 +58,12 @@ def test_mix32_spreads_bits() -> None:
 
 def rows(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     key = torch.tensor(key32(1, "x"), dtype=torch.int32)
-    a, b = row32(key, torch.arange(count, dtype=torch.int32)[:, None], torch.arange(8, dtype=torch.int32))
+    a, b = row_seeds(key, torch.arange(count, dtype=torch.int32)[:, None], torch.arange(8, dtype=torch.int32))
     return a[..., None], b[..., None]
 
 
 def cells(row: tuple[torch.Tensor, torch.Tensor], site: torch.Tensor) -> torch.Tensor:
-    return cell32(row, site, torch.arange(256, dtype=torch.int32))
+    return element_bits(row, site, torch.arange(256, dtype=torch.int32))
 
 
 SITES = [torch.tensor(number, dtype=torch.int32) for number in (5, 6)]

@@ -16,9 +16,9 @@ from transformers import default_data_collator
 
 from tests.data.file_damage import EDITS, in_one_line, mutate
 from trainyard.core.errors import UserError
-from trainyard.data.formats.arrow_dataset import ArrowBlocks, data_files
-from trainyard.data.formats.arrow_writer import Writer
-from trainyard.data.loading.token_samples import Flat, Rows
+from trainyard.data.formats.arrow_dataset import ArrowDataset, data_files
+from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
+from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples
 
 datasets.disable_progress_bars()
 
@@ -40,7 +40,7 @@ def rows_of(count: int, sequence: int, first: int = 0) -> dict[str, np.ndarray]:
 def write(directory: Path, batches: list[int], sequence: int = 8, shard: int = 1 << 20) -> np.ndarray:
     """Batches of so many rows; the tokens of all."""
     made = [rows_of(count, sequence, 100 * number) for number, count in enumerate(batches)]
-    with Writer(directory, COLUMNS, shard=shard) as writer:
+    with ArrowDatasetWriter(directory, COLUMNS, shard_bytes=shard) as writer:
         for batch in made:
             writer.add(batch)
     return np.concatenate([batch["input_ids"] for batch in made])
@@ -64,7 +64,7 @@ def test_the_library_loads_ours(tmp_path: Path, shard: int) -> None:
         COLUMNS, ("torch.int64", (2, 8))
     )
     loaded.map(lambda row: {"n": len(row["input_ids"])}).save_to_disk(tmp_path / "again")
-    assert np.array_equal(ArrowBlocks([tmp_path / "again"], 8).samples(np.arange(6))["tokens"], tokens)
+    assert np.array_equal(ArrowDataset([tmp_path / "again"], 8).samples(np.arange(6))["tokens"], tokens)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -81,11 +81,11 @@ def test_we_read_theirs(tmp_path: Path, shards: int, kind: str) -> None:
     }
     features = kinds[kind] and datasets.Features({"input_ids": kinds[kind], "text": datasets.Value("string")})
     save(tmp_path / "x", {"input_ids": tokens.tolist(), "text": ["x"] * 11}, features, num_shards=shards)
-    source = ArrowBlocks([tmp_path / "x"], 7)
+    source = ArrowDataset([tmp_path / "x"], 7)
     paths = [tmp_path / "x"]
     if kind == "mixed":  # two directories whose numbers have different sizes
         save(tmp_path / "y", {"input_ids": tokens.tolist()}, num_shards=shards)
-        source, tokens = ArrowBlocks([*paths, tmp_path / "y"], 7), np.concatenate((tokens, tokens))
+        source, tokens = ArrowDataset([*paths, tmp_path / "y"], 7), np.concatenate((tokens, tokens))
     numbers = np.random.default_rng(0).permutation(len(source))
     found = source.samples(numbers)
     assert len(source) == len(tokens)
@@ -100,7 +100,7 @@ def test_we_read_theirs(tmp_path: Path, shards: int, kind: str) -> None:
 def test_any_row_by_its_number(batches: list[int], shard: int, draw: object) -> None:
     with TemporaryDirectory() as directory:
         tokens = write(Path(directory) / "x", [*batches, 1], 5, shard)
-        source = ArrowBlocks([Path(directory) / "x"], 5)
+        source = ArrowDataset([Path(directory) / "x"], 5)
         numbers = np.array([draw.randrange(len(tokens)) for _ in range(9)])
         assert len(source) == len(tokens)
         assert np.array_equal(source.samples(numbers)["tokens"], tokens[numbers])
@@ -112,12 +112,12 @@ def test_any_row_by_its_number(batches: list[int], shard: int, draw: object) -> 
 def test_labels_that_count_nowhere_stay_so(tmp_path: Path) -> None:
     ids = [[1, 2, 3, 4], [5, 6, 7, 0]]
     save(tmp_path / "own", {"input_ids": ids, "labels": [[-100, -100, 3, 4], [5, 6, 7, -100]]})
-    assert ArrowBlocks([tmp_path / "own"], 4).samples(np.arange(2))["labels"].tolist() == [
+    assert ArrowDataset([tmp_path / "own"], 4).samples(np.arange(2))["labels"].tolist() == [
         [-100, 3, 4, -100],
         [6, 7, -100, -100],
     ]
     save(tmp_path / "mask", {"input_ids": ids, "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]]})
-    assert ArrowBlocks([tmp_path / "mask"], 4).samples(np.arange(2))["labels"].tolist() == [
+    assert ArrowDataset([tmp_path / "mask"], 4).samples(np.arange(2))["labels"].tolist() == [
         [2, 3, 4, -100],
         [6, 7, -100, -100],
     ]
@@ -129,7 +129,7 @@ def test_documents_are_kept_apart_as_other_sources_do(lengths: list[int], sequen
     ends = np.cumsum(lengths)
     tokens = np.arange(ends[-1] + sequence + 1, dtype=np.int32)
     begins = np.append(ends - lengths, ends[-1])
-    rows = Rows(Flat("x", tokens, begins), sequence, 1000, separate=True)
+    rows = TokenSamples(ContiguousTokens("x", tokens, begins), sequence, 1000, document_mask=True)
     whole = len(tokens) // sequence
     wanted = rows.samples(np.arange(whole - 1))
     if not len(wanted["tokens"]):
@@ -137,9 +137,9 @@ def test_documents_are_kept_apart_as_other_sources_do(lengths: list[int], sequen
     mask = np.ones(wanted["tokens"].shape, np.int8)
     columns = {"input_ids": wanted["tokens"], "labels": wanted["tokens"], "attention_mask": mask}
     with TemporaryDirectory() as directory:
-        with Writer(Path(directory) / "x", COLUMNS) as writer:
+        with ArrowDatasetWriter(Path(directory) / "x", COLUMNS) as writer:
             writer.add({**columns, "position_ids": wanted["positions"]})
-        found = ArrowBlocks([Path(directory) / "x"], sequence, True).samples(np.arange(whole - 1))
+        found = ArrowDataset([Path(directory) / "x"], sequence, True).samples(np.arange(whole - 1))
         assert found.keys() == wanted.keys()
         for name in ("tokens", "documents", "positions"):
             assert np.array_equal(found[name], wanted[name])
@@ -147,12 +147,12 @@ def test_documents_are_kept_apart_as_other_sources_do(lengths: list[int], sequen
 
 
 def test_opening_and_reading_copy_no_more_than_what_is_asked_for(tmp_path: Path) -> None:
-    with Writer(tmp_path / "x", COLUMNS) as writer:
+    with ArrowDatasetWriter(tmp_path / "x", COLUMNS) as writer:
         for _ in range(20):
             writer.add(rows_of(64, 2048))
     tracemalloc.start()
     before = pa.total_allocated_bytes()
-    source = ArrowBlocks([tmp_path / "x"], 2048)
+    source = ArrowDataset([tmp_path / "x"], 2048)
     source.samples(np.array([5, 700]))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -163,7 +163,7 @@ def test_opening_and_reading_copy_no_more_than_what_is_asked_for(tmp_path: Path)
 
 def test_nothing_is_left_of_a_directory_that_was_not_finished(tmp_path: Path) -> None:
     def fail(overwrite: bool) -> None:
-        with Writer(tmp_path / "x", COLUMNS, overwrite) as writer:
+        with ArrowDatasetWriter(tmp_path / "x", COLUMNS, overwrite) as writer:
             writer.add(rows_of(3, 8))
             raise KeyboardInterrupt
 
@@ -181,8 +181,8 @@ def test_only_a_saved_data_set_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", [1])
     with pytest.raises(UserError, match="--overwrite replaces it"):
-        Writer(tmp_path / "empty", COLUMNS)
-    with Writer(tmp_path / "empty", COLUMNS, overwrite=True) as writer:
+        ArrowDatasetWriter(tmp_path / "empty", COLUMNS)
+    with ArrowDatasetWriter(tmp_path / "empty", COLUMNS, overwrite=True) as writer:
         writer.add(rows_of(4, 8))
     assert len(datasets.load_from_disk(tmp_path / "empty")) == 4
     (tmp_path / "mine").mkdir()
@@ -190,9 +190,9 @@ def test_only_a_saved_data_set_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("dear")
     for name in ("mine", "file"):
         with pytest.raises(UserError, match="choose another name"):
-            Writer(tmp_path / name, COLUMNS, overwrite=True)
+            ArrowDatasetWriter(tmp_path / name, COLUMNS, overwrite=True)
     with pytest.raises(UserError, match="no directory that can be written to"):
-        Writer(tmp_path / "nowhere" / "x", COLUMNS)
+        ArrowDatasetWriter(tmp_path / "nowhere" / "x", COLUMNS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "mine"]
 
 
@@ -206,13 +206,13 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
 
 def refused(words: str, *paths: Path, sequence: int = 8, **options: object) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        ArrowBlocks(paths, sequence, **options).samples(np.array([0]))
+        ArrowDataset(paths, sequence, **options).samples(np.array([0]))
     assert "\n" not in str(caught.value)
 
 
 def test_rows_of_another_length(tmp_path: Path) -> None:
     write(tmp_path / "x", [3])
-    refused(r"rows of 8 tokens, but data\.sequence=4096; nearest: 8", tmp_path / "x", sequence=4096)
+    refused(r"rows of 8 tokens, but data\.seq_len=4096; nearest: 8", tmp_path / "x", sequence=4096)
     refused("nearest: 8", tmp_path / "x", sequence=4)
     save(tmp_path / "y", {"input_ids": [[1, 2], [3]]})
     refused("rows of 1 to 2 tokens; pack them", tmp_path / "y", sequence=2)
@@ -226,7 +226,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     refused("has no state.json", tmp_path)
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"input_ids": row})}).save_to_disk(tmp_path / "dict")
     refused(r"has splits; name one of: .*/dict/train", tmp_path / "dict")
-    assert len(ArrowBlocks([tmp_path / "dict" / "train"], 8)) == 1
+    assert len(ArrowDataset([tmp_path / "dict" / "train"], 8)) == 1
     for name, columns, words in (
         ("text", {"text": ["x"]}, "no column 'input_ids'; has: text"),
         ("word", {"input_ids": [3]}, "'input_ids' is int32; wanted: a list"),
@@ -244,7 +244,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     refused("token 2147483648 in row 0", tmp_path / "large")
     save(tmp_path / "plain", {"input_ids": row})
     refused("token 7 in row 0, but tokens are 0 to 6", tmp_path / "plain", vocab=7)
-    refused("no column 'position_ids'.*data.separate=false", tmp_path / "plain", separate=True)
+    refused("no column 'position_ids'.*data.document_mask=false", tmp_path / "plain", separate=True)
     write(tmp_path / "ours", [1])
     refused("has input_ids, labels, but .* input_ids", tmp_path / "plain", tmp_path / "ours")
     save(tmp_path / "none", {"input_ids": []}, features)
@@ -307,7 +307,7 @@ def test_damaged_files_are_refused_or_read_as_arrow_reads_them(
         content = (place / file).read_bytes()
         (place / file).write_bytes(damage if isinstance(damage, bytes) else mutate(content, damage))
         try:
-            source = ArrowBlocks([place], 8)
+            source = ArrowDataset([place], 8)
             found = source.samples(np.arange(len(source)))
         except UserError as error:
             in_one_line(error)

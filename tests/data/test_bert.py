@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from trainyard.cli.console import Screen
+from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.data import app
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.bert_hdf5_cache import Hdf5Pairs
-from trainyard.data.formats.documents import Bad
-from trainyard.data.prepare.bert_files import Counts, Target, build, chunks
-from trainyard.data.prepare.bert_samples import Recipe, Text, encode, pairs, samples, tools
-from trainyard.data.text.tokenizer import Spec
+from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
+from trainyard.data.formats.documents import UnreadableRecord
+from trainyard.data.prepare.bert_files import BertCounts, BertFileSet, build_bert_files, document_chunks
+from trainyard.data.prepare.bert_samples import (
+    BertOptions,
+    TokenizedText,
+    load_bert_tokenizer,
+    make_pairs,
+    make_samples,
+    tokenize_documents,
+)
+from trainyard.data.text.tokenizer import TokenizerSpec
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 DOCUMENTS, WORDS = 40, 300
@@ -39,12 +46,12 @@ Batch = dict[str, NDArray[np.int32]]
 
 
 @pytest.fixture(scope="module")
-def vocab(tmp_path_factory: pytest.TempPathFactory) -> Spec:
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> TokenizerSpec:
     """Word n of document m is the token 5 + m * WORDS + n; every third goes on with the word before it."""
     path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
     words = [f"{'##' if n % 3 == 2 else ''}{letters(m * WORDS + n)}" for m in range(DOCUMENTS) for n in range(WORDS)]
     path.write_text("\n".join([*SPECIAL, *words]) + "\n")
-    return Spec("wordpiece", str(path))
+    return TokenizerSpec("wordpiece", str(path))
 
 
 def letters(number: int) -> str:
@@ -52,7 +59,7 @@ def letters(number: int) -> str:
     return "".join(chr(ord("a") + number // 26**place % 26) for place in range(4)) + "z"
 
 
-def text(seed: int = 0) -> Text:
+def text(seed: int = 0) -> TokenizedText:
     """Documents of sentences of 3 to 30 words; few words are in a last sentence."""
     draw = np.random.default_rng(seed)
     ends, firsts = [0], [0]
@@ -60,7 +67,7 @@ def text(seed: int = 0) -> Text:
         while ends[-1] < (number + 1) * WORDS:
             ends.append(min(ends[-1] + int(draw.integers(3, 31)), (number + 1) * WORDS))
         firsts.append(len(ends) - 1)
-    return Text(np.arange(5, 5 + DOCUMENTS * WORDS, dtype=np.int32), ends, firsts)
+    return TokenizedText(np.arange(5, 5 + DOCUMENTS * WORDS, dtype=np.int32), ends, firsts)
 
 
 def jsonl(path: Path, count: int = DOCUMENTS) -> Path:
@@ -75,11 +82,11 @@ def jsonl(path: Path, count: int = DOCUMENTS) -> Path:
     return path
 
 
-def batch(recipe: Recipe, found: Text, chunk: int = 0) -> Batch:
+def batch(recipe: BertOptions, found: TokenizedText, chunk: int = 0) -> Batch:
     """Samples of a text by name."""
-    records = samples(found, recipe, tools(recipe.tokenizer)[1], chunk)
+    records = make_samples(found, recipe, load_bert_tokenizer(recipe.tokenizer)[1], chunk)
     bits = {
-        name: np.unpackbits(records[name], axis=1, count=recipe.sequence).astype(np.int32)
+        name: np.unpackbits(records[name], axis=1, count=recipe.seq_len).astype(np.int32)
         for name in ("mask", "segments")
     }
     return {**{name: records[name].astype(np.int32) for name in records.dtype.names if name not in bits}, **bits}
@@ -93,17 +100,19 @@ def unmasked(found: Batch) -> NDArray[np.int32]:
 
 
 def made(
-    inputs: list[Path], recipe: Recipe, directory: Path, workers: int = 1, files: int | None = None
-) -> tuple[Counts, list[Bad]]:
+    inputs: list[Path], recipe: BertOptions, directory: Path, workers: int = 1, files: int | None = None
+) -> tuple[BertCounts, list[UnreadableRecord]]:
     directory.mkdir(exist_ok=True)
-    bad: list[Bad] = []
-    counts = build(inputs, ["text"], recipe, Target(directory, "x", files), workers, bad.append, Screen)
+    bad: list[UnreadableRecord] = []
+    counts = build_bert_files(
+        inputs, ["text"], recipe, BertFileSet(directory, "x", files), workers, bad.append, ProgressDisplay
+    )
     assert [path for path in directory.iterdir() if not path.name.endswith(".hdf5")] == []
     return counts, bad
 
 
-def test_samples_are_two_segments_between_special_tokens(vocab: Spec) -> None:
-    found = batch(Recipe(vocab, 64, 10, duplicate=3), text())
+def test_samples_are_two_segments_between_special_tokens(vocab: TokenizerSpec) -> None:
+    found = batch(BertOptions(vocab, 64, 10, dupe_factor=3), text())
     tokens, mask, segments = unmasked(found), found["mask"], found["segments"]
     lengths = mask.sum(1)
     assert (np.diff(mask, axis=1) <= 0).all()
@@ -121,8 +130,8 @@ def test_samples_are_two_segments_between_special_tokens(vocab: Spec) -> None:
         assert kind.tolist() == [0] * (first + 1) + [1] * (second - first) + [0] * (64 - length)
 
 
-def test_a_true_pair_is_one_run_of_text_and_a_random_one_is_of_two_documents(vocab: Spec) -> None:
-    found = batch(Recipe(vocab, 64, 10, duplicate=4), text())
+def test_a_true_pair_is_one_run_of_text_and_a_random_one_is_of_two_documents(vocab: TokenizerSpec) -> None:
+    found = batch(BertOptions(vocab, 64, 10, dupe_factor=4), text())
     checked = 0
     for row, length, apart in zip(unmasked(found), found["mask"].sum(1), found["next_sentence"], strict=True):
         first, second = np.flatnonzero(row == 3)
@@ -138,11 +147,11 @@ def test_a_true_pair_is_one_run_of_text_and_a_random_one_is_of_two_documents(voc
     assert checked > 30
 
 
-def test_segments_begin_and_end_where_sentences_do(vocab: Spec) -> None:
+def test_segments_begin_and_end_where_sentences_do(vocab: TokenizerSpec) -> None:
     found = text()
-    borders = set(found.ends)
-    recipe = Recipe(vocab, 64, 10, short=0)
-    all_pairs = list(pairs(found, recipe, np.random.default_rng(0)))
+    borders = set(found.sentence_bounds)
+    recipe = BertOptions(vocab, 64, 10, short_seq_prob=0)
+    all_pairs = list(make_pairs(found, recipe, np.random.default_rng(0)))
     for a, a_end, b, b_end, apart in all_pairs:
         assert {a, a_end, b, b_end} <= borders
         assert a < a_end
@@ -153,36 +162,44 @@ def test_segments_begin_and_end_where_sentences_do(vocab: Spec) -> None:
         {(a, a_end) for a, a_end, *_ in all_pairs} | {(b, e) for _, _, b, e, apart in all_pairs if not apart}
     )
     assert covered[0][0] == 0
-    assert covered[-1][1] == found.ends[-1]
+    assert covered[-1][1] == found.sentence_bounds[-1]
     assert all(end == start for (_, end), (start, _) in pairwise(covered))
 
 
-def test_half_of_the_pairs_are_random(vocab: Spec) -> None:
+def test_half_of_the_pairs_are_random(vocab: TokenizerSpec) -> None:
     found = text()
-    long = [pair for seed in range(10) for pair in pairs(found, Recipe(vocab, 128, 20), np.random.default_rng(seed))]
+    long = [
+        pair
+        for seed in range(10)
+        for pair in make_pairs(found, BertOptions(vocab, 128, 20), np.random.default_rng(seed))
+    ]
     chance = np.mean([apart for *_, apart in long])
     assert 0.5 < chance < 0.65  # more than half, as a sentence that is left alone has only a random partner
     others = {b // WORDS for _, _, b, _, apart in long if apart}
     assert others == set(range(DOCUMENTS))
 
 
-def test_one_document_in_ten_gives_short_samples(vocab: Spec) -> None:
-    lengths = [batch(Recipe(vocab, 128, 20, short=short), text(), 1)["mask"].sum(1) for short in (0.0, 0.1, 1.0)]
+def test_one_document_in_ten_gives_short_samples(vocab: TokenizerSpec) -> None:
+    lengths = [
+        batch(BertOptions(vocab, 128, 20, short_seq_prob=short), text(), 1)["mask"].sum(1) for short in (0.0, 0.1, 1.0)
+    ]
     below = [(each < 90).mean() for each in lengths]
     assert below[0] < 0.2 < below[1] < 0.5 < below[2]
 
 
-def test_a_document_alone_has_true_pairs_only(vocab: Spec) -> None:
+def test_a_document_alone_has_true_pairs_only(vocab: TokenizerSpec) -> None:
     whole = text()
-    alone = Text(whole.tokens, whole.ends[: whole.documents[1] + 1], whole.documents[:2])
-    found = batch(Recipe(vocab, 64, 10), alone)
+    alone = TokenizedText(
+        whole.tokens, whole.sentence_bounds[: whole.document_bounds[1] + 1], whole.document_bounds[:2]
+    )
+    found = batch(BertOptions(vocab, 64, 10), alone)
     assert len(found["tokens"]) > 2
     assert not found["next_sentence"].any()
 
 
 @pytest.mark.parametrize("whole_word", [False, True])
-def test_masks_are_fifteen_percent_in_three_kinds(vocab: Spec, whole_word: bool) -> None:
-    found = batch(Recipe(vocab, 128, 20, short=0.2, duplicate=20, whole_word=whole_word), text())
+def test_masks_are_fifteen_percent_in_three_kinds(vocab: TokenizerSpec, whole_word: bool) -> None:
+    found = batch(BertOptions(vocab, 128, 20, short_seq_prob=0.2, dupe_factor=20, whole_word_mask=whole_word), text())
     places, labels, lengths = found["places"], found["labels"], found["mask"].sum(1)
     counts = (places > 0).sum(1)
     wanted = np.clip(np.rint(0.15 * lengths), 1, 20)
@@ -209,9 +226,9 @@ def test_masks_are_fifteen_percent_in_three_kinds(vocab: Spec, whole_word: bool)
     assert abs(hits[:40].mean() - hits[80:].mean()) < 0.02
 
 
-def test_pieces_of_a_word_are_masked_together(vocab: Spec) -> None:
-    recipe = Recipe(vocab, 64, 10, duplicate=3, whole_word=True)
-    found, inside = batch(recipe, text()), tools(vocab)[1].inside
+def test_pieces_of_a_word_are_masked_together(vocab: TokenizerSpec) -> None:
+    recipe = BertOptions(vocab, 64, 10, dupe_factor=3, whole_word_mask=True)
+    found, inside = batch(recipe, text()), load_bert_tokenizer(vocab)[1].inside
     assert inside[5:].mean() == pytest.approx(1 / 3)
     tokens = unmasked(found)
     for row, places in zip(tokens, found["places"], strict=True):
@@ -221,33 +238,36 @@ def test_pieces_of_a_word_are_masked_together(vocab: Spec) -> None:
                 assert (at in chosen) == (at - 1 in chosen)
 
 
-def test_each_time_has_its_own_masks(vocab: Spec) -> None:
-    one, two = (batch(Recipe(vocab, 64, 10, duplicate=n), text()) for n in (1, 2))
+def test_each_time_has_its_own_masks(vocab: TokenizerSpec) -> None:
+    one, two = (batch(BertOptions(vocab, 64, 10, dupe_factor=n), text()) for n in (1, 2))
     assert 1.8 < len(two["tokens"]) / len(one["tokens"]) < 2.2
     assert len({row.tobytes() for row in two["tokens"]}) == len(two["tokens"])
-    again = batch(Recipe(vocab, 64, 10, duplicate=2), text())
+    again = batch(BertOptions(vocab, 64, 10, dupe_factor=2), text())
     assert all(np.array_equal(two[name], again[name]) for name in two)
-    for recipe, chunk in ((Recipe(vocab, 64, 10, duplicate=2, seed=1), 0), (Recipe(vocab, 64, 10, duplicate=2), 1)):
+    for recipe, chunk in (
+        (BertOptions(vocab, 64, 10, dupe_factor=2, seed=1), 0),
+        (BertOptions(vocab, 64, 10, dupe_factor=2), 1),
+    ):
         assert batch(recipe, text(), chunk)["tokens"].tobytes() != two["tokens"].tobytes()
 
 
-def test_sentences_and_documents_without_tokens_are_left_out(vocab: Spec) -> None:
-    tokenizer = tools(vocab)[0]
+def test_sentences_and_documents_without_tokens_are_left_out(vocab: TokenizerSpec) -> None:
+    tokenizer = load_bert_tokenizer(vocab)[0]
     word = letters(0)
-    found = encode(tokenizer, [[], [word, "", f"{word} {word}"], [""], [" ", word]])
-    assert found.ends == [0, 1, 3, 4]
-    assert found.documents == [0, 2, 3]
-    nothing = encode(tokenizer, [[], [""]])
-    assert len(batch(Recipe(vocab, 64, 10), nothing)["tokens"]) == 0
+    found = tokenize_documents(tokenizer, [[], [word, "", f"{word} {word}"], [""], [" ", word]])
+    assert found.sentence_bounds == [0, 1, 3, 4]
+    assert found.document_bounds == [0, 2, 3]
+    nothing = tokenize_documents(tokenizer, [[], [""]])
+    assert len(batch(BertOptions(vocab, 64, 10), nothing)["tokens"]) == 0
 
 
-def test_workers_do_not_change_a_byte(vocab: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_change_a_byte(vocab: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE", 1 << 13)
     inputs = [jsonl(tmp_path / "a.jsonl")]
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(inputs[0].read_bytes()))
     inputs.append(tmp_path / "b.jsonl.gz")
-    assert len(list(chunks(inputs))) > 5
-    recipe = Recipe(vocab, 64, 10, duplicate=2, whole_word=True)
+    assert len(list(document_chunks(inputs))) > 5
+    recipe = BertOptions(vocab, 64, 10, dupe_factor=2, whole_word_mask=True)
     results = [made(inputs, recipe, tmp_path / f"by{workers}", workers, files=3) for workers in (1, 3)]
     assert results[0] == results[1]
     names = [f"x_training_0000{number}.hdf5" for number in range(3)]
@@ -260,11 +280,11 @@ def test_workers_do_not_change_a_byte(vocab: Spec, tmp_path: Path, monkeypatch: 
 
 
 def test_files_have_the_names_types_and_sizes_of_the_reference(
-    vocab: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vocab: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE", 1 << 13)
     source = jsonl(tmp_path / "a.jsonl")
-    counts, _ = made([source], Recipe(vocab, 64, 10), tmp_path / "out", files=7)
+    counts, _ = made([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=7)
     paths = sorted((tmp_path / "out").glob("*_training_*.hdf5"))
     assert counts.files == len(paths) == 7
     sizes = []
@@ -281,59 +301,59 @@ def test_files_have_the_names_types_and_sizes_of_the_reference(
     assert sum(sizes) == counts.samples
     assert max(sizes) - min(sizes) <= 1
     # Samples are neither lost nor doubled on their way, and each file has some of all parts of the input.
-    whole = made([source], Recipe(vocab, 64, 10), tmp_path / "one")[0]
+    whole = made([source], BertOptions(vocab, 64, 10), tmp_path / "one")[0]
     assert (whole.samples, whole.files) == (counts.samples, 1)
     rows = [
-        sorted(row.tobytes() for row in Hdf5Pairs(each, 64, 10).samples(np.arange(whole.samples))["tokens"])
+        sorted(row.tobytes() for row in BertHdf5Dataset(each, 64, 10).samples(np.arange(whole.samples))["tokens"])
         for each in (paths, [tmp_path / "one" / "x_training_00000.hdf5"])
     ]
     assert rows[0] == rows[1]
-    first = Hdf5Pairs(paths[:1], 64, 10)
+    first = BertHdf5Dataset(paths[:1], 64, 10)
     tokens = first.samples(np.arange(len(first)))["tokens"]
     assert len(set((tokens[tokens >= 5] - 5) // WORDS)) > 0.8 * DOCUMENTS
 
 
-def test_text_files_and_bad_lines(vocab: Spec, tmp_path: Path) -> None:
+def test_text_files_and_bad_lines(vocab: TokenizerSpec, tmp_path: Path) -> None:
     for number in range(5):
         lines = json.loads(jsonl(tmp_path / "a.jsonl").read_text().splitlines()[number])["text"]
         (tmp_path / f"{number}.txt").write_text(lines)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "' + letters(0) + '"}\nnot JSON\n{"other": 1}\n')
-    counts, wrong = made([*sorted(tmp_path.glob("*.txt")), bad], Recipe(vocab, 64, 10), tmp_path / "out")
+    counts, wrong = made([*sorted(tmp_path.glob("*.txt")), bad], BertOptions(vocab, 64, 10), tmp_path / "out")
     assert counts.documents == 6
-    assert [(each.path, each.place) for each in wrong] == [(bad, "line 2"), (bad, "line 3")]
-    source = Hdf5Pairs([tmp_path / "out" / "x_training_00000.hdf5"], 64, 10)
+    assert [(each.path, each.location) for each in wrong] == [(bad, "line 2"), (bad, "line 3")]
+    source = BertHdf5Dataset([tmp_path / "out" / "x_training_00000.hdf5"], 64, 10)
     assert source.samples(np.arange(len(source)))["next_sentence"].any()
 
 
-def test_what_cannot_be_made_is_said(vocab: Spec, tmp_path: Path) -> None:
+def test_what_cannot_be_made_is_said(vocab: TokenizerSpec, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", 3)
     with pytest.raises(UserError, match=r"--files 5000: there are \d+ samples; nearest"):
-        made([source], Recipe(vocab, 64, 10), tmp_path / "out", files=5000)
+        made([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=5000)
     assert not list((tmp_path / "out").iterdir())
     with pytest.raises(UserError, match=r"no \[PAD\]"):
-        made([source], Recipe(Spec("bytes"), 64, 10), tmp_path / "out")
+        made([source], BertOptions(TokenizerSpec("bytes"), 64, 10), tmp_path / "out")
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(UserError, match="give no sample"):
-        made([tmp_path / "empty.jsonl"], Recipe(vocab, 64, 10), tmp_path / "out")
-    made([source], Recipe(vocab, 64, 10), tmp_path / "out", files=3)
+        made([tmp_path / "empty.jsonl"], BertOptions(vocab, 64, 10), tmp_path / "out")
+    made([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=3)
     with pytest.raises(UserError, match=r"x_training_00000\.hdf5: is there already; --overwrite"):
-        made([source], Recipe(vocab, 64, 10), tmp_path / "out")
-    target = Target(tmp_path / "out", "x", 2, overwrite=True)
-    build([source], ["text"], Recipe(vocab, 64, 10), target, 1, print, Screen)
+        made([source], BertOptions(vocab, 64, 10), tmp_path / "out")
+    target = BertFileSet(tmp_path / "out", "x", 2, overwrite=True)
+    build_bert_files([source], ["text"], BertOptions(vocab, 64, 10), target, 1, print, ProgressDisplay)
     assert len(list((tmp_path / "out").iterdir())) == 2
     (tmp_path / "out" / ".x_training.part").mkdir()  # a run was killed while it gave names to its files
-    made([source], Recipe(vocab, 64, 10), tmp_path / "out", files=1)
+    made([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=1)
 
 
-def flags(source: Path, out: Path, vocab: Spec, *words: str) -> list[str]:
+def flags(source: Path, out: Path, vocab: TokenizerSpec, *words: str) -> list[str]:
     where = ["--input", str(source), "--output", str(out), "--vocab-file", str(vocab.vocab_file), "--name", "x"]
     return ["bert", *where, "--sequence", "64", "--predictions", "10", *words]
 
 
 @pytest.mark.parametrize("moment", ["5", "3.hdf5"])
 def test_a_kill_leaves_nothing_half_done_and_a_new_start_finishes(
-    vocab: Spec, tmp_path: Path, capsys: pytest.CaptureFixture[str], moment: str
+    vocab: TokenizerSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str], moment: str
 ) -> None:
     source, out = jsonl(tmp_path / "a.jsonl", 400), tmp_path / "out"
     words = flags(source, out, vocab, "--workers", "2", "--files", "60", "--duplicate", "4")
@@ -351,11 +371,11 @@ def test_a_kill_leaves_nothing_half_done_and_a_new_start_finishes(
     assert not part.exists()
     paths = sorted(out.glob("x_training_*.hdf5"))
     assert len(paths) == 60
-    count = len(Hdf5Pairs(paths, 64, 10))
+    count = len(BertHdf5Dataset(paths, 64, 10))
     assert f"400 documents, {count:,} samples, 60 files in " in capsys.readouterr().out
 
 
-def test_only_one_run_works_in_a_place(vocab: Spec, tmp_path: Path) -> None:
+def test_only_one_run_works_in_a_place(vocab: TokenizerSpec, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from trainyard.data.prepare.bert_files import Target, workplace\n"
         "with workplace(Target(Path(sys.argv[1]), 'x')): print('in', flush=True); sys.stdin.read()"
@@ -365,12 +385,14 @@ def test_only_one_run_works_in_a_place(vocab: Spec, tmp_path: Path) -> None:
         assert process.stdout
         assert process.stdout.readline() == "in\n"
         with pytest.raises(UserError, match="another run works there"):
-            made([jsonl(tmp_path / "a.jsonl", 3)], Recipe(vocab, 64, 10), tmp_path)
+            made([jsonl(tmp_path / "a.jsonl", 3)], BertOptions(vocab, 64, 10), tmp_path)
         process.communicate()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_the_command_tells_mistakes_in_a_line(vocab: Spec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_mistakes_in_a_line(
+    vocab: TokenizerSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = jsonl(tmp_path / "a.jsonl", 5), tmp_path / "out"
     source.write_text(source.read_text() + "{broken\n")
     with pytest.raises(UserError, match=f"{source}: line 6: not JSON"):
@@ -390,10 +412,10 @@ def test_the_command_tells_mistakes_in_a_line(vocab: Spec, tmp_path: Path, capsy
             app(flags(source, out, vocab, *words), standalone_mode=False)
 
 
-def test_phases_have_their_lengths(vocab: Spec, tmp_path: Path) -> None:
+def test_phases_have_their_lengths(vocab: TokenizerSpec, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", 5)
     for phase, shapes in ((1, (128, 20)), (2, (512, 80))):
         words = ["bert", "--input", str(source), "--output", str(tmp_path / "out"), "--workers", "1"]
         words += ["--vocab-file", str(vocab.vocab_file), "--phase", str(phase), "--name", f"p{phase}"]
         app(words, standalone_mode=False)
-        assert len(Hdf5Pairs([tmp_path / "out" / f"p{phase}_training_00000.hdf5"], *shapes))
+        assert len(BertHdf5Dataset([tmp_path / "out" / f"p{phase}_training_00000.hdf5"], *shapes))

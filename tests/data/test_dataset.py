@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tests.support import configs
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.loading.build import open_sources, read_text, spec_of
-from trainyard.data.loading.demo_corpus import stories, story
-from trainyard.data.loading.synthetic import MASK, SyntheticPairs
-from trainyard.data.text.tokenizer import open_tokenizer
+from trainyard.data.loading.build import build_datasets, read_text, tokenizer_spec
+from trainyard.data.loading.demo_corpus import make_stories, make_story
+from trainyard.data.loading.synthetic import MASK, SyntheticSentencePairs
+from trainyard.data.text.tokenizer import load_tokenizer
 
 TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve café, 東京.\n"
 
@@ -23,11 +23,11 @@ def quiet(line: str) -> None:
 
 
 def tokens_of(config: Config) -> np.ndarray:
-    return read_text(config, config.data.paths, quiet).all
+    return read_text(config, config.data.paths, quiet).all_tokens
 
 
 def text_config(**data: object):
-    return configs.config({**configs.LLAMA, "vocab": 1000}, data={"source": "text", **data})
+    return configs.tiny_config({**configs.LLAMA, "vocab": 1000}, data={"source": "text", **data})
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
     config = text_config(paths=paths, tokenizer="gpt2", **files)
     assert np.array_equal(one, tokens_of(config))
     assert one[-1] == tokenizer.token_to_id("<|endoftext|>")
-    assert open_tokenizer(spec_of(config)).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
+    assert load_tokenizer(tokenizer_spec(config)).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
         ({"paths": ["nowhere/*.txt"]}, "data.paths=nowhere"),
         ({"tokenizer": "nowhere.json"}, "data.tokenizer=nowhere.json"),
         ({"tokenizer": "gpt2", "vocab_file": "v", "merges_file": "m"}, "data.vocab_file=v"),
-        ({"sequence": 64, "paths": ["TINY"]}, "data.sequence=64"),
+        ({"seq_len": 64, "paths": ["TINY"]}, "data.seq_len=64"),
         ({"paths": ["BINARY"]}, "not UTF-8"),
         ({"tokenizer": "BINARY"}, "not a tokenizer.json"),
         ({"tokenizer": "BPE"}, "data.paths: missing"),
@@ -95,17 +95,17 @@ def test_what_is_wrong_with_the_data_is_said(tmp_path: Path, data: dict, words: 
         return str(tmp_path / str(value)) if value in here else value
 
     with pytest.raises(UserError, match=words) as caught:
-        open_sources(text_config(**{key: place(value) for key, value in data.items()}))
+        build_datasets(text_config(**{key: place(value) for key, value in data.items()}))
     assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.vocab=100.*257"):
-        open_sources(configs.config({**configs.LLAMA, "vocab": 100}, data={"source": "text"}))
+        build_datasets(configs.tiny_config({**configs.LLAMA, "vocab": 100}, data={"source": "text"}))
 
 
 def test_validation_takes_the_end() -> None:
-    train, held, _ = open_sources(text_config(validation=0.1))
+    train, held, _ = build_datasets(text_config(validation_fraction=0.1))
     assert held is not None
     assert len(held) == round(0.1 * (len(train) + len(held)))
     last = train.samples(np.asarray([len(train) - 1]))["labels"][0, -1]
@@ -113,14 +113,14 @@ def test_validation_takes_the_end() -> None:
 
 
 def test_the_built_in_text_is_the_same_everywhere() -> None:
-    assert story(3) == story(3)
-    assert len(set(stories(50))) == 50
-    assert " together " in "".join(stories(50))
+    assert make_story(3) == make_story(3)
+    assert len(set(make_stories(50))) == 50
+    assert " together " in "".join(make_stories(50))
 
 
 def test_masked_pairs_are_what_bert_expects() -> None:
-    config = configs.config("bert", data={"sequence": 32, "predictions": 5})
-    batch = SyntheticPairs(config).samples(np.arange(200, dtype=np.int64))
+    config = configs.tiny_config("bert", data={"seq_len": 32, "max_predictions": 5})
+    batch = SyntheticSentencePairs(config).samples(np.arange(200, dtype=np.int64))
     tokens, mask, places, labels = (batch[name] for name in ("tokens", "mask", "places", "labels"))
     assert tokens.shape == mask.shape == batch["segments"].shape == (200, 32)
     assert places.shape == labels.shape == (200, 5)
@@ -141,9 +141,9 @@ def test_masked_pairs_are_what_bert_expects() -> None:
 
 @pytest.mark.parametrize("source", ["text", "synthetic"])
 def test_separate_documents_reach_the_batch(source: str) -> None:
-    config = configs.config(
-        data={"source": source, "separate": True, "sequence": 64}, model={**configs.LLAMA, "vocab": 260}
+    config = configs.tiny_config(
+        data={"source": source, "document_mask": True, "seq_len": 64}, model={**configs.LLAMA, "vocab": 260}
     )
-    samples = open_sources(config)[0].samples(np.arange(20))
+    samples = build_datasets(config)[0].samples(np.arange(20))
     assert 0 < samples["documents"].max() < 20
     assert samples["positions"].max() < 64

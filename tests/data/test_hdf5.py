@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError
-from trainyard.data.formats.bert_hdf5 import Shape, record, write
-from trainyard.data.formats.bert_hdf5_cache import DIRECTORY, Hdf5Pairs
-from trainyard.data.loading.loader import Loader
+from trainyard.data.formats.bert_hdf5 import BertShape, record_dtype, write_samples
+from trainyard.data.formats.bert_hdf5_cache import CACHE_DIRECTORY, BertHdf5Dataset
+from trainyard.data.loading.loader import BatchLoader
 
 SEQUENCE, PREDICTIONS, VOCAB = 16, 4, 3000
 Arrays = dict[str, NDArray[Any]]
@@ -101,19 +101,19 @@ def test_files_are_read_as_the_reference_reads_them(tmp_path: Path, options: dic
         found = arrays(50 + number, number)
         found = {name: array.astype(dtype or array.dtype) for name, array in found.items()}
         paths.append(save(tmp_path / f"x_training_{number}.hdf5", {**found, "extra": np.zeros(3)}, **options))
-    source = Hdf5Pairs(paths, SEQUENCE, PREDICTIONS)
+    source = BertHdf5Dataset(paths, SEQUENCE, PREDICTIONS)
     wanted = plainly(paths)
     assert len(source) == 153
     numbers = np.random.default_rng(1).integers(0, 153, 400)
     batch = source.samples(numbers)
     assert all(array.dtype == np.int32 for array in batch.values())
     assert same(as_plain(batch), {name: array[numbers] for name, array in wanted.items()})
-    assert source.vocab == max(wanted["tokens"].max(), wanted["labels"].max()) + 1
+    assert source.vocab_size == max(wanted["tokens"].max(), wanted["labels"].max()) + 1
 
 
 def test_large_vocabularies_and_more_places_than_the_file_has(tmp_path: Path) -> None:
     path = save(tmp_path / "x.hdf5", arrays(20, vocab=200_000))
-    batch = Hdf5Pairs([path], SEQUENCE, 7).samples(np.arange(20))
+    batch = BertHdf5Dataset([path], SEQUENCE, 7).samples(np.arange(20))
     assert batch["places"].shape == batch["labels"].shape == (20, 7)
     assert same(as_plain(batch), plainly([path]))
 
@@ -121,23 +121,23 @@ def test_large_vocabularies_and_more_places_than_the_file_has(tmp_path: Path) ->
 def test_what_follows_the_first_zero_does_not_count(tmp_path: Path) -> None:
     found = arrays(1)
     found["masked_lm_positions"][0], found["masked_lm_ids"][0] = [3, 0, 5, 6], [10, 11, 12, 13]
-    batch = Hdf5Pairs([save(tmp_path / "x.hdf5", found)], SEQUENCE, PREDICTIONS).samples(np.arange(1))
+    batch = BertHdf5Dataset([save(tmp_path / "x.hdf5", found)], SEQUENCE, PREDICTIONS).samples(np.arange(1))
     assert batch["places"].tolist() == [[3, 0, 0, 0]]
     assert batch["labels"].tolist() == [[10, -100, -100, -100]]
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    records = np.zeros(5000, record(512, 80, VOCAB))
+    records = np.zeros(5000, record_dtype(512, 80, VOCAB))
     draw = np.random.default_rng(0)
     records["tokens"], records["labels"] = draw.integers(1, VOCAB, (5000, 512)), draw.integers(1, VOCAB, (5000, 80))
     records["places"] = np.arange(1, 81)
     records["mask"], records["next_sentence"] = 255, draw.integers(0, 2, 5000)
     blocks = np.split(records, [1, 1, 700, 701, 3000])
-    write(tmp_path / "x.hdf5", iter(blocks), Shape(5000, 512, 80))
+    write_samples(tmp_path / "x.hdf5", iter(blocks), BertShape(5000, 512, 80))
     with h5py.File(tmp_path / "x.hdf5") as file:
         assert np.array_equal(file["input_ids"][:], records["tokens"])
         assert np.array_equal(file["masked_lm_ids"][:], records["labels"])
-    batch = Hdf5Pairs([tmp_path / "x.hdf5"], 512, 80).samples(np.arange(5000))
+    batch = BertHdf5Dataset([tmp_path / "x.hdf5"], 512, 80).samples(np.arange(5000))
     for name in ("tokens", "labels", "places", "next_sentence"):
         assert np.array_equal(batch[name], records[name])
     assert batch["mask"].all()
@@ -148,18 +148,18 @@ def test_unpacked_once_and_again_when_a_file_changes(tmp_path: Path) -> None:
     path = save(tmp_path / "x.hdf5", arrays(30))
     lines: list[str] = []
     for _ in range(2):
-        Hdf5Pairs([path], SEQUENCE, PREDICTIONS, lines.append)
+        BertHdf5Dataset([path], SEQUENCE, PREDICTIONS, lines.append)
     assert len([line for line in lines if "unpacking" in line]) == 1
     save(path, arrays(31, 5))
-    assert same(as_plain(Hdf5Pairs([path], SEQUENCE, PREDICTIONS).samples(np.arange(31))), plainly([path]))
-    assert len(list((tmp_path / DIRECTORY).glob("*.pairs"))) == 1  # that of the old file is gone
+    assert same(as_plain(BertHdf5Dataset([path], SEQUENCE, PREDICTIONS).samples(np.arange(31))), plainly([path]))
+    assert len(list((tmp_path / CACHE_DIRECTORY).glob("*.pairs"))) == 1  # that of the old file is gone
 
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "not JSON"])
 def test_a_damaged_copy_is_made_anew(tmp_path: Path, damage: str) -> None:
     path = save(tmp_path / "x.hdf5", arrays(30))
-    Hdf5Pairs([path], SEQUENCE, PREDICTIONS)
-    (copy,) = (tmp_path / DIRECTORY).glob("*.pairs")
+    BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)
+    (copy,) = (tmp_path / CACHE_DIRECTORY).glob("*.pairs")
     whole = copy.read_bytes()
     copy.write_bytes(
         {
@@ -169,25 +169,25 @@ def test_a_damaged_copy_is_made_anew(tmp_path: Path, damage: str) -> None:
             "not JSON": whole[:-20] + b"xxxx" + whole[-16:],
         }[damage]
     )
-    assert same(as_plain(Hdf5Pairs([path], SEQUENCE, PREDICTIONS).samples(np.arange(30))), plainly([path]))
+    assert same(as_plain(BertHdf5Dataset([path], SEQUENCE, PREDICTIONS).samples(np.arange(30))), plainly([path]))
     assert copy.read_bytes() == whole
 
 
 def test_a_directory_that_cannot_be_written_to_is_left_alone(tmp_path: Path) -> None:
     path = save(tmp_path / "x.hdf5", arrays(30))
-    (tmp_path / DIRECTORY).write_text("in the way")
+    (tmp_path / CACHE_DIRECTORY).write_text("in the way")
     for _ in range(2):
-        assert len(Hdf5Pairs([path], SEQUENCE, PREDICTIONS)) == 30
+        assert len(BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)) == 30
     assert len(list((tmp_path / "cache").rglob("*.pairs"))) == 1
 
 
 def test_a_copy_moves_with_its_files(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     path = save(tmp_path / "here" / "x.hdf5", arrays(30))
-    Hdf5Pairs([path], SEQUENCE, PREDICTIONS)
+    BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)
     lines: list[str] = []
     moved = path.parent.rename(tmp_path / "there") / "x.hdf5"
-    Hdf5Pairs([moved], SEQUENCE, PREDICTIONS, lines.append)
+    BertHdf5Dataset([moved], SEQUENCE, PREDICTIONS, lines.append)
     assert not lines
 
 
@@ -205,12 +205,12 @@ def test_ranks_that_start_together_unpack_once(tmp_path: Path) -> None:
     results = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
     assert len({checksum for checksum, _ in results}) == 1
     assert sum("unpacking 2" in line for _, lines in results for line in lines) == 1
-    assert sorted(path.suffix for path in (tmp_path / DIRECTORY).iterdir()) == ["", ".pairs"]
+    assert sorted(path.suffix for path in (tmp_path / CACHE_DIRECTORY).iterdir()) == ["", ".pairs"]
 
 
 def test_ranks_have_parts_of_the_same_batches(tmp_path: Path) -> None:
-    source = Hdf5Pairs([save(tmp_path / "x.hdf5", arrays(37))], SEQUENCE, PREDICTIONS)
-    loader = Loader(source, 8, seed=3)
+    source = BertHdf5Dataset([save(tmp_path / "x.hdf5", arrays(37))], SEQUENCE, PREDICTIONS)
+    loader = BatchLoader(source, 8, seed=3)
     for step in (0, 5):
         whole = loader.batch(step)
         for ranks in (1, 2, 4):
@@ -251,7 +251,7 @@ def broken(name: str, place: Any, value: Any) -> Arrays:
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, found: Arrays, words: str) -> None:
     path = save(tmp_path / "x.hdf5", found, **({} if len(found.get("input_ids", [])) else {"compression": None}))
     with pytest.raises(UserError, match=words) as caught:
-        Hdf5Pairs([path], SEQUENCE, PREDICTIONS)
+        BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.rglob("*.pairs")) + list(tmp_path.rglob("*.part"))
@@ -260,13 +260,13 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, found: Arrays, words:
 def test_what_does_not_fit_the_configuration_is_said(tmp_path: Path) -> None:
     path = save(tmp_path / "x.hdf5", arrays(30))
     for _ in range(2):  # before there is a copy and with one
-        with pytest.raises(UserError, match=r"16 tokens, but data.sequence=32; nearest: 16"):
-            Hdf5Pairs([path], 32, PREDICTIONS)
-        with pytest.raises(UserError, match=r"4 masked places.*data.predictions=2; nearest: 4"):
-            Hdf5Pairs([path], SEQUENCE, 2)
-        Hdf5Pairs([path], SEQUENCE, PREDICTIONS)
+        with pytest.raises(UserError, match=r"16 tokens, but data.seq_len=32; nearest: 16"):
+            BertHdf5Dataset([path], 32, PREDICTIONS)
+        with pytest.raises(UserError, match=r"4 masked places.*data.max_predictions=2; nearest: 4"):
+            BertHdf5Dataset([path], SEQUENCE, 2)
+        BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)
     with pytest.raises(UserError, match="No such file"):
-        Hdf5Pairs([tmp_path / "nowhere.hdf5"], SEQUENCE, PREDICTIONS)
+        BertHdf5Dataset([tmp_path / "nowhere.hdf5"], SEQUENCE, PREDICTIONS)
 
 
 def test_parts_that_were_never_written_are_missed(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_parts_that_were_never_written_are_missed(tmp_path: Path) -> None:
         del file["segment_ids"]
         file.create_dataset("segment_ids", (30, SEQUENCE), "i1", chunks=(10, SEQUENCE))[:10] = 0
     with pytest.raises(UserError, match="segment_ids: parts of it are missing"):
-        Hdf5Pairs([path], SEQUENCE, PREDICTIONS)
+        BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -284,12 +284,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Arrays
     where = tmp_path_factory.mktemp("damaged")
     path = where / "whole.hdf5"
     found = arrays(40)
-    records = np.zeros(40, record(SEQUENCE, PREDICTIONS, VOCAB))
+    records = np.zeros(40, record_dtype(SEQUENCE, PREDICTIONS, VOCAB))
     records["tokens"], records["next_sentence"] = found["input_ids"], found["next_sentence_labels"]
     records["places"], records["labels"] = found["masked_lm_positions"], found["masked_lm_ids"]
     records["mask"] = np.packbits(found["input_mask"].astype(bool), axis=1)
     records["segments"] = np.packbits(found["segment_ids"].astype(bool), axis=1)
-    write(path, [records], Shape(40, SEQUENCE, PREDICTIONS))
+    write_samples(path, [records], BertShape(40, SEQUENCE, PREDICTIONS))
     return where, path.read_bytes(), plainly([path])
 
 
@@ -313,7 +313,7 @@ def test_a_damaged_file_is_refused_or_read_rightly(whole: tuple[Path, bytes, Arr
     path.write_bytes(content)
     os.utime(path, ns=(0, data.draw(st.integers(1, 2**60))))
     try:
-        source = Hdf5Pairs([path], SEQUENCE, PREDICTIONS)
+        source = BertHdf5Dataset([path], SEQUENCE, PREDICTIONS)
     except UserError as error:
         line = str(error)
     else:

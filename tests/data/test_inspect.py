@@ -19,31 +19,31 @@ from hypothesis import strategies as st
 
 from tests.data.file_damage import EDITS, in_one_line, mutate
 from trainyard.cli import main
-from trainyard.cli.data.inspect import histogram, quoted
+from trainyard.cli.data.inspect import format_histogram, quote_for_terminal
 from trainyard.core.errors import UserError
-from trainyard.data.formats.arrow_writer import Writer as ArrowWriter
-from trainyard.data.formats.megatron_bin import Writer
+from trainyard.data.formats.arrow_writer import ArrowDatasetWriter as ArrowWriter
+from trainyard.data.formats.megatron_bin import MegatronTokensWriter
 from trainyard.data.prepare import inspect as inspection
-from trainyard.data.prepare.inspect import inspect
-from trainyard.data.prepare.length_stats import Lengths, Report, Wanted
+from trainyard.data.prepare.inspect import inspect_path
+from trainyard.data.prepare.length_stats import InspectOptions, InspectReport, LengthStats
 
 datasets.disable_progress_bars()
 
-CHECK = Wanted(check=True)
+CHECK = InspectOptions(check=True)
 
 
-def look(path: Path, wanted: Wanted = Wanted()) -> Report:  # noqa: B008
-    return inspect(path, wanted, lambda done, total: None)
+def look(path: Path, wanted: InspectOptions = InspectOptions()) -> InspectReport:  # noqa: B008
+    return inspect_path(path, wanted, lambda done, total: None)
 
 
-def refused(words: str, path: Path, wanted: Wanted = CHECK) -> None:
+def refused(words: str, path: Path, wanted: InspectOptions = CHECK) -> None:
     with pytest.raises(UserError, match=words) as caught:
         look(path, wanted)
     assert "\n" not in str(caught.value)
 
 
 def token_files(prefix: Path, rows: list[list[list[int]]], dtype: str = "int32") -> Path:
-    with Writer(prefix, dtype) as writer:
+    with MegatronTokensWriter(prefix, dtype) as writer:
         for document in rows:
             tokens = np.array([token for row in document for token in row], dtype)
             writer.add(tokens, np.array([len(row) for row in document], np.int32), np.array([len(document)]))
@@ -69,10 +69,10 @@ def bert(path: Path, **changes: object) -> Path:
 @given(st.lists(st.lists(st.integers(0, 5000), max_size=20), max_size=5))
 @settings(max_examples=60, deadline=None)
 def test_figures_are_exact(parts: list[list[int]]) -> None:
-    lengths, kept = [length for part in parts for length in part], Lengths()
+    lengths, kept = [length for part in parts for length in part], LengthStats()
     for part in parts:
         kept.add(np.array(part, np.int64))
-    figures = kept.figures()
+    figures = kept.summary()
     if not lengths:
         assert figures == {}
         return
@@ -93,7 +93,7 @@ def test_token_files(rows: list[list[list[int]]], stretch: int) -> None:
     whole = [[token for row in document for token in row] for document in rows]
     with TemporaryDirectory() as directory, patch.object(inspection, "STRETCH", stretch):
         prefix = token_files(Path(directory) / "x", rows, "uint16")
-        report = look(prefix, Wanted(check=True, samples=3, vocab=10, end=4))
+        report = look(prefix, InspectOptions(check=True, num_samples=3, vocab_size=10, end_token=4))
     assert report.facts["dtype"] == "uint16"
     assert report.facts["documents"] == len(rows)
     assert report.facts["sequences"] == sum(map(len, rows))
@@ -121,7 +121,7 @@ def test_token_files_that_are_wrong(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes() + bytes(4))
     refused("tokens after the last", prefix)
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-8])
-    refused("truncated", prefix, Wanted())
+    refused("truncated", prefix, InspectOptions())
 
 
 def test_arrow(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_arrow(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["abc", "d"]}).save_to_disk(tmp_path / "text")
     assert look(tmp_path / "text").facts["characters"] == 4
     datasets.DatasetDict({"a": datasets.Dataset.from_dict(rows)}).save_to_disk(tmp_path / "dict")
-    refused("name one of", tmp_path / "dict", Wanted())
+    refused("name one of", tmp_path / "dict", InspectOptions())
 
 
 def test_hdf5(tmp_path: Path) -> None:
@@ -173,17 +173,17 @@ def test_hdf5(tmp_path: Path) -> None:
         refused(words, bert(tmp_path / "y.hdf5", **changes))
     with h5py.File(tmp_path / "huge.hdf5", "w") as file:
         file.create_dataset("input_ids", (1 << 40, 8), "i4", chunks=(1024, 8))
-    refused("more than the file can hold", tmp_path / "huge.hdf5", Wanted())
+    refused("more than the file can hold", tmp_path / "huge.hdf5", InspectOptions())
     whole = (tmp_path / "x.hdf5").read_bytes()
     (tmp_path / "x.hdf5").write_bytes(whole[: len(whole) // 2])
-    refused("not an HDF5 file that can be read", tmp_path / "x.hdf5", Wanted())
+    refused("not an HDF5 file that can be read", tmp_path / "x.hdf5", InspectOptions())
 
 
 @pytest.mark.parametrize("pack", [lambda data: data, gzip.compress], ids=["plain", "gz"])
 def test_json_lines(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / ("x.jsonl" if pack(b"") == b"" else "x.jsonl.gz")
     path.write_bytes(pack('{"text": "naïve"}\n\n{"text": ""}\nnonsense\n{"text": "東京"}'.encode()))
-    report = look(path, Wanted(samples=2))
+    report = look(path, InspectOptions(num_samples=2))
     assert report.facts == {
         "documents": 3,
         "empty documents": 1,
@@ -247,9 +247,12 @@ def test_one_json_object(tmp_path: Path) -> None:
 
 
 def test_bars_are_in_proportion() -> None:
-    lines = histogram([{"from": 1, "to": 1, "count": 1000}, {"from": 2, "to": 3, "count": 500}])
+    lines = format_histogram([{"from": 1, "to": 1, "count": 1000}, {"from": 2, "to": 3, "count": 500}])
     assert [line.count("█") + line.count("#") for line in lines] == [40, 20]
-    one, none = histogram([{"from": 0, "to": 0, "count": 10**9}, {"from": 1, "to": 1, "count": 1}])[1], quoted("\u202e")
+    one, none = (
+        format_histogram([{"from": 0, "to": 0, "count": 10**9}, {"from": 1, "to": 1, "count": 1}])[1],
+        quote_for_terminal("\u202e"),
+    )
     assert one.split()[-1] in ("▏", "#")  # what is there can be seen
     assert none == '"\\u202e"'
 
@@ -285,7 +288,7 @@ def test_damaged_files_are_refused_or_counted(base: dict[str, bytes], file: str,
             for name, content in base.items():
                 (path / name).write_bytes(damaged(content) if name == file else content)
         try:
-            report = look(path, Wanted(check, samples=2))
+            report = look(path, InspectOptions(check, num_samples=2))
         except UserError as error:
             in_one_line(error)
             return

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainyard.data.loading.dataset import Sample
-from trainyard.data.loading.loader import Loader
+from trainyard.data.loading.loader import BatchLoader
 
 
 class Numbers:
@@ -30,18 +30,18 @@ class Numbers:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ahead_gives_the_batches_of_the_steps(shuffle: bool) -> None:
-    loader = Loader(Numbers(), 4, seed=3, shuffle=shuffle)
+    loader = BatchLoader(Numbers(), 4, seed=3, shuffle=shuffle)
     rows = slice(1, 3)
-    for step, batch in enumerate(loader.ahead(5, 9, rows, dict), start=5):
+    for step, batch in enumerate(loader.prefetch(5, 9, rows, dict), start=5):
         for name, tensor in loader.batch(step, rows).items():
             assert torch.equal(tensor, batch[name])
     assert step == 8
 
 
 def test_the_next_batch_is_made_meanwhile() -> None:
-    loader = Loader(Numbers(slow=1.0), 4, seed=0)
+    loader = BatchLoader(Numbers(slow=1.0), 4, seed=0)
     before = set(threading.enumerate())  # a compiler's threads stay when it has worked in this process
-    batches = loader.ahead(0, 4, slice(None), dict)
+    batches = loader.prefetch(0, 4, slice(None), dict)
     next(batches)
     time.sleep(1.5)
     start = time.monotonic()
@@ -53,7 +53,7 @@ def test_the_next_batch_is_made_meanwhile() -> None:
 
 
 def test_what_goes_wrong_is_told_at_its_step() -> None:
-    batches = Loader(Numbers(broken=8), 4, seed=0, shuffle=False).ahead(0, 4, slice(None), dict)
+    batches = BatchLoader(Numbers(broken=8), 4, seed=0, shuffle=False).prefetch(0, 4, slice(None), dict)
     for _ in range(2):
         next(batches)
     with pytest.raises(ValueError, match="cannot be read"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.data.file_damage import EDITS, in_one_line, mutate
 from trainyard.core.errors import UserError
 from trainyard.data.formats import megatron_bin
-from trainyard.data.formats.megatron_bin import Indexed, Writer, best_dtype, prefix_of
+from trainyard.data.formats.megatron_bin import MegatronTokens, MegatronTokensWriter, prefix_of, token_dtype
 
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 120), max_size=6), max_size=4), max_size=8)
 """Documents of sequences of tokens."""
@@ -24,7 +24,7 @@ BASE = [[[1, 2, 3]], [[4, 5], [6]], [], [[7, 8, 9, 10]]]
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16", together: int = 1) -> None:
     """`together`: documents handed over at a time."""
-    with Writer(prefix, dtype) as writer:
+    with MegatronTokensWriter(prefix, dtype) as writer:
         for start in range(0, len(documents), together):
             some = documents[start : start + together]
             rows = [row for document in some for row in document]
@@ -40,10 +40,10 @@ def test_what_is_written_comes_back(documents: list[list[list[int]]], dtype: str
         prefix = Path(directory) / "x"
         with patch.object(megatron_bin, "BLOCK", 8):  # two sizes at a time
             write(prefix, documents, dtype, together)
-        data = Indexed(prefix)
+        data = MegatronTokens(prefix)
         rows = [row for document in documents for row in document]
         assert [data.sequence(number).tolist() for number in range(len(data))] == rows
-        assert np.diff(data.documents).tolist() == [len(document) for document in documents]
+        assert np.diff(data.document_bounds).tolist() == [len(document) for document in documents]
         assert data.dtype == dtype
         assert data.contiguous is True
         assert sorted(path.name for path in Path(directory).iterdir()) == ["x.bin", "x.idx"]
@@ -62,7 +62,7 @@ def test_the_index_is_laid_out_as_the_reference_reads_it(tmp_path: Path) -> None
 
 
 def test_small_vocabularies_take_two_bytes() -> None:
-    assert [best_dtype(vocab) for vocab in (257, 65499, 65500, 128000)] == ["uint16", "uint16", "int32", "int32"]
+    assert [token_dtype(vocab) for vocab in (257, 65499, 65500, 128000)] == ["uint16", "uint16", "int32", "int32"]
 
 
 @pytest.mark.parametrize("name", ["a.b/x", "a.b/x.bin", "a.b/x.idx"])
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_a_set_that_was_not_finished(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def fail() -> None:
-        with Writer(tmp_path / "x", "int32") as writer:
+        with MegatronTokensWriter(tmp_path / "x", "int32") as writer:
             writer.add(np.zeros(3, np.int32), np.array([3], np.int32), np.array([1]))
             raise KeyboardInterrupt
 
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said(tmp_path: Path, file: str, edit: Callable[[bytes]
     path = tmp_path / f"x.{file}"
     path.write_bytes(edit(path.read_bytes()))
     with pytest.raises(UserError, match=words) as caught:
-        Indexed(tmp_path / "x")
+        MegatronTokens(tmp_path / "x")
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "x.") in str(caught.value)
 
@@ -133,7 +133,7 @@ def test_both_files_are_needed(tmp_path: Path, gone: str) -> None:
     write(tmp_path / "x", BASE)
     (tmp_path / f"x.{gone}").unlink()
     with pytest.raises(UserError, match=rf"x\.{gone}: no such file"):
-        Indexed(tmp_path / "x")
+        MegatronTokens(tmp_path / "x")
 
 
 def test_a_start_so_large_that_its_end_is_beyond_64_bits(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_a_start_so_large_that_its_end_is_beyond_64_bits(tmp_path: Path) -> None
     path = tmp_path / "x.idx"
     path.write_bytes(put(58, "<q", 2**63 - 1)(path.read_bytes()))
     with pytest.raises(UserError, match="sequence 1 is said to be"):
-        Indexed(tmp_path / "x")
+        MegatronTokens(tmp_path / "x")
 
 
 def test_sequences_need_not_lie_in_order(tmp_path: Path) -> None:
     write(tmp_path / "x", BASE)
     path = tmp_path / "x.idx"
     path.write_bytes(put(58, "<q", 0)(path.read_bytes()))
-    data = Indexed(tmp_path / "x")
+    data = MegatronTokens(tmp_path / "x")
     assert data.sequence(1).tolist() == [1, 2]
     assert data.contiguous is False
 
@@ -157,7 +157,7 @@ def test_sets_of_more_than_text_have_a_byte_more_for_each_sequence(tmp_path: Pat
     write(tmp_path / "x", BASE)
     path = tmp_path / "x.idx"
     path.write_bytes(path.read_bytes() + bytes(4))
-    assert [len(Indexed(tmp_path / "x").sequence(number)) for number in range(4)] == [3, 2, 1, 4]
+    assert [len(MegatronTokens(tmp_path / "x").sequence(number)) for number in range(4)] == [3, 2, 1, 4]
 
 
 def expected(index: bytes, tokens: bytes) -> list[list[int]]:
@@ -182,10 +182,10 @@ def test_damaged_files_are_refused_or_read_right(file: str, damage: object, dtyp
         path = Path(f"{prefix}.{file}")
         path.write_bytes(damage if isinstance(damage, bytes) else mutate(path.read_bytes(), damage))
         try:
-            data = Indexed(prefix)
+            data = MegatronTokens(prefix)
         except UserError as error:
             in_one_line(error)
             return
         found = [data.sequence(number).tolist() for number in range(len(data))]
         assert found == expected(Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes())
-        assert data.documents[-1:].tolist() in ([len(data)], [])
+        assert data.document_bounds[-1:].tolist() in ([len(data)], [])

@@ -21,28 +21,28 @@ from tests.data.file_damage import EDITS, in_one_line, mutate
 from trainyard.cli import main
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.arrow_dataset import ArrowBlocks
-from trainyard.data.formats.documents import Bad
-from trainyard.data.formats.megatron_bin import Indexed, Writer
-from trainyard.data.loading.demo_corpus import stories
+from trainyard.data.formats.arrow_dataset import ArrowDataset
+from trainyard.data.formats.documents import UnreadableRecord
+from trainyard.data.formats.megatron_bin import MegatronTokens, MegatronTokensWriter
+from trainyard.data.loading.demo_corpus import make_stories
 from trainyard.data.prepare import pack as packing
-from trainyard.data.prepare.pack import Counts, Shape, from_text, from_tokens, pack
-from trainyard.data.prepare.tokenize import Job
-from trainyard.data.text.tokenizer import Spec
+from trainyard.data.prepare.pack import PackCounts, PackOptions, chunks_from_text, chunks_from_tokens, write_blocks
+from trainyard.data.prepare.tokenize import TokenizeOptions
+from trainyard.data.text.tokenizer import TokenizerSpec
 
 datasets.disable_progress_bars()
 
 END = 256
-BYTES = Spec("bytes")
+BYTES = TokenizerSpec("bytes")
 
 
-def token_files(prefix: Path, rows: list[list[list[int]]], dtype: str = "uint16") -> Indexed:
+def token_files(prefix: Path, rows: list[list[list[int]]], dtype: str = "uint16") -> MegatronTokens:
     """Documents of sequences."""
-    with Writer(prefix, dtype) as writer:
+    with MegatronTokensWriter(prefix, dtype) as writer:
         for document in rows:
             tokens = np.array([token for row in document for token in row], dtype)
             writer.add(tokens, np.array([len(row) for row in document], np.int32), np.array([len(document)]))
-    return Indexed(prefix)
+    return MegatronTokens(prefix)
 
 
 def quiet(*_: object) -> None:
@@ -90,18 +90,18 @@ def test_all_blocks_together_are_the_row(
     ):
         place = Path(directory)
         data = token_files(place / "x", rows)
-        parts = from_tokens(data, end)
-        shape = Shape(sequence, keep_last, pad=9)
+        parts = chunks_from_tokens(data, end)
+        shape = PackOptions(sequence, keep_last, pad_token=9)
         if not whole and not (rest and keep_last):
             with pytest.raises(UserError, match="too few for a block"):
-                pack(parts, place / "out", shape, False, quiet, quiet)
+                write_blocks(parts, place / "out", shape, False, quiet, quiet)
             assert not (place / "out").exists()
             return
-        counts = pack(parts, place / "out", shape, False, quiet, quiet)
+        counts = write_blocks(parts, place / "out", shape, False, quiet, quiet)
         found = packed(place / "out")
     used = len(tokens) if keep_last else whole * sequence
     padding = -used % sequence
-    assert counts == Counts(sum(map(bool, map(flat, rows))), len(tokens), 0, (used + padding) // sequence, rest)
+    assert counts == PackCounts(sum(map(bool, map(flat, rows))), len(tokens), 0, (used + padding) // sequence, rest)
     assert flat(found["input_ids"]) == tokens[:used] + [9] * padding
     assert flat(found["labels"]) == tokens[:used] + [-100] * padding
     assert flat(found["attention_mask"]) == [1] * used + [0] * padding
@@ -122,13 +122,13 @@ def test_text_by_any_number_of_workers(texts: list[str], sequence: int, workers:
         (place / "x.jsonl").write_text(lines)
         made = []
         for number in (1, workers):
-            parts = from_text([place / "x.jsonl"], Job(BYTES, ("text",), append_eod=True), number)
-            shape = Shape(sequence, keep_last=True, pad=END)
+            parts = chunks_from_text([place / "x.jsonl"], TokenizeOptions(BYTES, ("text",), append_eod=True), number)
+            shape = PackOptions(sequence, pad_last=True, pad_token=END)
             if not tokens:
                 with pytest.raises(UserError, match="0 tokens"):
-                    pack(parts, place / "out", shape, True, quiet, quiet)
+                    write_blocks(parts, place / "out", shape, True, quiet, quiet)
                 return
-            pack(parts, place / "out", shape, True, quiet, quiet)
+            write_blocks(parts, place / "out", shape, True, quiet, quiet)
             made.append({path.name: path.read_bytes() for path in (place / "out").iterdir()})
         assert made[0] == made[1]
         assert flat(packed(place / "out")["input_ids"])[: len(tokens)] == tokens
@@ -137,8 +137,8 @@ def test_text_by_any_number_of_workers(texts: list[str], sequence: int, workers:
 def test_what_is_packed_is_what_training_reads(tmp_path: Path) -> None:
     rows = [[[5, 6, 7]], [[8]], [[9, 10, 11, 12, 13]], [[14, 15]]]
     data = token_files(tmp_path / "x", rows)
-    pack(from_tokens(data, 3), tmp_path / "out", Shape(4), False, quiet, quiet)
-    found = ArrowBlocks([tmp_path / "out"], 4, separate=True).samples(np.arange(3))
+    write_blocks(chunks_from_tokens(data, 3), tmp_path / "out", PackOptions(4), False, quiet, quiet)
+    found = ArrowDataset([tmp_path / "out"], 4, document_mask=True).samples(np.arange(3))
     assert found["tokens"].tolist() == [[5, 6, 7, 3], [8, 3, 9, 10], [11, 12, 13, 3]]
     assert found["labels"].tolist() == [[6, 7, 3, -100], [3, 9, 10, -100], [12, 13, 3, -100]]
     assert found["documents"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
@@ -150,7 +150,9 @@ def test_sequences_that_do_not_lie_in_order_are_read_by_their_places(tmp_path: P
     index = bytearray((tmp_path / "x.idx").read_bytes())
     index[42:58] = np.array([4, 0], "<i8").tobytes()  # byte offsets of the two, exchanged
     (tmp_path / "x.idx").write_bytes(index)
-    pack(from_tokens(Indexed(tmp_path / "x"), 3), tmp_path / "out", Shape(3), False, quiet, quiet)
+    write_blocks(
+        chunks_from_tokens(MegatronTokens(tmp_path / "x"), 3), tmp_path / "out", PackOptions(3), False, quiet, quiet
+    )
     assert packed(tmp_path / "out")["input_ids"] == [[4, 5, 3], [1, 2, 3]]
 
 
@@ -158,7 +160,7 @@ def test_sequences_that_do_not_lie_in_order_are_read_by_their_places(tmp_path: P
 def test_numbers_that_are_no_tokens_are_refused(tmp_path: Path, dtype: str, token: int) -> None:
     data = token_files(tmp_path / "x", [[[1, 2, token]]], dtype)
     with pytest.raises(UserError, match=rf"x\.bin: token {token} at 2"):
-        pack(from_tokens(data, 3, vocab=300), tmp_path / "out", Shape(2), False, quiet, quiet)
+        write_blocks(chunks_from_tokens(data, 3, vocab_size=300), tmp_path / "out", PackOptions(2), False, quiet, quiet)
     assert not (tmp_path / "out").exists()
 
 
@@ -173,7 +175,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     path = tmp_path / "x.jsonl"
-    texts = [json.dumps({"text": text}) for text in stories(20)]
+    texts = [json.dumps({"text": text}) for text in make_stories(20)]
     path.write_text("\n".join([*texts[:3], "{broken", '{"title": "no text"}', '{"text": ""}', *texts[3:]]))
     return path
 
@@ -188,7 +190,7 @@ def test_malformed_lines_are_named_and_counted(tmp_path: Path, lines: Path, caps
     assert code == 0
     assert "x.jsonl: line 4: not JSON" in errors
     assert "x.jsonl: line 5: no text under 'text'" in errors
-    total = sum(len(text.encode()) + 1 for text in stories(20))
+    total = sum(len(text.encode()) + 1 for text in make_stories(20))
     assert f"20 documents, {total:,} tokens" in out
     assert "2 skipped" in out
     assert f"{total // 64} blocks of 64; {total % 64} tokens at the end fill no block" in out
@@ -303,13 +305,13 @@ def test_damaged_lines_are_refused_or_skipped(name: str, damage: object, inside:
     data = content
     if name.endswith(".gz"):
         data = gzip.compress(content) if inside else damaged(gzip.compress(content))
-    bad: list[Bad] = []
+    bad: list[UnreadableRecord] = []
     with TemporaryDirectory() as directory:
         path = Path(directory) / name
         path.write_bytes(data)
         try:
-            parts = from_text([path], Job(BYTES, ("text",), append_eod=True), 1)
-            pack(parts, Path(directory) / "out", Shape(3, keep_last=True), False, bad.append, quiet)
+            parts = chunks_from_text([path], TokenizeOptions(BYTES, ("text",), append_eod=True), 1)
+            write_blocks(parts, Path(directory) / "out", PackOptions(3, pad_last=True), False, bad.append, quiet)
         except UserError as error:
             in_one_line(error)
             return
@@ -319,4 +321,4 @@ def test_damaged_lines_are_refused_or_skipped(name: str, damage: object, inside:
     wanted = [token for text in texts(content) for token in (*text.encode(), END)]
     assert flat(found["input_ids"])[: len(wanted)] == wanted
     assert flat(found["attention_mask"]).count(1) == len(wanted)
-    assert all("\n" not in each.why for each in bad)
+    assert all("\n" not in each.reason for each in bad)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.data.text.sentences import split
+from trainyard.data.text.sentences import split_sentences
 
 CASES = {
     "titles": ["Mr. Smith met Dr. Jones on St. James Street.", "They spoke."],
@@ -30,27 +30,32 @@ TEXTS = st.text(st.sampled_from("aAbI1 .?!…。！\n\r\t\"')]»「」([ U.S. Mr
 
 @pytest.mark.parametrize("sentences", CASES.values(), ids=CASES.keys())
 def test_sentences_are_found(sentences: list[str]) -> None:
-    assert split(" ".join(sentences)) == sentences
+    assert split_sentences(" ".join(sentences)) == sentences
 
 
 def test_stops_of_chinese_and_japanese_need_no_space() -> None:
-    assert split("他来了。她走了！“真的吗？”好。") == ["他来了。", "她走了！", "“真的吗？”", "好。"]
-    assert split("「行こう。」と言った。雨だ。") == ["「行こう。」", "と言った。", "雨だ。"]
+    assert split_sentences("他来了。她走了！“真的吗？”好。") == ["他来了。", "她走了！", "“真的吗？”", "好。"]
+    assert split_sentences("「行こう。」と言った。雨だ。") == ["「行こう。」", "と言った。", "雨だ。"]
 
 
 def test_a_line_ends_a_sentence() -> None:
-    assert split("A heading\n\nSome text goes\r\nhere. More  \n") == ["A heading", "Some text goes", "here.", "More"]
-    assert split(" \n\t ") == split("") == []
+    assert split_sentences("A heading\n\nSome text goes\r\nhere. More  \n") == [
+        "A heading",
+        "Some text goes",
+        "here.",
+        "More",
+    ]
+    assert split_sentences(" \n\t ") == split_sentences("") == []
 
 
 def test_newlines_are_kept_with_the_sentence_before() -> None:
-    assert split("\nOne.  Two.\n\nThree", keep_newlines=True) == ["\nOne.  ", "Two.\n\n", "Three"]
+    assert split_sentences("\nOne.  Two.\n\nThree", keep_newlines=True) == ["\nOne.  ", "Two.\n\n", "Three"]
 
 
 @settings(max_examples=400, deadline=None)
 @given(TEXTS | st.text(max_size=60))
 def test_nothing_is_lost(text: str) -> None:
-    sentences = split(text)
+    sentences = split_sentences(text)
     at = 0
     for sentence in sentences:
         assert sentence == sentence.strip() != ""
@@ -58,7 +63,7 @@ def test_nothing_is_lost(text: str) -> None:
         assert not text[at:found].strip()
         at = found + len(sentence)
     assert not text[at:].strip()
-    kept = split(text, keep_newlines=True)
+    kept = split_sentences(text, keep_newlines=True)
     assert "".join(kept) == (text if text.strip() else "")
     assert [sentence.strip() for sentence in kept] == sentences
 
@@ -66,5 +71,5 @@ def test_nothing_is_lost(text: str) -> None:
 @pytest.mark.parametrize("unit", [".", " ", ". ", '.""', ".[1", "\n", "A. ", "(", "1. A ", "Mr. ", "。"])
 def test_no_text_takes_long(unit: str) -> None:
     start = time.monotonic()
-    split("a. " + unit * 100_000)
+    split_sentences("a. " + unit * 100_000)
     assert time.monotonic() - start < 20

@@ -13,30 +13,30 @@ from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.formats.megatron_bin import Indexed, Writer
+from trainyard.data.formats.megatron_bin import MegatronTokens, MegatronTokensWriter
 from trainyard.data.loading import megatron_order
-from trainyard.data.loading.blend import CYCLE, Blend, shares
-from trainyard.data.loading.build import open_sources
-from trainyard.data.loading.loader import Loader
-from trainyard.data.loading.token_samples import Chain, Flat, Rows
+from trainyard.data.loading.blend import CYCLE_SAMPLES, BlendedDataset, apportion
+from trainyard.data.loading.build import build_datasets
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.data.loading.token_samples import ContiguousTokens, ReorderedTokens, TokenSamples
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda sizes: sum(sizes) > 1)
 
 
-def write(prefix: Path, sizes: list[int], first: int = 0, dtype: str = "int32") -> Indexed:
+def write(prefix: Path, sizes: list[int], first: int = 0, dtype: str = "int32") -> MegatronTokens:
     """Documents of these lengths whose tokens count on."""
-    with Writer(prefix, dtype) as writer:
+    with MegatronTokensWriter(prefix, dtype) as writer:
         tokens = np.arange(first, first + sum(sizes)).astype(dtype)
         writer.add(tokens, np.array(sizes, np.int32), np.ones(len(sizes), np.int64))
-    return Indexed(prefix)
+    return MegatronTokens(prefix)
 
 
 def config(*prefixes: Path, **data: object) -> Config:
     train = data.pop("train", {})
     assert isinstance(train, dict)
-    return configs.config(
+    return configs.tiny_config(
         {**configs.LLAMA, "vocab": 100_000},
-        data={"source": "tokens", "paths": [str(prefix) for prefix in prefixes], "sequence": 8, **data},
+        data={"source": "tokens", "paths": [str(prefix) for prefix in prefixes], "seq_len": 8, **data},
         train={"steps": 5, "global_batch": 8, "micro_batch": 1, **train},
     )
 
@@ -48,10 +48,12 @@ def test_an_epoch_has_every_token_once_however_it_is_divided(
 ) -> None:
     """As a label but for the first, as an input but for the last; for any number of ranks and sequence length."""
     total = sum(sizes)
-    source = Rows(Flat("x", np.arange(total), np.cumsum([0, *sizes[:-1]])), min(sequence, total - 1), total)
+    source = TokenSamples(
+        ContiguousTokens("x", np.arange(total), np.cumsum([0, *sizes[:-1]])), min(sequence, total - 1), total
+    )
     count = len(source)
     batch = 8
-    loader = Loader(source, batch, seed=1)
+    loader = BatchLoader(source, batch, seed=1)
     labels, tokens = [], []
     for step in range(epoch * count // batch, -(-(epoch + 1) * count // batch)):
         parts = [loader.batch(step, slice(r * batch // ranks, (r + 1) * batch // ranks)) for r in range(ranks)]
@@ -71,7 +73,9 @@ def test_documents_are_told_apart(sizes: list[int], sequence: int, separate: boo
     sequence = min(sequence, total - 1)
     begins = np.cumsum([0, *sizes[:-1]])
     own = np.repeat(np.arange(len(sizes)), sizes)
-    source = Rows(Flat("x", np.arange(total), begins[np.array(sizes) > 0]), sequence, total, separate, mask_ends)
+    source = TokenSamples(
+        ContiguousTokens("x", np.arange(total), begins[np.array(sizes) > 0]), sequence, total, separate, mask_ends
+    )
     for number in range(len(source)):
         sample = {name: array[0] for name, array in source.samples(np.array([number])).items()}
         for place, (token, label) in enumerate(zip(sample["tokens"], sample["labels"], strict=True)):
@@ -96,8 +100,8 @@ def test_the_reference_order(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], sequence: int, samples: int, seed: int
 ) -> None:
     data = write(tmp_path_factory.mktemp("set") / "x", sizes)
-    ours = megatron_order.MegatronOrder(data, range(len(sizes)), samples, sequence, seed, sum(sizes))
-    theirs = gpt_samples(data.sizes, np.arange(len(sizes)), samples, sequence, seed)
+    ours = megatron_order.MegatronOrderDataset(data, range(len(sizes)), samples, sequence, seed, sum(sizes))
+    theirs = gpt_samples(data.sequence_lengths, np.arange(len(sizes)), samples, sequence, seed)
     assert len(ours) == len(theirs) == samples
     for number, pieces in enumerate(theirs):
         wanted = np.concatenate([data.sequence(each)[first : first + count] for each, first, count in pieces])
@@ -111,8 +115,8 @@ def test_a_last_epoch_that_is_little_used_comes_last(tmp_path: Path) -> None:
     data = write(tmp_path / "x", [37] * 50)
     per_epoch = (37 * 50 - 1) // 10
     for samples in (per_epoch + 20, per_epoch + per_epoch * 9 // 10):
-        ours = megatron_order.MegatronOrder(data, range(50), samples, 10, 7, 2000)
-        theirs = gpt_samples(data.sizes, np.arange(50), samples, 10, 7)
+        ours = megatron_order.MegatronOrderDataset(data, range(50), samples, 10, 7, 2000)
+        theirs = gpt_samples(data.sequence_lengths, np.arange(50), samples, 10, 7)
         for number in (0, 1, per_epoch - 1, per_epoch, samples - 1):
             wanted = np.concatenate([data.sequence(each)[first : first + n] for each, first, n in theirs[number]])
             assert ours.samples(np.array([number]))["tokens"][0].tolist() == wanted[:-1].tolist()
@@ -128,7 +132,7 @@ def test_a_last_epoch_that_is_little_used_comes_last(tmp_path: Path) -> None:
     ],
 )
 def test_splits_are_the_references(words: str, ends: tuple[int, int, int]) -> None:
-    train, valid, test = megatron_order.split(words, 100)
+    train, valid, test = megatron_order.split_documents(words, 100)
     assert (train.stop, valid.stop, test.stop) == ends
     assert (train.start, valid.start, test.start) == (0, *ends[:2])
 
@@ -136,7 +140,7 @@ def test_splits_are_the_references(words: str, ends: tuple[int, int, int]) -> No
 def test_splits_hold_documents_out(tmp_path: Path) -> None:
     write(tmp_path / "x", [30] * 20)
     for order in ("shuffled", "megatron"):
-        train, held, _ = open_sources(config(tmp_path / "x", split="8,2,0", order=order))
+        train, held, _ = build_datasets(config(tmp_path / "x", split="8,2,0", order=order))
         assert held is not None
         seen = train.samples(np.arange(min(len(train), 40)))["tokens"]
         assert seen.max() < 16 * 30
@@ -154,16 +158,16 @@ def test_a_split_that_holds_nothing_out_is_told_at_once(tmp_path: Path) -> None:
 
 def test_sequences_with_gaps_between_them_are_read_by_their_places(tmp_path: Path) -> None:
     data = write(tmp_path / "x", [5, 7, 9])
-    chain = Chain(data, np.array([2, 0], np.int32))
+    chain = ReorderedTokens(data, np.array([2, 0], np.int32))
     assert chain.tokens(0, 14).tolist() == [*range(12, 21), *range(5)]
-    assert chain.begins(0, 14).tolist() == [0, 9]
-    assert chain.begins(1, 9).tolist() == []
+    assert chain.document_starts(0, 14).tolist() == [0, 9]
+    assert chain.document_starts(1, 9).tolist() == []
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(1, 5000))
 @settings(max_examples=60, deadline=None)
 def test_shares_add_up(weights: list[float], total: int) -> None:
-    found = shares(weights, total)
+    found = apportion(weights, total)
     assert found.sum() == total
     exact = np.array(weights) / sum(weights) * total
     assert (abs(found - exact) < 1).all()
@@ -172,17 +176,17 @@ def test_shares_add_up(weights: list[float], total: int) -> None:
 def test_a_blend_keeps_its_weights_and_every_source_its_epochs(tmp_path: Path) -> None:
     sets = [write(tmp_path / name, [20] * 30, first) for name, first in (("a", 0), ("b", 1000), ("c", 2000))]
     made = config(*(data.prefix for data in sets), weights=[0.5, 0.3, 0.2])
-    train, _, shuffle = open_sources(made)
-    assert isinstance(train, Blend)
+    train, _, shuffle = build_datasets(made)
+    assert isinstance(train, BlendedDataset)
     assert not shuffle
-    numbers = np.arange(CYCLE)
-    which, inside = train.find(numbers)
+    numbers = np.arange(CYCLE_SAMPLES)
+    which, inside = train.locate(numbers)
     assert np.bincount(which).tolist() == [8192, 4915, 3277]
     for number in range(3):
         assert sorted(inside[which == number]) == list(range((which == number).sum()))
     early = np.bincount(which[:2000], minlength=3) / 2000
     assert abs(early - [0.5, 0.3, 0.2]).max() < 0.04
-    each = len(train.sources[0])
+    each = len(train.datasets[0])
     tokens = train.samples(numbers)["tokens"]
     first_epoch = tokens[which == 0][np.argsort(inside[which == 0])][:each]
     assert sorted(first_epoch[:, 0]) == sorted(np.arange(each) * 8)
@@ -193,7 +197,7 @@ def test_a_blend_in_the_reference_order(tmp_path: Path) -> None:
     """The set furthest behind its share is next, and each set has an order of its own."""
     sets = [write(tmp_path / name, [50] * 40, first) for name, first in (("a", 0), ("b", 10_000))]
     made = config(*(data.prefix for data in sets), weights=[3, 1], order="megatron", train={"steps": 10})
-    train, _, shuffle = open_sources(made)
+    train, _, shuffle = build_datasets(made)
     assert not shuffle
     assert len(train) == 80
     tokens = train.samples(np.arange(80))["tokens"]
@@ -204,7 +208,7 @@ def test_a_blend_in_the_reference_order(tmp_path: Path) -> None:
         expected.append(behind[1] > behind[0])
         taken[expected[-1]] += 1
     assert which.tolist() == expected
-    own = gpt_samples(sets[1].sizes, np.arange(40), 21, 8, made.train.seed)
+    own = gpt_samples(sets[1].sequence_lengths, np.arange(40), 21, 8, made.train.seed)
     wanted = [np.concatenate([sets[1].sequence(e)[f : f + n] for e, f, n in pieces])[:-1] for pieces in own]
     assert np.array_equal(tokens[which], np.stack(wanted)[: which.sum()])
 
@@ -213,10 +217,10 @@ def test_a_blend_in_the_reference_order(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 def test_any_step_of_a_blend_can_be_asked_for_alone(step: int, ranks: int) -> None:
     sources = [
-        Rows(Flat("x", np.arange(k * 1000, k * 1000 + size), np.zeros(1, np.int64)), 5, 10_000)
+        TokenSamples(ContiguousTokens("x", np.arange(k * 1000, k * 1000 + size), np.zeros(1, np.int64)), 5, 10_000)
         for k, size in ((1, 101), (2, 57))
     ]
-    loader = Loader(Blend(sources, [2, 1], seed=3), 8, seed=3, shuffle=False)
+    loader = BatchLoader(BlendedDataset(sources, [2, 1], seed=3), 8, seed=3, shuffle=False)
     whole = loader.batch(step)["tokens"]
     parts = [loader.batch(step, slice(r * 8 // ranks, (r + 1) * 8 // ranks))["tokens"] for r in range(ranks)]
     assert np.array_equal(np.concatenate(parts), whole)
@@ -224,7 +228,7 @@ def test_any_step_of_a_blend_can_be_asked_for_alone(step: int, ranks: int) -> No
 
 def test_tokens_of_another_tokenizer_are_named(tmp_path: Path) -> None:
     write(tmp_path / "x", [50], first=99_990)
-    train, _, _ = open_sources(config(tmp_path / "x"))
+    train, _, _ = build_datasets(config(tmp_path / "x"))
     with pytest.raises(UserError, match=r"x: token 100000 at 10, but model\.vocab=100000"):
         train.samples(np.array([0, 1]))
 
@@ -234,12 +238,12 @@ def test_tokens_of_another_tokenizer_are_named(tmp_path: Path) -> None:
     [
         ({"split": "a,b"}, "data.split=a,b"),
         ({"paths": ["nowhere"]}, "data.paths=nowhere"),
-        ({"sequence": 5000}, "data.sequence=5000"),
+        ({"seq_len": 5000}, "data.seq_len=5000"),
         ({"order": "megatron", "split": "0,1,0"}, "too few for a sample"),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path: Path, data: dict, words: str) -> None:
     write(tmp_path / "x", [50] * 4)
     with pytest.raises(UserError, match=words) as caught:
-        open_sources(config(tmp_path / "x", **data))
+        build_datasets(config(tmp_path / "x", **data))
     assert "\n" not in str(caught.value)

@@ -19,16 +19,16 @@ from pyarrow import parquet
 from reference import Gpt2, token_files
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from trainyard.cli.console import Skips
+from trainyard.cli.console import SkipReporter
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.documents import Bad
-from trainyard.data.formats.megatron_bin import Indexed
-from trainyard.data.loading.demo_corpus import stories
-from trainyard.data.prepare.tokenize import Job, tokenize
+from trainyard.data.formats.documents import UnreadableRecord
+from trainyard.data.formats.megatron_bin import MegatronTokens
+from trainyard.data.loading.demo_corpus import make_stories
+from trainyard.data.prepare.tokenize import TokenizeOptions, tokenize_files
 from trainyard.data.text import gpt2_fast_bpe as words
-from trainyard.data.text.gpt2_fast_bpe import Words
-from trainyard.data.text.tokenizer import Spec, open_tokenizer
+from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder
+from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
 
 ODD = [
     "don't I'll we've you're it's he'd I'm 'tis 'S 'LL ''s  's\n's\t'll'll'x's",
@@ -52,13 +52,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([*ODD, *stories(50)], trainer)
+    tokenizer.train_from_iterator([*ODD, *make_stories(50)], trainer)
     tokenizer.model.save(str(where))
     return where
 
 
-def spec(files: Path) -> Spec:
-    return Spec("gpt2", str(files / "vocab.json"), str(files / "merges.txt"))
+def spec(files: Path) -> TokenizerSpec:
+    return TokenizerSpec("gpt2", str(files / "vocab.json"), str(files / "merges.txt"))
 
 
 def reference(files: Path) -> Gpt2:
@@ -79,7 +79,7 @@ TEXTS = st.lists(
 @given(TEXTS)
 @settings(max_examples=300, deadline=None)
 def test_words_are_encoded_as_the_reference_does(files: Path, texts: list[str]) -> None:
-    tokenizer = open_tokenizer(spec(files))
+    tokenizer = load_tokenizer(spec(files))
     tokens, counts = tokenizer.encode(texts)
     wanted = [reference(files).encode(text) for text in texts]
     assert counts.tolist() == [len(each) for each in wanted]
@@ -89,23 +89,23 @@ def test_words_are_encoded_as_the_reference_does(files: Path, texts: list[str]) 
 def test_odd_texts_and_a_full_table(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no place in the table is encoded all the same; so are parts of any size."""
     long = [" ".join(letter * length for letter in "ab") for length in range(16, 40)]
-    texts = [*ODD, *stories(30), *long] * 2
+    texts = [*ODD, *make_stories(30), *long] * 2
     wanted = [token for text in texts for token in reference(files).encode(text)]
     for bits, characters, kept in ((19, 1 << 17, 1 << 16), (5, 1 << 17, 7), (19, 50, 1 << 16), (19, 50, 7)):
         monkeypatch.setattr(words, "BITS", bits)
         monkeypatch.setattr(words, "CHARACTERS", characters)
         monkeypatch.setattr(words, "LONG_WORDS", kept)
-        tokenizer = open_tokenizer(spec(files))
-        assert isinstance(tokenizer.words, Words)
+        tokenizer = load_tokenizer(spec(files))
+        assert isinstance(tokenizer.words, FastGpt2Encoder)
         assert tokenizer.encode(texts)[0].tolist() == wanted
-        assert tokenizer.words.used <= 1 << bits
-        assert len(tokenizer.words.long) <= kept
+        assert tokenizer.words.table_entries <= 1 << bits
+        assert len(tokenizer.words.long_words) <= kept
 
 
 def test_long_words_before_any_other(files: Path) -> None:
     """Words that have no slot, more of them than the table knows tokens."""
     for texts in (["averyveryverylongwordindeed" * 3], ["a", "averyveryverylongwordindeed" * 50, "b"]):
-        tokens, _ = open_tokenizer(spec(files)).encode(texts)
+        tokens, _ = load_tokenizer(spec(files)).encode(texts)
         assert tokens.tolist() == [token for text in texts for token in reference(files).encode(text)]
 
 
@@ -113,9 +113,9 @@ def lines(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text, "title": text[:5]}) + "\n" for text in texts))
 
 
-def run(paths: list[Path], prefix: Path, job: Job, workers: int = 1) -> list[Bad]:
-    bad: list[Bad] = []
-    tokenize(paths, prefix, job, workers, bad.append, lambda *_: None)
+def run(paths: list[Path], prefix: Path, job: TokenizeOptions, workers: int = 1) -> list[UnreadableRecord]:
+    bad: list[UnreadableRecord] = []
+    tokenize_files(paths, prefix, job, workers, bad.append, lambda *_: None)
     return bad
 
 
@@ -123,14 +123,14 @@ def run(paths: list[Path], prefix: Path, job: Job, workers: int = 1) -> list[Bad
 def test_the_bytes_are_the_references_for_any_number_of_workers(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, append: bool
 ) -> None:
-    texts = [*ODD, *stories(40)]
+    texts = [*ODD, *make_stories(40)]
     lines(tmp_path / "a.jsonl", texts)
     monkeypatch.setattr(documents, "PIECE", 700)
     plain = reference(files)
     end = [plain.numbers["<|endoftext|>"]] if append else []
     wanted = token_files([[plain.encode(text) + end] for text in texts if text], "<u2", 8)
     for workers in (1, 3):
-        run([tmp_path / "a.jsonl"], tmp_path / "out", Job(spec(files), append_eod=append), workers)
+        run([tmp_path / "a.jsonl"], tmp_path / "out", TokenizeOptions(spec(files), append_eod=append), workers)
         for data, suffix in zip(wanted, (".bin", ".idx"), strict=True):
             assert (tmp_path / f"out_text_document{suffix}").read_bytes() == data
     assert not list(tmp_path.glob(".*"))
@@ -139,7 +139,7 @@ def test_the_bytes_are_the_references_for_any_number_of_workers(
 def test_every_kind_of_input_gives_the_same(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    texts = [text for text in [*ODD, *stories(30)] if text]
+    texts = [text for text in [*ODD, *make_stories(30)] if text]
     lines(tmp_path / "a.jsonl", texts)
     data = (tmp_path / "a.jsonl").read_bytes()
     (tmp_path / "b.json").write_bytes(data.rstrip(b"\n"))  # no newline at the end
@@ -154,20 +154,20 @@ def test_every_kind_of_input_gives_the_same(files: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(documents, "PIECE", 500)
     found = {}
     for path in sorted(tmp_path.glob("[a-g]*")):
-        inputs = documents.inputs([str(path / "*.txt") if path.name == "g" else str(path)])
-        assert run(inputs, tmp_path / f"out-{path.name}", Job(spec(files)), 1) == []
+        inputs = documents.resolve_inputs([str(path / "*.txt") if path.name == "g" else str(path)])
+        assert run(inputs, tmp_path / f"out-{path.name}", TokenizeOptions(spec(files)), 1) == []
         found[path.name] = (tmp_path / f"out-{path.name}_text_document.bin").read_bytes()
-        assert documents.size(inputs) > 0
+        assert documents.total_bytes(inputs) > 0
     assert len(found) == 7
     assert len(set(found.values())) == 1
 
 
 def test_sentences_are_sequences_of_their_document(files: Path, tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", ["One is here. Two is there! Is three?", "", "Alone."])
-    run([tmp_path / "a.jsonl"], tmp_path / "out", Job(spec(files), ("text",), True, sentences=True))
-    data = Indexed(tmp_path / "out_text_sentence")
-    assert data.documents.tolist() == [0, 3, 4]
-    tokenizer = open_tokenizer(spec(files))
+    run([tmp_path / "a.jsonl"], tmp_path / "out", TokenizeOptions(spec(files), ("text",), True, split_sentences=True))
+    data = MegatronTokens(tmp_path / "out_text_sentence")
+    assert data.document_bounds.tolist() == [0, 3, 4]
+    tokenizer = load_tokenizer(spec(files))
     assert [tokenizer.decode(data.sequence(number).tolist()) for number in range(4)] == [
         "One is here.",
         "Two is there!",
@@ -178,10 +178,11 @@ def test_sentences_are_sequences_of_their_document(files: Path, tmp_path: Path) 
 
 def test_several_keys_make_several_sets(files: Path, tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", ["some longer text"])
-    run([tmp_path / "a.jsonl"], tmp_path / "out", Job(spec(files), ("text", "title")))
-    tokenizer = open_tokenizer(spec(files))
+    run([tmp_path / "a.jsonl"], tmp_path / "out", TokenizeOptions(spec(files), ("text", "title")))
+    tokenizer = load_tokenizer(spec(files))
     texts = [
-        tokenizer.decode(Indexed(tmp_path / f"out_{key}_document").sequence(0).tolist()) for key in ("text", "title")
+        tokenizer.decode(MegatronTokens(tmp_path / f"out_{key}_document").sequence(0).tolist())
+        for key in ("text", "title")
     ]
     assert texts == ["some longer text", "some "]
 
@@ -189,20 +190,20 @@ def test_several_keys_make_several_sets(files: Path, tmp_path: Path) -> None:
 def test_a_sentencepiece_model(tmp_path: Path) -> None:
     import sentencepiece
 
-    (tmp_path / "text").write_text("\n".join(stories(300)))
+    (tmp_path / "text").write_text("\n".join(make_stories(300)))
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=150, minloglevel=2
     )
-    texts = stories(5)
+    texts = make_stories(5)
     lines(tmp_path / "a.jsonl", texts)
     plain = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     wanted = token_files([[[*plain.encode(text), plain.eos_id()]] for text in texts], "<u2", 8)
     for path in (tmp_path / "tokenizer.model", tmp_path):  # the file, or a directory with it
-        run([tmp_path / "a.jsonl"], tmp_path / "out", Job(Spec(str(path)), append_eod=True))
+        run([tmp_path / "a.jsonl"], tmp_path / "out", TokenizeOptions(TokenizerSpec(str(path)), append_eod=True))
         assert (tmp_path / "out_text_document.bin").read_bytes() == wanted[0]
     (tmp_path / "bad.model").write_bytes(b"not a model")
     with pytest.raises(UserError, match="not a SentencePiece model"):
-        open_tokenizer(Spec(str(tmp_path / "bad.model")))
+        load_tokenizer(TokenizerSpec(str(tmp_path / "bad.model")))
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
@@ -212,17 +213,17 @@ def test_a_wordpiece_vocabulary(tmp_path: Path, lowercase: bool) -> None:
     pieces = ["the", "The", "fox", "##es", "jump", "##ed", ",", ".", "na", "##ive", "##ï", "##ve", "1", "##2"]
     vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
     (tmp_path / "vocab.txt").write_text("\n".join(vocab) + "\n")
-    tokenizer = open_tokenizer(Spec("wordpiece", str(tmp_path / "vocab.txt"), lowercase=lowercase))
+    tokenizer = load_tokenizer(TokenizerSpec("wordpiece", str(tmp_path / "vocab.txt"), lowercase=lowercase))
     theirs = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"), do_lower_case=lowercase)
     texts = ["The foxes jumped, naïve. 12", "", "the quick"]
     tokens, counts = tokenizer.encode(texts)
     wanted = [theirs.encode(text, add_special_tokens=False) for text in texts]
     assert counts.tolist() == [len(each) for each in wanted]
     assert tokens.tolist() == [token for each in wanted for token in each]
-    assert tokenizer.end == vocab.index("[SEP]")
+    assert tokenizer.end_id == vocab.index("[SEP]")
     (tmp_path / "vocab.txt").write_text("the\nfox\n")
     with pytest.raises(UserError, match=r"not a (BERT|WordPiece) vocabulary"):
-        open_tokenizer(Spec("wordpiece", str(tmp_path / "vocab.txt")))
+        load_tokenizer(TokenizerSpec("wordpiece", str(tmp_path / "vocab.txt")))
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
@@ -232,8 +233,8 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     lines(tmp_path / "a.jsonl", ["w1 w65499"])
-    run([tmp_path / "a.jsonl"], tmp_path / "out", Job(Spec(str(tmp_path)), append_eod=True))
-    data = Indexed(tmp_path / "out_text_document")
+    run([tmp_path / "a.jsonl"], tmp_path / "out", TokenizeOptions(TokenizerSpec(str(tmp_path)), append_eod=True))
+    data = MegatronTokens(tmp_path / "out_text_document")
     assert data.dtype == np.int32
     assert data.tokens.tolist() == [1, 65_499, 65_500]
 
@@ -246,11 +247,13 @@ def test_bad_lines_are_named_and_skipped_or_fatal(files: Path, tmp_path: Path, m
         path = tmp_path / name
         path.write_bytes(data)
         monkeypatch.setattr(documents, "PIECE", 40)
-        found = run([path], tmp_path / "out", Job(spec(files)))
-        assert [each.place for each in found] == [f"line {number}" for number in range(2, 15, 2)]
-        assert len(Indexed(tmp_path / "out_text_document")) == 7
+        found = run([path], tmp_path / "out", TokenizeOptions(spec(files)))
+        assert [each.location for each in found] == [f"line {number}" for number in range(2, 15, 2)]
+        assert len(MegatronTokens(tmp_path / "out_text_document")) == 7
         with pytest.raises(UserError, match=f"{name}: line 2: not JSON"):
-            tokenize([path], tmp_path / "strict", Job(spec(files)), 1, Skips(strict=True), lambda *_: None)
+            tokenize_files(
+                [path], tmp_path / "strict", TokenizeOptions(spec(files)), 1, SkipReporter(strict=True), lambda *_: None
+            )
         assert not list(tmp_path.glob("*strict*"))
 
 
@@ -269,7 +272,7 @@ def test_bad_lines_are_named_and_skipped_or_fatal(files: Path, tmp_path: Path, m
 def test_bad_files_are_one_line(files: Path, tmp_path: Path, name: str, data: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=words) as caught:
-        run(documents.inputs([str(tmp_path / name)]), tmp_path / "out", Job(spec(files)))
+        run(documents.resolve_inputs([str(tmp_path / name)]), tmp_path / "out", TokenizeOptions(spec(files)))
     assert "\n" not in str(caught.value)
     assert not [path for path in tmp_path.iterdir() if path.name != name]
 
@@ -290,8 +293,8 @@ def test_random_bytes_are_read_or_refused(
     path = tmp_path_factory.mktemp("fuzz", numbered=True) / name
     path.write_bytes(data)
     with suppress(UserError):
-        run([path], path.parent / "out", Job(spec(files)))
-        assert len(Indexed(path.parent / "out_text_document"))
+        run([path], path.parent / "out", TokenizeOptions(spec(files)))
+        assert len(MegatronTokens(path.parent / "out_text_document"))
     assert not list(path.parent.glob(".*"))
 
 
@@ -301,7 +304,7 @@ def command(files: Path, *words: str) -> list[str]:
 
 
 def test_the_command(files: Path, tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl", stories(30))
+    lines(tmp_path / "a.jsonl", make_stories(30))
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("broken\n")
     words = [
@@ -326,7 +329,7 @@ def test_the_command(files: Path, tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_no_files_and_no_workers(files: Path, tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl", stories(400) * 60)
+    lines(tmp_path / "a.jsonl", make_stories(400) * 60)
     words = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "2"]
     for delay in (0.0, 0.2):
         process = subprocess.Popen(command(files, *words), start_new_session=True, stderr=subprocess.DEVNULL)

@@ -10,14 +10,14 @@ from tests.data.test_token_samples import write
 from tests.support import configs
 from trainyard import Trainer
 from trainyard.config.schema import Config
-from trainyard.data.formats.arrow_writer import Writer as ArrowWriter
-from trainyard.data.formats.bert_hdf5 import Shape, record
-from trainyard.data.formats.bert_hdf5 import write as write_hdf5
+from trainyard.data.formats.arrow_writer import ArrowDatasetWriter as ArrowWriter
+from trainyard.data.formats.bert_hdf5 import BertShape, record_dtype
+from trainyard.data.formats.bert_hdf5 import write_samples as write_hdf5
 
 
 def tokens(directory: Path) -> dict[str, Any]:
     write(directory / "a", [30, 7, 50, 1, 80], dtype="uint16")
-    return {"source": "tokens", "paths": [str(directory / "a")], "separate": True, "mask_ends": True}
+    return {"source": "tokens", "paths": [str(directory / "a")], "document_mask": True, "mask_eod_loss": True}
 
 
 def megatron(directory: Path) -> dict[str, Any]:
@@ -29,30 +29,30 @@ def blend(directory: Path) -> dict[str, Any]:
     write(directory / "a", [60, 40], dtype="uint16")
     write(directory / "b", [90], first=100, dtype="int32")
     paths = [str(directory / name) for name in "ab"]
-    return {"source": "tokens", "paths": paths, "weights": [0.3, 0.7], "validation": 0.2}
+    return {"source": "tokens", "paths": paths, "weights": [0.3, 0.7], "validation_fraction": 0.2}
 
 
 def arrow(directory: Path) -> dict[str, Any]:
     with ArrowWriter(directory / "set", {"input_ids": "int32", "position_ids": "int32"}) as writer:
         rows = np.arange(20 * 16, dtype=np.int32).reshape(20, 16) % 250
         writer.add({"input_ids": rows, "position_ids": np.tile(np.arange(16, dtype=np.int32), (20, 1))})
-    return {"source": "arrow", "paths": [str(directory / "set")], "separate": True}
+    return {"source": "arrow", "paths": [str(directory / "set")], "document_mask": True}
 
 
 def hdf5(directory: Path) -> dict[str, Any]:
-    samples = np.zeros(30, record(16, 4, 128))
+    samples = np.zeros(30, record_dtype(16, 4, 128))
     rng = np.random.RandomState(0)
     samples["tokens"] = rng.randint(4, 128, (30, 16))
     samples["labels"], samples["places"] = rng.randint(4, 128, (30, 4)), [1, 3, 5, 7]
     samples["mask"], samples["next_sentence"] = 0xFF, rng.randint(0, 2, 30)
-    write_hdf5(directory / "x_training_00000.hdf5", [samples], Shape(30, 16, 4))
-    return {"source": "hdf5", "paths": [str(directory / "*_training_*.hdf5")], "predictions": 4}
+    write_hdf5(directory / "x_training_00000.hdf5", [samples], BertShape(30, 16, 4))
+    return {"source": "hdf5", "paths": [str(directory / "*_training_*.hdf5")], "max_predictions": 4}
 
 
 def config(data: dict[str, Any], micro: int) -> Config:
     family = "bert" if data["source"] == "hdf5" else "llama"
     train = {"steps": 6, "global_batch": 4, "micro_batch": micro}
-    return configs.config(family, data={"sequence": 16, **data}, train=train)
+    return configs.tiny_config(family, data={"seq_len": 16, **data}, train=train)
 
 
 @pytest.mark.parametrize("make", [tokens, megatron, blend, arrow, hdf5])
@@ -61,7 +61,7 @@ def test_a_run_sees_the_same_whatever_its_micro_batch_and_wherever_it_starts(mak
     losses = []
     for micro, first in ((1, 0), (4, 0), (2, 3)):
         trainer = Trainer(config(data, micro))
-        found = [trainer.step(trainer.loader.batch(step), step + 1, 0.0).loss for step in range(first, 6)]
+        found = [trainer.train_step(trainer.loader.batch(step), step + 1, 0.0).loss for step in range(first, 6)]
         losses.append([float(loss) for loss in found])
     whole, other, late = losses
     assert other == pytest.approx(whole, rel=1e-5)

@@ -19,28 +19,35 @@ from hypothesis import strategies as st
 
 from tests.data import wikipedia_dumps
 from trainyard.cli import main
-from trainyard.cli.console import Skips
+from trainyard.cli.console import SkipReporter
 from trainyard.core.errors import UserError
 from trainyard.data.wikipedia import dump
 from trainyard.data.wikipedia.dump import open_dump
-from trainyard.data.wikipedia.extract import Bad, extract
-from trainyard.data.wikipedia.progress import Job, State, begin, claimed
-from trainyard.data.wikipedia.wikitext import Names, clean
+from trainyard.data.wikipedia.extract import UnreadablePage, extract_articles
+from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output
+from trainyard.data.wikipedia.wikitext import WikiNamespaces, wikitext_to_text
 
-NAMES = Names(frozenset(("datei", "kategorie")))
-SMALL = Job(shard_size=20_000)
+NAMES = WikiNamespaces(frozenset(("datei", "kategorie")))
+SMALL = ExtractOptions(shard_size=20_000)
 PAGES = list(wikipedia_dumps.pages(60, sections=2))
 
 
 def run(
-    *paths: Path, output: Path, job: Job = SMALL, workers: int = 1, strict: bool = False, restart: bool = False
-) -> tuple[State, list[Bad]]:
-    bad: list[Bad] = []
+    *paths: Path,
+    output: Path,
+    job: ExtractOptions = SMALL,
+    workers: int = 1,
+    strict: bool = False,
+    restart: bool = False,
+) -> tuple[ExtractState, list[UnreadablePage]]:
+    bad: list[UnreadablePage] = []
     found = [open_dump(path) for path in paths]
-    with claimed(output):
-        state = begin(found, output, job, restart)
+    with lock_output(output):
+        state = load_state(found, output, job, restart)
         if not state.finished:
-            extract(found, output, job, state, workers, Skips(True) if strict else bad.append, lambda _: None)
+            extract_articles(
+                found, output, job, state, workers, SkipReporter(True) if strict else bad.append, lambda _: None
+            )
     return state, bad
 
 
@@ -60,7 +67,7 @@ def expected(data: bytes, namespaces: tuple[int, ...] = (0,)) -> list[dict[str, 
     for page in root.iter("page"):
         get: Any = page.findtext
         plain = get("revision/model") == "wikitext" and page.find("redirect") is None
-        text = clean(get("revision/text"), NAMES)
+        text = wikitext_to_text(get("revision/text"), NAMES)
         if plain and text and int(get("ns")) in namespaces:
             url = f"https://de.wikipedia.org/wiki?curid={get('id')}"
             found.append({"id": get("id"), "url": url, "title": get("title"), "text": text})
@@ -102,14 +109,14 @@ def test_articles_as_they_come(tmp_path: Path) -> None:
         {"id": "4", "url": f"{address}4", "title": "Short", "text": "abc"},
     ]
     assert (state.counts["redirect"], state.counts["short"], state.counts["namespace"]) == (1, 1, 1)
-    run(tmp_path / "a.xml", output=tmp_path / "both", job=Job(namespaces=(0, 1), min_text=5))
+    run(tmp_path / "a.xml", output=tmp_path / "both", job=ExtractOptions(namespaces=(0, 1), min_text=5))
     assert [line["id"] for line in lines(tmp_path / "both")] == ["1", "5"]
 
 
 def test_compressed_shards_have_the_same_lines(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_bytes(wikipedia_dumps.dump(PAGES))
     run(tmp_path / "a.xml", output=tmp_path / "plain")
-    run(tmp_path / "a.xml", output=tmp_path / "packed", job=Job(SMALL.shard_size, compress=True), workers=2)
+    run(tmp_path / "a.xml", output=tmp_path / "packed", job=ExtractOptions(SMALL.shard_size, compress=True), workers=2)
     packed = {name.removesuffix(".gz"): gzip.decompress(data) for name, data in written(tmp_path / "packed").items()}
     assert packed == written(tmp_path / "plain")
     assert all(data[4:8] == bytes(4) for data in written(tmp_path / "packed").values())  # no time of day in them
@@ -133,7 +140,7 @@ def test_bytes_that_look_like_a_stream_and_streams_of_any_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams are found by their first bytes: right however often those appear, and in a stream too long to hold."""
-    monkeypatch.setattr(dump, "STREAM", re.compile(dump.STREAM.pattern + rb"|[\x00-\x03]"))
+    monkeypatch.setattr(dump, "STREAM", re.compile(dump.STREAM_START.pattern + rb"|[\x00-\x03]"))
     monkeypatch.setattr(dump, "LONG", 300)
     monkeypatch.setattr(dump, "READ", 1000)
     monkeypatch.setattr(dump, "UNPACK", 700)
@@ -156,19 +163,19 @@ def test_a_run_goes_on_after_each_shard(tmp_path: Path, kind: str) -> None:
     found = [open_dump(path)]
     starts = 0
     for _ in range(whole.shards + 1):
-        with claimed(output):
-            state = begin(found, output, SMALL, False)
+        with lock_output(output):
+            state = load_state(found, output, SMALL, False)
             if state.finished:
                 break
             assert state.shards == starts
             starts += 1
 
-            def stop(_: int, now: State = state, goal: int = starts) -> None:
+            def stop(_: int, now: ExtractState = state, goal: int = starts) -> None:
                 if now.shards == goal and not now.finished:
                     raise Stop
 
             try:
-                extract(found, output, SMALL, state, 1, lambda _: None, stop)
+                extract_articles(found, output, SMALL, state, 1, lambda _: None, stop)
             except Stop:
                 continue
     assert starts == whole.shards > 3
@@ -226,8 +233,8 @@ def test_what_a_directory_holds_is_never_mixed(tmp_path: Path) -> None:
     assert run(path, output=output)[0].finished
     assert {file: file.stat().st_mtime_ns for file in stamps} == stamps
     with pytest.raises(UserError, match="other min text; --restart"):
-        run(path, output=output, job=Job(SMALL.shard_size, min_text=3))
-    with claimed(output):
+        run(path, output=output, job=ExtractOptions(SMALL.shard_size, min_text=3))
+    with lock_output(output):
         code = "import sys; from pathlib import Path; from trainyard.data.wikipedia.progress import claimed\n"
         code += f"with claimed(Path({str(output)!r})): pass"
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -262,10 +269,10 @@ def test_a_page_that_is_no_xml_is_skipped_and_named(tmp_path: Path) -> None:
     state, bad = run(tmp_path / "a.xml", output=tmp_path / "out", workers=2)
     assert lines(tmp_path / "out") == expected(wikipedia_dumps.dump(PAGES[:20]))
     assert state.counts["malformed"] == 5
-    assert data[bad[0].byte :].startswith(wrong.strip().encode()[:40])
-    assert "mismatched tag" in bad[0].why
-    assert [data[each.byte :][:6] for each in bad] == [b"<page>", b"<page>", b"</page", b"<page>", b"<page>"]
-    with pytest.raises(UserError, match=f"a.xml: byte {bad[0].byte} of its XML: mismatched tag"):
+    assert data[bad[0].xml_offset :].startswith(wrong.strip().encode()[:40])
+    assert "mismatched tag" in bad[0].reason
+    assert [data[each.xml_offset :][:6] for each in bad] == [b"<page>", b"<page>", b"</page", b"<page>", b"<page>"]
+    with pytest.raises(UserError, match=f"a.xml: byte {bad[0].xml_offset} of its XML: mismatched tag"):
         run(tmp_path / "a.xml", output=tmp_path / "strict", strict=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainyard.data.wikipedia.wikitext import Names, clean
+from trainyard.data.wikipedia.wikitext import WikiNamespaces, wikitext_to_text
 
 INLINE = [
     ("'''Bold''' and ''italic'' and '''''both'''''", "Bold and italic and both"),
@@ -45,7 +45,7 @@ INLINE = [
 
 @pytest.mark.parametrize(("source", "expected"), INLINE)
 def test_a_line(source: str, expected: str) -> None:
-    assert clean(f"Then {source}") == f"Then {expected}".strip()
+    assert wikitext_to_text(f"Then {source}") == f"Then {expected}".strip()
 
 
 BLOCKS = [
@@ -69,13 +69,13 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("source", "expected"), BLOCKS)
 def test_lines(source: str, expected: str) -> None:
-    assert clean(source) == expected
+    assert wikitext_to_text(source) == expected
 
 
 def test_names_of_another_wiki() -> None:
-    names = Names(frozenset(("tiedosto", "luokka")))
-    assert clean("a [[Tiedosto:x.jpg|b]][[Luokka:y]] [[File:z]] [[Muu:c]]", names) == "a Muu:c"
-    assert clean("[[Tiedosto:x.jpg|b]]") == "b"
+    names = WikiNamespaces(frozenset(("tiedosto", "luokka")))
+    assert wikitext_to_text("a [[Tiedosto:x.jpg|b]][[Luokka:y]] [[File:z]] [[Muu:c]]", names) == "a Muu:c"
+    assert wikitext_to_text("[[Tiedosto:x.jpg|b]]") == "b"
 
 
 REST = "Here is all the rest.\n\nOf two paragraphs."
@@ -96,19 +96,19 @@ UNCLOSED = [
 @pytest.mark.parametrize("opening", [*UNCLOSED, "{{a|{{b}} [[c]]", "{{{1", "<table>", "<gallery>", "\n{|\n|-\n| x"])
 def test_what_never_closes_loses_nothing(opening: str) -> None:
     """It is text, and the rest is read as ever."""
-    assert clean(f"Start. {opening}\n\n{REST} [[x|Last]]{{{{y}}}}.").endswith(f"{REST} Last.")
+    assert wikitext_to_text(f"Start. {opening}\n\n{REST} [[x|Last]]{{{{y}}}}.").endswith(f"{REST} Last.")
 
 
 def test_an_unclosed_reference_ends_where_the_next_begins() -> None:
-    assert clean("a <ref>b c <ref>d</ref> e") == "a b c e"
+    assert wikitext_to_text("a <ref>b c <ref>d</ref> e") == "a b c e"
 
 
 def test_rows_of_an_unclosed_template_or_table_go_but_nothing_else() -> None:
-    assert clean("{{Infobox\n| a = b\n| c = d\nText.\n\n{|\n|-\n| x\nMore.") == "{{Infobox\nText.\n\nMore."
+    assert wikitext_to_text("{{Infobox\n| a = b\n| c = d\nText.\n\n{|\n|-\n| x\nMore.") == "{{Infobox\nText.\n\nMore."
 
 
 def test_closing_marks_alone_are_text() -> None:
-    assert clean("a }} b ]] c ] d } e") == "a }} b ]] c ] d } e"
+    assert wikitext_to_text("a }} b ]] c ] d } e") == "a }} b ]] c ] d } e"
 
 
 PATHOLOGICAL = [
@@ -148,7 +148,7 @@ CLOSED = [
 )
 def test_time_is_linear(source: str) -> None:
     start = time.process_time()
-    clean(source)
+    wikitext_to_text(source)
     assert time.process_time() - start < 10  # squared, it would be minutes
 
 
@@ -172,7 +172,7 @@ def nest(inner: st.SearchStrategy[tuple[str, str]]) -> st.SearchStrategy[tuple[s
 @given(st.recursive(PLAIN.map(lambda text: (text, text)), nest, max_leaves=12))
 def test_nested_markup_leaves_its_words(made: tuple[str, str]) -> None:
     source, expected = made
-    assert clean(f"Begin {source} end").split() == ["Begin", *expected.split(), "end"]
+    assert wikitext_to_text(f"Begin {source} end").split() == ["Begin", *expected.split(), "end"]
 
 
 MARKS = (
@@ -184,7 +184,7 @@ MARKS = (
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5)), max_size=40).map("".join))
 def test_anything_can_be_read(source: str) -> None:
-    text = clean(source)
+    text = wikitext_to_text(source)
     assert text == text.strip()
     assert "\x01" not in text
     assert "\n\n\n" not in text
@@ -194,4 +194,4 @@ def test_anything_can_be_read(source: str) -> None:
 @given(st.lists(st.sampled_from(MARKS), max_size=20).map("".join))
 def test_no_broken_paragraph_takes_the_next(source: str) -> None:
     """However broken a paragraph is: what follows it, and holds no mark that could end it, stays."""
-    assert clean(f"{source}\n\nThe last words.").endswith("The last words.")
+    assert wikitext_to_text(f"{source}\n\nThe last words.").endswith("The last words.")

@@ -3,10 +3,10 @@
 import pytest
 
 from trainyard.core.errors import UserError
-from trainyard.devices.cuda import Cuda
+from trainyard.devices.cuda import CudaDevice
 
 
 def test_more_ranks_than_gpus_is_one_line() -> None:
-    device = Cuda()
-    with pytest.raises(UserError, match=rf"local rank 99: this machine has {device.ranks()} GPUs"):
+    device = CudaDevice()
+    with pytest.raises(UserError, match=rf"local rank 99: this machine has {device.max_local_ranks()} GPUs"):
         device.prepare(False, 99)

@@ -17,21 +17,21 @@ from tests.support.fake_neuron import install
 from trainyard import devices
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
-from trainyard.devices.neuron.device import Neuron, obstacle
+from trainyard.devices.neuron.device import NeuronDevice, missing_requirement
 from trainyard.devices.neuron.environment import (
-    Launch,
-    cores_of,
-    launch_of,
-    lnc_of,
+    LaunchInfo,
+    merge_env,
     native_environment,
-    settled,
+    read_launch_info,
+    resolve_lnc,
+    visible_core,
 )
-from trainyard.devices.neuron.instance import Instance, find, generation_of, version
-from trainyard.launch.launcher import free_port
-from trainyard.train.callbacks import Hook, Run
+from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance, installed_version, parse_generation
+from trainyard.launch.launcher import reserved_port
+from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 
-TRN2 = Instance("trn2", 16, "trn2.48xlarge")
+TRN2 = TrainiumInstance("trn2", 16, "trn2.48xlarge")
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,16 +39,16 @@ ROOT = Path(__file__).parents[2]
     ("here", "package", "says"),
     [
         (TRN2, (2, 13), None),
-        (Instance("trn3", 4, ""), (2, 14), None),
+        (TrainiumInstance("trn3", 4, ""), (2, 14), None),
         (TRN2, None, r"needs torch-neuronx 2\.13\.\* or 2\.14\.\* from AWS.s own package index .Python 3\.12"),
         (TRN2, (2, 9), r"torch-neuronx 2\.9 is the older one for XLA; needs"),
-        (Instance(None, 0, "Standard PC"), (2, 13), r"no chip here \(/dev/neuron0 is missing\)"),
-        (Instance("trn1", 16, "trn1.32xlarge"), None, r"this is a trn1.*nearest: device\.name=xla"),
-        (Instance(None, 16, ""), (2, 13), r"set NEURON_PLATFORM_TARGET_OVERRIDE=trn2 or trn3"),
+        (TrainiumInstance(None, 0, "Standard PC"), (2, 13), r"no chip here \(/dev/neuron0 is missing\)"),
+        (TrainiumInstance("trn1", 16, "trn1.32xlarge"), None, r"this is a trn1.*nearest: device\.name=xla"),
+        (TrainiumInstance(None, 16, ""), (2, 13), r"set NEURON_PLATFORM_TARGET_OVERRIDE=trn2 or trn3"),
     ],
 )
-def test_why_there_is_no_such_device(here: Instance, package: tuple[int, int] | None, says: str | None) -> None:
-    found = obstacle(here, package)
+def test_why_there_is_no_such_device(here: TrainiumInstance, package: tuple[int, int] | None, says: str | None) -> None:
+    found = missing_requirement(here, package)
     if says is None:
         assert found is None
     else:
@@ -72,9 +72,9 @@ def test_an_instance_is_known_by_what_ec2_and_the_driver_say(tmp_path: Path) -> 
     (tmp_path / "dev").mkdir()
     for name in ("neuron0", "neuron1", "neuron15", "neuron", "neuron_shared", "null"):
         (tmp_path / "dev" / name).touch()
-    assert find(tmp_path, {}) == Instance("trn2", 3, "trn2u.48xlarge")
-    assert find(tmp_path, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}).generation == "trn3"
-    assert find(tmp_path / "nothing", {}) == Instance(None, 0, "")
+    assert detect_instance(tmp_path, {}) == TrainiumInstance("trn2", 3, "trn2u.48xlarge")
+    assert detect_instance(tmp_path, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}).generation == "trn3"
+    assert detect_instance(tmp_path / "nothing", {}) == TrainiumInstance(None, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_an_instance_is_known_by_what_ec2_and_the_driver_say(tmp_path: Path) -> 
     [("trn1.2xlarge", "trn1"), ("trn1n.32xlarge", "trn1"), ("p5.48xlarge", None), ("Trn3pd98.3xlarge", "trn3")],
 )
 def test_generations(product: str, generation: str | None) -> None:
-    assert generation_of(product) == generation
+    assert parse_generation(product) == generation
 
 
 def test_a_package_that_is_not_there_has_no_version() -> None:
-    assert version("torch-neuronx") is None
-    found = version("torch")
+    assert installed_version("torch-neuronx") is None
+    found = installed_version("torch")
     assert found is not None
     assert found >= (2, 11)
 
@@ -95,26 +95,26 @@ def test_a_package_that_is_not_there_has_no_version() -> None:
 @pytest.mark.parametrize(
     ("environ", "launch"),
     [
-        ({}, Launch()),
+        ({}, LaunchInfo()),
         (
             {"RANK": "65", "WORLD_SIZE": "128", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "64", "MASTER_PORT": "41000"},
-            Launch(65, 128, 1, 64, "localhost", 41000),
+            LaunchInfo(65, 128, 1, 64, "localhost", 41000),
         ),
-        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, Launch(3, 4, 3, 4)),
+        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, LaunchInfo(3, 4, 3, 4)),
     ],
 )
-def test_where_a_process_stands(environ: dict[str, str], launch: Launch) -> None:
-    assert launch_of(environ) == launch
+def test_where_a_process_stands(environ: dict[str, str], launch: LaunchInfo) -> None:
+    assert read_launch_info(environ) == launch
 
 
 @pytest.mark.parametrize(("ranks", "local", "hosts"), [(1, 1, 1), (64, 64, 1), (128, 64, 2), (65, 64, 2)])
 def test_hosts(ranks: int, local: int, hosts: int) -> None:
-    assert Launch(ranks=ranks, local_ranks=local).hosts == hosts
+    assert LaunchInfo(ranks=ranks, local_world_size=local).hosts == hosts
 
 
 def test_a_launcher_that_gives_no_numbers_is_one_line() -> None:
     with pytest.raises(UserError, match="WORLD_SIZE=many: must be a number"):
-        launch_of({"WORLD_SIZE": "many"})
+        read_launch_info({"WORLD_SIZE": "many"})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_launcher_that_gives_no_numbers_is_one_line() -> None:
     ],
 )
 def test_physical_cores_of_a_rank(generation: str, asked: int | None, environ: dict[str, str], lnc: int) -> None:
-    assert lnc_of(generation, asked, environ) == lnc
+    assert resolve_lnc(generation, asked, environ) == lnc
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_physical_cores_of_a_rank(generation: str, asked: int | None, environ: d
 )
 def test_physical_cores_that_cannot_be(generation: str, asked: int | None, environ: dict[str, str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        lnc_of(generation, asked, environ)
+        resolve_lnc(generation, asked, environ)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_physical_cores_that_cannot_be(generation: str, asked: int | None, envir
     ],
 )
 def test_the_core_of_a_rank(visible: str | None, local_rank: int, local_ranks: int, core: str) -> None:
-    assert cores_of(visible, local_rank, local_ranks) == core
+    assert visible_core(visible, local_rank, local_ranks) == core
 
 
 @pytest.mark.parametrize(
@@ -169,55 +169,55 @@ def test_the_core_of_a_rank(visible: str | None, local_rank: int, local_ranks: i
 )
 def test_cores_that_do_not_suffice(visible: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        cores_of(visible, 0, 4)
+        visible_core(visible, 0, 4)
 
 
 @given(first=st.integers(0, 100), count=st.integers(2, 64))
 def test_ranks_share_what_the_user_gave_and_none_twice(first: int, count: int) -> None:
     visible = f"{first}-{first + count - 1}"
-    taken = [int(cores_of(visible, rank, count)) for rank in range(count)]
+    taken = [int(visible_core(visible, rank, count)) for rank in range(count)]
     assert taken == list(range(first, first + count))
 
 
 def test_what_the_native_runtime_reads() -> None:
-    alone = native_environment(2, Launch(local_rank=3, local_ranks=4, ranks=4), "/cache")
+    alone = native_environment(2, LaunchInfo(local_rank=3, local_world_size=4, ranks=4), "/cache")
     assert alone["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert alone["NEURON_RT_VISIBLE_CORES"] == "3"
     assert alone["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache"
     assert int(alone["NEURON_RT_EXEC_TIMEOUT"]) > 30
     assert not [name for name in alone if name.startswith("FI_")]
-    several = native_environment(2, Launch(ranks=128, local_ranks=64), "/cache")
+    several = native_environment(2, LaunchInfo(ranks=128, local_world_size=64), "/cache")
     assert several["FI_PROVIDER"] == "efa"
     assert several["FI_EFA_USE_DEVICE_RDMA"] == "1"
     assert "NEURON_RT_ROOT_COMM_ID" not in several, "ranks find it through their store"
 
 
 def test_what_the_user_has_set_stays() -> None:
-    wanted = native_environment(2, Launch(), "/ours")
+    wanted = native_environment(2, LaunchInfo(), "/ours")
     mine = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/mine", "NEURON_RT_EXEC_TIMEOUT": "99"}
-    changes = settled(wanted, mine)
+    changes = merge_env(wanted, mine)
     assert not changes.keys() & mine.keys()
     assert (mine | changes).keys() == wanted.keys()
 
 
 def test_a_device_knows_its_machine() -> None:
-    device = Neuron(TRN2)
-    assert device.ranks() == 64
+    device = NeuronDevice(TRN2)
+    assert device.max_local_ranks() == 64
     assert device.describe() == "trn2.48xlarge, a core of 24 GiB (LNC 2)"
-    peak, slow = device.peak(torch.bfloat16), device.peak(torch.float32)
+    peak, slow = device.peak_throughput(torch.bfloat16), device.peak_throughput(torch.float32)
     assert peak is not None
     assert slow is not None
     assert peak.flops == pytest.approx(166.75e12)
     assert slow.flops == pytest.approx(45.25e12)
-    assert device.takes(range(4))
-    assert not device.takes(range(8))
-    assert device.maker.type == "cpu", "initial weights need exact 64-bit integers"
-    assert device.order(4, 64) is None
-    assert device.order(32, 64) == [*range(16), *range(48, 64), *range(16, 48)]
+    assert device.supports_group(range(4))
+    assert not device.supports_group(range(8))
+    assert device.init_device.type == "cpu", "initial weights need exact 64-bit integers"
+    assert device.rank_order(4, 64) is None
+    assert device.rank_order(32, 64) == [*range(16), *range(48, 64), *range(16, 48)]
 
 
 def test_mistakes_before_the_first_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Neuron(Instance("trn2", 1, "trn2.3xlarge"))
+    device = NeuronDevice(TrainiumInstance("trn2", 1, "trn2.3xlarge"))
     with pytest.raises(UserError, match="local rank 4: this machine has 4 cores, one for each rank"):
         device.prepare(False, 4, "bf16")
     with pytest.raises(UserError, match=r"precision\.kind=fp8: not on Trainium.*nearest: bf16"):
@@ -260,7 +260,7 @@ layers = {**tiny.LLAMA, "layers": 4}
 layout, kind = json.loads(sys.argv[1]), sys.argv[2]
 common = {"precision": {"kind": kind}, "log": {"every": 1, "tensorboard": False, "directory": sys.argv[3]}}
 config = tiny.config(
-    layers, layout=layout, compile={"enabled": True}, checkpoint={"final": False, "every": 2}, **common
+    layers, layout=layout, compile={"enabled": True}, checkpoint={"export_hf": False, "every": 2}, **common
 )
 
 
@@ -313,7 +313,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["fp32", "bf16_sr"])
 def test_a_run_on_the_pretended_package(packages: Path, tmp_path: Path, kind: str) -> None:
     """The whole Trainer with the neuron device: same losses as on the CPU, one graph for all blocks."""
@@ -339,7 +339,7 @@ def test_a_run_on_the_pretended_package(packages: Path, tmp_path: Path, kind: st
     assert said["checkpoint"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["tp", "cp"])
 def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Process group neuron, one core each, the same graphs, and the losses of one rank."""
@@ -361,7 +361,7 @@ def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layo
             text=True,
         )
 
-    with free_port() as port:
+    with reserved_port() as port:
         crew = [start(rank, port) for rank in range(2)]
         ends = [rank.communicate(timeout=100) for rank in crew]
     for rank, (out, errors) in zip(crew, ends, strict=True):
@@ -373,16 +373,16 @@ def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layo
     assert sum(said[0]["graphs"]) == 1, "four blocks, one graph"
     alone = Losses()
     log = {"directory": str(tmp_path)}
-    Trainer(configs.config({**configs.LLAMA, "layers": 4}, log=log), hooks=[alone]).run()
+    Trainer(configs.tiny_config({**configs.LLAMA, "layers": 4}, log=log), callbacks=[alone]).run()
     for each in said:
         assert each["losses"] == pytest.approx(alone.losses, rel=1e-5)
 
 
-class Losses(Hook):
+class Losses(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from trainyard.core.errors import UserError
 from trainyard.devices.neuron.compile_cache import (
-    DEFAULT,
-    Entry,
+    DEFAULT_DIR,
+    NeuronCacheEntry,
+    cache_location,
     clear_locks,
-    directory,
-    entries,
-    problems,
+    entry_problems,
+    list_entries,
     remove_failed,
-    stale,
+    stale_locks,
 )
 
 COMPILER = "neuronxcc-2.21.33363.0+82129205"
@@ -54,52 +54,52 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def by_state(cache: Path) -> dict[str, Entry]:
-    return {entry.state: entry for entry in entries(cache)}
+def by_state(cache: Path) -> dict[str, NeuronCacheEntry]:
+    return {entry.state: entry for entry in list_entries(cache)}
 
 
 def test_each_state_is_seen(cache: Path) -> None:
     found = by_state(cache)
     assert sorted(found) == ["empty", "failed", "locked", "success"]
     done, failed, empty = found["success"], found["failed"], found["empty"]
-    assert (done.compiler, done.graph, done.flags_hash) == ("2.21.33363.0+82129205", "1", "00000001")
+    assert (done.compiler_version, done.graph_hash, done.flags_hash) == ("2.21.33363.0+82129205", "1", "00000001")
     assert done.flags == tuple(FLAGS)
-    assert done.bytes == sum(map(len, DONE.values()))
-    assert abs(done.collected - time.time()) < 60
-    assert failed.log.endswith("[LUR015] Compiler generated too many instructions")
-    assert len(failed.log) < 5000
+    assert done.size_bytes == sum(map(len, DONE.values()))
+    assert abs(done.collected_at - time.time()) < 60
+    assert failed.log_tail.endswith("[LUR015] Compiler generated too many instructions")
+    assert len(failed.log_tail) < 5000
     assert empty.flags == ()
     assert [lock.name for lock in found["locked"].locks] == ["model.hlo_module.pb.lock"]
 
 
 def test_what_does_not_belong_there_is_passed_over(cache: Path) -> None:
-    before = entries(cache)
+    before = list_entries(cache)
     (cache / "README").write_text("mine")
     (cache / "other" / NAMES["success"]).mkdir(parents=True)
     (cache / COMPILER / "lost+found").mkdir()
     (cache / COMPILER / "MODULE_nonsense").mkdir()
     (cache / COMPILER / "MODULE_9+00000009").write_text("a file")
     (cache / COMPILER / ".removed-abc").mkdir()
-    assert entries(cache) == before
+    assert list_entries(cache) == before
 
 
 def test_damaged_entries_are_entries_too(tmp_path: Path) -> None:
     path = put(tmp_path, "MODULE_7+00000007", {**GRAPH, "compile_flags.json": "[broken", "model.neff": ""})
     (path / "model.log").symlink_to(tmp_path / "nowhere")
     (path / "sub").mkdir()
-    (entry,) = entries(tmp_path)
+    (entry,) = list_entries(tmp_path)
     assert entry.flags == ()
-    assert entry.log == ""
-    assert problems(entry) == ["model.neff without model.done: cut off", "model.neff is empty"]
+    assert entry.log_tail == ""
+    assert entry_problems(entry) == ["model.neff without model.done: cut off", "model.neff is empty"]
 
 
 def test_a_place_that_is_no_cache(tmp_path: Path) -> None:
-    assert entries(tmp_path / "nothing") == []
+    assert list_entries(tmp_path / "nothing") == []
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="not a directory"):
-        entries(tmp_path / "file")
+        list_entries(tmp_path / "file")
     with pytest.raises(UserError, match="s3://bucket/cache: only directories"):
-        entries("s3://bucket/cache")
+        list_entries("s3://bucket/cache")
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_a_place_that_is_no_cache(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_said(cache: Path, state: str, says: list[str]) -> None:
-    assert problems(by_state(cache)[state]) == says
+    assert entry_problems(by_state(cache)[state]) == says
 
 
 def test_failures_are_removed_and_nothing_else(cache: Path) -> None:
-    gone = remove_failed(entries(cache), nobody)
+    gone = remove_failed(list_entries(cache), nobody)
     assert [entry.key for entry in gone] == [NAMES["failed"]]
-    assert {entry.state for entry in entries(cache)} == {"success", "locked", "empty"}
+    assert {entry.state for entry in list_entries(cache)} == {"success", "locked", "empty"}
     assert sorted(path.name for path in (cache / COMPILER).iterdir()) == sorted(
         [NAMES["success"], NAMES["locked"], "MODULE_02e0833b58066ea94f2c+d41d8cd9"]
     )
@@ -128,16 +128,16 @@ def test_a_failure_that_is_tried_again_just_now_stays(tmp_path: Path) -> None:
     path = put(tmp_path, "MODULE_2+00000001", FAILED | LOCKED, age=2 * HOUR)
     with (path / "model.hlo_module.pb.lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert remove_failed(entries(tmp_path), nobody) == []
-    assert remove_failed(entries(tmp_path), lambda: [f"neuronx-cc compile model.{path.name}.hlo.pb"]) == []
-    assert len(remove_failed(entries(tmp_path), nobody)) == 1
+        assert remove_failed(list_entries(tmp_path), nobody) == []
+    assert remove_failed(list_entries(tmp_path), lambda: [f"neuronx-cc compile model.{path.name}.hlo.pb"]) == []
+    assert len(remove_failed(list_entries(tmp_path), nobody)) == 1
 
 
 @pytest.mark.parametrize(("minutes", "cleared"), [(60, 1), (150, 0)])
 def test_old_locks_are_cleared_and_young_ones_stay(cache: Path, minutes: float, cleared: int) -> None:
-    assert len(clear_locks(entries(cache), minutes, running=nobody)) == cleared
+    assert len(clear_locks(list_entries(cache), minutes, running=nobody)) == cleared
     assert ("empty" if cleared else "locked") in [
-        entry.state for entry in entries(cache) if entry.key == NAMES["locked"]
+        entry.state for entry in list_entries(cache) if entry.key == NAMES["locked"]
     ]
 
 
@@ -152,9 +152,9 @@ def test_a_lock_that_another_process_holds_stays(cache: Path, how: str) -> None:
     )
     assert holder.stdout is not None
     holder.stdout.readline()
-    assert clear_locks(entries(cache), 0, running=nobody) == []
+    assert clear_locks(list_entries(cache), 0, running=nobody) == []
     holder.communicate("")
-    assert clear_locks(entries(cache), 0, running=nobody) == [lock]
+    assert clear_locks(list_entries(cache), 0, running=nobody) == [lock]
     assert not lock.exists()
 
 
@@ -165,22 +165,22 @@ def test_a_lock_whose_graph_is_being_compiled_stays(cache: Path) -> None:
         [sys.executable, "-c", "input()", f"/tmp/model.{entry.key}.hlo.pb"], stdin=subprocess.PIPE, text=True
     )
     try:
-        assert stale(entry, 0) == []
+        assert stale_locks(entry, 0) == []
     finally:
         compiler.communicate("\n")
-    assert stale(entry, 0) == list(entry.locks)
+    assert stale_locks(entry, 0) == list(entry.locks)
 
 
 def test_all_locks_are_cleared_when_asked(cache: Path) -> None:
     put(cache, "MODULE_4+00000001", LOCKED)
-    assert len(clear_locks(entries(cache), running=nobody)) == 1
-    assert len(clear_locks(entries(cache), force=True)) == 1
+    assert len(clear_locks(list_entries(cache), running=nobody)) == 1
+    assert len(clear_locks(list_entries(cache), force=True)) == 1
 
 
 @pytest.mark.parametrize(
     ("environ", "where"),
     [
-        ({}, DEFAULT),
+        ({}, DEFAULT_DIR),
         ({"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}, "s3://bucket/cache"),
         ({"NEURON_COMPILE_CACHE_URL": "/a", "NEURON_CC_FLAGS": "-O1 --cache_dir=/b"}, "/b"),
         ({"NEURON_CC_FLAGS": "--cache_dir /b -O1"}, "/b"),
@@ -188,4 +188,4 @@ def test_all_locks_are_cleared_when_asked(cache: Path) -> None:
     ],
 )
 def test_where_the_cache_is(environ: dict[str, str], where: str) -> None:
-    assert directory(environ) == where
+    assert cache_location(environ) == where

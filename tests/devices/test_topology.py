@@ -5,7 +5,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from trainyard.core.errors import UserError
-from trainyard.devices.neuron.topology import CORES, group_problem, rank_flops, rank_memory, rank_order
+from trainyard.devices.neuron.topology import (
+    CORES_PER_INSTANCE,
+    group_problem,
+    rank_flops,
+    rank_memory_bytes,
+    rank_order,
+)
 
 
 def groups(order: list[int], tp: int) -> list[list[int]]:
@@ -58,7 +64,7 @@ def test_what_a_rank_computes(generation: str, lnc: int, kind: str, teraflops: f
     ("generation", "lnc", "gibibytes"), [("trn1", 1, 16), ("trn2", 2, 24), ("trn2", 1, 12), ("trn3", 2, 36)]
 )
 def test_what_a_rank_holds(generation: str, lnc: int, gibibytes: int) -> None:
-    assert rank_memory(generation, lnc) == gibibytes << 30
+    assert rank_memory_bytes(generation, lnc) == gibibytes << 30
 
 
 @pytest.mark.parametrize(
@@ -107,16 +113,16 @@ def test_groups_that_cannot_be(generation: str, lnc: int, kind: str, ranks: rang
 
 
 @given(
-    machine=st.sampled_from([*CORES]),
+    machine=st.sampled_from([*CORES_PER_INSTANCE]),
     tp=st.sampled_from([1, 2, 4, 8, 16, 32, 64]),
     instances=st.sampled_from([1, 2, 8]),
 )
 def test_the_order_of_ranks_makes_groups_that_can_talk(machine: tuple[str, int], tp: int, instances: int) -> None:
     """Tensor parallel and data parallel groups of every layout that is not refused by name."""
     generation, lnc = machine
-    assume(tp <= CORES[machine])
+    assume(tp <= CORES_PER_INSTANCE[machine])
     try:
-        order = rank_order(generation, lnc, tp, CORES[machine] * instances)
+        order = rank_order(generation, lnc, tp, CORES_PER_INSTANCE[machine] * instances)
     except UserError:
         return
     for group in [*groups(order, tp), *(order[place::tp] for place in range(tp))]:

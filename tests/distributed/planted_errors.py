@@ -10,20 +10,20 @@ import torch.distributed as dist
 
 from trainyard import models
 from trainyard.config.schema import Config
-from trainyard.devices.cpu import Cpu
-from trainyard.models.base import Stack
+from trainyard.devices.cpu import CpuDevice
+from trainyard.models.base import TransformerStage
 from trainyard.models.layers import CoreAttention
 from trainyard.parallel import ring_attention
-from trainyard.parallel.flat_buffer import GradientExchange
+from trainyard.parallel.flat_buffer import GradientReducer
 from trainyard.parallel.process_group import Group
 from trainyard.train import cross_entropy, trainer
-from trainyard.train.optim.replicated_params import Shares
-from trainyard.verify.compare_layouts import Record, record
+from trainyard.train.optim.replicated_params import ReplicaSync
+from trainyard.verify.compare_layouts import VerifyRecord, record_training
 
 
-def job(config: Config, steps: int, planted: str = "") -> Record:
+def job(config: Config, steps: int, planted: str = "") -> VerifyRecord:
     with PLANT[planted]() if planted else _nothing():
-        return record(config, steps)
+        return record_training(config, steps)
 
 
 @contextmanager
@@ -35,30 +35,30 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-def _without_job(which: Callable[[Shares, Group], bool]) -> Any:
+def _without_job(which: Callable[[ReplicaSync, Group], bool]) -> Any:
     """Leave out the gradient sums over some group."""
-    real = Shares.sum
+    real = ReplicaSync.sum_gradients
 
-    def broken(self: Shares, sums: torch.Tensor) -> None:
+    def broken(self: ReplicaSync, sums: torch.Tensor) -> None:
         kept = self.jobs
         self.jobs = [job for job in kept if not which(self, job[0])]
         real(self, sums)
         self.jobs = kept
 
-    return patch.object(Shares, "sum", broken)
+    return patch.object(ReplicaSync, "sum", broken)
 
 
 def _data_not_summed() -> Any:
     """Each rank takes its own gradients for the sum."""
 
-    def broken(self: GradientExchange) -> None:
+    def broken(self: GradientReducer) -> None:
         for bucket in self.flat.buckets:
-            dealt = torch.zeros(self.flat.shards, bucket.shard.stop - bucket.shard.start)
-            self.flat.deal(bucket, self.gradients, dealt)
-            self.sums[bucket.shard] = dealt[self.group.rank]
+            dealt = torch.zeros(self.flat.num_shards, bucket.shard_range.stop - bucket.shard_range.start)
+            self.flat.scatter_to_shards(bucket, self.gradients, dealt)
+            self.reduced_grads[bucket.shard_range] = dealt[self.group.rank]
 
-    quiet = patch.object(GradientExchange, "arrived", lambda self, name: None)
-    return _both(patch.object(GradientExchange, "finish", broken), quiet)
+    quiet = patch.object(GradientReducer, "arrived", lambda self, name: None)
+    return _both(patch.object(GradientReducer, "finish", broken), quiet)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _both(first: Any, second: Any) -> Iterator[None]:
 
 def _mean_of_means() -> Any:
     """Each rank divides by its own count and by the number of ranks."""
-    real = Group.sum
+    real = Group.all_reduce_sum
 
     def broken(self: Group, x: torch.Tensor) -> torch.Tensor:
         counts = x.shape == (2,) and bool((x > 1).all())  # what the step asks ahead: masked words and pairs
@@ -79,22 +79,22 @@ def _mean_of_means() -> Any:
 
 
 def _copies_counted_in_norm() -> Any:
-    real = Shares.together
+    real = ReplicaSync.reduce_norms
 
-    def broken(self: Shares, squares: torch.Tensor) -> torch.Tensor:
-        self.weight = torch.ones_like(self.weight)
+    def broken(self: ReplicaSync, squares: torch.Tensor) -> torch.Tensor:
+        self.replica_weight = torch.ones_like(self.replica_weight)
         return real(self, squares)
 
-    return patch.object(Shares, "together", broken)
+    return patch.object(ReplicaSync, "together", broken)
 
 
 def _dropout_by_rank() -> Any:
-    real = Stack.draws
+    real = TransformerStage.draws
 
-    def broken(self: Stack, batch: models.Batch) -> Any:
+    def broken(self: TransformerStage, batch: models.Batch) -> Any:
         return real(self, {**batch, "sample": batch["sample"] + _rank()})
 
-    return patch.object(Stack, "draws", broken)
+    return patch.object(TransformerStage, "draws", broken)
 
 
 def _ring_without_last_block() -> Any:
@@ -119,7 +119,7 @@ def _softmax_of_own_words() -> Any:
 
 
 def _rank_dependent_init() -> Any:
-    real = trainer.initial
+    real = trainer.initial_values
 
     def broken(blueprint: Any, seed: int, *rest: Any) -> Any:
         return real(blueprint, seed + _rank(), *rest)
@@ -128,25 +128,27 @@ def _rank_dependent_init() -> Any:
 
 
 def _batch_shifted() -> Any:
-    from trainyard.data.loading.loader import Loader
+    from trainyard.data.loading.loader import BatchLoader
 
-    real = Loader.batch
+    real = BatchLoader.batch
 
-    def broken(self: Loader, number: int, rows: slice = slice(None)) -> Any:
+    def broken(self: BatchLoader, number: int, rows: slice = slice(None)) -> Any:
         return real(self, number + (1 if rows.start else 0), rows)
 
-    return patch.object(Loader, "batch", broken)
+    return patch.object(BatchLoader, "batch", broken)
 
 
 def _traced() -> Any:
     """No error: attention in plain operations over gathered keys."""
-    return patch.object(Cpu, "traces_attention", True)
+    return patch.object(CpuDevice, "traces_attention", True)
 
 
 PLANT: dict[str, Callable[[], Any]] = {
-    "kv-gradient-not-summed": lambda: _without_job(lambda shares, group: group.ranks == shares.mesh.copies.ranks),
+    "kv-gradient-not-summed": lambda: _without_job(lambda shares, group: group.ranks == shares.mesh.kv_replicas.ranks),
     "norm-gradient-not-summed": lambda: _without_job(lambda shares, group: group.name == shares.mesh.tp.name),
-    "tied-gradient-not-summed": lambda: _without_job(lambda shares, group: group.name == shares.mesh.tied.name),
+    "tied-gradient-not-summed": lambda: _without_job(
+        lambda shares, group: group.name == shares.mesh.tied_embedding.name
+    ),
     "data-not-summed": _data_not_summed,
     "mean-of-means": _mean_of_means,
     "copies-counted-in-norm": _copies_counted_in_norm,

@@ -12,29 +12,29 @@ from torch.nn import functional as F
 from trainyard import compat
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
-from trainyard.devices.cpu import Cpu
-from trainyard.models import Batch, Output
-from trainyard.train.callbacks import Hook, Run
+from trainyard.devices.cpu import CpuDevice
+from trainyard.models import Batch, ModelOutput
+from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
-from trainyard.verify.compare_layouts import compare, record, single
+from trainyard.verify.compare_layouts import compare_records, record_training, single_rank_config
 
 
-class Losses(Hook):
+class Losses(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
 
 
-def own_loss(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+def own_loss(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross entropy over whole logits, as a user would write it."""
     labels = batch["labels"].flatten().long()
     logits = output.logits().flatten(0, -2).float()
     return F.cross_entropy(logits, labels, reduction="sum") + output.hidden.square().sum() * 1e-3, (labels >= 0).sum()
 
 
-def accuracy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
+def accuracy(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
     labels = batch["labels"]
     counts = labels >= 0
     return ((output.logits().argmax(-1) == labels) & counts).sum().float(), counts.sum()
@@ -42,7 +42,7 @@ def accuracy(output: Output, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def run(config: Config, own: bool) -> dict[str, Any]:
     seen = Losses()
-    summary = Trainer(config, loss=own_loss if own else None, metrics={"accuracy": accuracy}, hooks=[seen]).run()
+    summary = Trainer(config, loss=own_loss if own else None, metrics={"accuracy": accuracy}, callbacks=[seen]).run()
     return {
         "losses": seen.losses,
         "steps": summary.steps,
@@ -52,12 +52,12 @@ def run(config: Config, own: bool) -> dict[str, Any]:
 
 
 def stopped_on_one_rank(config: Config, rank: int, step: int) -> dict[str, Any]:
-    class Ask(Hook):
-        def on_step(self, trainer: Run, number: int) -> None:
-            if torch.distributed.get_rank() == rank and number == step - 1:
+    class Ask(Callback):
+        def on_step(self, trainer: TrainerView, step: int) -> None:
+            if torch.distributed.get_rank() == rank and step == step - 1:
                 trainer.stop.asked = True  # type: ignore[attr-defined]
 
-    summary = Trainer(config, hooks=[Ask()]).run()
+    summary = Trainer(config, callbacks=[Ask()]).run()
     return {"steps": summary.steps, "interrupted": summary.interrupted}
 
 
@@ -93,10 +93,10 @@ def graphs(config: Config) -> dict[str, Any]:
     torch._dynamo.utils.counters.clear()
     for block in trainer.model.layers.children():
         block.forward = torch.compile(block.forward, backend=keep, fullgraph=True, dynamic=False)
-    batch = trainer.loader.batch(0, trainer.rows)
+    batch = trainer.loader.batch(0, trainer.batch_slice)
     return {
-        "losses": [float(trainer.step(batch, number, 1e-3).loss) for number in (1, 2)],
-        "eager": [float(eager.step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "losses": [float(trainer.train_step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "eager": [float(eager.train_step(batch, number, 1e-3).loss) for number in (1, 2)],
         "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "graphs": codes,
         "collectives": max(collectives),
@@ -123,19 +123,22 @@ def kept(config: Config) -> set[tuple[int, ...]]:
 
     for block in trainer.model.layers.children():
         block.forward = watched(block)
-    trainer.step(trainer.loader.batch(0, trainer.rows), 1, 1e-3)
+    trainer.train_step(trainer.loader.batch(0, trainer.batch_slice), 1, 1e-3)
     return shapes
 
 
 def reordered(config: Config, order: list[int], any_order: bool = True) -> list[str]:
     """Without `any_order`, torch makes groups in the order of numbers only."""
-    keeps = any_order and compat.keeps_order()
-    with patch.object(Cpu, "order", lambda self, tp, ranks: order), patch.object(compat, "keeps_order", lambda: keeps):
-        found = record(config, 3)
+    keeps = any_order and compat.supports_unsorted_groups()
+    with (
+        patch.object(CpuDevice, "order", lambda self, tp, ranks: order),
+        patch.object(compat, "keeps_order", lambda: keeps),
+    ):
+        found = record_training(config, 3)
     if torch.distributed.get_rank():
         return []
     with patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0"}):
-        findings = compare(found, record(single(config), 3), "fp32")
+        findings = compare_records(found, record_training(single_rank_config(config), 3), "fp32")
     return [str(finding) for finding in findings if not finding.ok]
 
 

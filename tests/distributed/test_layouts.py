@@ -10,9 +10,9 @@ import pytest
 
 from tests.support import configs
 from tests.support.pool import Pool, RankFailed
-from trainyard.compat import splits_backward
+from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
-from trainyard.verify.compare_layouts import Record, compare, single
+from trainyard.verify.compare_layouts import VerifyRecord, compare_records, single_rank_config
 
 STEPS = 10
 
@@ -44,38 +44,38 @@ CASES = [
     case(4, {"tp": 4}, LLAMA, "kv2"),
     case(3, {"tp": 3}, {**LLAMA, "heads": 6, "hidden": 48, "kv_heads": 2}, "kv2-of-6"),
     case(2, {"tp": 2, **SP}, {**LLAMA, "fuse_qkv": False, "fuse_gate_up": False}, "unfused"),
-    case(2, {"tp": 2}, {**GPT, "fuse_qkv": False, "tied": False}, "unfused-untied"),
+    case(2, {"tp": 2}, {**GPT, "fuse_qkv": False, "tie_embeddings": False}, "unfused-untied"),
     case(4, {"tp": 4, **SP}, {**LLAMA, **ODD}, "padded-vocab"),
     case(4, {"tp": 4}, {**BERT, "vocab": 131}, "padded-vocab"),
-    case(2, {"tp": 2, **SP}, {**LLAMA, "tied": True}, "tied"),
+    case(2, {"tp": 2, **SP}, {**LLAMA, "tie_embeddings": True}, "tied"),
     # context parallel
     case(2, {"cp": 2}),
-    case(2, {"cp": 2, "context": "all_gather"}),
+    case(2, {"cp": 2, "cp_method": "all_gather"}),
     case(4, {"cp": 4}, GPT),
     case(2, {"cp": 2}, BERT),
-    case(2, {"cp": 2}, LLAMA, "documents", data={"separate": True, "sequence": 64}),
-    case(4, {"cp": 4, "context": "all_gather"}, GPT, "documents", data={"separate": True, "sequence": 64}),
+    case(2, {"cp": 2}, LLAMA, "documents", data={"document_mask": True, "seq_len": 64}),
+    case(4, {"cp": 4, "cp_method": "all_gather"}, GPT, "documents", data={"document_mask": True, "seq_len": 64}),
     case(4, {"cp": 2, "tp": 2, **SP}),
     case(4, {"cp": 2, "pp": 2}),
     case(4, {"cp": 2, "zero": 1}, LLAMA, "dp2"),
     # pipeline
     case(2, {"pp": 2}),
     case(4, {"pp": 4}, GPT, "tied"),
-    case(2, {"pp": 2}, {**LLAMA, "tied": True}, "tied"),
+    case(2, {"pp": 2}, {**LLAMA, "tie_embeddings": True}, "tied"),
     case(2, {"pp": 2}, BERT),
     case(2, {"pp": 2, "vpp": 2}),
-    case(2, {"pp": 2, "cuts": (0,)}, GPT, "cuts"),
+    case(2, {"pp": 2, "pipeline_cuts": (0,)}, GPT, "cuts"),
     case(3, {"pp": 3}, LLAMA, "uneven"),
-    case(2, {"pp": 2, "schedule": "zero_bubble"}),
-    case(2, {"pp": 2, "vpp": 2, "schedule": "zbv"}, GPT, "tied"),
-    case(4, {"pp": 2, "vpp": 2, "schedule": "zbv", "zero": 1}, GPT, "tied"),
-    case(2, {"pp": 2, "schedule": "zero_bubble"}, LLAMA, "bf16", precision={"kind": "bf16"}),
+    case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}),
+    case(2, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv"}, GPT, "tied"),
+    case(4, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv", "zero": 1}, GPT, "tied"),
+    case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"pp": 4}, LLAMA, "few-micro-batches", train={"micro_batch": 4}),
     # data parallel
     case(2, {}),
     case(4, {}, BERT, train={"micro_batch": 2}),
     case(2, {"zero": 1}),
-    case(4, {"zero": 1, "bucket": 1}, BERT),
+    case(4, {"zero": 1, "bucket_mib": 1}, BERT),
     case(3, {"zero": 1}, LLAMA, "odd-shards", train={"global_batch": 6}),
     case(2, {"zero": 2}),
     case(2, {"zero": 3}),
@@ -88,15 +88,15 @@ CASES = [
     case(4, {"tp": 2, "zero": 2}),
     case(4, {"tp": 2, "zero": 3, **SP}, BERT),
     case(4, {"pp": 2, "zero": 3}, LLAMA),
-    case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, {**LLAMA, "tied": True}, "tied"),
+    case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, {**LLAMA, "tie_embeddings": True}, "tied"),
     # recompute, optimizer and precision kinds
     case(2, {"tp": 2, **SP}, GPT, "attention", recompute={"kind": "attention"}),
     case(4, {"tp": 2, "pp": 2}, LLAMA, "full", recompute={"kind": "full"}),
-    case(4, {"tp": 2, "cp": 2}, LLAMA, "parts", recompute={"kind": "parts", "parts": ["core_attention", "mlp"]}),
+    case(4, {"tp": 2, "cp": 2}, LLAMA, "parts", recompute={"kind": "selective", "modules": ["core_attention", "mlp"]}),
     case(4, {"zero": 3, "tp": 2}, LLAMA, "full", recompute={"kind": "full"}),
     case(4, {"tp": 2, "zero": 1}, LLAMA, "lamb", optimizer={"kind": "lamb"}),
     case(4, {"tp": 2, "zero": 1, **SP}, LLAMA, "bf16", precision={"kind": "bf16"}),
-    case(4, {"tp": 2, "zero": 1}, LLAMA, "bf16-reduce", precision={"kind": "bf16", "reduce": "bf16"}),
+    case(4, {"tp": 2, "zero": 1}, LLAMA, "bf16-reduce", precision={"kind": "bf16", "reduce_dtype": "bf16"}),
     case(4, {"pp": 2, "zero": 2}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"tp": 2, "zero": 1}, BERT, "bf16_sr", precision={"kind": "bf16_sr"}),
 ]
@@ -107,23 +107,23 @@ def configure(layout: dict[str, Any], model: dict[str, Any], sections: dict[str,
         "train": {"global_batch": 8, "micro_batch": 1, "steps": STEPS},
         # Adam divides a gradient by its own size, so that where it is all rounding the update is too. With this eps it
         # is a smooth function of the gradient and what is compared is our arithmetic.
-        "optimizer": {"lr": 1e-3, "eps": 1e-3, "clip": 0.3},
-        "data": {"predictions": 4},
+        "optimizer": {"lr": 1e-3, "eps": 1e-3, "max_grad_norm": 0.3},
+        "data": {"max_predictions": 4},
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
-    return configs.config(model, layout=layout, **merged)
+    return configs.tiny_config(model, layout=layout, **merged)
 
 
 @pytest.fixture(scope="session")
-def references() -> dict[str, Record]:
+def references() -> dict[str, VerifyRecord]:
     """One-rank records by configuration: layouts of the same training share one."""
     return {}
 
 
 def run(
-    pool: Pool, references: dict[str, Record], config: Config, ranks: int, planted: str = ""
-) -> tuple[Record, Record]:
-    alone = single(config)
+    pool: Pool, references: dict[str, VerifyRecord], config: Config, ranks: int, planted: str = ""
+) -> tuple[VerifyRecord, VerifyRecord]:
+    alone = single_rank_config(config)
     key = alone.model_dump_json()
     if key not in references:
         references[key] = pool.run("tests.distributed.planted_errors:job", (alone, STEPS), 1)[0]
@@ -138,34 +138,34 @@ def test_there_are_enough() -> None:
 @pytest.mark.parametrize(("ranks", "layout", "model", "sections"), CASES)
 def test_equals_one_rank(
     pool: Pool,
-    references: dict[str, Record],
+    references: dict[str, VerifyRecord],
     ranks: int,
     layout: dict[str, Any],
     model: dict[str, Any],
     sections: dict[str, Any],
 ) -> None:
     config = configure(layout, model, sections)
-    if config.layout.schedule != "1f1b" and not splits_backward():
+    if config.layout.pipeline_schedule != "1f1b" and not supports_zero_bubble():
         with pytest.raises(RankFailed, match="nearest: 1f1b"):
             run(pool, references, config, ranks)
         return
-    findings = compare(*run(pool, references, config, ranks), config.precision.kind)
+    findings = compare_records(*run(pool, references, config, ranks), config.precision.kind)
     assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
 
 
 TRACED = [
-    case(2, {"cp": 2}, LLAMA, "parts", recompute={"kind": "parts", "parts": ["core_attention", "mlp"]}),
+    case(2, {"cp": 2}, LLAMA, "parts", recompute={"kind": "selective", "modules": ["core_attention", "mlp"]}),
     case(2, {"cp": 2}, BERT),
-    case(4, {"cp": 2, "tp": 2, **SP}, LLAMA, "documents", data={"separate": True, "sequence": 64}),
-    case(4, {"cp": 4}, GPT, "documents", data={"separate": True, "sequence": 64}),
-    case(1, {}, GPT, "documents", data={"separate": True, "sequence": 64}),
+    case(4, {"cp": 2, "tp": 2, **SP}, LLAMA, "documents", data={"document_mask": True, "seq_len": 64}),
+    case(4, {"cp": 4}, GPT, "documents", data={"document_mask": True, "seq_len": 64}),
+    case(1, {}, GPT, "documents", data={"document_mask": True, "seq_len": 64}),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "layout", "model", "sections"), TRACED)
 def test_attention_that_a_compiler_sees_equals_one_rank(
     pool: Pool,
-    references: dict[str, Record],
+    references: dict[str, VerifyRecord],
     ranks: int,
     layout: dict[str, Any],
     model: dict[str, Any],
@@ -173,7 +173,7 @@ def test_attention_that_a_compiler_sees_equals_one_rank(
 ) -> None:
     """As on Trainium: keys and values gathered, and no operator of ours."""
     config = configure(layout, model, sections)
-    findings = compare(*run(pool, references, config, ranks, "traced"), config.precision.kind)
+    findings = compare_records(*run(pool, references, config, ranks, "traced"), config.precision.kind)
     assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
 
 
@@ -181,7 +181,7 @@ PLANTED = {
     # what goes wrong, and a layout that must show it
     "kv-gradient-not-summed": (4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}),
     "norm-gradient-not-summed": (2, {"tp": 2, **SP}, LLAMA),
-    "tied-gradient-not-summed": (2, {"pp": 2}, {**LLAMA, "tied": True}),
+    "tied-gradient-not-summed": (2, {"pp": 2}, {**LLAMA, "tie_embeddings": True}),
     "data-not-summed": (2, {"zero": 1}, LLAMA),
     "mean-of-means": (2, {}, BERT),
     "copies-counted-in-norm": (4, {"tp": 4}, {**LLAMA, "kv_heads": 1}),
@@ -195,8 +195,8 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_error_is_found(pool: Pool, references: dict[str, Record], planted: str) -> None:
+def test_a_planted_error_is_found(pool: Pool, references: dict[str, VerifyRecord], planted: str) -> None:
     ranks, layout, model = PLANTED[planted]
     config = configure(layout, model, {})
-    findings = compare(*run(pool, references, config, ranks, planted), config.precision.kind)
+    findings = compare_records(*run(pool, references, config, ranks, planted), config.precision.kind)
     assert not all(finding.ok for finding in findings), planted

@@ -36,14 +36,14 @@ def configure(directory: Path, name: str, family: str = "llama", **sections: dic
     base: dict[str, Any] = {
         "train": {"global_batch": 12, "micro_batch": 1, "steps": STEPS},
         "optimizer": {"eps": 1e-3, "lr": 1e-2},
-        "schedule": {"warmup": 4},
-        "checkpoint": {"final": False},
+        "schedule": {"warmup_steps": 4},
+        "checkpoint": {"export_hf": False},
         "log": {"directory": str(directory)},
         "layout": LAYOUTS[name][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**configs.FAMILIES[family], "layers": 4} | ({"ffn": 64} if family == "llama" else {})
-    return configs.config(model, **merged)
+    model = {**configs.TINY_MODELS[family], "layers": 4} | ({"ffn": 64} if family == "llama" else {})
+    return configs.tiny_config(model, **merged)
 
 
 def run(pool: Pool, config: Config, ranks: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     class Saved(dict[str, tuple[Path, list[float]]]):
         def __missing__(self, name: str) -> tuple[Path, list[float]]:
             directory = tmp_path_factory.mktemp(name)
-            config = configure(directory, name, checkpoint={"every": SAVED, "final": False})
+            config = configure(directory, name, checkpoint={"every": SAVED, "export_hf": False})
             found = run(pool, config, LAYOUTS[name][0])
             self[name] = Path(found["directory"]) / "checkpoints" / f"step_{SAVED:08d}", found["losses"]
             return self[name]
@@ -70,7 +70,7 @@ def test_goes_on_at_another_layout(
     pool: Pool, tmp_path: Path, saved: dict[str, tuple[Path, list[float]]], before: str, after: str
 ) -> None:
     checkpoint, losses = saved[before]
-    config = configure(tmp_path, after, checkpoint={"resume": str(checkpoint), "final": False})
+    config = configure(tmp_path, after, checkpoint={"resume": str(checkpoint), "export_hf": False})
     found = run(pool, config, LAYOUTS[after][0])
     assert len(found["losses"]) == STEPS - SAVED
     if before == after:
@@ -90,9 +90,9 @@ def test_goes_on_bit_for_bit_in_low_precision(pool: Pool, tmp_path: Path, family
 
 
 def test_ranks_of_a_host_take_turns(pool: Pool, tmp_path: Path) -> None:
-    config = configure(tmp_path, "zero1-odd", checkpoint={"every": SAVED, "window": 2})
+    config = configure(tmp_path, "zero1-odd", checkpoint={"every": SAVED, "writers_per_host": 2})
     whole = run(pool, config, 3)
     where = str(Path(whole["directory"]) / "checkpoints")
-    again = run(pool, configure(tmp_path, "zero1-odd", checkpoint={"resume": where, "final": False}), 3)
+    again = run(pool, configure(tmp_path, "zero1-odd", checkpoint={"resume": where, "export_hf": False}), 3)
     assert again["losses"] == []  # the newest is that of the last step
     assert again["steps"] == STEPS

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.support import configs
 from tests.support.pool import Pool, RankFailed
-from trainyard.compat import keeps_order
+from trainyard.compat import supports_unsorted_groups
 from trainyard.devices.neuron.topology import rank_order
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -22,14 +22,14 @@ def configure(tmp_path: Path, family: str, layout: dict[str, Any], **sections: d
     base: dict[str, Any] = {
         "train": {"global_batch": 8, "micro_batch": 1, "steps": 4},
         "optimizer": {"eps": 1e-3},
-        "data": {"validation": 2e-6},  # 34 samples: the last batch is not full
+        "data": {"validation_fraction": 2e-6},  # 34 samples: the last batch is not full
         "evaluate": {"every": 4},
-        "checkpoint": {"final": True},
+        "checkpoint": {"export_hf": True},
         "log": {"directory": str(tmp_path), "name": f"{family}-{len(layout)}"},
         "layout": layout,
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
-    return configs.config({**configs.FAMILIES[family], "layers": 4}, **merged)
+    return configs.tiny_config({**configs.TINY_MODELS[family], "layers": 4}, **merged)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
@@ -50,14 +50,14 @@ def test_a_run_is_the_run_of_one_rank(
 
 
 def test_all_ranks_stop_at_the_same_step_when_one_is_asked(pool: Pool, tmp_path: Path) -> None:
-    config = configure(tmp_path, "llama", {"pp": 2}, train={"steps": 1000}, checkpoint={"final": False})
+    config = configure(tmp_path, "llama", {"pp": 2}, train={"steps": 1000}, checkpoint={"export_hf": False})
     found = pool.run("tests.distributed.rank_jobs:stopped_on_one_rank", (config, 1, 3), 4)
     assert [result["steps"] for result in found] == [3] * 4
     assert all(result["interrupted"] for result in found)
 
 
 def test_what_is_not_finite_is_named_wherever_it_is(pool: Pool, tmp_path: Path) -> None:
-    config = configure(tmp_path, "llama", {"pp": 2}, train={"max_skipped": 2})
+    config = configure(tmp_path, "llama", {"pp": 2}, train={"max_skipped_steps": 2})
     found = pool.run("tests.distributed.rank_jobs:poisoned", (config, "layers.3.mlp.down.weight"), 2)
     for line in found:  # the first stage says it too
         assert "step 2: 2 steps in a row were not finite" in line
@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_named_wherever_it_is(pool: Pool, tmp_path: Path) 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_blocks_compile_without_breaks_into_one_graph_on_all_ranks(pool: Pool, family: str, sequence: bool) -> None:
     layout = {"tp": 2, "sequence_parallel": sequence}
-    config = configs.config({**configs.FAMILIES[family], "layers": 4}, layout=layout)
+    config = configs.tiny_config({**configs.TINY_MODELS[family], "layers": 4}, layout=layout)
     found = pool.run("tests.distributed.rank_jobs:graphs", (config,), 2)
     assert [result["breaks"] for result in found] == [0, 0]
     assert [len(result["graphs"]) for result in found] == [1, 1]  # one graph for all four blocks
@@ -81,18 +81,22 @@ def test_blocks_compile_without_breaks_into_one_graph_on_all_ranks(pool: Pool, f
 @pytest.mark.parametrize("family", ["llama", "gpt", "bert"])
 def test_sequence_parallel_ranks_keep_no_whole_activation(pool: Pool, family: str) -> None:
     """What a column-split product gathers is gathered again in backward."""
-    model = {**configs.FAMILIES[family], "ffn": 96}  # half of it is not the hidden size
-    config = configs.config(model, layout={"tp": 2, "sequence_parallel": True})
+    model = {**configs.TINY_MODELS[family], "ffn": 96}  # half of it is not the hidden size
+    config = configs.tiny_config(model, layout={"tp": 2, "sequence_parallel": True})
     shapes = pool.run("tests.distributed.rank_jobs:kept", (config,), 2)[0]
-    batch, tokens, hidden = config.train.micro_batch, config.data.sequence, config.model.hidden
+    batch, tokens, hidden = config.train.micro_batch, config.data.seq_len, config.model.hidden
     assert (batch, tokens // 2, hidden) in shapes
     assert (batch, tokens, hidden) not in shapes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"zero": 3}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_a_compiled_run_on_two_ranks(pool: Pool, tmp_path: Path, layout: dict[str, Any]) -> None:
-    sections: dict[str, Any] = {"compile": {"enabled": True}, "checkpoint": {"final": False}, "evaluate": {"every": 0}}
+    sections: dict[str, Any] = {
+        "compile": {"enabled": True},
+        "checkpoint": {"export_hf": False},
+        "evaluate": {"every": 0},
+    }
     alone = pool.run("tests.distributed.rank_jobs:run", (configure(tmp_path, "llama", {}, **sections), False), 1)[0]
     found = pool.run("tests.distributed.rank_jobs:run", (configure(tmp_path, "llama", layout, **sections), False), 2)
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -101,9 +105,9 @@ def test_a_compiled_run_on_two_ranks(pool: Pool, tmp_path: Path, layout: dict[st
 def test_ranks_in_another_order(pool: Pool) -> None:
     """As on an instance where tensor-parallel ranks are not neighbours."""
     layout = {"tp": 4, "zero": 1, "sequence_parallel": True}
-    config = configs.config(layout=layout, optimizer={"eps": 1e-3})
+    config = configs.tiny_config(layout=layout, optimizer={"eps": 1e-3})
     job = ("tests.distributed.rank_jobs:reordered", (config, [0, 1, 6, 7, 2, 3, 4, 5]), 8)
-    if not keeps_order():
+    if not supports_unsorted_groups():
         with pytest.raises(RankFailed, match=r"needs torch 2\.13"):
             pool.run(*job)
         return
@@ -117,7 +121,7 @@ def test_every_fourth_rank_together_on_any_torch(pool: Pool) -> None:
     few = [order[place] // 4 for place in range(32) if order[place] % 4 == 0]
     assert few == [0, 2, 4, 6, 1, 3, 5, 7]
     for layout in ({"tp": 4, "zero": 1, "sequence_parallel": True}, {"tp": 4, "pp": 2}):
-        config = configs.config(layout=layout, optimizer={"eps": 1e-3})
+        config = configs.tiny_config(layout=layout, optimizer={"eps": 1e-3})
         assert pool.run("tests.distributed.rank_jobs:reordered", (config, few, False), 8)[0] == []
 
 
@@ -125,7 +129,7 @@ def test_the_pool_tells_what_failed(pool: Pool) -> None:
     with pytest.raises(RankFailed, match="needs a multiple of 3 ranks"):
         pool.run(
             "tests.distributed.rank_jobs:run",
-            (configs.config(layout={"pp": 3}, model={**configs.LLAMA, "layers": 3}), False),
+            (configs.tiny_config(layout={"pp": 3}, model={**configs.LLAMA, "layers": 3}), False),
             2,
         )
 

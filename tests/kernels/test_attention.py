@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainyard.core.counter_rng import cell32, row32
-from trainyard.kernels.reference import Drops, Kernels
-from trainyard.kernels.triton.attention import attend, attend_packed, attend_plain, blocks
-from trainyard.kernels.triton.ops import Fused
+from trainyard.core.counter_rng import element_bits, row_seeds
+from trainyard.kernels.reference import AttentionDropout, Kernels
+from trainyard.kernels.triton.attention import (
+    block_sizes,
+    varlen_attention,
+    varlen_attention_forward,
+    varlen_attention_reference,
+)
+from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models.layers import CoreAttention, Draw
 from trainyard.parallel.tensor_parallel import Axes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU: the interpreter would take minutes")
-Attend = Callable[[Tensor, int, int, Tensor, int, bool, Drops | None], Tensor]
+Attend = Callable[[Tensor, int, int, Tensor, int, bool, AttentionDropout | None], Tensor]
 
 
 class Case(NamedTuple):
@@ -28,7 +33,7 @@ class Case(NamedTuple):
     starts: Tensor
     longest: int
     causal: bool
-    dropout: Drops | None
+    dropout: AttentionDropout | None
     heads: tuple[int, int, int]
 
     def run(self, function: Attend, dtype: torch.dtype) -> list[Tensor]:
@@ -57,19 +62,21 @@ def make(
     return Case(product, dout, starts, max(lengths), causal, words(used + filler, p), heads)
 
 
-def words(tokens: int, p: float, site: int = 0x1234567, first_head: int = 3) -> Drops | None:
+def words(tokens: int, p: float, site: int = 0x1234567, first_head: int = 3) -> AttentionDropout | None:
     if p == 0:
         return None
     numbers = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
     key = torch.tensor([12345, -6789], dtype=torch.int32, device=DEVICE)
     place = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (site, first_head)]
-    return Drops(p, *row32(key, numbers // 7, numbers % 7), *place)
+    return AttentionDropout(p, *row_seeds(key, numbers // 7, numbers % 7), *place)
 
 
 def compare(case: Case) -> None:
     """fp32 within 1e-5; bf16 within 1% of fp32 in norm (bf16 itself rounds by 0.2% on average)."""
     dtype, used = case.product.dtype, int(case.starts[-1])
-    for mine, wanted in zip(case.run(attend, dtype), case.run(attend_plain, torch.float32), strict=True):
+    for mine, wanted in zip(
+        case.run(varlen_attention, dtype), case.run(varlen_attention_reference, torch.float32), strict=True
+    ):
         assert mine.dtype == dtype
         assert not mine[used:].any()
         if dtype == torch.float32:
@@ -113,8 +120,8 @@ def test_bf16(lengths: tuple[int, ...], heads: tuple[int, int, int], causal: boo
 def test_blocks_divide(longest: int, K: int, bf16: bool) -> None:
     """Under a causal mask the loops meet at the diagonal, which lies at a whole block of either."""
     for R in (1, 4):
-        forward, alone, dq = (blocks(name, K, R, longest, bf16) for name in ("forward", "alone", "dq"))
-        dkdv = blocks("dkdv", K, R, longest, bf16)
+        forward, alone, dq = (block_sizes(name, K, R, longest, bf16) for name in ("forward", "alone", "dq"))
+        dkdv = block_sizes("dkdv", K, R, longest, bf16)
         assert all(size.queries % size.keys == 0 for size in (forward, alone, dq))
         assert dkdv.keys % dkdv.queries == 0
 
@@ -128,7 +135,7 @@ def test_filler(lengths: tuple[int, ...], G: int, filler: int) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert case.product.new_empty(1).isnan()
-        results = case.run(attend, torch.bfloat16)
+        results = case.run(varlen_attention, torch.bfloat16)
     finally:
         torch.use_deterministic_algorithms(False)
     for x in results:
@@ -143,7 +150,9 @@ def test_scores_far_from_zero(lengths: tuple[int, ...], causal: bool) -> None:
     case = make(lengths, (2, 2, 16), causal, 0.1, filler=0)
     case.product[:, :32] += 20
     case.product[:, 32:64] = 0.01 * case.product[:, 32:64] - 3
-    for x, y in zip(case.run(attend, torch.float32), case.run(attend_plain, torch.float32), strict=True):
+    for x, y in zip(
+        case.run(varlen_attention, torch.float32), case.run(varlen_attention_reference, torch.float32), strict=True
+    ):
         assert (x - y).norm() < 1e-4 * y.norm()
 
 
@@ -154,17 +163,17 @@ def test_drops_what_core_attention_drops(causal: bool) -> None:
     core.first_head.fill_(4)
     sample = torch.tensor([[7], [3]], dtype=torch.int32, device=DEVICE)
     key = torch.tensor([11, -13], dtype=torch.int32, device=DEVICE)
-    first, second = row32(key, sample, torch.arange(T, dtype=torch.int32, device=DEVICE))
+    first, second = row_seeds(key, sample, torch.arange(T, dtype=torch.int32, device=DEVICE))
     q, k, v = (torch.randn(B, H, T, K, device=DEVICE, requires_grad=True) for _ in range(3))
     dout = torch.randn(B, H, T, K, device=DEVICE)
     y = core(q, k, v, None, Draw(first, second))
     wanted = [y, *torch.autograd.grad(y, (q, k, v), dout)]
 
     starts = torch.arange(B + 1, dtype=torch.int32, device=DEVICE) * T
-    drops = Drops(p, first.flatten(), second.flatten(), core.site, core.first_head)
+    drops = AttentionDropout(p, first.flatten(), second.flatten(), core.site, core.first_head)
     parts = [x.detach().transpose(1, 2).reshape(B * T, H * K) for x in (q, k, v)]
     qkv = torch.cat(parts, -1).requires_grad_()
-    z = attend(qkv, H, H, starts, T, causal, drops)
+    z = varlen_attention(qkv, H, H, starts, T, causal, drops)
     (gradient,) = torch.autograd.grad(z, qkv, dout.transpose(1, 2).reshape(B * T, H, K))
     for x, y in zip([z.flatten(1), *gradient.chunk(3, -1)], wanted, strict=True):
         torch.testing.assert_close(x.view(B, T, H, K).transpose(1, 2), y, rtol=1e-5, atol=1e-5)
@@ -175,13 +184,13 @@ def test_core_attention_takes_the_kernel_and_gives_the_same(causal: bool) -> Non
     B, T, H, K, p = 2, 20, 2, 16, 0.2
     tokens = torch.arange(T, dtype=torch.int32, device=DEVICE)
     key = torch.tensor([11, -13], dtype=torch.int32, device=DEVICE)
-    draw = Draw(*row32(key, torch.tensor([[7], [3]], dtype=torch.int32, device=DEVICE), tokens))
+    draw = Draw(*row_seeds(key, torch.tensor([[7], [3]], dtype=torch.int32, device=DEVICE), tokens))
     flat = torch.randn(B, T, 3 * H * K, device=DEVICE)
     results = []
-    for kernels in (Fused(), Kernels()):
+    for kernels in (TritonKernels(), Kernels()):
         core = CoreAttention(H, H, causal, p, "a site", Axes().tp, Axes().cp, kernels).to(DEVICE)
         for given in ((flat,), flat.chunk(3, -1)):
-            results.append(core.of_qkv(given, K, None, draw))
+            results.append(core.forward_qkv(given, K, None, draw))
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-5)
 
@@ -196,11 +205,11 @@ def test_each_bit(dtype: torch.dtype) -> None:
     zero = torch.zeros(T, H, K, dtype=dtype, device=DEVICE)
     value = torch.eye(T, dtype=dtype, device=DEVICE)[:, None].expand(T, H, K)
     qkv = torch.cat([x.flatten(1) for x in (zero, zero, value)], -1)
-    weight = attend(qkv, H, H, starts, T, False, drops)
-    head = torch.arange(H, dtype=torch.int32, device=DEVICE)[:, None] + drops.first_head
+    weight = varlen_attention(qkv, H, H, starts, T, False, drops)
+    head = torch.arange(H, dtype=torch.int32, device=DEVICE)[:, None] + drops.head_offset
     column = head * 0x10001 + torch.arange(T, dtype=torch.int32, device=DEVICE)
-    row = drops.first[:, None, None], drops.second[:, None, None]
-    keep = (cell32(row, drops.site, column) & 0x7FFFFFFF) >= round(p * 2**31)
+    row = drops.seed0[:, None, None], drops.seed1[:, None, None]
+    keep = (element_bits(row, drops.site, column) & 0x7FFFFFFF) >= round(p * 2**31)
     assert (weight.ne(0) == keep).all()
     assert abs(keep.float().mean() - (1 - p)) < 0.02
     torch.testing.assert_close(weight[keep].float().mean().item(), 1 / T / (1 - p), rtol=1e-2, atol=0.0)
@@ -210,17 +219,17 @@ def test_another_mask_is_seen() -> None:
     case = make((9, 30), (2, 2, 16), False, 0.1)
     drops = case.dropout
     assert drops is not None
-    same = case.run(attend, torch.float32)
+    same = case.run(varlen_attention, torch.float32)
     others = [
         drops._replace(site=drops.site + 1),
-        drops._replace(first_head=drops.first_head + 1),
-        drops._replace(first=drops.first.roll(1)),
-        drops._replace(second=drops.second.roll(1)),
+        drops._replace(first_head=drops.head_offset + 1),
+        drops._replace(first=drops.seed0.roll(1)),
+        drops._replace(second=drops.seed1.roll(1)),
         drops._replace(p=0.2),
         None,
     ]
     for other in others:
-        for x, y in zip(case._replace(dropout=other).run(attend, torch.float32), same, strict=True):
+        for x, y in zip(case._replace(dropout=other).run(varlen_attention, torch.float32), same, strict=True):
             assert (x - y).norm() > 0.1 * y.norm()
 
 
@@ -230,14 +239,14 @@ def test_operator_rules() -> None:
     qkv = case.product.detach().nan_to_num().requires_grad_()
     assert case.dropout is not None
     p, *tensors = case.dropout
-    torch.library.opcheck(attend_packed, (qkv, case.starts, *tensors, 1, 1, p, case.longest, True))
-    torch.library.opcheck(attend_packed, (qkv, case.starts, *[None] * 4, 1, 1, 0.0, case.longest, False))
+    torch.library.opcheck(varlen_attention_forward, (qkv, case.starts, *tensors, 1, 1, p, case.longest, True))
+    torch.library.opcheck(varlen_attention_forward, (qkv, case.starts, *[None] * 4, 1, 1, 0.0, case.longest, False))
 
 
 def test_inside_a_compiled_graph() -> None:
     case = make((9, 20), (2, 2, 16), True, 0.1)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    wanted = case.run(attend, torch.float32)
+    compiled = torch.compile(varlen_attention, fullgraph=True, backend="aot_eager")
+    wanted = case.run(varlen_attention, torch.float32)
     for x, y in zip(case.run(compiled, torch.float32), wanted, strict=True):
         assert torch.equal(x, y)
 
@@ -267,5 +276,7 @@ def test_many_head_sizes(K: int, lengths: tuple[int, ...]) -> None:
 def test_sizes_of_real_models(lengths: tuple[int, ...], heads: tuple[int, int, int], causal: bool, p: float) -> None:
     case = make(lengths, heads, causal, p, 200, torch.bfloat16)
     compare(case)
-    for x, y in zip(case.run(attend, torch.bfloat16), case.run(attend, torch.bfloat16), strict=True):
+    for x, y in zip(
+        case.run(varlen_attention, torch.bfloat16), case.run(varlen_attention, torch.bfloat16), strict=True
+    ):
         assert torch.equal(x, y)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trainyard.core.errors import UserError
 from trainyard.kernels import fp8_linear
-from trainyard.kernels.fp8_linear import Cast, Fp8, Most, linear, linear_plain
-from trainyard.models.output import Output
-from trainyard.train.cross_entropy import IGNORED, Fp8Products, PlainProducts, cross_entropy
+from trainyard.kernels.fp8_linear import Amax, Fp8Matrix, Fp8Options, fp8_linear, fp8_linear_reference
+from trainyard.models.output import ModelOutput
+from trainyard.train.cross_entropy import IGNORE_INDEX, DenseHeadGemm, Fp8HeadGemm, chunked_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,9 +25,10 @@ SCALING = pytest.mark.parametrize("scaling", ["tensor", "row"])
 GRADIENTS = pytest.mark.parametrize("gradients", ["e5m2", "bf16"])
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
 BOTH = pytest.mark.parametrize(
-    "function", [pytest.param(linear, marks=needs_triton, id="kernels"), pytest.param(linear_plain, id="plain")]
+    "function",
+    [pytest.param(fp8_linear, marks=needs_triton, id="kernels"), pytest.param(fp8_linear_reference, id="plain")],
 )
-Linear = Callable[[Tensor, Tensor, Tensor | None, Fp8], Tensor]
+Linear = Callable[[Tensor, Tensor, Tensor | None, Fp8Options], Tensor]
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,14 +51,14 @@ def same(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours.view(integer)[~missing], theirs.view(integer)[~missing])
 
 
-def whole(matrix: Cast) -> Tensor:
-    return matrix.values.double() * matrix.inverse[:, None].double()
+def whole(matrix: Fp8Matrix) -> Tensor:
+    return matrix.values.double() * matrix.inverse_scale[:, None].double()
 
 
 def quantise(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """What a product sees of x by its rows, and by its columns."""
-    most = fp8_linear.largest(x, by_row, True, plain=True)
-    rows, columns = fp8_linear.cast(x, most, dtype, by_row, plain=True, turned=True)
+    most = fp8_linear.compute_amax(x, by_row, True, reference=True)
+    rows, columns = fp8_linear.quantize(x, most, dtype, by_row, reference=True, transposed=True)
     return whole(rows), whole(columns).t()
 
 
@@ -69,7 +70,7 @@ def test_scales_are_the_largest_powers_of_two(dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
     edges = [0.0, 2.0**-149, 2.0**-126, 2.0**-118, 1.0, 1.75, 1.7500001, 1.9999999, 448.0, 449.0, 57344.0, 3.4e38]
     size = torch.cat((torch.tensor(edges), torch.randn(2000).abs() * 2.0 ** torch.randint(-100, 100, (2000,))))
-    scale, inverse = fp8_linear.scales(size.view(torch.int32), dtype)
+    scale, inverse = fp8_linear.power_of_two_scales(size.view(torch.int32), dtype)
     mantissa, exponent = torch.frexp(scale)
     assert (mantissa == 0.5).all()
     assert torch.equal(scale * inverse, torch.ones_like(scale))
@@ -78,7 +79,7 @@ def test_scales_are_the_largest_powers_of_two(dtype: torch.dtype) -> None:
     larger = size.double() * scale.double() * 2 > top
     assert (larger | (exponent == 127) | (size == 0)).all()
     for bad in (torch.inf, torch.nan):
-        assert torch.stack(fp8_linear.scales(torch.tensor([bad]).view(torch.int32), dtype)).isnan().all()
+        assert torch.stack(fp8_linear.power_of_two_scales(torch.tensor([bad]).view(torch.int32), dtype)).isnan().all()
 
 
 @FORMATS
@@ -92,8 +93,10 @@ def test_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     low, high = x - table[above - 1], table[above] - x
     nearest = torch.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
     matrix = x.to(torch.bfloat16).view(1, -1)
-    cast, _ = fp8_linear.cast(matrix, fp8_linear.largest(matrix, False, plain=True), dtype, False, plain=True)
-    assert cast.inverse == 1
+    cast, _ = fp8_linear.quantize(
+        matrix, fp8_linear.compute_amax(matrix, False, reference=True), dtype, False, reference=True
+    )
+    assert cast.inverse_scale == 1
     assert torch.equal(cast.values[0].view(torch.uint8), nearest.to(torch.uint8))
 
 
@@ -121,27 +124,30 @@ def test_changes_only_tiny_values_with_the_batch(dtype: torch.dtype, by_row: boo
 
 def check_casts(x: Tensor, dtype: torch.dtype, by_row: bool) -> None:
     M, D = x.shape
-    most, twin_most = fp8_linear.largest(x, by_row, True), fp8_linear.largest(x.cpu(), by_row, True, plain=True)
+    most, twin_most = (
+        fp8_linear.compute_amax(x, by_row, True),
+        fp8_linear.compute_amax(x.cpu(), by_row, True, reference=True),
+    )
     if by_row:
         assert torch.equal(most.rows.cpu(), twin_most.rows)
         assert torch.equal(most.columns.cpu(), twin_most.columns)
     else:
         assert torch.equal(most.rows.max().cpu(), twin_most.rows[0])
-    twin, twin_turned = fp8_linear.cast(x.cpu(), twin_most, dtype, by_row, plain=True, turned=True)
+    twin, twin_turned = fp8_linear.quantize(x.cpu(), twin_most, dtype, by_row, reference=True, transposed=True)
     for as_is, turned in ((True, True), (True, False), (False, True)):
-        ours, ours_turned = fp8_linear.cast(x, most, dtype, by_row, as_is=as_is, turned=turned)
+        ours, ours_turned = fp8_linear.quantize(x, most, dtype, by_row, direct=as_is, transposed=turned)
         if as_is:
             assert ours.values.shape == (-(-M // 16) * 16, D)
             same(ours.values[:M], twin.values)
-            same(ours.inverse[: M if by_row else 1], twin.inverse)
+            same(ours.inverse_scale[: M if by_row else 1], twin.inverse_scale)
         if turned:
             assert ours_turned.values.shape == (D, -(-M // 16) * 16)
             same(ours_turned.values[:, :M], twin_turned.values)
-            same(ours_turned.inverse, twin_turned.inverse)
+            same(ours_turned.inverse_scale, twin_turned.inverse_scale)
         if x.isfinite().all():
             assert not ours.values[M:].float().any()
             assert not ours_turned.values[:, M:].float().any()
-            assert not by_row or (ours.inverse[M:] == 1).all()
+            assert not by_row or (ours.inverse_scale[M:] == 1).all()
 
 
 @needs_triton
@@ -184,11 +190,11 @@ def test_cast_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cast_by_maxima_of_the_producer() -> None:
     """Any parts do: here the maxima of 600 rows."""
     x = random(600, 32)
-    rows = fp8_linear.largest(x, True).rows
-    ours, _ = fp8_linear.cast(x, Most(rows, rows[:0]), E4M3, False)
-    twin, _ = fp8_linear.cast(x, fp8_linear.largest(x, False, plain=True), E4M3, False, plain=True)
+    rows = fp8_linear.compute_amax(x, True).rows
+    ours, _ = fp8_linear.quantize(x, Amax(rows, rows[:0]), E4M3, False)
+    twin, _ = fp8_linear.quantize(x, fp8_linear.compute_amax(x, False, reference=True), E4M3, False, reference=True)
     same(ours.values[:600], twin.values)
-    same(ours.inverse, twin.inverse)
+    same(ours.inverse_scale, twin.inverse_scale)
 
 
 @needs_triton
@@ -198,11 +204,11 @@ def test_cast_by_maxima_of_the_producer() -> None:
 def test_linear(scaling: Any, gradients: Any, tokens: int) -> None:
     def run(function: Linear) -> list[Tensor]:
         x, weight, bias = (t.requires_grad_() for t in (random(2, tokens, 96), random(64, 96), random(64)))
-        y = function(x, weight, bias, Fp8(scaling, gradients))
+        y = function(x, weight, bias, Fp8Options(scaling, gradients))
         y.backward(random(*y.shape, seed=1))
         return [y.detach(), *(t.grad for t in (x, weight, bias) if t.grad is not None)]
 
-    for ours, twin in zip(run(linear), run(linear_plain), strict=True):
+    for ours, twin in zip(run(fp8_linear), run(fp8_linear_reference), strict=True):
         assert ours.dtype == twin.dtype == torch.bfloat16
         assert ours.shape == twin.shape
         assert error(ours, twin) < 1e-2
@@ -215,11 +221,13 @@ def test_operators_say_their_shapes(by_row: bool) -> None:
     tests = "test_faketensor"
     for columns in (False, True):
         torch.library.opcheck(fp8_linear.fp8_amax, (x, by_row, columns), test_utils=tests)
-    most = fp8_linear.largest(x, by_row, True)
+    most = fp8_linear.compute_amax(x, by_row, True)
     for flags in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(fp8_linear.fp8_cast, (x, *most, E5M2, by_row, *flags), test_utils=tests)
-    left, right = (fp8_linear.cast(t, fp8_linear.largest(t, by_row), E4M3, by_row)[0] for t in (x, random(32, 48)))
-    torch.library.opcheck(fp8_linear.fp8_multiply, (*left, *right, random(32), True), test_utils=tests)
+    left, right = (
+        fp8_linear.quantize(t, fp8_linear.compute_amax(t, by_row), E4M3, by_row)[0] for t in (x, random(32, 48))
+    )
+    torch.library.opcheck(fp8_linear.fp8_matmul, (*left, *right, random(32), True), test_utils=tests)
 
 
 # The function.
@@ -233,7 +241,7 @@ def test_is_close_to_fp32(scaling: Any, gradients: Any) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         tensors = [t.to(dtype).clone().requires_grad_() for t in (x, weight, bias)]
         exact = dtype == torch.float32
-        y = F.linear(*tensors) if exact else linear_plain(*tensors, Fp8(scaling, gradients))
+        y = F.linear(*tensors) if exact else fp8_linear_reference(*tensors, Fp8Options(scaling, gradients))
         y.backward(dy.to(dtype))
         results.append([(y - tensors[2]).detach(), *(t.grad for t in tensors)])
     (y, dx, d_weight, d_bias), (true_y, true_dx, true_d_weight, true_d_bias) = results
@@ -250,7 +258,8 @@ def test_by_row_bears_rows_far_apart() -> None:
     weight[:4] *= 1e5
     exact = F.linear(x, weight)[4:, 4:]
     by_tensor, by_row = (
-        error(linear_plain(x, weight, None, Fp8(scaling))[4:, 4:], exact) for scaling in ("tensor", "row")
+        error(fp8_linear_reference(x, weight, None, Fp8Options(scaling))[4:, 4:], exact)
+        for scaling in ("tensor", "row")
     )
     assert by_row < 0.04 < 0.2 < by_tensor
 
@@ -260,7 +269,7 @@ def test_gradients_are_those_of_the_quantised_matrices(scaling: Any) -> None:
     """dx of the quantised W, dW of the quantised x, both of the quantised dy; each as scaled for its product."""
     x, weight, bias, dy = (random(*shape, dtype=torch.float32) for shape in ((33, 64), (48, 64), (48,), (33, 48)))
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    y = linear_plain(*leaves, Fp8(scaling))
+    y = fp8_linear_reference(*leaves, Fp8Options(scaling))
     y.backward(dy)
     by_row = scaling == "row"
     (x_rows, x_columns), (w_rows, w_columns) = (quantise(t, E4M3, by_row) for t in (x, weight))
@@ -286,10 +295,10 @@ def test_what_is_not_finite_stays_so(function: Linear, scaling: Any, bad: float)
     x, weight = random(32, 64).requires_grad_(), random(48, 64).requires_grad_()
     wrong = x.detach().clone()
     wrong[3, 5] = bad
-    assert not function(wrong, weight, None, Fp8(scaling))[3].isfinite().any()
+    assert not function(wrong, weight, None, Fp8Options(scaling))[3].isfinite().any()
     dy = random(32, 48)
     dy[3, 5] = bad
-    function(x, weight, None, Fp8(scaling)).backward(dy)
+    function(x, weight, None, Fp8Options(scaling)).backward(dy)
     assert x.grad is not None
     assert weight.grad is not None
     assert not x.grad[3].isfinite().any()
@@ -306,7 +315,7 @@ def test_only_what_is_needed(function: Linear, gradients: Any, needed: tuple[int
         tensor.requires_grad_(bool(flag))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = function(*tensors, Fp8("tensor", gradients))
+        y = function(*tensors, Fp8Options("tensor", gradients))
     size = sum(t.numel() * t.element_size() for t in kept if t.data_ptr() != tensors[1].data_ptr())
     assert size <= 64 * 128 * (1 if gradients == "e5m2" else 2) * needed[1] + 64
     y.sum().backward()
@@ -314,8 +323,10 @@ def test_only_what_is_needed(function: Linear, gradients: Any, needed: tuple[int
 
 
 @BOTH
-@pytest.mark.parametrize("how", [Fp8("tensor", "e5m2"), Fp8("row", "e5m2", False), Fp8("tensor", "bf16")], ids=str)
-def test_compiled(function: Linear, how: Fp8) -> None:
+@pytest.mark.parametrize(
+    "how", [Fp8Options("tensor", "e5m2"), Fp8Options("row", "e5m2", False), Fp8Options("tensor", "bf16")], ids=str
+)
+def test_compiled(function: Linear, how: Fp8Options) -> None:
     def run(step: Callable[..., Tensor]) -> list[Tensor]:
         x, weight, bias = (t.requires_grad_() for t in (random(2, 13, 64), random(32, 64), random(32)))
         y = step(x, weight, bias)
@@ -333,7 +344,7 @@ def test_compiled(function: Linear, how: Fp8) -> None:
 @BOTH
 def test_sizes_that_do_not_fit(function: Linear) -> None:
     with pytest.raises(UserError, match=r"40 x 64.*multiples of 16"):
-        function(random(8, 64), random(40, 64), None, Fp8())
+        function(random(8, 64), random(40, 64), None, Fp8Options())
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
@@ -345,20 +356,20 @@ def test_the_output_head_in_fp8(scaling: Any, gradients: Any, biased: bool) -> N
     sizes = ((40, 32), (100, 32), (100,))  # a vocabulary that is padded
     hidden, weight, bias = (torch.randn(*size, generator=generator).to(DEVICE, torch.bfloat16) for size in sizes)
     labels = torch.randint(0, 100, (40,), generator=generator).to(DEVICE, torch.int32)
-    labels[3] = IGNORED
+    labels[3] = IGNORE_INDEX
 
     def run(products: Any) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, *([bias] if biased else []))]
-        output = Output(leaves[0][None], leaves[1], leaves[2] if biased else None)
-        loss = cross_entropy(output, labels, products=products, logits_bytes=4 * 100 * 16)
+        output = ModelOutput(leaves[0][None], leaves[1], leaves[2] if biased else None)
+        loss = chunked_cross_entropy(output, labels, products=products, logits_bytes=4 * 100 * 16)
         loss.backward()
         return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
-    wanted = run(PlainProducts)
+    wanted = run(DenseHeadGemm)
     kinds = [True] if DEVICE == "cpu" else [True, False]  # this CPU has no fp8 products of its own
     for plain in kinds:
         for mine, other in zip(
-            run(partial(Fp8Products, how=Fp8(scaling, gradients), plain=plain)), wanted, strict=True
+            run(partial(Fp8HeadGemm, how=Fp8Options(scaling, gradients), plain=plain)), wanted, strict=True
         ):
             error = (mine.float() - other.float()).norm() / other.float().norm()
             assert 0 < error < 0.1  # e5m2 alone rounds by 7 %

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainyard.core.counter_rng import key32, row32
+from trainyard.core.counter_rng import key32, row_seeds
 from trainyard.kernels.reference import Kernels, RowDrops
-from trainyard.kernels.triton.column_sums import add_up_
-from trainyard.kernels.triton.ops import Fused
-from trainyard.models.output import Output
-from trainyard.train.cross_entropy import IGNORED, plain_chunk_loss
+from trainyard.kernels.triton.column_sums import add_column_sums_
+from trainyard.kernels.triton.ops import TritonKernels
+from trainyard.models.output import ModelOutput
+from trainyard.train.cross_entropy import IGNORE_INDEX, torch_chunk_loss
 from trainyard.train.optim.optimizer import accumulate_into
-from trainyard.train.optim.update_rules import adamw_, adamw_rounded_
+from trainyard.train.optim.update_rules import adamw_, adamw_stochastic_rounding_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -39,7 +39,7 @@ def compare(function: str, dtype: torch.dtype, tensors: list[Tensor], *rest: obj
     """Outputs, and gradients of every tensor, of the fused kernel and of its twin in fp32."""
     ours = [x.clone().requires_grad_() for x in tensors]
     theirs = [x.float().requires_grad_() for x in tensors]
-    out, twin = getattr(Fused(), function)(*ours, *rest), getattr(Kernels(), function)(*theirs, *rest)
+    out, twin = getattr(TritonKernels(), function)(*ours, *rest), getattr(Kernels(), function)(*theirs, *rest)
     out, twin = (x if isinstance(x, tuple) else (x,) for x in (out, twin))
     weights = [random(*y.shape, dtype=dtype, seed=7 + number) for number, y in enumerate(twin)]
     torch.autograd.backward(out, weights)
@@ -56,7 +56,7 @@ def row_drops(p: float) -> RowDrops | None:
     """For rows [2, 7]."""
     key, site = (torch.tensor(key32(word), dtype=torch.int32, device=DEVICE) for word in ("key", "site"))
     numbers = torch.arange(14, dtype=torch.int32, device=DEVICE).view(2, 7)
-    return RowDrops(p, *row32(key, numbers, numbers * 3), site[0]) if p else None
+    return RowDrops(p, *row_seeds(key, numbers, numbers * 3), site[0]) if p else None
 
 
 @DTYPES
@@ -80,13 +80,13 @@ def test_gelu_of_more_than_a_tile(rows: int, columns: int) -> None:
 
 def test_saved_tensors_are_read_once() -> None:
     """Under recomputation torch makes them for one reader."""
-    kernels = Fused()
+    kernels = TritonKernels()
     x, y, vectors = random(2, 7, 80), random(2, 7, 80, seed=1), [random(80, seed=seed) for seed in (2, 3, 4, 5)]
 
     def block(x: Tensor, *given: Tensor) -> Tensor:
         scale, bias, y_bias, more = given
         total, out = kernels.add_layer_norm(x, y, y_bias, scale, bias, 1e-5, row_drops(0.2))
-        return kernels.add_dropped(total, kernels.gelu(out, more, True), bias, row_drops(0.1))
+        return kernels.add_dropout(total, kernels.bias_gelu(out, more, True), bias, row_drops(0.1))
 
     results = []
     for recomputed in (False, True):
@@ -108,11 +108,11 @@ def test_swiglu_wider_than_a_block() -> None:
 def test_norm(dtype: torch.dtype, added: bool, columns: int) -> None:
     x, y = (random(2, 7, columns, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = 1 + 0.1 * random(columns, dtype=dtype)
-    fused, plain = Fused(), Kernels()
+    fused, plain = TritonKernels(), Kernels()
 
     def run(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:
         first, second, scale = (t.clone().requires_grad_() for t in tensors)
-        total, out = kernels.add_norm(first, second if added else None, scale, 1e-5)
+        total, out = kernels.add_rms_norm(first, second if added else None, scale, 1e-5)
         # The sum goes on in the block and its gradient comes back too.
         (total * random(*total.shape, seed=3).to(total) + out * random(*out.shape, seed=4).to(out)).sum().backward()
         grads = [t.grad for t in ((first, second, scale) if added else (first, scale))]
@@ -148,7 +148,7 @@ def test_layer_norm(dtype: torch.dtype, added: str, p: float, read: str, after: 
         used = [t for t in (a, b, weight, bias, y_bias) if t.grad is not None]
         return [total.detach(), out.detach(), *(t.grad for t in used if t.grad is not None)]
 
-    ours = run(Fused(), x, y, *vectors)
+    ours = run(TritonKernels(), x, y, *vectors)
     theirs = run(Kernels(), x.float(), y.float(), *(v.float() for v in vectors))
     assert len(ours) == len(theirs) == {"nothing": 5, "y": 6, "y and bias": 7}[added]
     for one, other in zip(ours, theirs, strict=True):
@@ -165,11 +165,11 @@ def test_dropout(dtype: torch.dtype, added: bool, biased: bool, p: float) -> Non
 
     def run(kernels: Kernels, *tensors: Tensor) -> list[Tensor]:
         a, b, c = (t.clone().requires_grad_() for t in tensors)
-        out = kernels.add_dropped(a if added else None, b, c if biased else None, drops)
+        out = kernels.add_dropout(a if added else None, b, c if biased else None, drops)
         out.backward(random(2, 7, 80, seed=3).to(out))
         return [out.detach(), *(t.grad for t in (a, b, c) if t.grad is not None)]
 
-    ours, theirs = run(Fused(), x, y, bias), run(Kernels(), x.float(), y.float(), bias.float())
+    ours, theirs = run(TritonKernels(), x, y, bias), run(Kernels(), x.float(), y.float(), bias.float())
     assert len(ours) == len(theirs) == 2 + added + biased
     for one, other in zip(ours, theirs, strict=True):
         close(one, other.to(dtype), dtype)
@@ -178,9 +178,9 @@ def test_dropout(dtype: torch.dtype, added: bool, biased: bool, p: float) -> Non
 def test_norm_of_many_rows_sums_the_weight_gradient_over_all() -> None:
     x, weight = random(1500, 8), random(8)
     grads = []
-    for kernels in (Fused(), Kernels()):
+    for kernels in (TritonKernels(), Kernels()):
         w = weight.clone().requires_grad_()
-        kernels.add_norm(x, None, w, 1e-5)[1].square().sum().backward()
+        kernels.add_rms_norm(x, None, w, 1e-5)[1].square().sum().backward()
         assert w.grad is not None
         grads.append(w.grad)
     close(grads[0], grads[1], torch.float32)
@@ -202,12 +202,12 @@ def test_cross_entropy(dtype: torch.dtype, words: int) -> None:
     logits = 4 * random(6, words, dtype=dtype)
     logits[1] -= 1000  # all far below zero
     logits[2, 5] = 500  # certain
-    labels = torch.tensor([3, words - 1, 5, IGNORED, 0, IGNORED], dtype=torch.int32, device=DEVICE)
+    labels = torch.tensor([3, words - 1, 5, IGNORE_INDEX, 0, IGNORE_INDEX], dtype=torch.int32, device=DEVICE)
     ours, theirs = logits.clone(), logits.clone()
-    fused = Fused.cross_entropy_
+    fused = TritonKernels.cross_entropy_
     assert fused is not None
-    losses = fused(ours, labels, IGNORED)
-    total = plain_chunk_loss(theirs, labels, Output(logits, logits))
+    losses = fused(ours, labels, IGNORE_INDEX)
+    total = torch_chunk_loss(theirs, labels, ModelOutput(logits, logits))
     torch.testing.assert_close(losses.sum(), total, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert ours[3].abs().max() == 0
@@ -233,7 +233,7 @@ def test_adamw(ok: bool, gradients: torch.dtype, copied: bool) -> None:
         weight = master.bfloat16() if copied else master
         constants = (0.1, 0.9, 0.95, 1e-8)
         if fused:
-            function = Fused.adamw_
+            function = TritonKernels.adamw_
             assert function is not None
             together = torch.cat((torch.stack((lr, scale)), correct, fine.float()[None]))
             function(weight, master, gradient, first, second, together, *constants)
@@ -254,7 +254,7 @@ def test_rounded_adamw_draws_the_same_bits(ok: bool) -> None:
     key = torch.tensor(key32(1, "rounding", 5), dtype=torch.int32, device=DEVICE)
     site = torch.tensor(key32("rounding", "x")[0], dtype=torch.int32, device=DEVICE)
     row, column = (torch.arange(n, dtype=torch.int32, device=DEVICE) for n in (rows, columns))
-    words = row32(key, row + 1000, torch.zeros_like(row))
+    words = row_seeds(key, row + 1000, torch.zeros_like(row))
     words = (words[0][:, None], words[1][:, None])
     together = torch.cat((torch.stack((lr, scale)), correct, fine.float()[None]))
     results = []
@@ -262,11 +262,11 @@ def test_rounded_adamw_draws_the_same_bits(ok: bool) -> None:
         w, g, m, v = (x.clone() for x in (weight, gradient, first, second.abs()))
         constants = (0.1, 0.9, 0.95, 1e-8)
         if fused:
-            function = Fused.adamw_rounded_
+            function = TritonKernels.adamw_stochastic_rounding_
             assert function is not None
             function(w, key, row + 1000, site, column + 3, g, m, v, together, *constants)
         else:
-            adamw_rounded_(w, words, site, column + 3, g, m, v, lr, scale, correct, fine, *constants)
+            adamw_stochastic_rounding_(w, words, site, column + 3, g, m, v, lr, scale, correct, fine, *constants)
         results.append(w)
     ours, theirs = results
     assert torch.equal(ours, weight) != ok
@@ -276,13 +276,13 @@ def test_rounded_adamw_draws_the_same_bits(ok: bool) -> None:
 
 
 def test_compiled_blocks_take_the_kernels_whole() -> None:
-    fused = Fused()
+    fused = TritonKernels()
 
     def block(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x, n = fused.add_norm(x, None, weight, 1e-5)
+        x, n = fused.add_rms_norm(x, None, weight, 1e-5)
         q, k, v = fused.rope(n, cos, sin, 2, 1)
         y = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], -1)
-        x, n = fused.add_norm(x, y, weight, 1e-5)
+        x, n = fused.add_rms_norm(x, y, weight, 1e-5)
         h = fused.swiglu(n)
         return x + torch.cat((h, h), -1)
 
@@ -304,10 +304,10 @@ def test_compiled_blocks_take_the_kernels_whole() -> None:
 )  # gradients are never summed in less than the weights have
 def test_products_add_their_weights_gradient_where_it_is_summed(dtype: torch.dtype, total_dtype: torch.dtype) -> None:
     weight, bias = random(6, 8, dtype=dtype).requires_grad_(), random(6, dtype=dtype).requires_grad_()
-    fused, told = Fused(), []
+    fused, told = TritonKernels(), []
     total = random(6, 8, dtype=total_dtype, seed=3)
     before = total.float().clone()
-    fused.sinks[weight] = total
+    fused.wgrad_buffers[weight] = total
     accumulate_into(weight, total, lambda: told.append(1))
     x = random(2, 5, 8, dtype=dtype).requires_grad_()
     dy = random(2, 5, 6, dtype=dtype, seed=5)
@@ -324,12 +324,12 @@ def test_products_add_their_weights_gradient_where_it_is_summed(dtype: torch.dty
 
 Call = Callable[[Kernels, Tensor, list[Tensor]], Tensor]
 VECTORS: dict[str, tuple[int, Call]] = {
-    "norm": (1, lambda k, x, v: k.add_norm(x, None, v[0], 1e-5)[1]),
-    "norm of a sum": (1, lambda k, x, v: k.add_norm(x, x, v[0], 1e-5)[1]),
+    "norm": (1, lambda k, x, v: k.add_rms_norm(x, None, v[0], 1e-5)[1]),
+    "norm of a sum": (1, lambda k, x, v: k.add_rms_norm(x, x, v[0], 1e-5)[1]),
     "layer norm": (3, lambda k, x, v: k.add_layer_norm(x, x, v[2], v[0], v[1], 1e-5, row_drops(0.2), True)[1]),
     "layer norm without bias": (2, lambda k, x, v: k.add_layer_norm(x, x, None, v[0], v[1], 1e-5, None)[1]),
-    "dropout": (1, lambda k, x, v: k.add_dropped(x, x, v[0], row_drops(0.2))),
-    "gelu": (1, lambda k, x, v: k.gelu(x, v[0], False)),
+    "dropout": (1, lambda k, x, v: k.add_dropout(x, x, v[0], row_drops(0.2))),
+    "gelu": (1, lambda k, x, v: k.bias_gelu(x, v[0], False)),
 }
 
 
@@ -342,12 +342,12 @@ def test_vectors_gradients_go_where_they_are_summed(name: str, total_dtype: torc
     vectors = [(1 + 0.1 * random(80, seed=seed)).bfloat16().requires_grad_() for seed in range(count)]
     totals = [random(80, dtype=total_dtype, seed=9 + number) for number in range(count)]
     before = [total.float().clone() for total in totals]
-    fused, told = Fused(), []
+    fused, told = TritonKernels(), []
     for number, (vector, total) in enumerate(zip(vectors, totals, strict=True)):
         arrived = partial(told.append, number)
         accumulate_into(vector, total, arrived)
         if not (without and number == count - 1):
-            fused.sinks[vector] = total
+            fused.wgrad_buffers[vector] = total
     x, dy = random(2, 7, 80, dtype=torch.bfloat16), random(2, 7, 80, dtype=torch.bfloat16, seed=3)
     call(fused, x, vectors).backward(dy)
     assert sorted(told) == list(range(count))
@@ -361,6 +361,6 @@ def test_vectors_gradients_go_where_they_are_summed(name: str, total_dtype: torc
 def test_parts_of_many_programs_are_added_up() -> None:
     parts, totals = random(150, 3, 70), [random(70, seed=seed) for seed in range(3)]
     expected = [total + part for total, part in zip(totals, parts.double().sum(0).float(), strict=True)]
-    add_up_(parts, totals)
+    add_column_sums_(parts, totals)
     for total, other in zip(totals, expected, strict=True):
         close(total, other, torch.float32)

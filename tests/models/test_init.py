@@ -5,41 +5,41 @@ import torch
 
 from tests.support import configs
 from trainyard import models
-from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.init import initial
+from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.models.init import initial_values
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_ranks_hold_slices_of_the_whole(family: str, tp: int) -> None:
-    section = configs.config(family).model
-    blueprint = models.family(section).blueprint(section)
-    whole = initial(blueprint, 3)
-    for name in blueprint.names():
-        row = blueprint.row(name)
-        ranks = [initial(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
+    section = configs.tiny_config(family).model
+    blueprint = models.family_of(section).blueprint(section)
+    whole = initial_values(blueprint, 3)
+    for name in blueprint.parameter_names():
+        row = blueprint.spec(name)
+        ranks = [initial_values(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
         assert all(tuple(value.shape) == blueprint.local_shape(name, tp, rank) for rank, value in enumerate(ranks))
-        pieces = {part.name: [] for part in row.parts} if row.parts else {row.name: []}
+        pieces = {part.name: [] for part in row.fused_parts} if row.fused_parts else {row.name: []}
         for rank, value in enumerate(ranks):
             start = 0
-            for pattern, held in zip(pieces, blueprint.slices(name, tp, rank), strict=True):
+            for pattern, held in zip(pieces, blueprint.tp_slices(name, tp, rank), strict=True):
                 size = held.stop - held.start
                 pieces[pattern].append((held.start, value.narrow(held.dim, start, size)))
                 start += size
-        dim = row.split or 0
+        dim = row.tp_dim or 0
         parts = []
         for found in pieces.values():
             distinct = dict(found)  # copies of a kv head start at the same place
             assert all(torch.equal(distinct[start], value) for start, value in found)
             parts.append(torch.cat([distinct[start] for start in sorted(distinct)], dim))
-        assert torch.equal(torch.cat(parts, 0 if row.parts else dim), whole(name)), name
+        assert torch.equal(torch.cat(parts, 0 if row.fused_parts else dim), whole(name)), name
 
 
 def test_fusing_does_not_change_weights() -> None:
     values = {}
     for fused in (True, False):
-        section = configs.config({**configs.LLAMA, "fuse_qkv": fused, "fuse_gate_up": fused}).model
-        values[fused] = initial(models.family(section).blueprint(section), 0)
+        section = configs.tiny_config({**configs.LLAMA, "fuse_qkv": fused, "fuse_gate_up": fused}).model
+        values[fused] = initial_values(models.family_of(section).blueprint(section), 0)
     fused, apart = values[True], values[False]
     assert torch.equal(
         fused("layers.1.attention.qkv.weight"), torch.cat([apart(f"layers.1.attention.{x}.weight") for x in "qkv"])
@@ -50,9 +50,9 @@ def test_fusing_does_not_change_weights() -> None:
 
 
 def test_names_and_seeds_matter() -> None:
-    section = configs.config().model
-    blueprint = models.family(section).blueprint(section)
-    a, b = initial(blueprint, 0), initial(blueprint, 1)
+    section = configs.tiny_config().model
+    blueprint = models.family_of(section).blueprint(section)
+    a, b = initial_values(blueprint, 0), initial_values(blueprint, 1)
     name = "layers.{}.mlp.down.weight"
     assert not torch.equal(a(name.format(0)), a(name.format(1)))
     assert not torch.equal(a(name.format(0)), b(name.format(0)))
@@ -60,17 +60,17 @@ def test_names_and_seeds_matter() -> None:
 
 
 def test_standard_deviations_follow_the_blueprint() -> None:
-    section = configs.config({**configs.LLAMA, "hidden": 256, "ffn": 512, "layers": 8}).model
-    blueprint = models.family(section).blueprint(section)
-    values = initial(blueprint, 0)
+    section = configs.tiny_config({**configs.LLAMA, "hidden": 256, "ffn": 512, "layers": 8}).model
+    blueprint = models.family_of(section).blueprint(section)
+    values = initial_values(blueprint, 0)
     assert values("layers.0.attention.qkv.weight").std() == pytest.approx(0.02, rel=0.02)
     assert values("layers.0.mlp.down.weight").std() == pytest.approx(0.02 / 4, rel=0.02)
     assert torch.equal(values("norm.weight"), torch.ones(256))
 
 
 def test_kv_heads_are_copied_when_ranks_outnumber_them() -> None:
-    row = Row("k", (8, 3), 0, (Part("k", 8, 2),), std=1.0)
+    row = ParamSpec("k", (8, 3), 0, (FusedPart("k", 8, 2),), init_std=1.0)
     blueprint = Blueprint((row,), 1)
-    starts = [blueprint.slices("k", 4, rank)[0].start for rank in range(4)]
+    starts = [blueprint.tp_slices("k", 4, rank)[0].start for rank in range(4)]
     assert starts == [0, 0, 4, 4]
     assert blueprint.local_shape("k", 4) == (4, 3)

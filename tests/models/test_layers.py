@@ -11,7 +11,7 @@ from trainyard import models
 from trainyard.config.schema import RecomputeSection
 from trainyard.core.counter_rng import key32
 from trainyard.kernels.reference import Kernels
-from trainyard.models.flops import per_sample
+from trainyard.models.flops import flops_per_sample
 from trainyard.models.layers import CoreAttention, Draw, Dropout, make_draw
 from trainyard.parallel import recompute
 from trainyard.parallel.process_group import Group
@@ -68,7 +68,7 @@ def test_a_copy_of_kv_heads_for_each_query_head_changes_nothing(causal: bool) ->
     found = []
     for groups in (True, False):
         kernels = Kernels()
-        kernels.groups_fp32 = groups
+        kernels.has_fp32_gqa = groups
         core = CoreAttention(6, 2, causal, 0.0, "s", TensorAxis(), ContextAxis(), kernels)
         parts = [x.clone().requires_grad_() for x in given]
         y = core(*parts)
@@ -79,21 +79,24 @@ def test_a_copy_of_kv_heads_for_each_query_head_changes_nothing(causal: bool) ->
 
 
 @pytest.mark.parametrize("kind", ["attention", "full", "norm", "mlp", "activation", "core_attention", "attention+mlp"])
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_recompute_changes_no_bit(family: str, kind: str) -> None:
-    section = configs.config(
-        {**configs.FAMILIES[family], **({} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1})}
+    section = configs.tiny_config(
+        {
+            **configs.TINY_MODELS[family],
+            **({} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        }
     ).model
     gradients = []
     for recomputed in (False, True):
-        model = configs.model(section)
+        model = configs.tiny_model(section)
         if recomputed:
             config = (
                 RecomputeSection(kind=kind)
                 if kind in ("attention", "full")
-                else RecomputeSection(kind="parts", parts=kind.split("+"))
+                else RecomputeSection(kind="selective", modules=kind.split("+"))
             )
-            assert recompute.apply(list(model.layers.children()), config) >= 2
+            assert recompute.apply_recompute(list(model.layers.children()), config) >= 2
         output = model(batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60})
         output.logits().square().mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
@@ -102,11 +105,11 @@ def test_recompute_changes_no_bit(family: str, kind: str) -> None:
 
 
 def test_recompute_saves_memory() -> None:
-    section = configs.config({**configs.LLAMA, "layers": 4}).model
+    section = configs.tiny_config({**configs.LLAMA, "layers": 4}).model
     saved = {}
     for kind in ("none", "attention", "full"):
-        model = configs.model(section)
-        recompute.apply(list(model.layers.children()), RecomputeSection(kind=kind))
+        model = configs.tiny_model(section)
+        recompute.apply_recompute(list(model.layers.children()), RecomputeSection(kind=kind))
         sizes: list[int] = []
 
         def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
@@ -120,16 +123,20 @@ def test_recompute_saves_memory() -> None:
     assert saved["attention"] < saved["none"]
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_flops_match_torchs_counter(family: str) -> None:
-    section = configs.config(family).model
-    model = configs.model(section)
+    section = configs.tiny_config(family).model
+    model = configs.tiny_model(section)
     batch = batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it knows no CPU flash kernel
         output = model.eval()(batch)
         output.logits()
-    blueprint = models.family(section).blueprint(section)
-    flops = per_sample(section, blueprint, 24, 6)
-    samples, forward = 3, flops.full / 3
+    blueprint = models.family_of(section).blueprint(section)
+    flops = flops_per_sample(section, blueprint, 24, 6)
+    samples, forward = 3, flops.full_attention / 3
     assert counter.get_total_flops() == pytest.approx(samples * forward, rel=1e-6)
-    assert flops.causal == flops.full if family == "bert" else flops.causal < flops.full
+    assert (
+        flops.causal_attention == flops.full_attention
+        if family == "bert"
+        else flops.causal_attention < flops.full_attention
+    )

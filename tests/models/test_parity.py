@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.support import configs
 from trainyard import models
-from trainyard.checkpoint.formats.hf import InMemory, of_tensors, to_tensors
-from trainyard.checkpoint.formats.tensor_map import slices_of
+from trainyard.checkpoint.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
+from trainyard.checkpoint.formats.tensor_map import tp_rank_values
 from trainyard.config.hf_config import from_hf as config_from_hf
 from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.train.losses import BertLoss, CausalLoss
@@ -91,8 +91,8 @@ def reference(variant: str) -> tuple[str, nn.Module, dict[str, Any]]:
 def ours(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> tuple[Any, nn.Module]:
     section = config_from_hf(hf_config).model_copy(update=changes)
     state = hf.state_dict()
-    values = slices_of(of_tensors(section, state))
-    return section, models.fill(models.build(section), lambda name: values(name).clone())
+    values = tp_rank_values(weights_from_tensors(section, state))
+    return section, models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
 
 
 def batch_for(family: str) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def test_logits_loss_and_gradients(variant: str, fused: bool) -> None:
     own.backward()
     loss.backward()
     gradients = dict(model.named_parameters())
-    mapped = dict(to_tensors(InMemory(section, lambda name: gradients[name].grad)))
+    mapped = dict(hf_tensors(InMemoryWeights(section, lambda name: gradients[name].grad)))
     wanted = {name: parameter.grad for name, parameter in hf.named_parameters()}
     assert set(mapped) == set(wanted)
     for name, gradient in wanted.items():
@@ -171,23 +171,23 @@ def test_logits_loss_and_gradients(variant: str, fused: bool) -> None:
 def test_names_round_trip_bit_exact(variant: str, fused: bool) -> None:
     _, hf, hf_config = reference(variant)
     section, model = ours(hf, hf_config, fuse_qkv=fused)
-    kind = models.family(section)
+    kind = models.family_of(section)
     state = model.state_dict()
-    back = dict(to_tensors(InMemory(section, state.__getitem__)))
-    ties = kind.names(section).ties
+    back = dict(hf_tensors(InMemoryWeights(section, state.__getitem__)))
+    ties = kind.hf_names(section).tied
     original = {name: tensor for name, tensor in hf.state_dict().items() if name not in ties}
     assert set(back) == set(original)
     assert all(torch.equal(back[name], original[name]) for name in original)
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_parameters_are_the_blueprints(family: str) -> None:
-    section = configs.config(family).model
-    blueprint = models.family(section).blueprint(section)
-    parameters = dict(models.build(section).named_parameters())
-    assert set(parameters) == set(blueprint.names())
-    assert sum(parameter.numel() for parameter in parameters.values()) == blueprint.parameters()
-    no_decay = {name for name in parameters if not blueprint.row(name).decay}
+    section = configs.tiny_config(family).model
+    blueprint = models.family_of(section).blueprint(section)
+    parameters = dict(models.build_model(section).named_parameters())
+    assert set(parameters) == set(blueprint.parameter_names())
+    assert sum(parameter.numel() for parameter in parameters.values()) == blueprint.parameter_count()
+    no_decay = {name for name in parameters if not blueprint.spec(name).weight_decay}
     assert no_decay == {name for name, parameter in parameters.items() if parameter.ndim == 1}
 
 

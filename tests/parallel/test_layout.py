@@ -9,33 +9,33 @@ from hypothesis import strategies as st
 
 from tests.support import configs
 from trainyard.config.load import load
-from trainyard.config.recipes import names
-from trainyard.config.smoke import fit, smoke
+from trainyard.config.recipes import recipe_names
+from trainyard.config.smoke import fit_to_ranks, smoke_config
 from trainyard.core.errors import UserError
-from trainyard.parallel.layout import Layout, copies, share
+from trainyard.parallel.layout import Layout, head_range, replication_factor
 
 MODEL = {**configs.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
 
 
 def config(layout: dict[str, Any], model: dict[str, Any] = MODEL, **sections: dict[str, Any]) -> Any:
-    return configs.config(model, **{"train": {"global_batch": 8, "micro_batch": 1}, **sections}, layout=layout)
+    return configs.tiny_config(model, **{"train": {"global_batch": 8, "micro_batch": 1}, **sections}, layout=layout)
 
 
 def test_ranks_are_pp_dp_cp_tp_with_tp_fastest() -> None:
-    layout = Layout.of(config({"tp": 2, "pp": 2, "cp": 2}), 16)
+    layout = Layout.from_config(config({"tp": 2, "pp": 2, "cp": 2}), 16)
     assert (layout.dp, layout.micro_batches) == (2, 4)
     assert layout.groups("tp")[:2] == [[0, 1], [2, 3]]
     assert layout.groups("cp")[0] == [0, 2]
     assert layout.groups("dp")[0] == [0, 4]
     assert layout.groups("pp")[0] == [0, 8]
     assert layout.groups("dp", "cp")[1] == [1, 3, 5, 7]
-    assert layout.place(13) == {"pp": 1, "dp": 1, "cp": 0, "tp": 1}
+    assert layout.coords(13) == {"pp": 1, "dp": 1, "cp": 0, "tp": 1}
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_every_rank_is_in_one_group_of_each_kind(tp: int, pp: int, cp: int, dp: int) -> None:
     world = tp * pp * cp * dp
-    layout = Layout.of(config({"tp": tp, "pp": pp, "cp": cp}), world)
+    layout = Layout.from_config(config({"tp": tp, "pp": pp, "cp": cp}), world)
     for kinds in (("tp",), ("cp",), ("pp",), ("dp", "cp"), ("dp", "cp", "tp"), ("pp", "dp", "cp", "tp")):
         groups = layout.groups(*kinds)
         assert sorted(rank for group in groups for rank in group) == list(range(world))
@@ -47,9 +47,9 @@ WRONG = [
     ({"tp": 3}, 3, {}, "layout.tp=3: does not divide model.heads=8"),
     ({"pp": 8}, 8, {}, "layout.pp=8: pp x vpp = 8 stages for 6 layers"),
     ({"pp": 2, "vpp": 4}, 2, {}, "pp x vpp = 8 stages for 6 layers"),
-    ({"pp": 2, "cuts": (5,)}, 2, {}, "layout.cuts=[5]: the model's 6 layers are 0 to 5"),
-    ({"cp": 2}, 2, {"data": {"sequence": 18}}, "layout.cp=2: data.sequence=18 is not a multiple of 2 x cp = 4"),
-    ({"tp": 4, "sequence_parallel": True}, 4, {"data": {"sequence": 18}}, "sequence parallel, and 18 / cp=1 tokens"),
+    ({"pp": 2, "pipeline_cuts": (5,)}, 2, {}, "layout.pipeline_cuts=[5]: the model's 6 layers are 0 to 5"),
+    ({"cp": 2}, 2, {"data": {"seq_len": 18}}, "layout.cp=2: data.seq_len=18 is not a multiple of 2 x cp = 4"),
+    ({"tp": 4, "sequence_parallel": True}, 4, {"data": {"seq_len": 18}}, "sequence parallel, and 18 / cp=1 tokens"),
     ({"tp": 2, "pp": 2}, 6, {}, "needs a multiple of 4 ranks, this run has 6 (--nproc 4 or 8 here"),
     ({}, 3, {}, "train.global_batch=8: not a multiple of micro_batch x data parallel = 1 x 3 (say 6 or 9)"),
     ({"pp": 2, "vpp": 2}, 2, {"train": {"global_batch": 5, "micro_batch": 1}}, "5 micro batches do not come in rounds"),
@@ -59,7 +59,7 @@ WRONG = [
 @pytest.mark.parametrize(("layout", "ranks", "sections", "words"), WRONG)
 def test_a_broken_rule_is_one_line(layout: Any, ranks: int, sections: Any, words: str) -> None:
     with pytest.raises(UserError) as error:
-        Layout.of(config(layout, **sections), ranks)
+        Layout.from_config(config(layout, **sections), ranks)
     line = str(error.value)
     assert words in line
     assert "\n" not in line
@@ -67,67 +67,67 @@ def test_a_broken_rule_is_one_line(layout: Any, ranks: int, sections: Any, words
 
 def test_ffn_must_divide_too() -> None:
     with pytest.raises(UserError, match=r"layout\.tp=8: does not divide model\.ffn=100"):
-        Layout.of(config({"tp": 8}, {**MODEL, "ffn": 100}), 8)
+        Layout.from_config(config({"tp": 8}, {**MODEL, "ffn": 100}), 8)
 
 
 @pytest.mark.parametrize(
     ("layout", "ranks"), [({"tp": 3}, 6), ({"tp": 16}, 16), ({"cp": 3, "tp": 2}, 6), ({"tp": 5}, 8)]
 )
 def test_the_nearest_layouts_work(layout: dict[str, Any], ranks: int) -> None:
-    sections = {"train": {"global_batch": 48, "micro_batch": 1}, "data": {"sequence": 64}}
+    sections = {"train": {"global_batch": 48, "micro_batch": 1}, "data": {"seq_len": 64}}
     with pytest.raises(UserError) as error:
-        Layout.of(config(layout, **sections), ranks)
+        Layout.from_config(config(layout, **sections), ranks)
     offered = str(error.value).partition(f"nearest on {ranks} ranks: ")[2].split(", ")
     assert 1 <= len(offered) <= 3
     for words in offered:
         sizes = {key: int(value) for key, value in (word.split("=") for word in words.split(" (")[0].split())}
-        assert Layout.of(config(sizes, **sections), ranks).world == ranks
+        assert Layout.from_config(config(sizes, **sections), ranks).world_size == ranks
 
 
 def test_stages_cover_the_layers_and_spare_the_ends() -> None:
-    stages = Layout.of(config({"pp": 4}), 4).stages
+    stages = Layout.from_config(config({"pp": 4}), 4).stages
     assert [list(stage.layers) for stage in stages] == [[0], [1, 2], [3, 4], [5]]
-    assert [stage.first for stage in stages] == [True, False, False, False]
-    assert [stage.last for stage in stages] == [False, False, False, True]
-    cut = Layout.of(config({"pp": 3, "cuts": (0, 3)}), 3).stages
+    assert [stage.is_first for stage in stages] == [True, False, False, False]
+    assert [stage.is_last for stage in stages] == [False, False, False, True]
+    cut = Layout.from_config(config({"pp": 3, "pipeline_cuts": (0, 3)}), 3).stages
     assert [list(stage.layers) for stage in cut] == [[0], [1, 2, 3], [4, 5]]
 
 
 def test_virtual_stages_go_round_or_in_a_vee() -> None:
-    around = Layout.of(config({"pp": 3, "vpp": 2}, train={"global_batch": 6}), 3)
-    assert [around.holder(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-    vee = Layout.of(config({"pp": 3, "vpp": 2, "schedule": "zbv"}, train={"global_batch": 6}), 3)
-    assert [vee.holder(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [stage.number for stage in vee.stages_of(0)] == [0, 5]
+    around = Layout.from_config(config({"pp": 3, "vpp": 2}, train={"global_batch": 6}), 3)
+    assert [around.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    vee = Layout.from_config(config({"pp": 3, "vpp": 2, "pipeline_schedule": "zbv"}, train={"global_batch": 6}), 3)
+    assert [vee.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [stage.index for stage in vee.stages_on(0)] == [0, 5]
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
 def test_every_rank_has_the_kv_heads_of_its_queries(kv: int, tp: int) -> None:
     heads = kv * tp  # any tp that divides the heads
-    held = [share(kv, tp, rank) for rank in range(tp)]
+    held = [head_range(kv, tp, rank) for rank in range(tp)]
     assert len({end - first for first, end in held}) == 1
     for rank, (first, end) in enumerate(held):
         for query in range(rank * heads // tp, (rank + 1) * heads // tp):
             assert first <= query // (heads // kv) < end
     for head in range(kv):
         holders = [rank for rank, (first, end) in enumerate(held) if first <= head < end]
-        assert len(holders) == copies(kv, tp)
+        assert len(holders) == replication_factor(kv, tp)
         assert holders == list(range(holders[0], holders[0] + len(holders)))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_recipes_work_as_written_and_shrunk(name: str) -> None:
     recipe = load(name)
     if recipe.layout.ranks:
-        assert Layout.of(recipe, recipe.layout.ranks).world == recipe.layout.ranks
+        assert Layout.from_config(recipe, recipe.layout.ranks).world_size == recipe.layout.ranks
     for ranks in (1, 2, 4, 8):
-        assert Layout.of(smoke(recipe, ranks), ranks).world == ranks
+        assert Layout.from_config(smoke_config(recipe, ranks), ranks).world_size == ranks
 
 
 def test_shrinking_keeps_every_axis_that_ranks_allow() -> None:
-    small = smoke(load("llama3-70b"), 8).layout
+    small = smoke_config(load("llama3-70b"), 8).layout
     assert (small.tp, small.pp, small.cp, small.zero) == (2, 2, 1, 1)  # and dp 2
-    small = smoke(load("llama3-70b-cp"), 8).layout
+    small = smoke_config(load("llama3-70b-cp"), 8).layout
     assert (small.tp, small.pp, small.cp) == (2, 2, 2)
-    assert fit(load("llama2-7b"), 8).layout.tp == 4
-    assert fit(load("llama2-7b"), 8).model == load("llama2-7b").model
+    assert fit_to_ranks(load("llama2-7b"), 8).layout.tp == 4
+    assert fit_to_ranks(load("llama2-7b"), 8).model == load("llama2-7b").model

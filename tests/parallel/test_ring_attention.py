@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard import compat
-from trainyard.core.counter_rng import row32
-from trainyard.models.layers import CoreAttention, Draw, drop
+from trainyard.core.counter_rng import row_seeds
+from trainyard.models.layers import CoreAttention, Draw, counter_dropout
 from trainyard.parallel import attention_blocks, ring_attention
-from trainyard.parallel.ring_attention import Dropped, Rule, attend
+from trainyard.parallel.ring_attention import AttentionSpec, Dropped, attend
 from trainyard.parallel.tensor_parallel import Axes
 
 WAIT = 60
@@ -32,7 +32,7 @@ METHODS = ["ring", "all_gather"]
 KINDS = ["plain", "documents", "dropout", "documents and dropout"]
 
 
-class Mail:
+class ThreadMailboxes:
     """What the threads of one run share."""
 
     def __init__(self, size: int) -> None:
@@ -46,10 +46,10 @@ class Mail:
             return self.boxes.setdefault((rank, number), queue.Queue())
 
 
-class Threads:
+class ThreadRing:
     """A `Ring` whose ranks are threads."""
 
-    def __init__(self, mail: Mail, size: int, rank: int) -> None:
+    def __init__(self, mail: ThreadMailboxes, size: int, rank: int) -> None:
         self.mail, self.size, self.rank = mail, size, rank
         self.sent = 0
         self.under_way = 0
@@ -74,17 +74,17 @@ class Threads:
         self.mail.barrier.wait()
         return found
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return torch.stack(self._everyone(x))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return torch.stack([parts[self.rank] for parts in self._everyone(x)]).sum(0)
 
 
-def on_threads(size: int, work: Callable[[Threads], Any]) -> list[Any]:
-    mail = Mail(size)
+def on_threads(size: int, work: Callable[[ThreadRing], Any]) -> list[Any]:
+    mail = ThreadMailboxes(size)
     with ThreadPoolExecutor(size) as pool:
-        return [f.result() for f in [pool.submit(work, Threads(mail, size, rank)) for rank in range(size)]]
+        return [f.result() for f in [pool.submit(work, ThreadRing(mail, size, rank)) for rank in range(size)]]
 
 
 class Case(NamedTuple):
@@ -114,7 +114,7 @@ def make(
     dropout = None
     if "dropout" in kind:
         key, sample = torch.tensor([7, -3], dtype=torch.int32), torch.arange(5, 5 + B, dtype=torch.int32)
-        words = row32(key, sample[:, None], torch.arange(T, dtype=torch.int32))
+        words = row_seeds(key, sample[:, None], torch.arange(T, dtype=torch.int32))
         numbers = (torch.tensor(x, dtype=torch.int32, device=device) for x in (12345, 4))
         dropout = Dropped(0.3, words[0].to(device), words[1].to(device), *numbers)
     return Case(q, k, v, dout, causal, documents_of(B, T).to(device) if "documents" in kind else None, dropout)
@@ -134,7 +134,7 @@ def dense(case: Case) -> list[Tensor]:
         p, first, second, site, first_head = case.dropout
         head = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) + first_head
         column = head[:, None, None] * 0x10001 + torch.arange(tokens, dtype=torch.int32, device=q.device)
-        weight = drop(weight, p, Draw(first[:, None, :, None], second[:, None, :, None]), site, column)
+        weight = counter_dropout(weight, p, Draw(first[:, None, :, None], second[:, None, :, None]), site, column)
     y = weight @ v.repeat_interleave(repeat, 1)
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), case.dout.double())]
 
@@ -159,9 +159,9 @@ def split(case: Case, size: int, method: Any) -> list[Tensor]:
     """y, dq, dk, dv by ranks that are threads, put back in natural order."""
     places = order(size, case.q.shape[2])
 
-    def work(ranks: Threads) -> tuple[Tensor, ...]:
+    def work(ranks: ThreadRing) -> tuple[Tensor, ...]:
         q, k, v, dout, causal, documents, dropout = local(case, places[ranks.rank])
-        rule = Rule(method, causal, documents, dropout)
+        rule = AttentionSpec(method, causal, documents, dropout)
         y, lse = ring_attention.forward(ranks, q, k, v, rule)
         assert y.dtype == q.dtype
         assert ranks.under_way == 0
@@ -236,18 +236,20 @@ def test_flash_where_torch_prefers_it(method: str) -> None:
     """As on devices, or under settings, where scaled_dot_product_attention would not take cuDNN."""
     case = make("plain", True, "cuda", torch.bfloat16, (2, 4, 2, 128, 32))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        assert compat.attention_kernel(case.q, case.k, True, False)
-        assert not compat.attention_kernel(case.q, case.k, False, True)
+        assert compat.select_attention_kernel(case.q, case.k, True, False)
+        assert not compat.select_attention_kernel(case.q, case.k, False, True)
         found = split(case, 4, method)
     for x, y in zip(found, dense(case), strict=True):
         assert (x.double() - y).norm() < 0.01 * y.norm()
 
 
-def trivial(kind: str, queries: int, keys: int, device: str) -> attention_blocks.Pairs | None:
+def trivial(kind: str, queries: int, keys: int, device: str) -> attention_blocks.BlockMask | None:
     """Pairs that hide and drop nothing, and lead to this kind of kernel."""
     one = torch.zeros(2, queries + keys, dtype=torch.int32, device=device)
     dropout = Dropped(0.0, one[:, :queries], one[:, :queries], one[0, 0], one[0, 0]) if kind == "plain" else None
-    return None if kind == "fused" else attention_blocks.Pairs(one[:, :queries], one[:, :keys], dropout, one[0, :keys])
+    return (
+        None if kind == "fused" else attention_blocks.BlockMask(one[:, :queries], one[:, :keys], dropout, one[0, :keys])
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -278,7 +280,7 @@ def test_blocks_add_up(dtype: torch.dtype, device: str) -> None:
 
 
 def test_every_rank_has_the_same_work() -> None:
-    def area(block: attention_blocks.Block) -> float:
+    def area(block: attention_blocks.AttentionBlock) -> float:
         whole = (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
         return whole / 2 if block.causal else whole
 
@@ -309,11 +311,11 @@ def test_exchanges_are_under_way_while_blocks_are_computed(monkeypatch: pytest.M
     for name in under_way:
         monkeypatch.setattr(attention_blocks, name, noting(name))
 
-    def work(ranks: Threads) -> None:
+    def work(ranks: ThreadRing) -> None:
         here.ranks = ranks
         q, k, v, dout, *_ = local(case, order(size, 24)[ranks.rank])
-        y, lse = ring_attention.forward(ranks, q, k, v, Rule("ring", True))
-        ring_attention.backward(ranks, dout, q, k, v, y, lse, Rule("ring", True))
+        y, lse = ring_attention.forward(ranks, q, k, v, AttentionSpec("ring", True))
+        ring_attention.backward(ranks, dout, q, k, v, y, lse, AttentionSpec("ring", True))
 
     on_threads(size, work)
     # The next keys and values in the forward pass; backward also, from the second step on, gradients on their way home.
@@ -357,8 +359,8 @@ def alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: Dr
 def test_fused_kernels_are_found() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         q, k = torch.empty(2, 4, 8, 8, dtype=dtype), torch.empty(2, 2, 8, 8, dtype=dtype)
-        assert compat.attention_kernel(q, k, True, False)
-        assert compat.attention_kernel(q, k, False, True)
+        assert compat.select_attention_kernel(q, k, True, False)
+        assert compat.select_attention_kernel(q, k, False, True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from trainyard import compat
 from trainyard.config.schema import Config
-from trainyard.dryrun.dry_run import rehearsal
+from trainyard.dryrun.dry_run import dry_run
 from trainyard.parallel import attention_blocks, ring_attention
 
 OPAQUE = {
     torch.ops.trainyard.context_attention.default: ring_attention.context_attention._init_fn,
     torch.ops.trainyard.context_attention_backward.default: ring_attention.context_attention_backward._init_fn,
 }
-FLASH = compat._KERNELS[False, SDPBackend.FLASH_ATTENTION.value]
+FLASH = compat._ATTENTION_KERNELS[False, SDPBackend.FLASH_ATTENTION.value]
 
 
 class Live(TorchDispatchMode):
@@ -76,12 +76,12 @@ def peak(config: Config, rank: int, ranks: int) -> int:
         patch.object(F, "scaled_dot_product_attention", attention),
         patch.object(attention_blocks, "_kernel", lambda *_: FLASH),
     )
-    with patches[0], patches[1], live, rehearsal(config, rank, ranks) as trainer:
+    with patches[0], patches[1], live, dry_run(config, rank, ranks) as trainer:
         for model in trainer.models:
             model.train()
-        batch = trainer.loader.batch(0, trainer.rows)
+        batch = trainer.loader.batch(0, trainer.batch_slice)
         for number in (1, 2):
             live.peak = 0
-            trainer.step(batch, number, 1e-3)
-            trainer.optimizer.settle()
+            trainer.train_step(batch, number, 1e-3)
+            trainer.optimizer.wait_for_weights()
     return live.peak

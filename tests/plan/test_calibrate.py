@@ -6,8 +6,17 @@ from statistics import median
 import pytest
 
 from trainyard.parallel.layout import Layout
-from trainyard.plan.calibrate import FREE, H200, SETS, TRN1, Run, fit, leave_one_out, predicted
-from trainyard.plan.time.step_time import FITTED, Efficiency, step
+from trainyard.plan.calibrate import (
+    FITTED_CONSTANTS,
+    H200_RUNS,
+    RUN_SETS,
+    TRN1_RUNS,
+    PublishedRun,
+    fit_efficiency,
+    leave_one_out,
+    predicted_speed,
+)
+from trainyard.plan.time.step_time import FITTED_EFFICIENCY, Efficiency, predict_step
 
 
 def test_published_trn1_runs_are_predicted_within_15_percent() -> None:
@@ -24,31 +33,33 @@ def test_our_gpu_runs_are_predicted_within_10_percent() -> None:
 
 
 def test_constants_are_few_and_physical() -> None:
-    for name, groups in FREE.items():
-        assert len(groups) <= 4 < len(SETS[name]) + 1
-        assert all(0 < value <= 1 for value in fit(name))
+    for name, groups in FITTED_CONSTANTS.items():
+        assert len(groups) <= 4 < len(RUN_SETS[name]) + 1
+        assert all(0 < value <= 1 for value in fit_efficiency(name))
 
 
 @pytest.mark.parametrize(("name", "key"), [("trn1", "trn1"), ("h200", "gpu")])
 def test_what_a_plan_uses_is_what_the_fit_gives(name: str, key: str) -> None:
-    free = [each for group in FREE[name] for each in group]
+    free = [each for group in FITTED_CONSTANTS[name] for each in group]
     for each in free:
-        assert getattr(FITTED[key], each) == pytest.approx(getattr(fit(name), each), abs=0.006)
+        assert getattr(FITTED_EFFICIENCY[key], each) == pytest.approx(getattr(fit_efficiency(name), each), abs=0.006)
 
 
 def test_the_held_out_run_does_not_touch_its_own_constants(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fit("trn1", without=2)
-    changed = (*TRN1[:2], replace(TRN1[2], speed=1.0), *TRN1[3:])
-    monkeypatch.setitem(SETS, "trn1", changed)
-    assert fit("trn1", without=2) == before
-    assert fit("trn1") != before
+    before = fit_efficiency("trn1", without=2)
+    changed = (*TRN1_RUNS[:2], replace(TRN1_RUNS[2], speed=1.0), *TRN1_RUNS[3:])
+    monkeypatch.setitem(RUN_SETS, "trn1", changed)
+    assert fit_efficiency("trn1", without=2) == before
+    assert fit_efficiency("trn1") != before
 
 
-@pytest.mark.parametrize("run", [*TRN1, *H200], ids=lambda run: f"{run.on}-{run.name}")
-def test_nothing_is_faster_than_its_peaks(run: Run) -> None:
+@pytest.mark.parametrize("run", [*TRN1_RUNS, *H200_RUNS], ids=lambda run: f"{run.on}-{run.name}")
+def test_nothing_is_faster_than_its_peaks(run: PublishedRun) -> None:
     """At peak rates no run is slower than it was measured; and the parts of a step add up to it."""
-    assert predicted(run, Efficiency()) > run.speed
+    assert predicted_speed(run, Efficiency()) > run.sequences_per_second
     config = run.config()
-    found = step(config, Layout.of(config, run.hardware.ranks), run.hardware, FITTED["trn1"])
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert min(found.parts.values()) >= 0
+    found = predict_step(
+        config, Layout.from_config(config, run.hardware.ranks), run.hardware, FITTED_EFFICIENCY["trn1"]
+    )
+    assert sum(found.components.values()) == pytest.approx(found.seconds)
+    assert min(found.components.values()) >= 0

@@ -20,23 +20,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainyard.compat import splits_backward
+from trainyard.compat import supports_zero_bubble
 from trainyard.config.load import load
 from trainyard.config.schema import Config
-from trainyard.devices.cpu import Cpu
-from trainyard.dryrun.dry_run import rehearsal
+from trainyard.devices.cpu import CpuDevice
+from trainyard.dryrun.dry_run import dry_run
 from trainyard.parallel import ring_attention
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.plan.time.comm_volume import Counts, Message, messages
-from trainyard.train.checkpointing.saver import Words
+from trainyard.plan.time.comm_volume import Message, MessageCounts, step_messages
+from trainyard.train.checkpointing.saver import SaveStatus
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 MIB = 2**20
 LIMIT = 300.0
 """Seconds for one trace; most take three."""
-VOTES = int(splits_backward())
+VOTES = int(supports_zero_bubble())
 """In the first step of a pipeline neighbours greet each other; since torch 2.13 to ask whether shapes are fixed."""
 GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
 
@@ -71,7 +71,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         groups = {name: getattr(mesh, name) for name in GROUPS}
         self.groups = {group.name: (name, group.size) for name, group in groups.items() if group.size > 1}
-        self.counts: Counts = Counter()
+        self.counts: MessageCounts = Counter()
         self.questions = 0
         """Times that the host waited for a number."""
 
@@ -103,10 +103,10 @@ class Traffic(TorchDispatchMode):
         self.counts[Message(name, ranks, kind, dtype, max(tensor.nbytes for tensor in tensors), peer)] += 1
 
 
-class Small(Cpu):
+class Small(CpuDevice):
     """Memory of its own: fully_shard does not take the meta device."""
 
-    process_group = "cpu:fake"
+    process_group_backend = "cpu:fake"
 
 
 def configure(recipe: str, micro_batches: int | None, *words: str) -> Config:
@@ -124,36 +124,36 @@ def layout_of(config: Config) -> Layout:
     whole = sizes * config.train.micro_batch * config.layout.pp  # any batch that the layout allows
     train = config.train.model_copy(update={"global_batch": whole})
     fitting = config.train.global_batch % (sizes * config.train.micro_batch) == 0
-    return Layout.of(config if fitting else config.model_copy(update={"train": train}), config.layout.ranks)
+    return Layout.from_config(config if fitting else config.model_copy(update={"train": train}), config.layout.ranks)
 
 
-def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Counts:
+def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> MessageCounts:
     """What `rank` sends and gets in its first step. For a process of its own: it becomes that rank."""
     config = configure(recipe, micro_batches, *words)
     assert config.layout.ranks
     torch.set_num_threads(1)
     device = Small() if config.layout.zero >= 2 else None
-    with rehearsal(config, rank, config.layout.ranks, device) as trainer:
+    with dry_run(config, rank, config.layout.ranks, device) as trainer:
         for model in trainer.models:
             model.train()
-        batch = trainer.loader.batch(0, trainer.rows)
+        batch = trainer.loader.batch(0, trainer.batch_slice)
         with Traffic(trainer.mesh) as traffic:
-            trainer.step(batch, 1, config.optimizer.lr, (0.0, *Words()))
-            trainer.optimizer.settle()  # new weights travel while the next step begins
+            trainer.train_step(batch, 1, config.optimizer.lr, (0.0, *SaveStatus()))
+            trainer.optimizer.wait_for_weights()  # new weights travel while the next step begins
         # The first step of a pipeline asks its neighbours whether shapes are fixed. Nothing else waits for the device.
         if device is None:
             assert traffic.questions == (config.layout.pp > 1) * VOTES * len(trainer.models)
         return traffic.counts
 
 
-def expected(config: Config, rank: int) -> Counts:
+def expected(config: Config, rank: int) -> MessageCounts:
     """The messages of the first step: those of every step, and greetings between neighbouring stages."""
     layout = layout_of(config)
-    out = messages(config, layout, rank, Cpu.logits_bytes)
-    here = layout.place(rank)["pp"]
-    for stage in layout.stages_of(here):
-        for other in (stage.number - 1,) * (not stage.first) + (stage.number + 1,) * (not stage.last):
-            peer = layout.holder(other)
+    out = step_messages(config, layout, rank, CpuDevice.max_logits_bytes)
+    here = layout.coords(rank)["pp"]
+    for stage in layout.stages_on(here):
+        for other in (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last):
+            peer = layout.stage_owner(other)
             for kind in ("send", "receive") if peer != here else ():
                 out[Message("pp", layout.pp, kind, "int32" if VOTES else "float32", 4, peer)] += 1
     return out
@@ -175,34 +175,44 @@ CASES: list[Case] = [
     *((SEVENTY, rank, 8, SHALLOW) for rank in (0, STAGE, STAGE + 5, STAGE + 31, 6 * STAGE, 7 * STAGE)),
     (SEVENTY, STAGE, 9),
     *((RING, rank, 8, SHALLOW) for rank in (0, STAGE, STAGE + 32 + 5, 7 * STAGE)),
-    (RING, STAGE, 8, SHALLOW, "recompute.kind=none", "recompute.parts=[]"),
+    (RING, STAGE, 8, SHALLOW, "recompute.kind=none", "recompute.modules=[]"),
 ]
 
 
 # Small models in every other way to share them out, each as one rank.
 LLAMA = (
-    "model.hidden=256 model.heads=8 model.kv_heads=2 model.ffn=512 model.layers=4 model.vocab=1000 data.sequence=128 "
-    "train.micro_batch=1 layout.bucket=1 precision.kind=bf16 layout.ranks=8"
+    "model.hidden=256 model.heads=8 model.kv_heads=2 model.ffn=512 model.layers=4 model.vocab=1000 data.seq_len=128 "
+    "train.micro_batch=1 layout.bucket_mib=1 precision.kind=bf16 layout.ranks=8"
 )
-ODD = "layout.ranks=6 model.heads=12 model.hidden=768 model.kv_heads=4 model.ffn=1536 data.sequence=96"
-OTHER = "model.hidden=256 model.heads=8 model.layers=4 train.micro_batch=2 layout.bucket=1 layout.ranks=8"
+ODD = "layout.ranks=6 model.heads=12 model.hidden=768 model.kv_heads=4 model.ffn=1536 data.seq_len=96"
+OTHER = "model.hidden=256 model.heads=8 model.layers=4 train.micro_batch=2 layout.bucket_mib=1 layout.ranks=8"
 SMALL: list[Case] = [
     (recipe, rank, 4, *f"{base} {words}".split())
     for recipe, base, rank, words in (
         ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.sequence_parallel=true layout.zero=0"),
         ("tiny-llama", LLAMA, 5, "layout.tp=4 layout.sequence_parallel=true layout.zero=1 recompute.kind=full"),
         ("tiny-llama", LLAMA, 5, "layout.tp=4 recompute.kind=full"),
-        ("tiny-llama", LLAMA, 2, "layout.tp=4 recompute.kind=parts recompute.parts=[attention,mlp] model.vocab=997"),
-        ("tiny-llama", LLAMA, 3, "layout.tp=2 layout.sequence_parallel=true precision.kind=fp8 precision.bf16_first=1"),
-        ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.vpp=2 model.tied=false layout.zero=1"),
-        ("tiny-llama", LLAMA, 7, "layout.pp=2 layout.vpp=2 layout.schedule=zbv"),
+        (
+            "tiny-llama",
+            LLAMA,
+            2,
+            "layout.tp=4 recompute.kind=selective recompute.modules=[attention,mlp] model.vocab=997",
+        ),
+        (
+            "tiny-llama",
+            LLAMA,
+            3,
+            "layout.tp=2 layout.sequence_parallel=true precision.kind=fp8 precision.bf16_first_layers=1",
+        ),
+        ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.vpp=2 model.tie_embeddings=false layout.zero=1"),
+        ("tiny-llama", LLAMA, 7, "layout.pp=2 layout.vpp=2 layout.pipeline_schedule=zbv"),
         ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.zero=2"),
         ("tiny-llama", LLAMA, 5, "layout.pp=2 layout.vpp=2 layout.zero=3"),
-        ("tiny-llama", LLAMA, 2, "layout.cp=4 layout.context=all_gather recompute.kind=full layout.zero=1"),
+        ("tiny-llama", LLAMA, 2, "layout.cp=4 layout.cp_method=all_gather recompute.kind=full layout.zero=1"),
         ("tiny-llama", LLAMA, 2, "layout.cp=4 recompute.kind=full"),
-        ("tiny-llama", LLAMA, 2, "layout.cp=2 recompute.kind=attention data.separate=true"),
+        ("tiny-llama", LLAMA, 2, "layout.cp=2 recompute.kind=attention data.document_mask=true"),
         ("tiny-llama", LLAMA, 2, f"layout.tp=3 layout.cp=2 layout.zero=1 {ODD}"),
-        ("gpt3-6.7b", OTHER, 6, "layout.tp=2 layout.pp=2 layout.zero=1 precision.reduce=fp32"),
+        ("gpt3-6.7b", OTHER, 6, "layout.tp=2 layout.pp=2 layout.zero=1 precision.reduce_dtype=fp32"),
         ("gpt3-6.7b", OTHER, 1, "layout.tp=4 layout.sequence_parallel=true"),
         ("bert-large-phase1-lamb", OTHER, 1, "layout.tp=4 layout.sequence_parallel=true"),
         ("bert-large-phase1-lamb", OTHER, 1, "layout.tp=2 layout.pp=2 layout.zero=1"),
@@ -216,9 +226,9 @@ class Traces:
 
     def __init__(self, cases: list[Case]) -> None:
         self.pool = ProcessPoolExecutor(2, get_context("spawn"))
-        self.made: dict[Case, Future[Counts]] = {case: self.pool.submit(trace, *case) for case in cases}
+        self.made: dict[Case, Future[MessageCounts]] = {case: self.pool.submit(trace, *case) for case in cases}
 
-    def __getitem__(self, case: Case) -> Counts:
+    def __getitem__(self, case: Case) -> MessageCounts:
         return self.made[case].result(LIMIT)
 
     def close(self) -> None:
@@ -279,7 +289,7 @@ def test_tensor_parallel_ranks_send_the_same(traces: Traces) -> None:
 def test_what_a_stage_sends_its_neighbour_gets(recipe: str, upper: int, traces: Traces) -> None:
     above, below = (traces[recipe, stage * STAGE, 8, SHALLOW] for stage in (upper, upper + 1))
 
-    def between(counts: Counts, kind: str, peer: int) -> Counts:
+    def between(counts: MessageCounts, kind: str, peer: int) -> MessageCounts:
         return Counter(
             {m._replace(kind="", peer=None): n for m, n in counts.items() if (m.kind, m.peer) == (kind, peer)}
         )
@@ -293,19 +303,19 @@ def test_what_a_stage_sends_its_neighbour_gets(recipe: str, upper: int, traces: 
 # Both shown.
 
 
-def summed(counts: Counts) -> dict[tuple[str, int, str, str], tuple[int, int]]:
+def summed(counts: MessageCounts) -> dict[tuple[str, int, str, str], tuple[int, int]]:
     """(messages, bytes) by group, ranks, kind and dtype."""
     out: dict[tuple[str, int, str, str], tuple[int, int]] = {}
     for message, times in counts.items():
         count, size = out.get(message[:4], (0, 0))
-        out[message[:4]] = count + times, size + times * message.size
+        out[message[:4]] = count + times, size + times * message.nbytes
     return out
 
 
-def extrapolated(few: Counts, a: int, more: Counts, b: int, wanted: int) -> Counts:
+def extrapolated(few: MessageCounts, a: int, more: MessageCounts, b: int, wanted: int) -> MessageCounts:
     """Messages with `wanted` micro batches a step, from those with `a` and with `b`."""
     assert few.keys() == more.keys()
-    out: Counts = Counter()
+    out: MessageCounts = Counter()
     for message, times in few.items():
         each, rest = divmod(more[message] - times, b - a)
         assert rest == 0
@@ -313,7 +323,7 @@ def extrapolated(few: Counts, a: int, more: Counts, b: int, wanted: int) -> Coun
     return out
 
 
-def table(counts: Counts) -> str:
+def table(counts: MessageCounts) -> str:
     """Messages of a step, with the sum of their sizes."""
     rows = sorted(summed(counts).items(), key=lambda row: (GROUPS.index(row[0][0]), -row[1][1]))
     lines = [f"{'group':9}{'ranks':>5}  {'kind':16}{'dtype':9}{'messages':>9}{'MiB':>14}"]
@@ -328,7 +338,7 @@ def main() -> None:
     for recipe, rank, (a, b) in shown:
         layout = layout_of(configure(recipe, None))
         counts = extrapolated(traces[recipe, rank, a], a, traces[recipe, rank, b], b, layout.micro_batches)
-        stage = layout.place(rank)["pp"]
+        stage = layout.coords(rank)["pp"]
         print(f"\n{recipe}, rank {rank} (pipeline stage {stage}), step 1, {layout.micro_batches} micro batches")
         print(table(counts))
     traces.close()

@@ -9,19 +9,19 @@ from tests.support import configs
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.devices.cpu import Cpu
+from trainyard.devices.cpu import CpuDevice
 from trainyard.parallel.layout import Layout
-from trainyard.plan.fit_check import check_room
-from trainyard.plan.memory.peak import memory
+from trainyard.plan.fit_check import check_fits
+from trainyard.plan.memory.peak import estimate_memory
 
 MIB = 2**20
 
 
-class Small(Cpu):
+class Small(CpuDevice):
     def __init__(self, room: float | None) -> None:
         self.room = room
 
-    def memory_total(self, ranks: int) -> int | None:  # type: ignore[override]
+    def memory_per_rank(self, ranks: int) -> int | None:  # type: ignore[override]
         return None if self.room is None else int(self.room)
 
 
@@ -29,14 +29,14 @@ def case(**train: object) -> tuple[Config, Layout, int]:
     """Most of it activations, so that recomputing helps."""
     model = {**configs.LLAMA, "layers": 8, "max_positions": 512}
     given = {"micro_batch": 8, "global_batch": 8, **train}
-    config = configs.config(model, data={"sequence": 512}, train=given)
-    layout = Layout.of(config, 1)
-    return config, layout, memory(config, layout, 0, "cpu").total
+    config = configs.tiny_config(model, data={"seq_len": 512}, train=given)
+    layout = Layout.from_config(config, 1)
+    return config, layout, estimate_memory(config, layout, 0, "cpu").total
 
 
 def said(config: Config, layout: Layout, room: float | None) -> list[str]:
     lines: list[str] = []
-    check_room(config, layout, Small(room), lines.append)
+    check_fits(config, layout, Small(room), lines.append)
     return lines
 
 
@@ -60,7 +60,7 @@ def test_what_cannot_fit_is_refused() -> None:
         said(config, layout, needed / 1.31)
     words = str(caught.value).rpartition("nearest: ")[2].split(" (")[0].split()
     fitting = parse(config.model_dump(mode="json"), words)
-    assert memory(fitting, layout, 0, "cpu").total <= 0.95 * needed / 1.31
+    assert estimate_memory(fitting, layout, 0, "cpu").total <= 0.95 * needed / 1.31
     with pytest.raises(UserError, match="no single change makes it fit"):
         said(config, layout, MIB)
 
@@ -68,15 +68,15 @@ def test_what_cannot_fit_is_refused() -> None:
 @pytest.mark.parametrize("source", ["synthetic", "hdf5"])
 def test_padding_is_not_known_before_it_is_read(source: str) -> None:
     """Where samples are packed, the plan takes those of a file for full."""
-    config = configs.config("bert", data={"source": source, "paths": ["a.hdf5"] if source == "hdf5" else []})
+    config = configs.tiny_config("bert", data={"source": source, "paths": ["a.hdf5"] if source == "hdf5" else []})
     lines: list[str] = []
     device = Small(MIB)
-    device.memory_kind = "gpu"
+    device.memory_model = "gpu"
     if source == "synthetic":
         with pytest.raises(UserError, match="memory: "):
-            check_room(config, Layout.of(config, 1), device, lines.append)
+            check_fits(config, Layout.from_config(config, 1), device, lines.append)
     else:
-        check_room(config, Layout.of(config, 1), device, lines.append)
+        check_fits(config, Layout.from_config(config, 1), device, lines.append)
         assert lines[0].startswith("note: memory: ")
 
 
@@ -86,7 +86,7 @@ def test_nothing_is_known_of_a_loss_of_ones_own() -> None:
 
 
 def test_ranks_share_the_memory_of_a_cpu() -> None:
-    assert Cpu().memory_total(4) == Cpu().memory_total(1) // 4
+    assert CpuDevice().memory_per_rank(4) == CpuDevice().memory_per_rank(1) // 4
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from trainyard.config.load import load
-from trainyard.config.recipes import names
+from trainyard.config.recipes import recipe_names
 from trainyard.core.errors import UserError
-from trainyard.plan.hardware.catalog import TABLE, Entry
-from trainyard.plan.hardware.microbenchmark import probe
-from trainyard.plan.hardware.spec import hardware, needed, read_table
+from trainyard.plan.hardware.catalog import CATALOG, CatalogEntry
+from trainyard.plan.hardware.microbenchmark import measure_cpu
+from trainyard.plan.hardware.spec import needed_hardware, parse_hardware, read_catalog
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ from trainyard.plan.hardware.spec import hardware, needed, read_table
     ],
 )
 def test_a_word_names_ranks_and_memory(word: str, ranks: int, node: int, gib: int) -> None:
-    found = hardware(word)
-    assert (found.ranks, found.node, found.memory // 2**30) == (ranks, node, gib)
+    found = parse_hardware(word)
+    assert (found.ranks, found.ranks_per_node, found.memory // 2**30) == (ranks, node, gib)
 
 
 @pytest.mark.parametrize(
@@ -43,35 +43,35 @@ def test_a_word_names_ranks_and_memory(word: str, ranks: int, node: int, gib: in
 )
 def test_a_wrong_word_is_answered_in_one_line(word: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
-        hardware(word)
+        parse_hardware(word)
     assert "\n" not in str(error.value)
 
 
 def test_every_number_has_a_source() -> None:
-    for entry in TABLE.values():
-        assert entry.why["all"]
-        assert entry.why["hop"] == entry.why["jump"] == "guess"
-        assert (entry.price is None) == (entry.why["price"] == "none found")
-        assert set(entry.why) <= {"all", *(field.name for field in fields(Entry))}
+    for entry in CATALOG.values():
+        assert entry.sources["all"]
+        assert entry.sources["hop"] == entry.sources["jump"] == "guess"
+        assert (entry.price_per_hour is None) == (entry.sources["price"] == "none found")
+        assert set(entry.sources) <= {"all", *(field.name for field in fields(CatalogEntry))}
 
 
-@pytest.mark.parametrize("recipe", names())
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_recipes_name_hardware_with_as_many_ranks(recipe: str) -> None:
     config = load(recipe)
-    word = needed(config)
+    word = needed_hardware(config)
     if not word.startswith("cpu"):
-        assert hardware(word).ranks == config.layout.ranks
+        assert parse_hardware(word).ranks == config.layout.ranks
 
 
 def test_a_file_adds_and_changes_entries(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("ours: {like: h200, price: 12.5, network: 50000000000}\nh100: {price: 1}\n")
-    table = read_table(path)
-    assert table["ours"].price == 12.5
-    assert table["ours"].bf16 == TABLE["h200"].bf16
-    assert table["ours"].why["price"] == str(path)
-    assert table["h100"].price == 1
-    assert TABLE["h100"].price != 1
+    table = read_catalog(path)
+    assert table["ours"].price_per_hour == 12.5
+    assert table["ours"].bf16_flops == CATALOG["h200"].bf16_flops
+    assert table["ours"].sources["price"] == str(path)
+    assert table["h100"].price_per_hour == 1
+    assert CATALOG["h100"].price_per_hour != 1
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_a_wrong_file_is_answered_in_one_line(tmp_path: Path, text: str, says: s
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as error:
-        read_table(path)
+        read_catalog(path)
     assert "\n" not in str(error.value)
 
 
 def test_this_cpu_is_measured_and_shared_by_its_ranks() -> None:
-    entry = probe(2)
-    on = hardware("cpu:2", probe=lambda ranks: entry)
-    assert (on.ranks, on.node) == (2, 2)
-    assert on.peak("fp32") == pytest.approx(entry.fp32 / 2)
-    assert entry.fp32 > 1e8
-    assert entry.bandwidth > 1e7
-    assert on.link == pytest.approx(entry.network)
-    assert 0 < entry.hop < 1
-    assert set(entry.why.values()) <= {"measured now", "guess", "none found"}
+    entry = measure_cpu(2)
+    on = parse_hardware("cpu:2", measure=lambda ranks: entry)
+    assert (on.ranks, on.ranks_per_node) == (2, 2)
+    assert on.peak_flops("fp32") == pytest.approx(entry.fp32_flops / 2)
+    assert entry.fp32_flops > 1e8
+    assert entry.memory_bandwidth > 1e7
+    assert on.link_bandwidth == pytest.approx(entry.network_bandwidth)
+    assert 0 < entry.link_latency < 1
+    assert set(entry.sources.values()) <= {"measured now", "guess", "none found"}

@@ -10,11 +10,11 @@ import pytest
 
 from trainyard.cli.plan import plan
 from trainyard.config.load import dump, load
-from trainyard.config.recipes import names
+from trainyard.config.recipes import recipe_names
 from trainyard.core.errors import UserError
-from trainyard.data.formats.megatron_bin import Writer
-from trainyard.models import family
-from trainyard.plan.compare_measured import measured_on
+from trainyard.data.formats.megatron_bin import MegatronTokensWriter
+from trainyard.models import family_of
+from trainyard.plan.compare_measured import run_hardware
 
 TRN1 = "trn1.32xlarge:4"
 NXDT = Path(__file__).parents[1] / "config" / "nxdt"
@@ -34,7 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0, **optio
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("recipe", [name for name in names() if name != "tiny-llama"])
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name != "tiny-llama"])
 def test_every_recipe_has_a_plan_of_100_columns(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = plan(recipe, [], on=None, hardware_file=None, find=False, price=None, as_json=False)
     lines = capsys.readouterr().out.splitlines()
@@ -50,7 +50,7 @@ def test_numbers_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> No
     assert cost["sequences_per_second"] * step == pytest.approx(256)
     assert cost["dollars"] == pytest.approx(4 * 10 * config.train.steps * step / 3600)
     assert cost["mfu_full"] > cost["mfu_causal"] > 0.05
-    weights = family(config.model).blueprint(config.model).parameters()
+    weights = family_of(config.model).blueprint(config.model).parameter_count()
     assert out["memory"][0]["weights"] == pytest.approx(2 * weights / 8, rel=0.1)
     assert sum(value for name, value in out["step"].items() if name not in ("seconds", "slowest")) == pytest.approx(
         step
@@ -88,12 +88,12 @@ def test_refused_groups_fail_with_the_nearest(capsys: pytest.CaptureFixture[str]
 def test_a_ring_is_planned_as_trainium_does_it(capsys: pytest.CaptureFixture[str]) -> None:
     """Its graph would know its rank: keys and values are gathered."""
     gathered, ring = (
-        told(capsys, "llama3-70b-cp", f"layout.context={context}", on="trn1.32xlarge:16")
+        told(capsys, "llama3-70b-cp", f"layout.cp_method={context}", on="trn1.32xlarge:16")
         for context in ("all_gather", "ring")
     )
     assert ring["step"] == gathered["step"]
     (line,) = {each["line"] for each in ring["problems"]} - {each["line"] for each in gathered["problems"]}
-    assert line.startswith("layout.context=ring: Trainium gathers keys and values instead")
+    assert line.startswith("layout.cp_method=ring: Trainium gathers keys and values instead")
     assert not any(each["fatal"] for each in ring["problems"])
 
 
@@ -122,9 +122,9 @@ def test_copies_of_a_checkpoint_must_fit_into_the_host(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize(("steps", "said"), [(5, False), (100, True)])
 def test_short_data_is_told(tmp_path: Path, steps: int, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    with Writer(tmp_path / "x", "uint16") as writer:
+    with MegatronTokensWriter(tmp_path / "x", "uint16") as writer:
         writer.add(np.ones(64 * 100 + 1, np.uint16), np.array([64 * 100 + 1], np.int32), np.array([1], np.int64))
-    words = ["data.source=tokens", f"data.paths=[{tmp_path}/x]", "data.sequence=64", "data.validation=0.0"]
+    words = ["data.source=tokens", f"data.paths=[{tmp_path}/x]", "data.seq_len=64", "data.validation_fraction=0.0"]
     words += ["evaluate.every=0", f"train.steps={steps}"]
     lines = [each["line"] for each in told(capsys, "tiny-llama", *words, on="h200:1")["problems"]]
     assert [line for line in lines if "1,600 samples wanted, data.paths has 100: 16.0 times round" in line] == lines[
@@ -172,7 +172,7 @@ def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, files: dict[str,
 def test_a_run_says_what_it_was_on(device: str, ranks: int, word: str, tmp_path: Path) -> None:
     record = {"step": 1, "ms_per_iteration": 5.0, "device": device, "ranks": ranks}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert measured_on(tmp_path) == word
+    assert run_hardware(tmp_path) == word
 
 
 @pytest.mark.parametrize("path", sorted(NXDT.glob("*.yaml")), ids=lambda path: path.stem)

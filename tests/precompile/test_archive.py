@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainyard.core.errors import UserError
 from trainyard.precompile import cache_entries
-from trainyard.precompile.archive import LIST, pack, unpack
+from trainyard.precompile.archive import MANIFEST, pack_cache, unpack_cache
 
 FACTS = {"torch": "2.13.0", "compiler": "g++ 12", "architecture": "x86_64-avx2"}
 names = st.lists(st.text("abcxyz012", min_size=1, max_size=8), min_size=1, max_size=3).map("/".join)
@@ -32,7 +32,7 @@ def read(place: Path) -> dict[str, bytes]:
 
 
 def take(source: Path, place: Path) -> None:
-    unpack(source, place, FACTS, lambda done: None)
+    unpack_cache(source, place, FACTS, lambda done: None)
 
 
 @settings(max_examples=40)
@@ -40,7 +40,7 @@ def take(source: Path, place: Path) -> None:
 def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes]) -> None:
     base = tmp_path_factory.mktemp("pack")
     write(base / "from", tree)
-    pack(base / "from", base / "a.tar", list(tree), FACTS)
+    pack_cache(base / "from", base / "a.tar", list(tree), FACTS)
     take(base / "a.tar", base / "to")
     assert read(base / "to") == tree
 
@@ -53,7 +53,7 @@ def test_a_changed_byte_changes_no_file(
     """It is refused, with nothing put in place, or was in what a tar does not use."""
     base = tmp_path_factory.mktemp("pack")
     write(base / "from", tree)
-    pack(base / "from", base / "a.tar", list(tree), FACTS)
+    pack_cache(base / "from", base / "a.tar", list(tree), FACTS)
     content = bytearray((base / "a.tar").read_bytes())
     content[int(where * len(content))] ^= by
     (base / "a.tar").write_bytes(content)
@@ -72,7 +72,7 @@ def test_a_cut_pack_is_refused_or_whole(
 ) -> None:
     base = tmp_path_factory.mktemp("pack")
     write(base / "from", tree)
-    pack(base / "from", base / "a.tar", list(tree), FACTS)
+    pack_cache(base / "from", base / "a.tar", list(tree), FACTS)
     content = (base / "a.tar").read_bytes()
     (base / "a.tar").write_bytes(content[: int(share * len(content))])
     try:
@@ -91,10 +91,10 @@ def forged(path: Path, members: dict[str, bytes], listed: dict[str, bytes] | Non
     files = {name: (len(content), sha256(content).hexdigest()) for name, content in said.items()}
     text = json.dumps({"format": 1, "fingerprint": FACTS, "files": files}).encode()
     with tarfile.open(path, "w") as tar:
-        for name, content in {LIST: text, **members}.items():
+        for name, content in {MANIFEST: text, **members}.items():
             about = tarfile.TarInfo(name)
             about.size = len(content)
-            if link and name != LIST:
+            if link and name != MANIFEST:
                 about.type, about.linkname, about.size = tarfile.SYMTYPE, link, 0
             tar.addfile(about, io.BytesIO(content))
     return path
@@ -120,7 +120,7 @@ def test_links_and_unlisted_files_are_refused(tmp_path: Path) -> None:
 def test_another_toolchain_is_said(tmp_path: Path) -> None:
     source = forged(tmp_path / "a.tar", {"a": b"x"})
     with pytest.raises(UserError, match=r"torch: 2\.13\.0, here 2\.14\.0"):
-        unpack(source, tmp_path / "to", {**FACTS, "torch": "2.14.0"}, lambda done: None)
+        unpack_cache(source, tmp_path / "to", {**FACTS, "torch": "2.14.0"}, lambda done: None)
     assert not (tmp_path / "to").exists()
 
 
@@ -133,11 +133,11 @@ def test_what_is_no_pack_is_one_line(tmp_path: Path, content: bytes) -> None:
 
 def test_verify_finds_entries_that_are_not_what_their_name_says(tmp_path: Path) -> None:
     content = b"a compiled graph"
-    path = tmp_path / "fxgraph" / "ab" / "fabc" / cache_entries._hash(content)
+    path = tmp_path / "fxgraph" / "ab" / "fabc" / cache_entries.entry_hash(content)
     write(tmp_path, {str(path.relative_to(tmp_path)): content, "ab/cabc.py": b"code"})
-    assert cache_entries.verify(tmp_path) == {}
+    assert cache_entries.find_damage(tmp_path) == {}
     path.write_bytes(content[:-1])
-    assert list(cache_entries.verify(tmp_path)) == [path]
+    assert list(cache_entries.find_damage(tmp_path)) == [path]
 
 
 def test_a_lock_in_use_stays(tmp_path: Path) -> None:
@@ -145,5 +145,5 @@ def test_a_lock_in_use_stays(tmp_path: Path) -> None:
     with (tmp_path / "locks" / "a.lock").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert cache_entries.clear_locks(tmp_path) == 1
-        assert [path.name for path in cache_entries.held_locks(tmp_path)] == ["a.lock"]
+        assert [path.name for path in cache_entries.active_locks(tmp_path)] == ["a.lock"]
     assert cache_entries.clear_locks(tmp_path) == 1

@@ -8,27 +8,27 @@ import sys
 import time
 from pathlib import Path
 
-from trainyard.precompile.compile_workers import Ended, Pool
+from trainyard.precompile.compile_workers import CompileResult, ForkPool
 
 
-def fork(pool: Pool, key: str, seconds: float = 0.0, problem: str | None = None, number: int | None = None) -> None:
+def fork(pool: ForkPool, key: str, seconds: float = 0.0, problem: str | None = None, number: int | None = None) -> None:
     if pool.fork(key):
         os.write(1, f"this is {key}\n".encode())
         time.sleep(seconds)
         if number:
             faulthandler.disable()
             os.kill(os.getpid(), number)
-        pool.leave(problem)
+        pool.exit_child(problem)
 
 
 def test_each_ends_in_its_own_way(tmp_path: Path) -> None:
-    ended: dict[str, Ended] = {}
-    pool = Pool(2, tmp_path, lambda how: ended.__setitem__(how.key, how))
+    ended: dict[str, CompileResult] = {}
+    pool = ForkPool(2, tmp_path, lambda how: ended.__setitem__(how.key, how))
     fork(pool, "good", 0.3)
     fork(pool, "bad", problem="CppCompileError: no such header")
     fork(pool, "killed", number=signal.SIGKILL)
     fork(pool, "crashed", number=signal.SIGSEGV)
-    pool.wait()
+    pool.wait_all()
     problems = {key: how.problem for key, how in ended.items()}
     assert problems == {
         "good": None,
@@ -43,12 +43,12 @@ def test_each_ends_in_its_own_way(tmp_path: Path) -> None:
 
 def test_so_many_run_at_a_time(tmp_path: Path) -> None:
     for workers, least in ((1, 0.8), (4, 0.2)):
-        pool = Pool(workers, tmp_path, lambda how: None)
+        pool = ForkPool(workers, tmp_path, lambda how: None)
         start = time.monotonic()
         for number in range(4):
             fork(pool, str(number), 0.2)
             assert len(pool.running) <= workers
-        pool.wait()
+        pool.wait_all()
         assert time.monotonic() - start >= least
 
 

@@ -10,8 +10,8 @@ from trainyard import devices
 from trainyard.cli.cache import app
 from trainyard.compile import inductor_cache
 from trainyard.core.errors import UserError
-from trainyard.precompile.cache_entries import _hash
-from trainyard.precompile.precompile import RUNS
+from trainyard.precompile.cache_entries import entry_hash
+from trainyard.precompile.precompile import RUNS_DIR
 
 GRAPH = b"what torch keeps of a graph"
 KEY = "fabcdefghijklmnop"
@@ -20,21 +20,21 @@ KEY = "fabcdefghijklmnop"
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of this machine's toolchain with one graph, which a run needs, and one library, which it does not."""
-    monkeypatch.setenv(inductor_cache.PLACE, str(tmp_path / "cache"))
-    monkeypatch.delenv(inductor_cache.TORCH_PLACE, raising=False)
-    return filled(inductor_cache.directory(devices.select("cpu")))
+    monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE, raising=False)
+    return filled(inductor_cache.cache_dir(devices.select("cpu")))
 
 
 def filled(place: Path) -> Path:
-    entry = f"fxgraph/ab/{KEY}/{_hash(GRAPH)}"
+    entry = f"fxgraph/ab/{KEY}/{entry_hash(GRAPH)}"
     graph = {"key": KEY, "name": "train: llama.forward, backward", "state": "compiled", "seconds": 12.5}
     record = {"name": "small", "ranks": 4, "graphs": [graph], "files": [entry]}
     contents = {
         entry: GRAPH,
         "ab/kernel.cpp": b"int f();",
         "locks/a.lock": b"",
-        inductor_cache.FACTS: json.dumps(inductor_cache.fingerprint(devices.select("cpu"))).encode(),
-        f"{RUNS}/small-1.json": json.dumps(record).encode(),
+        inductor_cache.FINGERPRINT_FILE: json.dumps(inductor_cache.fingerprint(devices.select("cpu"))).encode(),
+        f"{RUNS_DIR}/small-1.json": json.dumps(record).encode(),
     }
     for name, content in contents.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,11 +94,11 @@ def test_a_pack_has_all_or_what_a_run_needs(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], kernel: bool
 ) -> None:
     call("pack", str(tmp_path / "a.tar"), "--device", "cpu", *words)
-    monkeypatch.setenv(inductor_cache.PLACE, str(tmp_path / "other"))
-    monkeypatch.delenv(inductor_cache.TORCH_PLACE, raising=False)
+    monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "other"))
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE, raising=False)
     call("unpack", str(tmp_path / "a.tar"), "--device", "cpu")
-    monkeypatch.delenv(inductor_cache.TORCH_PLACE, raising=False)
-    there = inductor_cache.directory(devices.select("cpu"))
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE, raising=False)
+    there = inductor_cache.cache_dir(devices.select("cpu"))
     assert [path.read_bytes() for path in there.glob("fxgraph/*/*/*")] == [GRAPH]
     assert (there / "ab/kernel.cpp").exists() == kernel
     assert not (there / "locks").exists()

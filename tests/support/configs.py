@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainyard import models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.models.init import initial
+from trainyard.models.init import initial_values
 
 LLAMA = {
     "family": "llama",
@@ -22,17 +22,17 @@ LLAMA = {
 }
 GPT = {"family": "gpt", "vocab": 260, "hidden": 32, "layers": 2, "heads": 4, "max_positions": 64}
 BERT = {"family": "bert", "vocab": 128, "hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "max_positions": 64}
-FAMILIES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
+TINY_MODELS = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 
 
-def config(model: dict[str, Any] | str = "llama", **sections: dict[str, Any]) -> Config:
-    model = FAMILIES[model] if isinstance(model, str) else model
+def tiny_config(model: dict[str, Any] | str = "llama", **sections: dict[str, Any]) -> Config:
+    model = TINY_MODELS[model] if isinstance(model, str) else model
     base: dict[str, dict[str, Any]] = {
         "model": model,
-        "data": {"source": "synthetic", "sequence": 16, "predictions": 4},
+        "data": {"source": "synthetic", "seq_len": 16, "max_predictions": 4},
         "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
         "log": {"every": 1, "tensorboard": False},
-        "checkpoint": {"final": False},
+        "checkpoint": {"export_hf": False},
         "device": {"name": "cpu"},
     }
     for name, section in sections.items():
@@ -40,14 +40,14 @@ def config(model: dict[str, Any] | str = "llama", **sections: dict[str, Any]) ->
     return parse(base)
 
 
-def model(section: Any, seed: int = 0) -> nn.Module:
+def tiny_model(section: Any, seed: int = 0) -> nn.Module:
     """A model with initial weights, biases and norms moved off their constants so that every one matters."""
-    blueprint = models.family(section).blueprint(section)
-    values = initial(blueprint, seed)
+    blueprint = models.family_of(section).blueprint(section)
+    values = initial_values(blueprint, seed)
     generator = torch.Generator().manual_seed(seed)
 
     def moved(name: str) -> Tensor:
         value = values(name)
         return value + 0.1 * torch.randn(value.shape, generator=generator)
 
-    return models.fill(models.build(section), moved)
+    return models.fill_parameters(models.build_model(section), moved)

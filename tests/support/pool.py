@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from trainyard.launch.launcher import free_port
+from trainyard.launch.launcher import reserved_port
 
 RANKS = 8
 LIMIT = 240.0
@@ -53,7 +53,7 @@ class Pool:
     def _meet(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
         if not self.pipes:
             self._start()
-        with free_port() as port:
+        with reserved_port() as port:
             return self._run(function, arguments, ranks, port)
 
     def _run(self, function: str, arguments: tuple[Any, ...], ranks: int, port: int) -> list[Any]:

@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_iter
 
 from tests.support import configs
 from trainyard.core.errors import UserError
-from trainyard.models.output import Output
+from trainyard.models.output import ModelOutput
 from trainyard.train import cross_entropy as vocab_cross_entropy
 from trainyard.train import losses
-from trainyard.train.cross_entropy import cross_entropy
-from trainyard.train.user_functions import import_function, pair
+from trainyard.train.cross_entropy import chunked_cross_entropy
+from trainyard.train.user_functions import check_sum_and_count, import_function
 
 
 def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32):
@@ -33,7 +33,7 @@ def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
     monkeypatch.setattr(vocab_cross_entropy, "LEAST", chunk_tokens)
     h, w, b, labels = case(bias=bias)
     inputs = [x for x in (h, w, b) if x is not None]
-    own = cross_entropy(Output(h, w, b), labels, logits_bytes=1)
+    own = chunked_cross_entropy(ModelOutput(h, w, b), labels, logits_bytes=1)
     plain = F.cross_entropy(
         F.linear(h, w, b).flatten(0, 1), labels.flatten().long(), ignore_index=-100, reduction="sum"
     )
@@ -47,10 +47,10 @@ def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
 def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab_cross_entropy, "LEAST", 8)
     h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)
-    own = cross_entropy(Output(h, w), labels, logits_bytes=1)
+    own = chunked_cross_entropy(ModelOutput(h, w), labels, logits_bytes=1)
     assert own.dtype == torch.float32
     exact_h, exact_w = h.detach().float().requires_grad_(), w.detach().float().requires_grad_()
-    exact = cross_entropy(Output(exact_h, exact_w), labels)
+    exact = chunked_cross_entropy(ModelOutput(exact_h, exact_w), labels)
     assert own.item() == pytest.approx(exact.item(), rel=5e-3)
     own.backward()
     exact.backward()
@@ -61,7 +61,7 @@ def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_counts_is_zero() -> None:
     h, w, _, labels = case()
-    loss = cross_entropy(Output(h, w), torch.full_like(labels, -100))
+    loss = chunked_cross_entropy(ModelOutput(h, w), torch.full_like(labels, -100))
     loss.backward()
     assert loss.item() == 0
     assert h.grad is not None
@@ -101,7 +101,7 @@ def peak(chunked: bool) -> int:
     labels = torch.randint(0, 8192, (8192,))
     with Live() as live:
         if chunked:
-            cross_entropy(Output(h, w), labels).backward()
+            chunked_cross_entropy(ModelOutput(h, w), labels).backward()
         else:
             F.cross_entropy(h @ w.T, labels).backward()
     return live.peak
@@ -115,8 +115,8 @@ def test_the_full_logits_never_exist() -> None:
 
 def test_loss_is_the_same_for_every_micro_batch_size_and_not_a_mean_of_means() -> None:
     """Ignored labels are spread unevenly, so averaging micro batches would be wrong, and is seen to be."""
-    config = configs.config()
-    model = configs.model(config.model)
+    config = configs.tiny_config()
+    model = configs.tiny_model(config.model)
     torch.manual_seed(0)
     tokens = torch.randint(0, 260, (4, 16), dtype=torch.int32)
     labels = torch.randint(0, 260, (4, 16), dtype=torch.int32)
@@ -141,10 +141,10 @@ def test_own_functions_must_give_sum_and_count() -> None:
         return torch.zeros(())
 
     with pytest.raises(UserError, match=r"mean.*\(sum, count\)"):
-        pair(mean(None, None), mean)
+        check_sum_and_count(mean(None, None), mean)
     with pytest.raises(UserError, match=r"shape \[3\]"):
-        pair((torch.zeros(3), 3), mean)
-    total, count = pair((torch.ones((), dtype=torch.bfloat16), 3), mean)
+        check_sum_and_count((torch.zeros(3), 3), mean)
+    total, count = check_sum_and_count((torch.ones((), dtype=torch.bfloat16), 3), mean)
     assert (total.dtype, count.item()) == (torch.float32, 3.0)
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests.support import configs
 from trainyard import Trainer, devices
 from trainyard.config.schema import Config
-from trainyard.devices.cpu import Cpu
+from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.reference import Kernels
-from trainyard.kernels.triton.ops import Fused
+from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models import Batch
 from trainyard.train import micro_batches
-from trainyard.train.cuda_graphs import MOST, Replays
-from trainyard.train.micro_batches import ROUND, pack
+from trainyard.train.cuda_graphs import MAX_GRAPHS, CudaGraphRunner
+from trainyard.train.micro_batches import ROUND, padding_free_micro_batches
 
 HERE = devices.select("auto")
 """Where there is no GPU kernels run on the CPU, in an interpreter."""
@@ -45,7 +45,7 @@ def batch_of(lengths: list[int], sequence: int, places: int) -> Batch:
 def test_packing_loses_and_invents_nothing(case: tuple[int, list[int]]) -> None:
     micro, lengths = {1: 1, 2: 2, 3: 4, 4: 8}[case[0]], case[1]
     batch = batch_of(lengths, 12, 3)
-    parts = pack(batch, micro)
+    parts = padding_free_micro_batches(batch, micro)
     assert len(parts) == len(lengths) // micro
     seen: list[int] = []
     for part in parts:
@@ -73,17 +73,17 @@ def test_packing_loses_and_invents_nothing(case: tuple[int, list[int]]) -> None:
 def test_micro_batches_get_about_as_many_tokens() -> None:
     torch.manual_seed(1)
     lengths = torch.randint(10, 100, (256,)).tolist()
-    totals = [int(part["starts"][-1]) for part in pack(batch_of(lengths, 100, 2), 32)]
+    totals = [int(part["starts"][-1]) for part in padding_free_micro_batches(batch_of(lengths, 100, 2), 32)]
     assert max(totals) - min(totals) < 100
     assert max(totals) - min(totals) < 0.03 * max(totals)
 
 
 def small(model: dict[str, Any]) -> Config:
     """The interpreter is slow."""
-    return configs.config(
+    return configs.tiny_config(
         {**model, "layers": 1},
         device={"name": HERE.name},
-        data={"sequence": 8, "predictions": 2},
+        data={"seq_len": 8, "max_predictions": 2},
         train={"micro_batch": 1, "global_batch": 2},
     )
 
@@ -96,33 +96,33 @@ def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.
         model.train()
     out = []
     for number in range(2):
-        result = trainer.step(trainer.loader.batch(number), number + 1, 1e-3)
+        result = trainer.train_step(trainer.loader.batch(number), number + 1, 1e-3)
         out += [float(result.loss), float(result.grad_norm)]
     for name in ("embedding.weight", "layers.0.mlp.down.weight"):
-        out.append(float(trainer.values(name).double().pow(2).sum()))
+        out.append(float(trainer.full_parameter(name).double().pow(2).sum()))
     return out
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_a_step_with_fused_kernels_equals_a_plain_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout on; BERT packed. Gradients of products are summed by the products."""
     model = {"llama": {}, "gpt": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "embedding_dropout": 0.1}}.get(
         family, {"attention_dropout": 0.2, "hidden_dropout": 0.1}
     )
-    config = small({**configs.FAMILIES[family], **model})
-    fused, plain = (results(config, kernels, monkeypatch) for kernels in (Fused, Kernels))
+    config = small({**configs.TINY_MODELS[family], **model})
+    fused, plain = (results(config, kernels, monkeypatch) for kernels in (TritonKernels, Kernels))
     assert fused == pytest.approx(plain, rel=2e-5)
 
 
-class Recorder(Cpu):
+class Recorder(CpuDevice):
     """Records by remembering the call, and counts."""
 
-    records = True
+    supports_graphs = True
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
 
         def replay() -> None:
@@ -134,7 +134,7 @@ class Recorder(Cpu):
 
 def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on() -> None:
     device, seen = Recorder(), []
-    replays = Replays(device)
+    replays = CudaGraphRunner(device)
     for value in range(4):
         replays({"tokens": torch.full((2, 3), value)}, lambda micro: seen.append(int(micro["tokens"][0, 0])))
     assert seen == [0, 1, 2, 3]
@@ -143,38 +143,38 @@ def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on() -> None
         for _ in range(2):
             replays({"tokens": torch.full((2, size), size)}, lambda micro: seen.append(int(micro["tokens"][0, 0])))
     assert seen[4:] == [size for size in range(4, 10) for _ in range(2)]
-    assert device.recorded == MOST
+    assert device.recorded == MAX_GRAPHS
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All that a micro batch reads besides its tensors is at a fixed place: key, divisors, sums, gradients."""
     losses = []
     for replay in (False, True):
-        config = configs.config(
-            configs.FAMILIES[family], train={"micro_batch": 2, "global_batch": 4}, compile={"replay": replay}
+        config = configs.tiny_config(
+            configs.TINY_MODELS[family], train={"micro_batch": 2, "global_batch": 4}, compile={"cuda_graphs": replay}
         )
-        monkeypatch.setattr(Cpu, "records", replay)
+        monkeypatch.setattr(CpuDevice, "records", replay)
         trainer = Trainer(config)
         for model in trainer.models:
             model.train()
-        losses.append([float(trainer.step(trainer.loader.batch(n), n + 1, 1e-3).loss) for n in range(3)])
-        assert (trainer.forward.replays is not None) == replay
+        losses.append([float(trainer.train_step(trainer.loader.batch(n), n + 1, 1e-3).loss) for n in range(3)])
+        assert (trainer.runner.graph_runner is not None) == replay
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without a break, forward and backward, packed samples of any length included."""
-    monkeypatch.setattr(type(HERE), "kernels", lambda self, own: Fused())
+    monkeypatch.setattr(type(HERE), "kernels", lambda self, own: TritonKernels())
     monkeypatch.setattr(micro_batches, "ROUND", 16)
     losses = []
     for compiled in (False, True):
-        trainer = Trainer(small(configs.FAMILIES[family]))
-        assert trainer.forward.packs == (family == "bert")
+        trainer = Trainer(small(configs.TINY_MODELS[family]))
+        assert trainer.runner.padding_free == (family == "bert")
         for model in trainer.models:
             model.train()
             for block in model.layers.children() if compiled else ():
                 block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-        losses.append([float(trainer.step(trainer.loader.batch(n), n + 1, 1e-3).loss) for n in range(2)])
+        losses.append([float(trainer.train_step(trainer.loader.batch(n), n + 1, 1e-3).loss) for n in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

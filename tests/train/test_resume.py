@@ -16,14 +16,14 @@ import torch
 from torch.nn import functional as F
 
 from tests.support import configs
-from trainyard import Hook, Trainer
-from trainyard.checkpoint.io.storage import open_place
+from trainyard import Callback, Trainer
+from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.train.callbacks import Run
+from trainyard.train.callbacks import TrainerView
 from trainyard.train.checkpointing import saver
-from trainyard.train.trainer import Summary
+from trainyard.train.trainer import RunSummary
 
 STEPS = 5
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -42,32 +42,34 @@ def configure(tmp_path: Path, model: dict[str, Any] | str = "llama", **sections:
     base: dict[str, Any] = {
         "train": {"steps": STEPS},
         "optimizer": {"lr": 1e-2},
-        "schedule": {"warmup": 2, "decay_steps": 10},
-        "checkpoint": {"every": 1, "keep": 0, "final": False},
+        "schedule": {"warmup_steps": 2, "decay_steps": 10},
+        "checkpoint": {"every": 1, "keep": 0, "export_hf": False},
         "log": {"directory": str(tmp_path)},
     }
-    return configs.config(model, **{key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}})
+    return configs.tiny_config(
+        model, **{key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
+    )
 
 
-class At(Hook):
+class At(Callback):
     """Does something after a step, before its checkpoint is begun, or when it is logged."""
 
     def __init__(self, actions: dict[int, Callable[[], object]], logged: bool = False) -> None:
         self.actions, self.logged = actions, logged
 
-    def on_step(self, trainer: Run, number: int) -> None:
+    def on_step(self, trainer: TrainerView, step: int) -> None:
         if not self.logged:
-            self.actions.get(number, lambda: None)()
+            self.actions.get(step, lambda: None)()
 
-    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         if self.logged:
             self.actions.get(record["step"], lambda: None)()
 
 
-def train(config: Config, *hooks: Hook, **arguments: Any) -> tuple[Summary, list[str]]:
+def train(config: Config, *hooks: Callback, **arguments: Any) -> tuple[RunSummary, list[str]]:
     """How a run ended, and what it said."""
     said: list[str] = []
-    summary = Trainer(config, hooks=hooks, say=said.append, **arguments).run()
+    summary = Trainer(config, callbacks=hooks, say=said.append, **arguments).run()
     assert all("\n" not in line for line in said)
     return summary, said
 
@@ -84,12 +86,12 @@ def losses(directory: Path) -> dict[int, float]:
 
 
 def complete(where: Path) -> list[int]:
-    place = open_place(where)
-    return [step for step in native_checkpoint.steps_in(place) if native_checkpoint.is_complete(place, step)]
+    place = open_storage(where)
+    return [step for step in native_checkpoint.list_steps(place) if native_checkpoint.is_committed(place, step)]
 
 
 def step(directory: Path, number: int) -> Path:
-    return directory / "checkpoints" / native_checkpoint.directory_name(number)
+    return directory / "checkpoints" / native_checkpoint.step_directory(number)
 
 
 def refused(config: Config) -> str:
@@ -116,7 +118,7 @@ CASES = [
 def test_from_any_step_it_is_the_run_that_was_never_stopped(
     tmp_path: Path, family: str, dropout: dict[str, float], kind: str
 ) -> None:
-    model, precision = {**configs.FAMILIES[family], **dropout}, {"kind": kind}
+    model, precision = {**configs.TINY_MODELS[family], **dropout}, {"kind": kind}
     whole, _ = train(configure(tmp_path, model, precision=precision))
     expected = losses(whole.directory)
     last = saved_files(step(whole.directory, STEPS))
@@ -150,7 +152,7 @@ def test_auto_goes_on_in_the_same_directory_or_begins(tmp_path: Path) -> None:
 
 
 def test_an_older_step_drops_what_was_written_of_later_ones(tmp_path: Path) -> None:
-    sections = {"data": {"validation": 0.2}, "evaluate": {"every": 2, "batches": 1}}
+    sections = {"data": {"validation_fraction": 0.2}, "evaluate": {"every": 2, "batches": 1}}
     config = configure(tmp_path, checkpoint={"resume": "auto"}, **sections)
     first, _ = train(config)
     before = records(first.directory)
@@ -172,16 +174,16 @@ def test_weights_only_begins_with_a_fresh_optimizer(tmp_path: Path) -> None:
     whole, _ = train(configure(tmp_path))
     config = configure(tmp_path, checkpoint={"resume": str(step(whole.directory, 3)), "weights_only": True})
     trainer = Trainer(config)
-    with native_checkpoint.Checkpoint(open_place(step(whole.directory, 3))) as checkpoint:
-        for name in trainer.blueprint.names():
+    with native_checkpoint.Checkpoint(open_storage(step(whole.directory, 3))) as checkpoint:
+        for name in trainer.blueprint.parameter_names():
             begin = 0
-            for piece in trainer.blueprint.slices(name):
-                mine = trainer.values(name)[begin : (begin := begin + piece.shape[0])]
+            for piece in trainer.blueprint.tp_slices(name):
+                mine = trainer.full_parameter(name)[begin : (begin := begin + piece.shape[0])]
                 assert torch.equal(mine, checkpoint.read(piece.name, tuple(slice(0, size) for size in piece.shape)))
-    assert trainer.number == 0
-    assert int(trainer.optimizer.updates) == 0
-    assert not trainer.optimizer.first.any()
-    assert not trainer.optimizer.second.any()
+    assert trainer.completed_steps == 0
+    assert int(trainer.optimizer.update_count) == 0
+    assert not trainer.optimizer.exp_avg.any()
+    assert not trainer.optimizer.exp_avg_sq.any()
     summary = trainer.run()
     assert list(losses(summary.directory)) == [1, 2, 3, 4, 5]
     assert summary.directory == tmp_path / "run-2"
@@ -222,10 +224,10 @@ def test_skipped_steps_are_counted_on(tmp_path: Path) -> None:
         return loss * (float("nan") if calls in (3, 8) else 1), labels.numel()  # of steps 2 and 4
 
     whole, _ = train(configure(tmp_path), loss=sometimes)
-    assert whole.skipped == 2
+    assert whole.skipped_steps == 2
     calls = 6
     again, _ = train(configure(tmp_path, checkpoint={"resume": str(step(whole.directory, 3))}), loss=sometimes)
-    assert again.skipped == 2
+    assert again.skipped_steps == 2
     assert [record["skipped"] for record in records(again.directory) if "loss" in record] == [2, 2]
     assert saved_files(step(again.directory, STEPS)) == saved_files(step(whole.directory, STEPS))
 
@@ -240,7 +242,7 @@ def test_every_and_keep(tmp_path: Path, every: int, keep: int, left: list[int]) 
     summary, _ = train(configure(tmp_path, checkpoint={"every": every, "keep": keep}))
     assert complete(summary.directory / "checkpoints") == left
     assert sorted(os.listdir(summary.directory / "checkpoints")) == [
-        native_checkpoint.directory_name(each) for each in left[::-1]
+        native_checkpoint.step_directory(each) for each in left[::-1]
     ]
     told = [record["step"] for record in records(summary.directory) if "checkpoint" in record]
     assert told == sorted({*range(every, STEPS + 1, every), STEPS})
@@ -254,18 +256,18 @@ def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
 def test_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that goes 40 seconds ahead in every step; minutes=1 is over after two of them."""
 
-    class Clock(Hook):
+    class Clock(Callback):
         now = time.monotonic()
 
         def monotonic(self) -> float:
             return self.now
 
-        def on_step(self, trainer: Run, number: int) -> None:
+        def on_step(self, trainer: TrainerView, number: int) -> None:
             self.now += 40
 
     clock = Clock()
     monkeypatch.setattr(saver, "time", clock)
-    summary, _ = train(configure(tmp_path, train={"steps": 8}, checkpoint={"every": 0, "minutes": 1}), clock)
+    summary, _ = train(configure(tmp_path, train={"steps": 8}, checkpoint={"every": 0, "every_minutes": 1}), clock)
     assert complete(summary.directory / "checkpoints") == [8, 6, 3]
 
 
@@ -291,7 +293,7 @@ def test_waiting_or_not_gives_the_same_files(tmp_path: Path) -> None:
     for blocking in (True, False):
         summary, _ = train(configure(tmp_path, checkpoint={"blocking": blocking}))
         found.append([saved_files(step(summary.directory, number)) for number in range(1, STEPS + 1)])
-        body = native_checkpoint.Checkpoint(open_place(step(summary.directory, STEPS))).body
+        body = native_checkpoint.Checkpoint(open_storage(step(summary.directory, STEPS))).manifest
         assert body["step"] == STEPS
         assert body["consumed_samples"] == STEPS * 4
     assert found[0] == found[1]
@@ -299,7 +301,7 @@ def test_waiting_or_not_gives_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_goes_on_to_nothing(tmp_path: Path) -> None:
-    config = configure(tmp_path, checkpoint={"resume": "auto", "final": True})
+    config = configure(tmp_path, checkpoint={"resume": "auto", "export_hf": True})
     first, _ = train(config)
 
     def files() -> dict[Path, bytes]:
@@ -354,7 +356,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_all_that_is_there_is_broken(tmp_path: Path, saved: Path) -> None:
     for number in (1, 2):
-        shutil.copytree(saved, tmp_path / native_checkpoint.directory_name(number))
+        shutil.copytree(saved, tmp_path / native_checkpoint.step_directory(number))
     (tmp_path / "step_00000001" / "complete.json").unlink()
     (tmp_path / "step_00000002" / "rank_00000.safetensors").unlink()
     said: list[str] = []
@@ -366,13 +368,13 @@ def test_all_that_is_there_is_broken(tmp_path: Path, saved: Path) -> None:
 def test_other_differences_are_noted_and_the_run_goes_on(tmp_path: Path, saved: Path) -> None:
     sections: dict[str, Any] = {
         "optimizer": {"lr": 1e-3},
-        "data": {"sequence": 32},
+        "data": {"seq_len": 32},
         "precision": {"kind": "bf16"},
         "train": {"seed": 5, "micro_batch": 4, "steps": 6},
     }
     summary, said = train(configure(tmp_path, checkpoint={"resume": str(saved)}, **sections))
     assert [line for line in said if line.startswith("note:")] == [
-        "note: data.sequence was 16 when the checkpoint was written, and is 32",
+        "note: data.seq_len was 16 when the checkpoint was written, and is 32",
         "note: train.seed was 1234 when the checkpoint was written, and is 5",
         "note: optimizer.lr was 0.01 when the checkpoint was written, and is 0.001",
         "note: precision.kind was fp32 when the checkpoint was written, and is bf16",

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support import configs
-from trainyard import Hook, Trainer
+from trainyard import Callback, Trainer
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.train import losses
 
@@ -28,47 +28,48 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def with_dropout(family: str) -> dict:
-    return {**configs.FAMILIES[family], **({} if family == "llama" else DROPOUT)}
+    return {**configs.TINY_MODELS[family], **({} if family == "llama" else DROPOUT)}
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_sr"])
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_same_seed_same_losses_bit_for_bit(family: str, kind: str, tmp_path: Path) -> None:
-    config = configs.config(with_dropout(family), precision={"kind": kind})
+    config = configs.tiny_config(with_dropout(family), precision={"kind": kind})
     first, second = losses_of(config, tmp_path), losses_of(config, tmp_path)
     assert first == second
     assert len(first) == 4
-    other = configs.config(with_dropout(family), precision={"kind": kind}, train={"seed": 5})
+    other = configs.tiny_config(with_dropout(family), precision={"kind": kind}, train={"seed": 5})
     assert losses_of(other, tmp_path) != first
 
 
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_micro_batch_size_changes_nothing(family: str, tmp_path: Path) -> None:
     """With dropout on: masks follow the sample, the loss is a global sum over a global count."""
     runs = [
-        losses_of(configs.config(with_dropout(family), train={"micro_batch": size}), tmp_path) for size in (1, 2, 4)
+        losses_of(configs.tiny_config(with_dropout(family), train={"micro_batch": size}), tmp_path)
+        for size in (1, 2, 4)
     ]
     for other in runs[1:]:
         assert other == pytest.approx(runs[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "recompute", [{"kind": "attention"}, {"kind": "full"}, {"kind": "parts", "parts": ["mlp", "norm"]}]
+    "recompute", [{"kind": "attention"}, {"kind": "full"}, {"kind": "selective", "modules": ["mlp", "norm"]}]
 )
-@pytest.mark.parametrize("family", configs.FAMILIES)
+@pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_recompute_changes_nothing(family: str, recompute: dict, tmp_path: Path) -> None:
-    plain = losses_of(configs.config(with_dropout(family)), tmp_path)
-    assert losses_of(configs.config(with_dropout(family), recompute=recompute), tmp_path) == plain
+    plain = losses_of(configs.tiny_config(with_dropout(family)), tmp_path)
+    assert losses_of(configs.tiny_config(with_dropout(family), recompute=recompute), tmp_path) == plain
 
 
 def test_precisions_agree_roughly_and_learn(tmp_path: Path) -> None:
     sections = {
         "train": {"steps": 30, "global_batch": 8, "micro_batch": 4},
         "optimizer": {"lr": 1e-2},
-        "data": {"source": "text", "sequence": 32},
+        "data": {"source": "text", "seq_len": 32},
     }
     runs = {
-        kind: losses_of(configs.config(**sections, precision={"kind": kind}), tmp_path)
+        kind: losses_of(configs.tiny_config(**sections, precision={"kind": kind}), tmp_path)
         for kind in ("fp32", "bf16", "bf16_sr")
     }
     for run in runs.values():
@@ -77,12 +78,12 @@ def test_precisions_agree_roughly_and_learn(tmp_path: Path) -> None:
         assert run[-1] == pytest.approx(runs["fp32"][-1], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("family", "kind"), [("llama", "fp32"), ("gpt", "bf16"), ("bert", "bf16_sr")])
 def test_compiled_matches_eager(family: str, kind: str, tmp_path: Path) -> None:
-    eager = losses_of(configs.config(with_dropout(family), precision={"kind": kind}), tmp_path)
+    eager = losses_of(configs.tiny_config(with_dropout(family), precision={"kind": kind}), tmp_path)
     compiled = losses_of(
-        configs.config(with_dropout(family), precision={"kind": kind}, compile={"enabled": True}), tmp_path
+        configs.tiny_config(with_dropout(family), precision={"kind": kind}, compile={"enabled": True}), tmp_path
     )
     assert compiled == pytest.approx(eager, rel=1e-5 if kind == "fp32" else 5e-3)
 
@@ -91,7 +92,7 @@ def test_blocks_share_one_compiled_graph(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     Trainer(
-        configs.config(
+        configs.tiny_config(
             {**configs.GPT, **DROPOUT, "layers": 6}, compile={"enabled": True}, log={"directory": str(tmp_path)}
         )
     ).run()
@@ -109,7 +110,7 @@ def test_own_loss_is_used_and_divided_by_its_own_count(tmp_path: Path) -> None:
         logits = output.logits()[:, ::2]
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
-    config = configs.config(train={"steps": 1})
+    config = configs.tiny_config(train={"steps": 1})
     own = losses_of(config, tmp_path, loss=half)
     assert calls == [(2, 16, 260)] * 2
     assert own != losses_of(config, tmp_path)
@@ -117,18 +118,18 @@ def test_own_loss_is_used_and_divided_by_its_own_count(tmp_path: Path) -> None:
     weights = []
     for size in (2, 4):
         trainer = Trainer(
-            configs.config(train={"steps": 1, "micro_batch": size}, log={"directory": str(tmp_path)}), loss=half
+            configs.tiny_config(train={"steps": 1, "micro_batch": size}, log={"directory": str(tmp_path)}), loss=half
         )
         trainer.run()
-        weights.append(trainer.optimizer.master.clone())
+        weights.append(trainer.optimizer.master_weights.clone())
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
 
 
 def test_own_loss_equal_to_the_built_in_gives_the_same_run(tmp_path: Path) -> None:
     def same(output, batch):
-        return losses.cross_entropy(output, batch["labels"]), (batch["labels"] != -100).sum()
+        return losses.chunked_cross_entropy(output, batch["labels"]), (batch["labels"] != -100).sum()
 
-    config = configs.config()
+    config = configs.tiny_config()
     assert losses_of(config, tmp_path, loss=same) == pytest.approx(losses_of(config, tmp_path), rel=1e-5)
 
 
@@ -150,9 +151,9 @@ def evaluation(trainer):
 def test_yaml_names_the_users_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_1.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    config = configs.config(
+    config = configs.tiny_config(
         train={"loss": "mine_1:loss", "steps": 2},
-        data={"validation": 0.001},
+        data={"validation_fraction": 0.001},
         evaluate={"every": 1, "batches": 2, "metrics": {"accuracy": "mine_1:accuracy"}},
     )
     assert losses_of(config, tmp_path) == [42.0, 42.0]
@@ -160,15 +161,15 @@ def test_yaml_names_the_users_functions(tmp_path: Path, monkeypatch: pytest.Monk
     result = trainer.evaluate()
     assert result["loss"] == 42.0
     assert 0 <= result["accuracy"] <= 1
-    config = configs.config(evaluate={"every": 2, "function": "mine_1:evaluation"})
+    config = configs.tiny_config(evaluate={"every": 2, "function": "mine_1:evaluation"})
     trainer = Trainer(config.model_copy(update={"log": config.log.model_copy(update={"directory": str(tmp_path)})}))
     assert trainer.run().evaluation == {"answer": 41.04}
 
 
 def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
     """Against one plain pass over the same samples, with a last batch that is not full."""
-    config = configs.config(
-        data={"source": "text", "sequence": 16, "validation": 0.0005},
+    config = configs.tiny_config(
+        data={"source": "text", "seq_len": 16, "validation_fraction": 0.0005},
         train={"global_batch": 8, "micro_batch": 4},
         evaluate={"every": 1, "batches": 100},
     )
@@ -179,7 +180,7 @@ def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
 
     trainer = Trainer(config, metrics={"right": right})
     result = trainer.evaluate()
-    held = trainer.held_out.source
+    held = trainer.validation_loader.dataset
     assert len(held) % 8
     samples = held.samples(torch.arange(len(held)).numpy())
     tokens, labels = torch.from_numpy(samples["tokens"].copy()), torch.from_numpy(samples["labels"].copy()).long()
@@ -192,26 +193,28 @@ def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
 
 
 def test_evaluation_needs_samples() -> None:
-    with pytest.raises(UserError, match=r"data\.validation=0"):
-        Trainer(configs.config()).evaluate()
+    with pytest.raises(UserError, match=r"data\.validation_fraction=0"):
+        Trainer(configs.tiny_config()).evaluate()
 
 
 def test_bert_reports_both_terms(tmp_path: Path) -> None:
-    config = configs.config("bert", log={"directory": str(tmp_path)})
+    config = configs.tiny_config("bert", log={"directory": str(tmp_path)})
     trainer = Trainer(config)
     trainer.run()
-    assert trainer.last["loss"] == pytest.approx(trainer.last["loss/mlm"] + trainer.last["loss/nsp"], rel=1e-6)
+    assert trainer.last_record["loss"] == pytest.approx(
+        trainer.last_record["loss/mlm"] + trainer.last_record["loss/nsp"], rel=1e-6
+    )
 
 
-class Record(Hook):
+class Record(Callback):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
     def on_start(self, trainer):
         self.seen.append("start")
 
-    def on_step(self, trainer, number):
-        self.seen.append(f"step {number}")
+    def on_step(self, trainer, step):
+        self.seen.append(f"step {step}")
 
     def on_log(self, trainer, record):
         self.seen.append(f"log {record['step']}")
@@ -225,10 +228,12 @@ class Record(Hook):
 
 def test_hooks_come_in_order(tmp_path: Path) -> None:
     hook = Record()
-    config = configs.config(
-        data={"validation": 0.0001}, evaluate={"every": 2, "batches": 1}, log={"every": 2, "directory": str(tmp_path)}
+    config = configs.tiny_config(
+        data={"validation_fraction": 0.0001},
+        evaluate={"every": 2, "batches": 1},
+        log={"every": 2, "directory": str(tmp_path)},
     )
-    Trainer(config, hooks=[hook]).run()
+    Trainer(config, callbacks=[hook]).run()
     assert hook.seen == [
         "start", "step 1", "log 1", "step 2", "log 2", "evaluate 2", "step 3", "step 4", "log 4", "evaluate 4", "end",
     ]  # fmt: skip
@@ -243,8 +248,8 @@ FIELDS = {
 def test_the_run_directory(tmp_path: Path) -> None:
     from trainyard.config.load import load
 
-    config = configs.config(
-        log={"directory": str(tmp_path), "tensorboard": True, "every": 2}, checkpoint={"final": True}
+    config = configs.tiny_config(
+        log={"directory": str(tmp_path), "tensorboard": True, "every": 2}, checkpoint={"export_hf": True}
     )
     first, second = Trainer(config).run(), Trainer(config).run()
     assert (first.directory.name, second.directory.name) == ("run", "run-2")
@@ -265,15 +270,17 @@ def test_not_finite_is_skipped_counted_named_and_stops(tmp_path: Path) -> None:
     broken = {"on": False}
 
     def fragile(output, batch):
-        total = losses.cross_entropy(output, batch["labels"])
+        total = losses.chunked_cross_entropy(output, batch["labels"])
         return (total * float("nan") if broken["on"] else total), (batch["labels"] != -100).sum()
 
-    class Break(Hook):
+    class Break(Callback):
         def on_log(self, trainer, record):
             broken["on"] = record["step"] in (2, 5, 6, 7)
 
-    config = configs.config(train={"steps": 20, "max_skipped": 3}, log={"directory": str(tmp_path), "every": 1})
-    trainer = Trainer(config, loss=fragile, hooks=[Break()])
+    config = configs.tiny_config(
+        train={"steps": 20, "max_skipped_steps": 3}, log={"directory": str(tmp_path), "every": 1}
+    )
+    trainer = Trainer(config, loss=fragile, callbacks=[Break()])
     with pytest.raises(RunStopped, match=r"step 8: 3 steps in a row.*not finite.*gradient of"):
         trainer.run()
     lines = [json.loads(line) for line in (trainer.directory / "metrics.jsonl").read_text().splitlines()]
@@ -281,23 +288,23 @@ def test_not_finite_is_skipped_counted_named_and_stops(tmp_path: Path) -> None:
     assert "not_finite" in lines[2]
     assert lines[2]["loss"] == "nan"
     assert "not_finite" not in lines[3]
-    assert torch.isfinite(trainer.optimizer.master).all()
+    assert torch.isfinite(trainer.optimizer.master_weights).all()
 
 
 def test_a_signal_finishes_the_step_and_writes_what_there_is(tmp_path: Path) -> None:
-    class Interrupt(Hook):
+    class Interrupt(Callback):
         def on_step(self, trainer, number):
             if number == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    config = configs.config(
-        train={"steps": 50}, log={"directory": str(tmp_path), "every": 10}, checkpoint={"final": True}
+    config = configs.tiny_config(
+        train={"steps": 50}, log={"directory": str(tmp_path), "every": 10}, checkpoint={"export_hf": True}
     )
-    summary = Trainer(config, hooks=[Interrupt()]).run()
+    summary = Trainer(config, callbacks=[Interrupt()]).run()
     assert summary.interrupted
     assert summary.steps == 3
-    assert summary.weights
-    assert (summary.weights / "model.safetensors").is_file()
+    assert summary.exported_weights
+    assert (summary.exported_weights / "model.safetensors").is_file()
     lines = [json.loads(line) for line in (summary.directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 3]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -310,4 +317,4 @@ def test_a_layout_for_more_ranks_is_one_line() -> None:
         ({"pp": 4}, r"layout\.pp=4.*2 layers"),
     ):
         with pytest.raises(UserError, match=words):
-            Trainer(configs.config(layout=layout))
+            Trainer(configs.tiny_config(layout=layout))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.tune.trial_process import run
+from trainyard.tune.trial_process import run_with_timeout
 
 QUICK = ((signal.SIGTERM, 0.5), (signal.SIGTERM, 0.5), (signal.SIGKILL, None))
 LONG = "sleep 60 & echo $$ > pid; wait"
@@ -30,14 +30,14 @@ def nobody_left(where: Path) -> bool:
 
 
 def test_a_command_that_ends_by_itself(tmp_path: Path) -> None:
-    end = run(shell("echo no >&2; exit 3", tmp_path), 60, tmp_path / "log")
-    assert (end.code, end.in_time, end.errors) == (3, True, "no\n")
+    end = run_with_timeout(shell("echo no >&2; exit 3", tmp_path), 60, tmp_path / "log")
+    assert (end.returncode, end.finished_in_time, end.stderr) == (3, True, "no\n")
     assert 0 < end.seconds < 60
-    assert run(shell("kill -9 $$", tmp_path), 60, tmp_path / "log").code == -signal.SIGKILL
+    assert run_with_timeout(shell("kill -9 $$", tmp_path), 60, tmp_path / "log").returncode == -signal.SIGKILL
 
 
 def test_what_it_leaves_running_is_ended(tmp_path: Path) -> None:
-    assert run(shell("sleep 60 & echo $$ > pid", tmp_path), 60, tmp_path / "log").in_time
+    assert run_with_timeout(shell("sleep 60 & echo $$ > pid", tmp_path), 60, tmp_path / "log").finished_in_time
     assert nobody_left(tmp_path)
 
 
@@ -51,8 +51,8 @@ def test_what_it_leaves_running_is_ended(tmp_path: Path) -> None:
 )
 def test_past_its_limit_it_is_asked_then_made_to_end(code: str, expected: int, tmp_path: Path) -> None:
     start = time.monotonic()
-    end = run(shell(code, tmp_path), 1, tmp_path / "log", QUICK)
-    assert (end.code, end.in_time) == (expected, False)
+    end = run_with_timeout(shell(code, tmp_path), 1, tmp_path / "log", QUICK)
+    assert (end.returncode, end.finished_in_time) == (expected, False)
     assert time.monotonic() - start < 30
     assert nobody_left(tmp_path)
 
@@ -61,6 +61,6 @@ def test_an_interrupt_ends_the_command_first(tmp_path: Path) -> None:
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run(shell(LONG, tmp_path), 60, tmp_path / "log", QUICK)
+        run_with_timeout(shell(LONG, tmp_path), 60, tmp_path / "log", QUICK)
     assert time.monotonic() - start < 30
     assert nobody_left(tmp_path)

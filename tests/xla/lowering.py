@@ -18,12 +18,12 @@ from torch import Tensor
 from tests.xla.replicas import mesh_of
 from trainyard import models
 from trainyard.config.schema import Config
-from trainyard.devices.neuron.xla_device import Xla
+from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel import recompute
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.tensor_parallel import Axes, ContextAxis, TensorAxis
-from trainyard.train.cross_entropy import make_head
-from trainyard.train.losses import loss_of
+from trainyard.train.cross_entropy import make_head_loss
+from trainyard.train.losses import make_loss
 from trainyard.train.optim.optimizer import DTYPES
 
 VARIABLES = {"XLA_ALWAYS_ALLREDUCE": "1"}
@@ -54,37 +54,39 @@ class Lowered(NamedTuple):
 
 def lower(config: Config, ranks: list[int]) -> list[Lowered]:
     """The graph of each of these ranks."""
-    device = Xla()
+    device = XlaDevice()
     device.prepare(False, precision=config.precision.kind)
     assert config.layout.ranks
-    layout = Layout.of(config, config.layout.ranks)
+    layout = Layout.from_config(config, config.layout.ranks)
     stages = [_build(config, layout, rank, device) for rank in ranks]
-    device.mark()  # constants such as a rank's number are sent: from now on they are inputs
+    device.flush()  # constants such as a rank's number are sent: from now on they are inputs
     return [_trace(config, model, device) for model in stages]
 
 
-def _build(config: Config, layout: Layout, rank: int, device: Xla) -> models.Stack:
+def _build(config: Config, layout: Layout, rank: int, device: XlaDevice) -> models.TransformerStage:
     mesh = mesh_of(layout, rank, device)
-    (stage,) = layout.stages_of(mesh.place["pp"])
-    axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, config.layout.context, True))
-    model = models.build(config.model, device.handle, axes, stage, device.kernels())
-    recompute.apply(list(model.layers.children()), config.recompute)
+    (stage,) = layout.stages_on(mesh.coords["pp"])
+    axes = Axes(
+        TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, config.layout.cp_method, True)
+    )
+    model = models.build_model(config.model, device.torch_device, axes, stage, device.kernels())
+    recompute.apply_recompute(list(model.layers.children()), config.recompute)
     return model.train()
 
 
-def _trace(config: Config, model: models.Stack, device: Xla) -> Lowered:
-    torch_xla._XLAC._set_all_reduce_token(str(device.handle), None)  # each collective waits for the one before it
-    compute = DTYPES[config.precision.compute]
+def _trace(config: Config, model: models.TransformerStage, device: XlaDevice) -> Lowered:
+    torch_xla._XLAC._set_all_reduce_token(str(device.torch_device), None)  # each collective waits for the one before it
+    compute = DTYPES[config.precision.compute_dtype]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    weights = models.assign(model, lambda name: placeholder(shapes[name], compute))
-    rows = (config.train.micro_batch, config.data.sequence // config.layout.cp)
+    weights = models.assign_parameters(model, lambda name: placeholder(shapes[name], compute))
+    rows = (config.train.micro_batch, config.data.seq_len // config.layout.cp)
     batch = {name: placeholder(rows, torch.int32) for name in ("tokens", "labels")}
     batch |= {"sample": placeholder(rows[:1], torch.int32), "key": placeholder((2,), torch.int32)}
-    between = (rows[0], rows[1] // (model.tp.size if model.tp.sequence else 1), config.model.hidden)
-    given = None if model.first else placeholder(between, compute).requires_grad_()
+    between = (rows[0], rows[1] // (model.tp.size if model.tp.sequence_parallel else 1), config.model.hidden)
+    given = None if model.is_first else placeholder(between, compute).requires_grad_()
     output = model(batch, given)
-    if model.last:
-        loss = loss_of(config.model.family, make_head(device.kernels(), None, None, device.logits_bytes))
+    if model.is_last:
+        loss = make_loss(config.model.family, make_head_loss(device.kernels(), None, None, device.max_logits_bytes))
         results = [total for total, _ in loss.terms(output, batch).values()]
         results[0].backward()
     else:

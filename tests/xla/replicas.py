@@ -14,8 +14,8 @@ import torch_xla.runtime as xla_runtime
 from torch_xla._internal import pjrt
 
 from trainyard.devices import Device
-from trainyard.devices.neuron.xla_device import Xla
-from trainyard.parallel.layout import Dimension, Layout
+from trainyard.devices.neuron.xla_device import XlaDevice
+from trainyard.parallel.layout import AxisName, Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
 from trainyard.train import trainer
@@ -31,7 +31,7 @@ VARIABLES = {
 def mesh_of(layout: Layout, rank: int, device: Device) -> Mesh:
     """The groups of `rank`, whoever the other ranks are."""
 
-    def over(*dimensions: Dimension) -> Group:
+    def over(*dimensions: AxisName) -> Group:
         lists = layout.groups(*dimensions)
         mine = next(ranks for ranks in lists if rank in ranks)
         return Group(tuple(mine), mine.index(rank), "-".join(dimensions), None, device.collectives(lists))
@@ -42,20 +42,20 @@ def mesh_of(layout: Layout, rank: int, device: Device) -> Mesh:
         tp=over("tp"),
         cp=over("cp"),
         pp=over("pp"),
-        data=over("dp", "cp"),
-        stage=over("dp", "cp", "tp"),
-        everyone=over("pp", "dp", "cp", "tp"),
+        dp_cp=over("dp", "cp"),
+        dp_cp_tp=over("dp", "cp", "tp"),
+        world=over("pp", "dp", "cp", "tp"),
     )
 
 
-class Replica(Xla):
+class Replica(XlaDevice):
     """Rank 0 compiles; the others then find what it has compiled."""
 
     def __init__(self, barrier: Barrier) -> None:
         super().__init__()
         self.barrier = barrier
 
-    def mark(self) -> None:
+    def flush(self) -> None:
         first = xla_runtime.global_ordinal() == 0
         if first:
             torch_xla.sync()

@@ -12,8 +12,8 @@ from tests.xla.replicas import Replica, together
 from trainyard.config.schema import Config
 from trainyard.core import counter_rng
 from trainyard.devices import Device
-from trainyard.devices.cpu import Cpu
-from trainyard.devices.neuron.xla_device import Xla
+from trainyard.devices.cpu import CpuDevice
+from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.train.trainer import Trainer
 
 STEPS = 5
@@ -42,38 +42,38 @@ class Apart(NamedTuple):
 def take(config: Config, device: Device) -> Steps:
     trainer = Trainer(config, device=device)
     for _ in range(2):  # the second waits for what others compile in the first
-        device.mark()
+        device.flush()
     found = Steps([], [], {}, [])
     before = compiled()
     for number in range(1, STEPS + 1):
         for model in trainer.models:
             model.train()
-        result = trainer.step(trainer.loader.batch(number - 1, trainer.rows), number, LR, (0.0,))
-        device.mark()
+        result = trainer.train_step(trainer.loader.batch(number - 1, trainer.batch_slice), number, LR, (0.0,))
+        device.flush()
         found.losses.append(float(result.loss))
         found.norms.append(float(result.grad_norm))
         found.graphs.append(compiled() - before)
-    trainer.optimizer.settle()
-    values = {name: trainer.values(name) for name in sorted(trainer.blueprint.names())}
-    device.mark()
+    trainer.optimizer.wait_for_weights()
+    values = {name: trainer.full_parameter(name) for name in sorted(trainer.blueprint.parameter_names())}
+    device.flush()
     found.weights.update({name: value.cpu() for name, value in values.items()})
     return found
 
 
 def alone(model: dict[str, Any], sections: dict[str, Any]) -> Apart:
     """One XLA device against eager torch."""
-    config = configs.config(model, **sections)
-    return compared(take(config, Xla()), take(config, Cpu()))
+    config = configs.tiny_config(model, **sections)
+    return compared(take(config, XlaDevice()), take(config, CpuDevice()))
 
 
 def replicated(ranks: int, model: dict[str, Any], sections: dict[str, Any]) -> list[Apart]:
     """Each of several XLA devices against eager torch on one rank."""
 
     def job(device: Replica) -> Steps:
-        return take(configs.config(model, **sections), device)
+        return take(configs.tiny_config(model, **sections), device)
 
     found = together(ranks, job)
-    single = take(configs.config(model, **{**sections, "layout": {}}), Cpu())
+    single = take(configs.tiny_config(model, **{**sections, "layout": {}}), CpuDevice())
     return [compared(found[rank], single) for rank in range(ranks)]
 
 
@@ -84,14 +84,14 @@ def random_numbers_differ() -> list[str]:
     draws: dict[str, Callable[[torch.device], Tensor]] = {
         "mix64": lambda device: counter_rng.mix64(words.to(device)),
         "mix32": lambda device: counter_rng.mix32(words.int().to(device)),
-        "cell32": lambda device: counter_rng.cell32(
-            counter_rng.row32(key.to(device), words.int().to(device), words.int().to(device)),
+        "cell32": lambda device: counter_rng.element_bits(
+            counter_rng.row_seeds(key.to(device), words.int().to(device), words.int().to(device)),
             key[0].to(device),
             words.int().to(device),
         ),
     }
-    handle = Xla().handle
-    return [name for name, draw in draws.items() if not torch.equal(draw(handle).cpu(), draw(Cpu().handle))]
+    handle = XlaDevice().torch_device
+    return [name for name, draw in draws.items() if not torch.equal(draw(handle).cpu(), draw(CpuDevice().torch_device))]
 
 
 def compared(traced: Steps, eager: Steps) -> Apart:

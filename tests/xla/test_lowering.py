@@ -8,9 +8,9 @@ from tests.xla.conftest import Apart
 from tests.xla.lowering import VARIABLES, Crossing, Lowered, lower
 from trainyard.config.load import load
 from trainyard.config.schema import Config
-from trainyard.devices.neuron.xla_device import Xla
+from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel.layout import Layout
-from trainyard.plan.time.comm_volume import Counts, messages
+from trainyard.plan.time.comm_volume import MessageCounts, step_messages
 
 RECIPE = "llama3-70b"
 STAGE = 64
@@ -42,7 +42,7 @@ def test_collectives_are_the_messages_of_a_micro_batch(stage: str, graphs: dict[
     rank = STAGES[stage][0]
     # What stages send each other is sent between graphs.
     expected = {
-        Crossing(message.kind, message.dtype, message.size, message.ranks): times
+        Crossing(message.kind, message.dtype, message.nbytes, message.group_size): times
         for message, times in micro_batch(rank).items()
         if message.group != "pp"
     }
@@ -52,17 +52,17 @@ def test_collectives_are_the_messages_of_a_micro_batch(stage: str, graphs: dict[
 
 def test_groups_are_those_of_the_layout(graphs: dict[int, Lowered]) -> None:
     config = load(RECIPE, [])
-    lists = Layout.of(config, 8 * STAGE).groups("tp")
+    lists = Layout.from_config(config, 8 * STAGE).groups("tp")
     shown = ",".join("{" + ",".join(map(str, ranks)) + "}" for ranks in lists)
     assert all(graph.groups == {shown} for graph in graphs.values())
 
 
-def micro_batch(rank: int) -> Counts:
+def micro_batch(rank: int) -> MessageCounts:
     """What one more micro batch adds to a step."""
 
-    def step(micro_batches: int) -> Counts:
+    def step(micro_batches: int) -> MessageCounts:
         config = with_micro_batches(micro_batches)
-        return messages(config, Layout.of(config, 8 * STAGE), rank, Xla.logits_bytes)
+        return step_messages(config, Layout.from_config(config, 8 * STAGE), rank, XlaDevice.max_logits_bytes)
 
     return Counter(step(9)) - Counter(step(8))
 

@@ -29,7 +29,7 @@ def test_two_by_two_ranks_are_one(layout: dict[str, int], graphs: list[int], apa
     sections = {
         "layout": layout,
         "train": {"global_batch": 4, "micro_batch": 4 // data_parallel},  # one a step: a second has a graph of its own
-        "recompute": {"kind": "parts", "parts": ["core_attention", "mlp"]},
+        "recompute": {"kind": "selective", "modules": ["core_attention", "mlp"]},
     }
     found = apart(steps.replicated, RANKS, MODEL, sections, CPU_NUM_DEVICES=str(RANKS), **VARIABLES)
     assert len(found) == RANKS

@@ -6,7 +6,7 @@ from tests.support import configs
 from tests.xla import steps
 from tests.xla.conftest import Apart
 
-RECOMPUTE = {"kind": "parts", "parts": ["core_attention", "mlp"]}
+RECOMPUTE = {"kind": "selective", "modules": ["core_attention", "mlp"]}
 BATCH = 4
 
 

@@ -9,34 +9,38 @@ from typing import NamedTuple
 import torch
 
 
-class Refused(NamedTuple):
-    what: str
+class UnsupportedOp(NamedTuple):
+    reason: str
     fix: str
 
 
-_SORTED = Refused(
+_SORTING = UnsupportedOp(
     "sorting is not supported", "compare instead (amax, argmax, a mask by threshold), or sort on the host"
 )
-_FOURIER = Refused("Fourier transforms are not supported", "a product with a constant matrix, or transform on the host")
-OPERATORS = dict.fromkeys(("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode"), _SORTED) | (
-    dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _FOURIER)
+_FOURIER = UnsupportedOp(
+    "Fourier transforms are not supported", "a product with a constant matrix, or transform on the host"
 )
+UNSUPPORTED_OPS = dict.fromkeys(
+    ("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode"), _SORTING
+) | (dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _FOURIER))
 """By an operator's name without its variant."""
 
-_REAL = Refused("complex numbers are not supported", "real and imaginary part as two tensors")
-VALUES = {
-    torch.float64: Refused("64-bit floats are cast to 32 bits", "float32"),
-    torch.complex32: _REAL,
-    torch.complex64: _REAL,
-    torch.complex128: _REAL,
+_COMPLEX = UnsupportedOp("complex numbers are not supported", "real and imaginary part as two tensors")
+UNSUPPORTED_DTYPES = {
+    torch.float64: UnsupportedOp("64-bit floats are cast to 32 bits", "float32"),
+    torch.complex32: _COMPLEX,
+    torch.complex64: _COMPLEX,
+    torch.complex128: _COMPLEX,
 }
 """By dtype of what an operator makes."""
-FP8 = {
-    "trn2": {torch.float8_e4m3fn: Refused("trn2 knows this format of 8 bits by another rule", "float8_e5m2, or bf16")}
+UNSUPPORTED_FP8_DTYPES = {
+    "trn2": {
+        torch.float8_e4m3fn: UnsupportedOp("trn2 knows this format of 8 bits by another rule", "float8_e5m2, or bf16")
+    }
 }
 """The same by generation."""
 
-INDICES = {
+INDEX_ARGUMENTS = {
     "embedding": (1,),
     "embedding_dense_backward": (1,),
     "index": (1,),
@@ -62,6 +66,6 @@ INDICES = {
 INDEX_FIX = "int32 (torch takes it here: leave out .long(); a maximum's place: compare with the maximum instead)"
 
 
-def base(name: str) -> str:
+def op_base_name(name: str) -> str:
     """aten.index_add_.default and aten.index_add to index_add."""
     return name.split(".")[1].removesuffix("_")

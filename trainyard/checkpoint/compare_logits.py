@@ -10,39 +10,39 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import Weights, slices_of
-from trainyard.core.counter_rng import key64, normal
-from trainyard.models.blueprint import layer
-from trainyard.models.output import Output
+from trainyard.checkpoint.formats.tensor_map import WeightSource, tp_rank_values
+from trainyard.core.counter_rng import key64, normal_slice
+from trainyard.models.blueprint import layer_index
+from trainyard.models.output import ModelOutput
 
-TOKENS = 64
+NUM_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Comparison:
-    difference: float
+class LogitComparison:
+    max_difference: float
     """Largest, of any logit; infinite where one model has a number and the other has none."""
-    largest: float
+    max_logit: float
     """Logit of the first model, by size."""
 
 
-def compare(first: Weights, second: Weights, seed: int = 0) -> Comparison:
-    model = first.model
-    length = min(TOKENS, model.max_positions)
-    draws = normal(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
+def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int = 0) -> LogitComparison:
+    model = weights_a.model
+    length = min(NUM_TOKENS, model.max_positions)
+    draws = normal_slice(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
     tokens = (draws.abs() * 1e6).long().remainder(model.vocab).view(1, length)
-    one, two = (_logits(weights, tokens) for weights in (first, second))
+    one, two = (_logits(weights, tokens) for weights in (weights_a, weights_b))
     alike = (one == two) | (one.isnan() & two.isnan())
     apart = (one - two).abs().masked_fill(alike, 0)
-    return Comparison(float(apart.masked_fill(apart.isnan(), torch.inf).max()), float(one.abs().max()))
+    return LogitComparison(float(apart.masked_fill(apart.isnan(), torch.inf).max()), float(one.abs().max()))
 
 
 @torch.no_grad()
-def _logits(weights: Weights, tokens: Tensor) -> Tensor:
+def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
     """All of them in a row, those of BERT's next-sentence head too."""
-    values = slices_of(weights)
-    blueprint = models.family(weights.model).blueprint(weights.model)
-    model = models.build(weights.model).eval()
+    values = tp_rank_values(weights)
+    blueprint = models.family_of(weights.model).blueprint(weights.model)
+    model = models.build_model(weights.model).eval()
     owners = {
         f"{prefix}.{key}": (module, key)
         for prefix, module in model.named_modules()
@@ -60,12 +60,12 @@ def _logits(weights: Weights, tokens: Tensor) -> Tensor:
             put(name, torch.empty(0, device="meta"))
         held.clear()
         for name in owners:
-            place = blueprint.row(name).place
-            if str(layer(name)) == part or place == part or (place == "both" and part in ("first", "last")):
+            place = blueprint.spec(name).pipeline_stage
+            if str(layer_index(name)) == part or place == part or (place == "both" and part in ("first", "last")):
                 put(name, values(name))
                 held.append(name)
 
-    model.before = before
+    model.pre_layer_hook = before
     everywhere = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
     batch = {
         "tokens": tokens.int(),
@@ -77,6 +77,6 @@ def _logits(weights: Weights, tokens: Tensor) -> Tensor:
         "places": everywhere,
     }
     output = model(batch)
-    assert isinstance(output, Output)
+    assert isinstance(output, ModelOutput)
     logits = [output.logits(), *([] if output.next_sentence is None else [output.next_sentence])]
     return torch.cat([each.flatten() for each in logits])

@@ -6,8 +6,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from trainyard.config.load import dump, keys, load
-from trainyard.config.smoke import smoke as shrink
+from trainyard.config.load import dump, load, schema_keys
+from trainyard.config.smoke import smoke_config as shrink
 from trainyard.core.errors import UserError
 
 
@@ -23,7 +23,7 @@ def config(
     """
     console = Console(soft_wrap=True, highlight=False)
     if show_keys:
-        for each in keys():
+        for each in schema_keys():
             console.print(f"[bold]{escape(each.name)}[/]  {escape(each.allowed)}; default: {escape(each.default)}")
             console.print(f"    {each.meaning}", markup=False)
         return

@@ -11,13 +11,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from trainyard.core.errors import UserError
 
-EVERY = 10.0
+PROGRESS_INTERVAL_S = 10.0
 """Seconds between plain lines."""
-SHOWN = 20
+MAX_SKIPS_SHOWN = 20
 """What cannot be read is told up to so many times, and counted beyond."""
 
 
-class Skips:
+class SkipReporter:
     """Tells what could not be read, in a line each; where that is fatal, the first ends the work."""
 
     def __init__(self, strict: bool) -> None:
@@ -27,20 +27,20 @@ class Skips:
         if self.strict:
             raise UserError(str(what))
         self.count += 1
-        if self.count <= SHOWN:
+        if self.count <= MAX_SKIPS_SHOWN:
             print(f"skipped: {what}", file=sys.stderr)
-        if self.count == SHOWN + 1:
+        if self.count == MAX_SKIPS_SHOWN + 1:
             print("more is skipped and counted", file=sys.stderr)
 
 
-class Screen:
+class ProgressDisplay:
     """`with Screen("tokenize") as screen: ... screen.show(bytes done, bytes in all, "words")`."""
 
     def __init__(self, what: str) -> None:
-        self.what = what
+        self.label = what
         self.console = Console(stderr=True, highlight=False)
-        self.start = self.said = time.monotonic()
-        self.first: int | None = None
+        self.started_at = self.last_printed = time.monotonic()
+        self.initial_bytes: int | None = None
         self.bar: Progress | None = None
         if self.console.is_terminal:
             self.bar = Progress(
@@ -56,21 +56,21 @@ class Screen:
     def __enter__(self) -> Self:
         return self
 
-    def show(self, done: int, total: int, words: str = "") -> None:
+    def update(self, done: int, total: int, words: str = "") -> None:
         """Bytes read so far and in all. Threads start with the first call: start worker processes before it."""
-        if self.first is None:
-            self.first = done
+        if self.initial_bytes is None:
+            self.initial_bytes = done
             if self.bar:
                 self.bar.start()
         if self.bar:
             self.bar.update(self.task, completed=done, total=total, words=words)
             return
         now = time.monotonic()
-        if now - self.said >= EVERY:
-            self.said = now
-            rate = (done - self.first) / (now - self.start)
+        if now - self.last_printed >= PROGRESS_INTERVAL_S:
+            self.last_printed = now
+            rate = (done - self.initial_bytes) / (now - self.started_at)
             left = timedelta(seconds=round((total - done) / rate)) if rate else "?"
-            print(f"{self.what}: {done / max(total, 1):.1%}, {left} left, {words}", file=sys.stderr, flush=True)
+            print(f"{self.label}: {done / max(total, 1):.1%}, {left} left, {words}", file=sys.stderr, flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.bar:

@@ -9,12 +9,12 @@ import torch
 import typer
 
 from trainyard import models
-from trainyard.checkpoint.compare_logits import compare
-from trainyard.checkpoint.convert import DTYPES, Target, parse_layout, total_bytes
-from trainyard.checkpoint.convert import convert as carry_over
-from trainyard.checkpoint.formats.tensor_map import shapes_of
-from trainyard.checkpoint.registry import WORDS, Opened, open_weights
-from trainyard.cli.console import Screen
+from trainyard.checkpoint.compare_logits import compare_logits
+from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, parse_layout, total_bytes
+from trainyard.checkpoint.convert import convert_checkpoint as carry_over
+from trainyard.checkpoint.formats.tensor_map import unfused_shapes
+from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import RunStopped, UserError
@@ -69,45 +69,50 @@ def convert(
     """
     hints = parse_layout("nxd", source_layout, "--source-layout")
     opened = open_weights(source, from_hf(config) if config else None, hints)
-    wanted = Target(to, parse_layout(to, layout), DTYPES[dtype] if dtype else None, xser, weights_only)
+    wanted = ConversionTarget(to, parse_layout(to, layout), DTYPE_CHOICES[dtype] if dtype else None, xser, weights_only)
     if xser and to != "nxd":
         raise UserError(f"--xser: goes with --to nxd, not {to}")
     for note in opened.notes:
         print(f"note: {note}")
-    run(opened, source, target, wanted)
+    run_conversion(opened, source, target, wanted)
     if check:
-        compared(opened, target, wanted)
+        check_logits(opened, target, wanted)
     return 0
 
 
-def run(opened: Opened, source: str | Path, target: Path, wanted: Target) -> None:
+def run_conversion(opened: OpenedCheckpoint, source: str | Path, target: Path, wanted: ConversionTarget) -> None:
     """Convert, with a bar, and say what was done."""
-    weights = models.family(opened.weights.model).blueprint(opened.weights.model).parameters()
-    print(f"{source}: {WORDS[opened.form]}, {opened.weights.model.family} with {weights:,} weights", flush=True)
-    if wanted.form == "native":
-        kept = opened.state and not wanted.weights_only
+    weights = models.family_of(opened.weights.model).blueprint(opened.weights.model).parameter_count()
+    print(
+        f"{source}: {FORMAT_DESCRIPTIONS[opened.format]}, {opened.weights.model.family} with {weights:,} weights",
+        flush=True,
+    )
+    if wanted.format == "native":
+        kept = opened.open_state and not wanted.weights_only
         print("with the optimizer's state" if kept else "weights alone: resume with checkpoint.weights_only=true")
     total, done, start = total_bytes(opened, wanted), 0, time.monotonic()
     one_by_one = Lock()  # files are written by several threads
-    with Screen("convert") as screen, interrupt_on_terminate():
+    with ProgressDisplay("convert") as screen, interrupt_on_terminate():
 
         def wrote(count: int) -> None:
             nonlocal done
             with one_by_one:
                 done += count
-                screen.show(done, total)
+                screen.update(done, total)
 
         carry_over(opened, Path(source), target, wanted, wrote)
     seconds = max(time.monotonic() - start, 1e-9)
     print(f"{target}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
 
 
-def compared(opened: Opened, target: Path, wanted: Target) -> None:
+def check_logits(opened: OpenedCheckpoint, target: Path, wanted: ConversionTarget) -> None:
     weights = opened.weights
     unseen = {key: wanted.layout[key] for key in ("kv_order", "by_head") if key in wanted.layout}  # all else shows
-    found = compare(weights, open_weights(target, weights.model, unseen).weights)
-    print(f"largest logit difference {found.difference:.3g} (logits up to {found.largest:.3g})", flush=True)
-    dtypes = {weights.dtype(part) for part in shapes_of(weights.model)}
+    found = compare_logits(weights, open_weights(target, weights.model, unseen).weights)
+    print(f"largest logit difference {found.max_difference:.3g} (logits up to {found.max_logit:.3g})", flush=True)
+    dtypes = {weights.dtype(part) for part in unfused_shapes(weights.model)}
     kept = wanted.dtype is None or all(torch.promote_types(each, wanted.dtype) == wanted.dtype for each in dtypes)
-    if found.difference > 0 and kept:
-        raise RunStopped(f"{target}: not the model that {opened.form} holds; nothing was rounded, so this is a defect")
+    if found.max_difference > 0 and kept:
+        raise RunStopped(
+            f"{target}: not the model that {opened.format} holds; nothing was rounded, so this is a defect"
+        )

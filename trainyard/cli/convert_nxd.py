@@ -9,68 +9,71 @@ from typing import Any, NoReturn
 
 import typer
 
-from trainyard.checkpoint.convert import Target, truth
-from trainyard.checkpoint.formats.hf import to_tensors
+from trainyard.checkpoint.convert import ConversionTarget, parse_bool
+from trainyard.checkpoint.formats.hf import hf_tensors
 from trainyard.checkpoint.formats.nxd.files import repack_nxd
-from trainyard.checkpoint.io.storage import new_directory
-from trainyard.checkpoint.io.torch_writer import PickleWriter
-from trainyard.checkpoint.registry import Opened, open_weights
-from trainyard.cli.console import Screen
-from trainyard.cli.convert import run
+from trainyard.checkpoint.io.storage import resolve_new_directory
+from trainyard.checkpoint.io.torch_writer import TorchFileWriter
+from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
+from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.convert import run_conversion
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
 
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 DIRECTIONS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
-OLD = {"convert_from_full_model": "convert_from_full_state", "convert_to_full_model": "convert_to_full_state"}
+RENAMED_DIRECTIONS = {
+    "convert_from_full_model": "convert_from_full_state",
+    "convert_to_full_model": "convert_to_full_state",
+}
 """What older scripts call two of them."""
 
 
-class Parser(argparse.ArgumentParser):
+class ConverterArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"convert-nxd: {message} (see trainyard convert-nxd --help)")
 
 
 def convert_nxd(context: typer.Context) -> int:
     """The same with the flags of NxD's checkpoint_converter.py."""
-    flags = parser().parse_args(context.args)
-    chosen = {name for name in (*DIRECTIONS, *OLD) if getattr(flags, name)}
-    directions = {OLD.get(name, name) for name in chosen}
+    flags = build_parser().parse_args(context.args)
+    chosen = {name for name in (*DIRECTIONS, *RENAMED_DIRECTIONS) if getattr(flags, name)}
+    directions = {RENAMED_DIRECTIONS.get(name, name) for name in chosen}
     if len(directions) != 1:
         raise UserError(f"convert-nxd: one of --{', --'.join(DIRECTIONS)} is needed, not {len(directions)}")
     (direction,) = directions
-    _refuse(flags)
+    _reject_unsupported(flags)
     if direction in ("convert_from_xser", "convert_to_xser"):
-        with Screen("convert") as screen, interrupt_on_terminate():
-            screen.show(0, 0)
+        with ProgressDisplay("convert") as screen, interrupt_on_terminate():
+            screen.update(0, 0)
             repack_nxd(flags.input_dir, flags.output_dir, xser=direction == "convert_to_xser")
         print(f"{flags.output_dir}: {'' if direction == 'convert_to_xser' else 'no '}xser")
         return 0
     model = from_hf(flags.config) if flags.config else None
     if model and flags.n_layers and flags.n_layers != model.layers:
         raise UserError(f"--n_layers {flags.n_layers}: {flags.config} has {model.layers} layers")
-    given = _layout(flags, model.kv == model.heads if model else False)
+    given = _layout_from_flags(flags, model.num_kv_heads == model.heads if model else False)
     if direction == "convert_from_full_state":
         opened = open_weights(flags.input_dir, model)
-        run(opened, flags.input_dir, flags.output_dir, Target("nxd", given, xser=flags.save_xser))
+        run_conversion(opened, flags.input_dir, flags.output_dir, ConversionTarget("nxd", given, xser=flags.save_xser))
     else:
         known = {key: value for key, value in given.items() if key not in ("qkv", "gate_up") and value not in (1, ())}
         if not flags.model_style:
             del known["style"]  # its files show
         opened = open_weights(flags.input_dir, model, known)
-        _to_full(opened, flags.output_dir)
+        _write_full_state(opened, flags.output_dir)
     return 0
 
 
-def parser() -> Parser:
-    out = Parser(prog="trainyard convert-nxd", description=__doc__, allow_abbrev=False)
+def build_parser() -> ConverterArgumentParser:
+    out = ConverterArgumentParser(prog="trainyard convert-nxd", description=__doc__, allow_abbrev=False)
 
     def flag(name: str, words: str, **rest: Any) -> None:
         out.add_argument(f"--{name}", help=words, **rest)
 
     def switch(name: str, words: str) -> None:
-        flag(name, words, nargs="?", const=True, default=False, type=_truth)
+        flag(name, words, nargs="?", const=True, default=False, type=_parse_bool)
 
     flag("input_dir", "a file or directory of weights; for NxD's, its model directory", type=Path)
     flag("output_dir", "a directory that is new", type=Path, required=True)
@@ -97,19 +100,21 @@ def parser() -> Parser:
     flag("i_tp_round_factor", "not supported", type=int, default=0)
     flag("hf_model_name", "not supported: nothing is downloaded here")
     flag("nxdt_yaml_config", "not supported: give --config")
-    for name in (*DIRECTIONS, *OLD):
-        switch(name, f"as --{OLD[name]}" if name in OLD else "what to do: one of these four")
+    for name in (*DIRECTIONS, *RENAMED_DIRECTIONS):
+        switch(
+            name, f"as --{RENAMED_DIRECTIONS[name]}" if name in RENAMED_DIRECTIONS else "what to do: one of these four"
+        )
     return out
 
 
-def _truth(word: str) -> bool:
+def _parse_bool(word: str) -> bool:
     try:
-        return truth("", word or "false")
+        return parse_bool("", word or "false")
     except UserError:
         raise argparse.ArgumentTypeError(f"{word}: wanted true or false") from None
 
 
-def _layout(flags: argparse.Namespace, all_heads: bool) -> dict[str, Any]:
+def _layout_from_flags(flags: argparse.Namespace, all_heads: bool) -> dict[str, Any]:
     """What the flags say of an NxD layout. Gate and up are one matrix in NxD's Llama, always."""
     qkv = "fused" if flags.fuse_qkv else "qkv_linear" if flags.qkv_linear else "separate"
     if flags.coalesce_qkv or (flags.model_style == "megatron" and all_heads):
@@ -133,7 +138,7 @@ def _layout(flags: argparse.Namespace, all_heads: bool) -> dict[str, Any]:
     }
 
 
-def _refuse(flags: argparse.Namespace) -> None:
+def _reject_unsupported(flags: argparse.Namespace) -> None:
     for name, plain, instead in (
         ("ep_size", 1, "experts are not supported"),
         ("i_tp_round_factor", 0, "padding of the MLP is not supported"),
@@ -148,14 +153,14 @@ def _refuse(flags: argparse.Namespace) -> None:
         raise UserError("--input_dir: missing")
 
 
-def _to_full(opened: Opened, directory: Path) -> None:
+def _write_full_state(opened: OpenedCheckpoint, directory: Path) -> None:
     """One file of Hugging Face weights, as NxD's converter leaves it."""
-    final = new_directory(directory)
+    final = resolve_new_directory(directory)
     final.mkdir(exist_ok=True)
-    writer = PickleWriter(final / "checkpoint.pt")
+    writer = TorchFileWriter(final / "checkpoint.pt")
     try:
         with interrupt_on_terminate():
-            for name, tensor in to_tensors(opened.weights):
+            for name, tensor in hf_tensors(opened.weights):
                 writer.add(name, tensor)
             writer.close()
     except BaseException:

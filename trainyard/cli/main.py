@@ -12,14 +12,14 @@ from typer.main import get_command
 
 from trainyard import __version__
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.launch.rank_guard import attached
+from trainyard.launch.rank_guard import rank_process_guard
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError, whichever click typer was built with."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """A disk, or what one may have of it."""
-VERBS = {
+COMMAND_HELP = {
     "train": "Train a model. With no argument: a small Llama on a text that trainyard writes itself.",
     "plan": "Whether a run fits, how fast it will be and what it costs, on hardware you may not have.",
     "config": "Check a configuration and print it whole, defaults included.",
@@ -35,44 +35,48 @@ VERBS = {
     "recipes": "List the recipes: what each trains, how large it is, what it needs.",
 }
 """What each is for. Its file, of the same name, is imported when it is called: help need not wait for torch."""
-FILES = {"import": "import_config"}
+MODULE_NAMES = {"import": "import_config"}
 """Verbs that Python does not take as a name."""
 
 
-class Interrupted(Exception):
+class CommandInterrupted(Exception):
     """KeyboardInterrupt by another name: typer would make an exit code of it, without a word."""
 
 
-class Verbs(TyperGroup):
+class LazyCommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Interrupted from None
+            raise CommandInterrupted from None
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(VERBS)
+        return list(COMMAND_HELP)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+        return TyperCommand(cmd_name, help=COMMAND_HELP[cmd_name]) if cmd_name in COMMAND_HELP else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return (args[0], load(args[0]), args[1:]) if args[0] in VERBS else super().resolve_command(ctx, args)
+        return (
+            (args[0], load_command(args[0]), args[1:])
+            if args[0] in COMMAND_HELP
+            else super().resolve_command(ctx, args)
+        )
 
 
-def load(verb: str) -> Any:
-    name = FILES.get(verb, verb.replace("-", "_"))
+def load_command(command: str) -> Any:
+    name = MODULE_NAMES.get(command, command.replace("-", "_"))
     module = import_module(f"trainyard.cli.{name}")
     if hasattr(module, "app"):  # a group of verbs
         return get_command(module.app)
     settings = getattr(module, "SETTINGS", {"help_option_names": ["-h", "--help"]})
     alone = typer.Typer(add_completion=False)
-    alone.command(verb, context_settings=settings)(getattr(module, name))
+    alone.command(command, context_settings=settings)(getattr(module, name))
     return get_command(alone)
 
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=LazyCommandGroup,
     help="Pre-train language models on any number of devices from one YAML file.",
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -81,7 +85,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def options(
+def global_options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
     if version:
@@ -91,18 +95,18 @@ def options(
 
 def main() -> None:
     try:
-        with attached():
-            code = _run()
+        with rank_process_guard():
+            code = _run_command()
     except UserError as error:
-        _fail(str(error), 2)
+        _exit_with_error(str(error), 2)
     except RunStopped as error:
-        _fail(str(error), 1)
-    except (Interrupted, KeyboardInterrupt):
-        _fail("interrupted", 130)
+        _exit_with_error(str(error), 1)
+    except (CommandInterrupted, KeyboardInterrupt):
+        _exit_with_error("interrupted", 130)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
-        _fail(f"{error.filename or 'a file'}: {error.strerror}", 1)
+        _exit_with_error(f"{error.filename or 'a file'}: {error.strerror}", 1)
     else:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # Threads of a process group that outlive the interpreter abort it now and then, all work being done.
@@ -112,7 +116,7 @@ def main() -> None:
         sys.exit(code)
 
 
-def _run() -> int:
+def _run_command() -> int:
     """The verb's exit code. What click raises becomes what the rest of the tree raises."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
@@ -126,6 +130,6 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(line: str, code: int) -> None:
+def _exit_with_error(line: str, code: int) -> None:
     print(f"trainyard: {line}", file=sys.stderr)
     sys.exit(code)

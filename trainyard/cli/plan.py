@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.plan_console import counting, show_comparison, show_plan, show_search
+from trainyard.cli.plan_console import count_progress, print_comparison, print_plan, print_search
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.plan import report
-from trainyard.plan.compare_measured import compare, config_of, measured_on
-from trainyard.plan.hardware.microbenchmark import probe
-from trainyard.plan.hardware.spec import hardware, needed, read_table
-from trainyard.plan.preflight import problems
-from trainyard.plan.search import search
+from trainyard.plan.compare_measured import compare_with_measured, load_run_config, run_hardware
+from trainyard.plan.hardware.microbenchmark import measure_cpu
+from trainyard.plan.hardware.spec import needed_hardware, parse_hardware, read_catalog
+from trainyard.plan.preflight import find_problems
+from trainyard.plan.search import search_layouts
 
-SHOWN = 10
+SEARCH_ROWS = 10
 """Layouts that a search lists."""
 
 
@@ -59,42 +59,47 @@ def plan(
     directory = Path(source).expanduser()
     words = list(overrides or [])
     measured = directory.is_dir()
-    config = config_of(directory, words) if measured else load(source, words)
-    table = read_table(hardware_file) if hardware_file else None
-    where = on or (measured_on(directory) if measured else None) or needed(config)
-    target = hardware(where, table, probe)
-    made = report.make(config, target, price)
+    config = load_run_config(directory, words) if measured else load(source, words)
+    table = read_catalog(hardware_file) if hardware_file else None
+    where = on or (run_hardware(directory) if measured else None) or needed_hardware(config)
+    target = parse_hardware(where, table, measure_cpu)
+    made = report.make_plan(config, target, price)
     if measured:
-        rows = compare(made, directory)
+        rows = compare_with_measured(made, directory)
         if as_json:
             print(json.dumps([{**vars(row), "ratio": row.ratio} for row in rows], indent=2))
         else:
-            show_comparison(made, rows)
+            print_comparison(made, rows)
         return 0
-    changes = report.advice(made)
-    wrong = problems(made, [] if made.fits else changes)
+    changes = report.suggest_changes(made)
+    wrong = find_problems(made, [] if made.fits else changes)
     ranked = None
     if find:
-        with counting("layouts") as show:
-            ranked = search(config, target, SHOWN, show)
-        if not ranked.found:
+        with count_progress("layouts") as show:
+            ranked = search_layouts(config, target, SEARCH_ROWS, show)
+        if not ranked.layouts:
             raise UserError(
                 f"--search: no layout of {target.describe()} fits; nearest: more of them, or a smaller model"
             )
     if as_json:
-        out = report.as_json(made) | {
+        out = report.plan_as_json(made) | {
             "problems": [vars(each) for each in wrong],
             "try": [vars(each) for each in changes],
         }
         if ranked:
             out["search"] = [
-                {"overrides": each.words(config), "seconds": each.seconds, "memory": each.memory, "own": each.own}
-                for each in ranked.found
+                {
+                    "overrides": each.overrides(config),
+                    "seconds": each.seconds,
+                    "memory": each.memory,
+                    "own": each.is_file,
+                }
+                for each in ranked.layouts
             ]
         json.dump(out, sys.stdout, indent=2)
         print()
     elif ranked:
-        show_search(made, ranked)
+        print_search(made, ranked)
     else:
-        show_plan(made, source, changes, wrong)
+        print_plan(made, source, changes, wrong)
     return 2 if any(each.fatal for each in wrong) and not find else 0

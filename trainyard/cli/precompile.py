@@ -8,22 +8,22 @@ from rich.console import Console
 
 from trainyard import devices
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.cli.train import configure
+from trainyard.cli.train import load_run_config
 from trainyard.devices.neuron import parallel_compile
-from trainyard.launch.launcher import threads
-from trainyard.precompile.precompile import Graph, Report
+from trainyard.launch.launcher import threads_per_rank
+from trainyard.precompile.precompile import PrecompiledGraph, PrecompileReport
 from trainyard.precompile.precompile import precompile as compile_all
-from trainyard.precompile.report import closing
+from trainyard.precompile.report import precompile_summary
 
 
-class Lines:
+class GraphProgress:
     """One line when a graph is done; in a terminal also what is under way."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.status = console.status("") if console.is_terminal else None
-        self.running: dict[str, str] = {}
-        self.done = 0
+        self.compiling: dict[str, str] = {}
+        self.done_count = 0
 
     def __enter__(self) -> Self:
         if self.status:
@@ -34,20 +34,20 @@ class Lines:
         if self.status:
             self.status.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.console.print(line, style="dim", soft_wrap=True, markup=False)
 
-    def see(self, graph: Graph) -> None:
+    def on_graph(self, graph: PrecompiledGraph) -> None:
         if graph.state == "compiling":
-            self.running[graph.key] = graph.name
+            self.compiling[graph.key] = graph.name
         else:
-            self.running.pop(graph.key, None)
-            self.done += 1
+            self.compiling.pop(graph.key, None)
+            self.done_count += 1
             took = f"{graph.seconds:.1f} s" if graph.seconds else "-"
-            line = f"{self.done:4d}  {graph.state:8}  {took:>8}  {graph.name}"
+            line = f"{self.done_count:4d}  {graph.state:8}  {took:>8}  {graph.name}"
             self.console.print(line, soft_wrap=True, markup=False)
         if self.status:
-            self.status.update(f"compiling {len(self.running)}: {'; '.join(self.running.values())}")
+            self.status.update(f"compiling {len(self.compiling)}: {'; '.join(self.compiling.values())}")
 
 
 def precompile(
@@ -80,30 +80,32 @@ def precompile(
       trainyard cache pack my-run.tar
     """
     words = list(overrides or [])
-    config = configure(source, words, smoke, ranks or nproc or 1)
+    config = load_run_config(source, words, smoke, ranks or nproc or 1)
     total = ranks or nproc or (1 if smoke else config.layout.ranks or 1)
     device = devices.select(config.device.name)
-    here = min(total, nproc or device.ranks())
+    here = min(total, nproc or device.max_local_ranks())
     console = Console(highlight=False)
-    if device.precompiles:
-        return _by_tool([source, *words, *["--smoke"] * smoke], here, workers, console)
-    lines = Lines(console)
+    if device.has_precompile_tool:
+        return _precompile_with_device_compiler([source, *words, *["--smoke"] * smoke], here, workers, console)
+    lines = GraphProgress(console)
     with interrupt_on_terminate(), lines:
-        report: Report = compile_all(config, total, here, workers or threads(1), lines.say, lines.see)
-    for line in closing(report):
+        report: PrecompileReport = compile_all(
+            config, total, here, workers or threads_per_rank(1), lines.print_line, lines.on_graph
+        )
+    for line in precompile_summary(report):
         console.print(line, soft_wrap=True, markup=False)
-    return 1 if report.failed or report.problems else 0
+    return 1 if report.failed_graphs or report.problems else 0
 
 
-def _by_tool(words: list[str], ranks: int, workers: int | None, console: Console) -> int:
+def _precompile_with_device_compiler(words: list[str], ranks: int, workers: int | None, console: Console) -> int:
     """The device's own: a few steps of the run on this machine, traced and not executed; then its compiler."""
 
     def see(line: str) -> None:
         console.print(line, style="dim", soft_wrap=True, markup=False)
 
-    run = parallel_compile.short_run(words[0], words[1:], ranks)
+    run = parallel_compile.short_train_command(words[0], words[1:], ranks)
     with interrupt_on_terminate():
-        report = parallel_compile.precompile(run, workers, see=see)
+        report = parallel_compile.precompile(run, workers, on_line=see)
     for line in (
         f"Total graphs: {report.graphs}",
         f"Total successful compilations: {report.compiled}",

@@ -11,45 +11,47 @@ from rich.console import Console
 from trainyard import devices
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
-from trainyard.config.smoke import smoke as shrink
+from trainyard.config.smoke import smoke_config as shrink
 from trainyard.launch.launcher import launch
-from trainyard.metrics.console import Screen
+from trainyard.metrics.console import TrainConsole
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.mesh import leave, world
-from trainyard.plan.fit_check import check_room
-from trainyard.train.callbacks import Hook, Run
-from trainyard.train.trainer import Summary, Trainer
+from trainyard.parallel.mesh import shutdown_distributed, world
+from trainyard.plan.fit_check import check_fits
+from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.train.trainer import RunSummary, Trainer
 
-DEFAULT = "tiny-llama"
+DEFAULT_RECIPE = "tiny-llama"
 
 
-class Watch(Hook):
+class ConsoleCallback(Callback):
     """Shows the run on the screen."""
 
-    def __init__(self, screen: Screen) -> None:
-        self.screen = screen
+    def __init__(self, screen: TrainConsole) -> None:
+        self.display = screen
 
-    def on_start(self, trainer: Run) -> None:
-        self.screen.start()
+    def on_start(self, trainer: TrainerView) -> None:
+        self.display.start()
 
-    def on_step(self, trainer: Run, number: int) -> None:
-        self.screen.step(number)
+    def on_step(self, trainer: TrainerView, step: int) -> None:
+        self.display.step(step)
 
-    def on_log(self, trainer: Run, record: dict[str, Any]) -> None:
-        self.screen.log(record)
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self.display.log(record)
 
-    def on_evaluate(self, trainer: Run, record: dict[str, Any]) -> None:
-        self.screen.evaluate(record)
+    def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self.display.evaluate(record)
 
-    def on_checkpoint(self, trainer: Run, record: dict[str, Any]) -> None:
-        self.screen.checkpoint(record)
+    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+        self.display.checkpoint(record)
 
-    def on_end(self, trainer: Run) -> None:
-        self.screen.end()
+    def on_end(self, trainer: TrainerView) -> None:
+        self.display.end()
 
 
 def train(
-    source: Annotated[str, typer.Argument(metavar="[FILE|RECIPE]", help="A YAML file or a recipe's name.")] = DEFAULT,
+    source: Annotated[
+        str, typer.Argument(metavar="[FILE|RECIPE]", help="A YAML file or a recipe's name.")
+    ] = DEFAULT_RECIPE,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A tiny trial: same structure and features, a few steps.")
@@ -70,53 +72,60 @@ def train(
     """
     words = list(overrides or [])
     if "=" in source:  # only overrides were given
-        source, words = DEFAULT, [source, *words]
+        source, words = DEFAULT_RECIPE, [source, *words]
     rank, ranks = world()
     child = "RANK" in os.environ
     alone = rank == 0 and (child or nproc == 1)  # of all processes of the run, the one that speaks
-    config = configure(source, words, smoke, ranks if child else nproc, None if alone else lambda line: None)
+    config = load_run_config(source, words, smoke, ranks if child else nproc, None if alone else lambda line: None)
     if nproc > 1 and not child:
-        Layout.of(config, nproc)  # a mistake is one line, before any process starts
-        variables = devices.select(config.device.name).environment()
+        Layout.from_config(config, nproc)  # a mistake is one line, before any process starts
+        variables = devices.select(config.device.name).rank_environment()
         return launch(["train", source, *words, *(["--smoke"] if smoke else [])], nproc, variables)
     console = Console(highlight=False, quiet=rank > 0)
-    screen = Screen(config.train.steps, console)
+    screen = TrainConsole(config.train.steps, console)
     say = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)  # noqa: E731
-    trainer = Trainer(config, hooks=[Watch(screen)] if rank == 0 else [], say=say, check=partial(check_room, say=say))
-    peak, layout = trainer.meter.peak, trainer.layout
+    trainer = Trainer(
+        config,
+        callbacks=[ConsoleCallback(screen)] if rank == 0 else [],
+        say=say,
+        preflight=partial(check_fits, warn=say),
+    )
+    peak, layout = trainer.throughput.peak, trainer.layout
     console.print(
-        f"{config.model.family} with {trainer.blueprint.parameters():,} weights on {trainer.device.describe()}; "
+        f"{config.model.family} with {trainer.blueprint.parameter_count():,} weights on {trainer.device.describe()}; "
         f"{config.precision.kind}, {config.train.steps} steps of "
-        f"{config.train.global_batch} x {config.data.sequence} tokens"
+        f"{config.train.global_batch} x {config.data.seq_len} tokens"
         + (f"; peak {peak.flops / 1e12:.2f} TFLOP/s ({peak.source})" if peak else ""),
         soft_wrap=True,
         markup=False,
     )
-    if layout.world > 1:
-        console.print(f"{layout.world} ranks: {layout.describe()}", soft_wrap=True, markup=False)
-    if config.layout.ranks and config.layout.ranks != layout.world:
-        console.print(f"note: the file was written for {config.layout.ranks} ranks; this run has {layout.world}")
+    if layout.world_size > 1:
+        console.print(f"{layout.world_size} ranks: {layout.describe()}", soft_wrap=True, markup=False)
+    if config.layout.ranks and config.layout.ranks != layout.world_size:
+        console.print(f"note: the file was written for {config.layout.ranks} ranks; this run has {layout.world_size}")
     summary = trainer.run()
-    for line in closing(summary):
+    for line in summary_lines(summary):
         console.print(line, soft_wrap=True, markup=False)
-    leave()
+    shutdown_distributed()
     return 130 if summary.interrupted else 0
 
 
-def configure(
-    source: str, words: list[str], smoke: bool, ranks: int, say: Callable[[str], None] | None = None
+def load_run_config(
+    source: str, overrides: list[str], smoke: bool, ranks: int, say: Callable[[str], None] | None = None
 ) -> Config:
     """The configuration of a run on `ranks` ranks. For a trial the overrides come last, so that it can be adjusted."""
     if smoke:
-        return parse(shrink(load(source, say=say), ranks).model_dump(mode="json"), words)
-    return load(source, words, say)
+        return parse(shrink(load(source, say=say), ranks).model_dump(mode="json"), overrides)
+    return load(source, overrides, say)
 
 
-def closing(summary: Summary) -> list[str]:
+def summary_lines(summary: RunSummary) -> list[str]:
     """Where everything is, and what to do next."""
     what = "Stopped early" if summary.interrupted else "Done"
-    learned = f", loss {summary.first_loss:.4f} -> {summary.loss:.4f}" if summary.loss == summary.loss else ""
-    skipped = f", {summary.skipped} steps skipped" if summary.skipped else ""
+    learned = (
+        f", loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if summary.last_loss == summary.last_loss else ""
+    )
+    skipped = f", {summary.skipped_steps} steps skipped" if summary.skipped_steps else ""
     lines = [f"{what}: {summary.steps} steps in {summary.seconds:.1f} s{learned}{skipped}"]
     if not learned and not summary.interrupted:
         lines = [f"Done: all {summary.steps} steps were made before; more train.steps go on from here"]
@@ -128,12 +137,12 @@ def closing(summary: Summary) -> list[str]:
         f"  metrics      {where / 'metrics.jsonl'}",
         f"  tensorboard  {where / 'tensorboard'}   (see it: tensorboard --logdir {where})",
     ]
-    if summary.weights:
-        lines.append(f"  weights      {summary.weights}   (Hugging Face form: from_pretrained reads it)")
-    if summary.checkpoint:
-        lines.append(f"  checkpoint   {summary.checkpoint}")
+    if summary.exported_weights:
+        lines.append(f"  weights      {summary.exported_weights}   (Hugging Face form: from_pretrained reads it)")
+    if summary.last_checkpoint:
+        lines.append(f"  checkpoint   {summary.last_checkpoint}")
     config = where / "config.yaml"
-    if summary.interrupted and summary.checkpoint:
+    if summary.interrupted and summary.last_checkpoint:
         lines.append(f"Next: trainyard train {config} checkpoint.resume=auto to go on.")
     else:
         lines.append(f"Next: trainyard train {config} train.steps=... to run it again changed.")

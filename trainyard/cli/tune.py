@@ -21,17 +21,25 @@ from rich.text import Text
 
 from trainyard import devices
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.cli.train import configure
+from trainyard.cli.train import load_run_config
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
-from trainyard.core.atomic_files import write_whole
+from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.tune.search import MICRO, Choice, Search, Space, Trial, explore, judge
-from trainyard.tune.trial_process import run
+from trainyard.tune.search import (
+    KEY_MICRO_BATCH,
+    Choice,
+    SearchSpace,
+    Trial,
+    TuneSearch,
+    run_search,
+    trial_from_process,
+)
+from trainyard.tune.trial_process import run_with_timeout
 
-HEADINGS = ("trial", "what differs from the file", "speed", "ratio", "memory", "first step", "in all", "state")
-LEFT = ("what differs from the file", "state")
-NAMED = ("trial", "first step", "in all")
+COLUMNS = ("trial", "what differs from the file", "speed", "ratio", "memory", "first step", "in all", "state")
+LEFT_ALIGNED = ("what differs from the file", "state")
+LABELED_COLUMNS = ("trial", "first step", "in all")
 """Numbers that say what they are in a plain line too."""
 
 
@@ -49,7 +57,7 @@ def tune(
     """Measure which choices make a file fastest on this machine, and write the file with them. Losses stay the same.
 
     Tried, each as a short run of its own: the file as it is; compile.enabled; larger and smaller train.micro_batch;
-    recompute; device.attention; compile.mode; compile.replay. What is faster is kept and the rest goes on from there.
+    recompute; device.attention; compile.mode; compile.cuda_graphs. What is faster is kept and the rest goes on from there.
     A key that you name on the command line stays as you say.
 
     Examples:
@@ -65,38 +73,38 @@ def tune(
     words = list(overrides or [])
     if "RANK" in os.environ:
         raise UserError("tune: starts the ranks of its trials itself; run it once, with --nproc, not as a rank")
-    config = configure(source, words, smoke, nproc)
-    space = Space(with_data(config), nproc, fixed={word.partition("=")[0] for word in words})
-    out = target(source, out)
+    config = load_run_config(source, words, smoke, nproc)
+    space = SearchSpace(with_available_data(config), nproc, fixed_keys={word.partition("=")[0] for word in words})
+    out = output_path(source, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
-    if space.file != config:
+    if space.base_config != config:
         say("data: not all its files are here; trials use data.source=synthetic (as fast as any text)")
     part = f", a part of train.global_batch={config.train.global_batch} (which stays)"
-    reduced = space.batch < config.train.global_batch
+    reduced = space.trial_batch < config.train.global_batch
     say(
-        f"trials of {steps} steps of {space.batch} x {config.data.sequence} tokens{part if reduced else ''}; "
+        f"trials of {steps} steps of {space.trial_batch} x {config.data.seq_len} tokens{part if reduced else ''}; "
         f"at most {budget:g} minutes"
     )
-    search = Search(space)
-    screen = Screen(console, search, budget * 60)
+    search = TuneSearch(space)
+    screen = TuneTable(console, search, budget * 60)
     interrupted = complete = False
 
     def runner(choice: Choice, limit: float) -> Trial:
-        screen.begin(choice)
+        screen.on_trial_start(choice)
         place = Path(directory) / str(len(search.trials) + 1)
         place.mkdir()
-        write_whole(place / "trial.yaml", dump(space.trial(choice, steps, place)))
+        atomic_write_text(place / "trial.yaml", dump(space.trial_config(choice, steps, place)))
         command = [sys.executable, "-m", "trainyard", "train", str(place / "trial.yaml"), "--nproc", str(nproc)]
-        end = run(command, limit, place / "errors")
+        end = run_with_timeout(command, limit, place / "errors")
         metrics = place / "run" / "metrics.jsonl"
-        trial = judge(choice, end.code, end.in_time, end.seconds, end.errors, metrics)
-        if end.code == 2 and not search.trials:
-            raise UserError(trial.state)  # a mistake in the file that only a run finds
-        screen.end(trial)
+        trial = trial_from_process(choice, end.returncode, end.finished_in_time, end.seconds, end.stderr, metrics)
+        if end.returncode == 2 and not search.trials:
+            raise UserError(trial.outcome)  # a mistake in the file that only a run finds
+        screen.on_trial_end(trial)
         return trial
 
     try:
@@ -105,25 +113,29 @@ def tune(
             tempfile.TemporaryDirectory(prefix="trainyard-") as directory,
             screen.live or nullcontext(),
         ):
-            complete = explore(search, runner, budget * 60)
+            complete = run_search(search, runner, budget * 60)
     except KeyboardInterrupt:
         interrupted = True
-    done = [trial for trial in search.trials if trial.speed]
+    done = [trial for trial in search.trials if trial.tokens_per_second]
     if interrupted and len(done) < 2:
         raise KeyboardInterrupt
     if not done:
-        raise RunStopped(f"tune: no trial ran to its end; the last one: {search.trials[-1].state}")
-    best = space.words(search.choice)
-    console.print(table(search, by_speed=True))
-    about = header(search, [source, *words], nproc)
-    write_whole(out, about + dump(parse(config.model_dump(mode="json"), best)))
+        raise RunStopped(f"tune: no trial ran to its end; the last one: {search.trials[-1].outcome}")
+    best = space.overrides(search.best_choice)
+    console.print(trials_table(search, by_speed=True))
+    about = file_header(search, [source, *words], nproc)
+    atomic_write_text(out, about + dump(parse(config.model_dump(mode="json"), best)))
     if not complete:
         say("interrupted: not all was tried" if interrupted else "budget spent: --budget MINUTES gives more")
     own = search.trials[0]
-    ratio = f", {search.speed / own.speed:.2f} times the file's own speed" if own.speed and best else ""
+    ratio = (
+        f", {search.best_speed / own.tokens_per_second:.2f} times the file's own speed"
+        if own.tokens_per_second and best
+        else ""
+    )
     say(f"fastest: {' '.join(best) or 'the file as it is'}{ratio}")
-    micro = search.choice[MICRO]
-    if config.train.global_batch % (2 * micro * space.layout.dp) == 0 and not space.larger(micro):
+    micro = search.best_choice[KEY_MICRO_BATCH]
+    if config.train.global_batch % (2 * micro * space.layout.dp) == 0 and not space.larger_micro_batches(micro):
         say(f"no larger micro batch was tried; to go on from there: {shlex.join(['trainyard', 'tune', str(out)])}")
     options = [*(["--smoke"] if smoke else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     say(f"  written      {out}   (trainyard train takes it)")
@@ -131,83 +143,85 @@ def tune(
     return 130 if interrupted else 0
 
 
-class Screen:
+class TuneTable:
     """The search as a person sees it: a growing table in a terminal, one plain line per trial elsewhere."""
 
-    def __init__(self, console: Console, search: Search, budget: float) -> None:
+    def __init__(self, console: Console, search: TuneSearch, budget: float) -> None:
         self.console, self.search = console, search
-        self.running: Choice | None = None
-        self.since = time.monotonic()
-        self.end_of_budget = self.since + budget
+        self.running_choice: Choice | None = None
+        self.trial_started_at = time.monotonic()
+        self.deadline = self.trial_started_at + budget
         live = Live(get_renderable=self.render, console=console, refresh_per_second=2, transient=True)
         self.live = live if console.is_terminal else None
 
-    def begin(self, choice: Choice) -> None:
-        self.running, self.since = choice, time.monotonic()
+    def on_trial_start(self, choice: Choice) -> None:
+        self.running_choice, self.trial_started_at = choice, time.monotonic()
 
-    def end(self, trial: Trial) -> None:
-        self.running = None
+    def on_trial_end(self, trial: Trial) -> None:
+        self.running_choice = None
         if not self.live:
-            words = zip(HEADINGS, cells(self.search, trial), strict=True)
-            line = " | ".join(f"{name} {word}" if name in NAMED else word for name, word in words if word)
+            words = zip(COLUMNS, trial_cells(self.search, trial), strict=True)
+            line = " | ".join(f"{name} {word}" if name in LABELED_COLUMNS else word for name, word in words if word)
             self.console.print(line, soft_wrap=True, markup=False)
 
     def render(self) -> Group:
         now = time.monotonic()
-        out = table(self.search)
-        if self.running is not None:
-            running = Trial(self.running, "running", now - self.since)
-            out.add_row(*map(Text, cells(self.search, running)), style="dim")
-        left = timedelta(seconds=max(round(self.end_of_budget - now), 0))
+        out = trials_table(self.search)
+        if self.running_choice is not None:
+            running = Trial(self.running_choice, "running", now - self.trial_started_at)
+            out.add_row(*map(Text, trial_cells(self.search, running)), style="dim")
+        left = timedelta(seconds=max(round(self.deadline - now), 0))
         return Group(out, Text(f"{left} of the budget left; Ctrl-C ends the search and keeps the best so far"))
 
 
-def cells(search: Search, trial: Trial) -> list[str]:
+def trial_cells(search: TuneSearch, trial: Trial) -> list[str]:
     """A trial in words, one for each heading."""
     ended = trial in search.trials
     trials = search.trials if ended else [*search.trials, trial]
-    own, state = trials[0].speed, trial.state
-    if ended and trial.speed and trial.speed >= search.speed:
-        state = "best" if trial.choice == search.choice else "gains under 1%"
+    own, state = trials[0].tokens_per_second, trial.outcome
+    if ended and trial.tokens_per_second and trial.tokens_per_second >= search.best_speed:
+        state = "best" if trial.choice == search.best_choice else "gains under 1%"
     return [
         str(trials.index(trial) + 1),
-        " ".join(search.space.words(trial.choice)) or "the file as it is",
-        f"{trial.speed:,.0f} tokens/s" if trial.speed else "",
-        f"{trial.speed / own:.2f}x" if trial.speed and own else "",
-        f"{trial.memory / 2**30:.2f} GiB" if trial.memory else "",
-        f"{trial.first:.1f} s" if trial.speed else "",
+        " ".join(search.space.overrides(trial.choice)) or "the file as it is",
+        f"{trial.tokens_per_second:,.0f} tokens/s" if trial.tokens_per_second else "",
+        f"{trial.tokens_per_second / own:.2f}x" if trial.tokens_per_second and own else "",
+        f"{trial.peak_bytes / 2**30:.2f} GiB" if trial.peak_bytes else "",
+        f"{trial.first_step_seconds:.1f} s" if trial.tokens_per_second else "",
         f"{trial.seconds:.0f} s",
         state,
     ]
 
 
-def table(search: Search, by_speed: bool = False) -> Table:
+def trials_table(search: TuneSearch, by_speed: bool = False) -> Table:
     """All trials as they came, or the fastest first; the best so far in bold."""
     out = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
-        out.add_column(heading, justify="left" if heading in LEFT else "right", no_wrap=heading not in LEFT)
-    for trial in sorted(search.trials, key=lambda trial: -trial.speed) if by_speed else search.trials:
-        words = cells(search, trial)
+    for heading in COLUMNS:
+        out.add_column(
+            heading, justify="left" if heading in LEFT_ALIGNED else "right", no_wrap=heading not in LEFT_ALIGNED
+        )
+    for trial in sorted(search.trials, key=lambda trial: -trial.tokens_per_second) if by_speed else search.trials:
+        words = trial_cells(search, trial)
         out.add_row(*map(Text, words), style="bold" if words[-1] == "best" else None)
     return out
 
 
-def header(search: Search, words: list[str], nproc: int) -> str:
+def file_header(search: TuneSearch, words: list[str], nproc: int) -> str:
     """Where the file comes from and what was measured, as comments."""
     space, text = search.space, StringIO()
-    Console(file=text, width=160).print(table(search, by_speed=True))
-    device = devices.select(space.file.device.name).describe()
+    Console(file=text, width=160).print(trials_table(search, by_speed=True))
+    device = devices.select(space.base_config.device.name).describe()
     lines = [
         f"{shlex.join(['trainyard', 'tune', *words])}: the whole configuration, with the fastest of what was tried",
-        f"overrides: {' '.join(space.words(search.choice)) or 'none'}",
+        f"overrides: {' '.join(space.overrides(search.best_choice)) or 'none'}",
         f"{datetime.now():%Y-%m-%d %H:%M}; {device}; {nproc} rank{'s' * (nproc > 1)}; torch {version('torch')}; "
-        f"steps of {space.batch} x {space.file.data.sequence} tokens",
+        f"steps of {space.trial_batch} x {space.base_config.data.seq_len} tokens",
         *text.getvalue().splitlines(),
     ]
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
-def with_data(config: Config) -> Config:
+def with_available_data(config: Config) -> Config:
     """The same with generated tokens where a file that it reads is missing."""
     data = config.data
     suffix = ".idx" if data.source == "tokens" else ""
@@ -224,13 +238,13 @@ def with_data(config: Config) -> Config:
         "weights": [],
         "order": "shuffled",
         "split": None,
-        "mask_ends": False,
+        "mask_eod_loss": False,
     }
     settings = config.model_dump(mode="json")
     return parse({**settings, "data": {**settings["data"], **plain}})
 
 
-def target(source: str, out: Path | None) -> Path:
+def output_path(source: str, out: Path | None) -> Path:
     """Where the result goes; a mistake is found before the first trial."""
     name = Path(source).name.removesuffix(".yaml").removesuffix(".yml").removesuffix(".tuned") + ".tuned.yaml"
     path, own = (out or Path(name)).expanduser(), Path(source).expanduser()

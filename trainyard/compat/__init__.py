@@ -28,13 +28,13 @@ def foreach_norm(tensors: list[Tensor]) -> Tensor:
 def fused_adamw_(
     weight: Tensor,
     gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    updates: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step_count: Tensor,
     lr: Tensor,
     scale: Tensor,
-    ok: Tensor,
-    decay: float,
+    apply_update: Tensor,
+    weight_decay: float,
     betas: tuple[float, float],
     eps: float,
 ) -> None:
@@ -45,35 +45,35 @@ def fused_adamw_(
     torch._fused_adamw_(
         [weight],
         [gradient],
-        [first],
-        [second],
+        [exp_avg],
+        [exp_avg_sq],
         [],
-        [updates],
+        [step_count],
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
-        weight_decay=decay,
+        weight_decay=weight_decay,
         eps=eps,
         amsgrad=False,
         maximize=False,
         grad_scale=1 / scale,
-        found_inf=1 - ok.float(),
+        found_inf=1 - apply_update.float(),
     )
 
 
-def multiplies_bf16() -> bool:
+def has_fast_bf16_matmul() -> bool:
     """Whether torch has fast products in bf16 for this CPU: by instructions of its own, or from MKL."""
     mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) or mkl
 
 
-def fuses_adamw(weight: Tensor) -> bool:
+def has_fused_adamw(weight: Tensor) -> bool:
     """Whether `fused_adamw_` runs where this tensor is: CPUs and GPUs, and shapes alone. Elsewhere torch has no such
     kernel, and a compiler makes one pass of the plain update."""
     return weight.is_cpu or weight.is_cuda or weight.is_meta
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where total may be fp32 and the others bf16: summed in the product's own last step, so that the
     product is never rounded or written (the out_dtype of addmm: GPUs, torch 2.11 to 2.14)."""
     if total.dtype == a.dtype:
@@ -84,30 +84,30 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-def splits_backward() -> bool:
+def supports_zero_bubble() -> bool:
     """Whether pipelining's zero-bubble schedules work with autograd functions of one's own: seen to fail on torch 2.11
     (their nodes lack the metadata it asks for) and to work on 2.13."""
-    return VERSION >= (2, 13)
+    return TORCH_VERSION >= (2, 13)
 
 
-def keeps_order() -> bool:
+def supports_unsorted_groups() -> bool:
     """Whether a process group can have its ranks in another order than their numbers: torch 2.13, not 2.11."""
-    return VERSION >= (2, 13)
+    return TORCH_VERSION >= (2, 13)
 
 
-def ordered_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+def new_unsorted_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
     """A process group whose ranks keep their order (`sort_ranks`: torch 2.13 and 2.14)."""
     return dist.new_group(ranks, timeout=timeout, sort_ranks=False)
 
 
-def fake_world(backend: str, rank: int, ranks: int) -> None:
+def init_fake_process_group(backend: str, rank: int, world_size: int) -> None:
     """This process as one of many that do not exist: groups are made, messages go nowhere (torch 2.11 to 2.14)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
 
 
 # Looking on while torch works (torch 2.11 to 2.14): a mode that is handed every operator, below autograd.
@@ -115,25 +115,25 @@ def fake_world(backend: str, rank: int, ranks: int) -> None:
 DispatchMode = TorchDispatchMode
 
 
-def newest_node() -> int:
+def last_forward_node_id() -> int:
     """The number of the node that autograd made last in this thread: while an operator runs forward, its own."""
     return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
 
 
-def running_node() -> int | None:
+def current_backward_node_id() -> int | None:
     """The number of the node that runs backward now; None outside of a backward pass."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
-def finished_work() -> Any:
+def completed_work() -> Any:
     """What a message gives that went nowhere."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
 
 
-def name_device(name: str) -> None:
+def register_device_module(name: str) -> None:
     """Let torch.utils.checkpoint find a module for a device that brings none (torch 2.9, for torch_xla). Nothing in it
     is asked for as long as no random state is kept."""
     if not hasattr(torch, name):
@@ -155,7 +155,7 @@ def all_reduce_(x: Tensor, group: str) -> Tensor:
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """[n, ...] on each of `size` ranks to [size * n, ...], in the order of ranks."""
-    if not _by_sums(x):
+    if not _emulate_with_all_reduce(x):
         return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
     out = x.new_zeros(size, *x.shape)
     out[group_rank(group)] = x
@@ -165,23 +165,23 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """[size * n, ...] to this rank's [n, ...] of the sum."""
-    if not _by_sums(x):
+    if not _emulate_with_all_reduce(x):
         return torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
     return wait(all_reduce(x, group)).chunk(size)[group_rank(group)].clone()
 
 
-def _by_sums(x: Tensor) -> bool:
+def _emulate_with_all_reduce(x: Tensor) -> bool:
     """Whether ranks gather and scatter by plain sums: on a CPU, outside compiled code (whose graph must not know the
     rank). With gloo's own gathers and scatters under way its threads corrupted memory or hung, once in some ten
     thousand (torch 2.13 and 2.14); sums never did."""
     return x.is_cpu and not torch.compiler.is_compiling()
 
 
-def permute(x: Tensor, to: int, source: int, size: int, group: str) -> Tensor:
+def sendrecv(x: Tensor, destination: int, source: int, size: int, group: str) -> Tensor:
     """Send `x` to rank `to` of the group and get the same shape from rank `source`."""
     flat = x.contiguous().view(-1)
     send, receive = [0] * size, [0] * size
-    send[to] = receive[source] = flat.numel()
+    send[destination] = receive[source] = flat.numel()
     return torch.ops._c10d_functional.all_to_all_single(flat, receive, send, group)
 
 
@@ -210,14 +210,14 @@ class AttentionKernel(NamedTuple):
     """(dout, q, k, v, out, lse, causal, bias) to the gradients of q, k and v."""
 
 
-def attention_kernel(q: Tensor, k: Tensor, causal: bool, biased: bool) -> AttentionKernel | None:
+def select_attention_kernel(q: Tensor, k: Tensor, causal: bool, has_bias: bool) -> AttentionKernel | None:
     """The kernel that scaled_dot_product_attention would take here, if it is one that gives its log-sum-exp."""
     if q.is_cuda and (q.shape[-1] % 8 or q.shape[2] == k.shape[2] == 1):
         return None  # the first is padded before the kernel is called, the second refused when it is
-    bias = q.new_empty(k.shape[2]).expand(*q.shape[:3], -1) if biased else None
+    bias = q.new_empty(k.shape[2]).expand(*q.shape[:3], -1) if has_bias else None
     # As if for training: some kernels have no backward for what their forward takes.
     choice = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k, bias, 0.0, causal, enable_gqa=True)
-    return _KERNELS.get((q.is_cuda, choice))
+    return _ATTENTION_KERNELS.get((q.is_cuda, choice))
 
 
 def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -264,7 +264,7 @@ def _cudnn_backward(
     )
 
 
-_KERNELS = {
+_ATTENTION_KERNELS = {
     (False, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash_on_cpu, _flash_on_cpu_backward),
     (True, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash, _flash_backward),
     (True, SDPBackend.CUDNN_ATTENTION.value): AttentionKernel(_cudnn, _cudnn_backward),
@@ -272,7 +272,7 @@ _KERNELS = {
 
 
 def scaled_mm(
-    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, bias: Tensor | None, fast: bool
+    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
     """left @ right of fp8 matrices times their inverse scales, plus bias, in bf16 (seen with torch 2.13 on a CPU).
 
@@ -286,7 +286,7 @@ def scaled_mm(
         scale_b=right_inverse,
         bias=bias,
         out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        use_fast_accum=fast_accum,
     )
 
 
@@ -294,7 +294,7 @@ def scaled_mm(
 # asked for each graph as in a run. What it makes is kept, and never called: it would write to no memory.
 
 
-def name_group(name: str, group: dist.ProcessGroup) -> str:
+def register_group_name(name: str, group: dist.ProcessGroup) -> str:
     """Let functional collectives find this group by `name` too. torch numbers groups, so that ranks of one stage would
     have different graphs; by a name of ours they have the same. Where other ranks have the name, as in an earlier
     Trainer of this process, the next one that is free is given."""
@@ -312,9 +312,9 @@ def name_group(name: str, group: dist.ProcessGroup) -> str:
 
 
 class CompileCounts(NamedTuple):
-    compiled: int
-    cached: int
-    seconds: float
+    graphs_compiled: int
+    cache_hits: int
+    compile_seconds: float
     """In the compiler, loading from its cache included."""
 
 
@@ -329,7 +329,7 @@ def compile_counts() -> CompileCounts:
     )
 
 
-def shapes_only() -> Any:
+def fake_tensor_mode() -> Any:
     """A mode in which every tensor has a device, a shape and no memory; what has no rule for that is answered here. No
     class of ours: torch keeps rules of some operators by the class of the mode."""
     from torch._C._distributed_c10d import FakeWork
@@ -356,29 +356,31 @@ def shapes_only() -> Any:
     return mode
 
 
-def real_tensors() -> AbstractContextManager[Any]:
+def disable_fake_tensors() -> AbstractContextManager[Any]:
     """Tensors with memory, even inside `shapes_only`."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
-class Unmade(BaseException):
+class GraphNotCompiled(BaseException):
     """A graph was not in the cache and is not compiled here. No Exception: inductor would make another one of it."""
 
 
-class Asked(NamedTuple):
+class GraphRequest(NamedTuple):
     """A graph that inductor was asked for."""
 
-    key: str
+    cache_key: str
     """In inductor's cache; empty where there was nothing to compile."""
     origin: str
     """File and function that most of it comes from."""
-    backward: bool
+    is_backward: bool
 
 
 @contextmanager
-def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[Asked], None]) -> Iterator[None]:
+def intercept_compilation(
+    on_miss: Callable[[GraphRequest, Callable[[], Any]], Any], on_hit: Callable[[GraphRequest], None]
+) -> Iterator[None]:
     """Inside, torch.compile gives functions that only work on shapes. `miss` is called for a graph that is not in
     inductor's cache, with what would compile it, and gives what that gives or raises Unmade; `found` for a graph that
     is in the cache now."""
@@ -391,8 +393,8 @@ def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[
 
     def codegen(graph: Any, inputs: Any, checked: Any, *rest: Any, **options: Any) -> Any:
         key, _ = codecache.compiled_fx_graph_hash(graph, inputs, cast(Any, options), checked)
-        asked = Asked(key, _origin(graph), bool(options.get("is_backward")))
-        return miss(asked, lambda: make(graph, inputs, checked, *rest, **options))
+        asked = GraphRequest(key, _graph_origin(graph), bool(options.get("is_backward")))
+        return on_miss(asked, lambda: make(graph, inputs, checked, *rest, **options))
 
     def inner(graph: Any, inputs: Any, **options: Any) -> Any:
         kept = copy.deepcopy(graph)
@@ -405,10 +407,10 @@ def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[
         run._boxed_call = True  # type: ignore[attr-defined]
         try:
             compiled = one(graph, inputs, **options)
-        except Unmade:
+        except GraphNotCompiled:
             return run
         key = getattr(compiled, "_fx_graph_cache_key", None) or ""
-        found(Asked(key, _origin(kept), bool(options.get("is_backward"))))
+        on_hit(GraphRequest(key, _graph_origin(kept), bool(options.get("is_backward"))))
         if isinstance(compiled, CompiledFxGraph):
             compiled.current_callable = run
         return compiled
@@ -422,23 +424,23 @@ def compiling(miss: Callable[[Asked, Callable[[], Any]], Any], found: Callable[[
         return whole(model, inputs, *rest, **{"inner_compile": inner, **options})
 
     # torch gives up on a function after eight graphs: in a run a sign of trouble, here of many layers.
-    many = config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY)
+    many = config.patch(recompile_limit=UNLIMITED_RECOMPILES, accumulated_recompile_limit=UNLIMITED_RECOMPILES)
     with patch.multiple(compile_fx, compile_fx=outer, fx_codegen_and_compile=codegen), many:
         yield
 
 
-def _origin(graph: Any) -> str:
+def _graph_origin(graph: Any) -> str:
     """By what the nodes say they come from: the outermost frame of each, the most frequent one."""
     frames = [_FRAME.search(node.meta.get("stack_trace") or "") for node in graph.graph.nodes]
     names = [f"{frame[1]}.{frame[2]}" for frame in frames if frame]
     return max(set(names), key=names.count) if names else "?"
 
 
-MANY = 1 << 20
+UNLIMITED_RECOMPILES = 1 << 20
 _FRAME = re.compile(r'File ".*?([^/]+)\.py", line \d+, in (\w+)')
 
 
-def lowered(make: Callable[[], Any]) -> None:
+def lower_for_strides(compile_graph: Callable[[], Any]) -> None:
     """As much of compiling a graph as says how its outputs lie in memory, which the backward pass depends on."""
     from torch._inductor.graph import GraphLowering
 
@@ -448,13 +450,13 @@ def lowered(make: Callable[[], Any]) -> None:
             outputs = [out.get_layout().stride if hasattr(out, "get_layout") else None for out in graph.graph_outputs]
             if all(out is None or all(str(size).isdigit() for size in out) for out in outputs):
                 context.output_strides += [out and tuple(int(size) for size in out) for out in outputs]
-        raise Unmade
+        raise GraphNotCompiled
 
     with patch.object(GraphLowering, "compile_to_module", strides):
-        make()
+        compile_graph()
 
 
-def pick_instructions() -> None:
+def probe_cpu_isa() -> None:
     """Let inductor find out which instructions this CPU has, by a dozen small libraries that it then keeps."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -462,7 +464,7 @@ def pick_instructions() -> None:
 
 
 @contextmanager
-def without_autograd_cache() -> Iterator[None]:
+def disable_autograd_cache() -> Iterator[None]:
     """Only inductor's own cache is asked."""
     from torch._functorch import config
 
@@ -471,7 +473,7 @@ def without_autograd_cache() -> Iterator[None]:
 
 
 @contextmanager
-def unread_autograd_cache() -> Iterator[None]:
+def write_only_autograd_cache() -> Iterator[None]:
     """Written and never read: what is found there would be called, and has no memory to work on. torch 2.11 was seen to
     ask for one graph several times in a trace."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
@@ -480,7 +482,7 @@ def unread_autograd_cache() -> Iterator[None]:
         yield
 
 
-def compile_for_any_length() -> None:
+def disable_automatic_dynamic_shapes() -> None:
     """From now on a graph of dynamic shapes does not depend on which lengths were met before it was asked for: torch
     gives equal lengths one symbol, unless an earlier graph of the same function has seen another."""
     from torch._dynamo import config
@@ -488,7 +490,7 @@ def compile_for_any_length() -> None:
     config.automatic_dynamic_shapes = False
 
 
-def default_compile_place() -> str:
+def default_inductor_dir() -> str:
     """Where inductor keeps what it compiles, unless told."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -496,16 +498,16 @@ def default_compile_place() -> str:
 
 
 @cache
-def build_whole() -> None:
+def install_atomic_cpp_builds() -> None:
     """From now on inductor's C++ compiler writes under another name, and what it wrote gets its own when it is whole: a
     killed compiler was seen to leave half a library, which every later run then failed to load."""
     from torch._inductor import codecache, cpp_builder
 
-    cpp_builder.run_compile_cmd = partial(_run_whole, cpp_builder.run_compile_cmd)
-    codecache._worker_compile_cpp = _build_all_whole
+    cpp_builder.run_compile_cmd = partial(_run_compiler_atomically, cpp_builder.run_compile_cmd)
+    codecache._worker_compile_cpp = _worker_compile_cpp_atomically
 
 
-def _run_whole(run: Callable[[str, str], None], command: str, cwd: str) -> None:
+def _run_compiler_atomically(run: Callable[[str, str], None], command: str, cwd: str) -> None:
     words = shlex.split(command)
     at = words.index("-o") + 1 if "-o" in words[:-1] else 0
     if not at:
@@ -520,12 +522,12 @@ def _run_whole(run: Callable[[str, str], None], command: str, cwd: str) -> None:
             os.unlink(part)
 
 
-def _build_all_whole(lock_path: str, cpp_builders: Any) -> None:
+def _worker_compile_cpp_atomically(lock_path: str, cpp_builders: Any) -> None:
     """inductor's own of that name, but also whole in its worker processes, which get it by its name."""
     from torch._inductor import codecache
     from torch.utils._filelock import FileLock
 
-    build_whole()
+    install_atomic_cpp_builds()
     with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
         for builder in cpp_builders:
             if not os.path.exists(builder.get_target_file_path()):

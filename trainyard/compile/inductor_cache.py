@@ -26,41 +26,41 @@ from pathlib import Path
 import torch
 
 from trainyard import compat
-from trainyard.core.atomic_files import write_whole
+from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.parallel.mesh import local_rank
 
-PLACE = "TRAINYARD_CACHE"
+CACHE_VARIABLE = "TRAINYARD_CACHE"
 """Environment variable with the directory of all caches."""
-LIMIT = "TRAINYARD_CACHE_GIB"
+LIMIT_VARIABLE = "TRAINYARD_CACHE_GIB"
 """Environment variable with the most that they may take, in GiB."""
-MOST = 50.0
-TORCH_PLACE = "TORCHINDUCTOR_CACHE_DIR"
+DEFAULT_LIMIT_GIB = 50.0
+TORCH_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """What torch reads. Set by the user, it is the directory itself: who shares one with other programs says so."""
-FACTS = "fingerprint.json"
-UNSAFE = {"nfs", "nfs4", "lustre", "efs", "cifs", "smb3", "beegfs", "gpfs", "glusterfs", "9p", "afs"}
+FINGERPRINT_FILE = "fingerprint.json"
+UNSAFE_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "efs", "cifs", "smb3", "beegfs", "gpfs", "glusterfs", "9p", "afs"}
 """File systems whose locks may not hold between hosts."""
-LEFT = re.compile(r".*\.part|\.\d+\.\d+\.tmp")
+LEFTOVER_FILE = re.compile(r".*\.part|\.\d+\.\d+\.tmp")
 """What a killed compiler leaves: ours, and torch's."""
-STALE = 3600.0
+LEFTOVER_AGE_S = 3600.0
 """Seconds after which such a file is nobody's."""
 
 
-def root(environ: Mapping[str, str] = os.environ) -> Path:
+def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
     home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "trainyard" / "inductor"
-    return Path(environ.get(PLACE) or home).expanduser().absolute()
+    return Path(environ.get(CACHE_VARIABLE) or home).expanduser().absolute()
 
 
-def limit(environ: Mapping[str, str] = os.environ) -> int:
+def size_limit(environ: Mapping[str, str] = os.environ) -> int:
     """Bytes that all caches may take."""
-    text = environ.get(LIMIT) or str(MOST)
+    text = environ.get(LIMIT_VARIABLE) or str(DEFAULT_LIMIT_GIB)
     try:
         found = float(text)
     except ValueError:
         found = -1.0
     if not 0 < found < float("inf"):
-        raise UserError(f"{LIMIT}={text}: must be a number of GiB above 0; default: {MOST:g}")
+        raise UserError(f"{LIMIT_VARIABLE}={text}: must be a number of GiB above 0; default: {DEFAULT_LIMIT_GIB:g}")
     return int(found * 2**30)
 
 
@@ -68,55 +68,55 @@ def fingerprint(device: Device) -> dict[str, str]:
     """All that must be the same for compiled code to be used again, besides the graph and its flags."""
     return {
         "torch": torch.version.__version__,
-        "triton": _package("triton"),
+        "triton": _package_version("triton"),
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "compiler": _compiler(),
+        "compiler": _compiler_version(),
         "architecture": device.architecture(),
     }
 
 
-def name(facts: Mapping[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
-    words = f"torch-{facts['torch']}-{facts['architecture']}-{digest}"
+def toolchain_name(fingerprint: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:8]
+    words = f"torch-{fingerprint['torch']}-{fingerprint['architecture']}-{digest}"
     return re.sub(r"[^\w.+-]", "_", words)
 
 
-def directory(device: Device) -> Path:
+def cache_dir(device: Device) -> Path:
     """Where this run keeps what it compiles."""
-    if place := given():
+    if place := user_cache_dir():
         return place
-    place = root()
-    if file_system(place) in UNSAFE:
+    place = cache_root()
+    if file_system(place) in UNSAFE_FILE_SYSTEMS:
         place = place / f"host-{platform.node()}"
-    return place / name(fingerprint(device))
+    return place / toolchain_name(fingerprint(device))
 
 
-def ready(device: Device) -> Path:
+def prepare_cache(device: Device) -> Path:
     """The directory, made and mended, as torch's too. Once for each process, before anything is compiled."""
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         raise UserError(
             "compile.enabled=true: no C++ compiler (g++) on this machine; install one, or compile.enabled=false"
         )
-    most = limit()
-    place = directory(device)
+    most = size_limit()
+    place = cache_dir(device)
     place.mkdir(parents=True, exist_ok=True)
-    said = place / FACTS
+    said = place / FINGERPRINT_FILE
     if not said.exists():
-        write_whole(said, json.dumps(fingerprint(device), indent=2) + "\n")
-    for path in damaged(place):
+        atomic_write_text(said, json.dumps(fingerprint(device), indent=2) + "\n")
+    for path in damaged_files(place):
         path.unlink(missing_ok=True)
-    if not given() and local_rank() == 0:
-        trim(root(), most)
-    os.environ[TORCH_PLACE] = str(place)
-    compat.build_whole()
+    if not user_cache_dir() and local_rank() == 0:
+        trim(cache_root(), most)
+    os.environ[TORCH_CACHE_VARIABLE] = str(place)
+    compat.install_atomic_cpp_builds()
     return place
 
 
-def given() -> Path | None:
+def user_cache_dir() -> Path | None:
     """What TORCH_PLACE says, if somebody chose it: torch sets it to a place of its own when its compiler is imported,
     which a kernel or a user's own code may do before this is asked."""
-    place = os.environ.get(TORCH_PLACE)
-    return Path(place).absolute() if place and place != compat.default_compile_place() else None
+    place = os.environ.get(TORCH_CACHE_VARIABLE)
+    return Path(place).absolute() if place and place != compat.default_inductor_dir() else None
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:
@@ -135,32 +135,32 @@ def file_system(path: Path, mounts: str | None = None) -> str:
     return kind
 
 
-def files(place: Path) -> Iterator[Path]:
+def list_files(place: Path) -> Iterator[Path]:
     """Every file below, but none through a link."""
     for base, _, names in os.walk(place):
         yield from (Path(base) / each for each in names if not os.path.islink(os.path.join(base, each)))
 
 
-def damaged(place: Path) -> list[Path]:
+def damaged_files(place: Path) -> list[Path]:
     """Libraries that are cut off, and what killed compilers left."""
     now, found = time.time(), []
-    for path in files(place):
+    for path in list_files(place):
         try:
-            left = LEFT.fullmatch(path.name) and now - path.stat().st_mtime > STALE
-            if left or (path.suffix == ".so" and not _whole_library(path)):
+            left = LEFTOVER_FILE.fullmatch(path.name) and now - path.stat().st_mtime > LEFTOVER_AGE_S
+            if left or (path.suffix == ".so" and not _is_complete_library(path)):
                 found.append(path)
         except OSError:  # gone in the meantime
             continue
     return found
 
 
-def trim(place: Path, most: int) -> int:
+def trim(place: Path, max_bytes: int) -> int:
     """Remove what was used longest ago until four fifths of `most` are left; nothing if less is taken. Gives the bytes
     that are gone. Use is what the file system notes when a file is read, which is good to a day; the files of a graph
     are used together, and torch makes again what it misses."""
     found = []
-    for path in files(place):
-        if path.parent.name == "locks" or path.name == FACTS:
+    for path in list_files(place):
+        if path.parent.name == "locks" or path.name == FINGERPRINT_FILE:
             continue
         try:
             about = path.stat()
@@ -168,17 +168,17 @@ def trim(place: Path, most: int) -> int:
             continue
         found.append((max(about.st_atime, about.st_mtime), about.st_size, path))
     total, gone = sum(size for _, size, _ in found), 0
-    if total <= most:
+    if total <= max_bytes:
         return 0
     for _, size, path in sorted(found):
-        if total - gone <= most * 4 // 5:
+        if total - gone <= max_bytes * 4 // 5:
             break
         path.unlink(missing_ok=True)
         gone += size
     return gone
 
 
-def _whole_library(path: Path) -> bool:
+def _is_complete_library(path: Path) -> bool:
     """Whether an ELF file ends where its table of sections, which comes last, does. Other kinds are not looked into."""
     with path.open("rb") as file:
         head = file.read(64)
@@ -188,14 +188,14 @@ def _whole_library(path: Path) -> bool:
     return len(head) == 64 and head[:4] != b"\x7fELF" and any(head)
 
 
-def _package(what: str) -> str:
+def _package_version(what: str) -> str:
     try:
         return version(what)
     except PackageNotFoundError:
         return "none"
 
 
-def _compiler() -> str:
+def _compiler_version() -> str:
     """The C++ compiler as it says itself."""
     for each in filter(None, (os.environ.get("CXX"), "g++", "c++", "clang++")):
         if found := shutil.which(each):

@@ -13,6 +13,6 @@ def nearest_multiples(value: int, unit: int) -> str:
     return f"{below} or {above}" if below > 0 else f"{above}"
 
 
-def nearest_divisor(value: int, whole: int) -> int:
+def nearest_divisor(value: int, total: int) -> int:
     """The divisor of `whole` nearest to `value`."""
-    return min((d for d in range(1, whole + 1) if whole % d == 0), key=lambda d: (abs(d - value), d))
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))

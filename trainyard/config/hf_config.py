@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.model_schema import BertModel, GptModel, LinearRope, Llama3Rope, LlamaModel
+from trainyard.config.model_schema import BertConfig, GptConfig, LinearRopeScaling, Llama3RopeScaling, LlamaConfig
 from trainyard.core.errors import UserError
 
-GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-AnyModel = LlamaModel | GptModel | BertModel
+GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+ModelConfig = LlamaConfig | GptConfig | BertConfig
 
 
-def from_hf(source: str | Path | dict[str, Any]) -> AnyModel:
+def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
     """The model section that a config.json (a path, its directory, or its contents) describes."""
     if isinstance(source, dict):
         data, where = source, "config.json"
@@ -30,7 +30,7 @@ def from_hf(source: str | Path | dict[str, Any]) -> AnyModel:
             raise UserError(f"{path}: not a readable config.json: {error}") from None
         if not isinstance(data, dict):
             raise UserError(f"{path}: not a config.json: a {type(data).__name__} where names and values were expected")
-    readers: dict[Any, Callable[[dict[str, Any]], AnyModel]] = {"llama": _llama, "gpt2": _gpt, "bert": _bert}
+    readers: dict[Any, Callable[[dict[str, Any]], ModelConfig]] = {"llama": _llama, "gpt2": _gpt, "bert": _bert}
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in readers:
         raise UserError(f"{where}: model_type={kind}: not supported; one of {', '.join(readers)}")
@@ -44,10 +44,10 @@ def from_hf(source: str | Path | dict[str, Any]) -> AnyModel:
         raise UserError(f"{where}: {_first_line(error)}") from None
 
 
-def to_hf(model: AnyModel, dtype: str = "float32") -> dict[str, Any]:
+def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     """The config.json that transformers 4 and 5 both read."""
     common = {"torch_dtype": dtype, "dtype": dtype, "initializer_range": model.init_std}
-    if isinstance(model, LlamaModel):
+    if isinstance(model, LlamaConfig):
         rope = _rope_to_hf(model)
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -57,7 +57,7 @@ def to_hf(model: AnyModel, dtype: str = "float32") -> dict[str, Any]:
             "intermediate_size": model.ffn,
             "num_hidden_layers": model.layers,
             "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv,
+            "num_key_value_heads": model.num_kv_heads,
             "head_dim": model.head_size,
             "hidden_act": "silu",
             "max_position_embeddings": model.max_positions,
@@ -65,13 +65,13 @@ def to_hf(model: AnyModel, dtype: str = "float32") -> dict[str, Any]:
             "rope_theta": model.rope_theta,
             "rope_scaling": rope if rope["rope_type"] != "default" else None,
             "rope_parameters": {"rope_theta": model.rope_theta, **rope},
-            "tie_word_embeddings": model.tied,
+            "tie_word_embeddings": model.tie_embeddings,
             "attention_bias": False,
             "mlp_bias": False,
             **common,
         }
     names = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-    if isinstance(model, GptModel):
+    if isinstance(model, GptConfig):
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
@@ -86,7 +86,7 @@ def to_hf(model: AnyModel, dtype: str = "float32") -> dict[str, Any]:
             "resid_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
             "layer_norm_epsilon": model.norm_eps,
-            "tie_word_embeddings": model.tied,
+            "tie_word_embeddings": model.tie_embeddings,
             **common,
         }
     return {
@@ -96,7 +96,7 @@ def to_hf(model: AnyModel, dtype: str = "float32") -> dict[str, Any]:
         "hidden_size": model.hidden,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
-        "intermediate_size": model.inner,
+        "intermediate_size": model.ffn_size,
         "max_position_embeddings": model.max_positions,
         "type_vocab_size": model.segments,
         "hidden_act": names[model.activation],
@@ -107,10 +107,10 @@ def to_hf(model: AnyModel, dtype: str = "float32") -> dict[str, Any]:
     }
 
 
-def _llama(data: dict[str, Any]) -> LlamaModel:
+def _llama(data: dict[str, Any]) -> LlamaConfig:
     _refuse(data, attention_bias=False, mlp_bias=False, hidden_act="silu")
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    return LlamaModel(
+    return LlamaConfig(
         family="llama",
         vocab=data["vocab_size"],
         hidden=data["hidden_size"],
@@ -122,46 +122,46 @@ def _llama(data: dict[str, Any]) -> LlamaModel:
         max_positions=data.get("max_position_embeddings", 2048),
         rope_theta=float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0),
         rope_scaling=_rope_from_hf(rope),
-        tied=data.get("tie_word_embeddings", False),
+        tie_embeddings=data.get("tie_word_embeddings", False),
         norm_eps=data.get("rms_norm_eps", 1e-6),
         init_std=data.get("initializer_range", 0.02),
     )
 
 
-def _rope_from_hf(rope: dict[str, Any]) -> LinearRope | Llama3Rope | None:
+def _rope_from_hf(rope: dict[str, Any]) -> LinearRopeScaling | Llama3RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearRope(factor=float(rope["factor"]))
+        return LinearRopeScaling(factor=float(rope["factor"]))
     if kind == "llama3":
-        return Llama3Rope(
+        return Llama3RopeScaling(
             factor=float(rope["factor"]),
-            low_frequency=float(rope["low_freq_factor"]),
-            high_frequency=float(rope["high_freq_factor"]),
-            original_positions=rope["original_max_position_embeddings"],
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=rope["original_max_position_embeddings"],
         )
     raise ValueError(f"rope_type={kind}: not supported; one of default, linear, llama3")
 
 
-def _rope_to_hf(model: LlamaModel) -> dict[str, Any]:
+def _rope_to_hf(model: LlamaConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
-    if isinstance(scaling, LinearRope):
+    if isinstance(scaling, LinearRopeScaling):
         return {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, Llama3Rope):
+    if isinstance(scaling, Llama3RopeScaling):
         return {
             "rope_type": "llama3",
             "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency,
-            "high_freq_factor": scaling.high_frequency,
-            "original_max_position_embeddings": scaling.original_positions,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
         }
     return {"rope_type": "default"}
 
 
-def _gpt(data: dict[str, Any]) -> GptModel:
+def _gpt(data: dict[str, Any]) -> GptConfig:
     _refuse(data, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    return GptModel(
+    return GptConfig(
         family="gpt",
         vocab=data["vocab_size"],
         hidden=data["n_embd"],
@@ -175,13 +175,13 @@ def _gpt(data: dict[str, Any]) -> GptModel:
         attention_dropout=data.get("attn_pdrop", 0.1),
         norm_eps=data.get("layer_norm_epsilon", 1e-5),
         init_std=data.get("initializer_range", 0.02),
-        tied=data.get("tie_word_embeddings", True),
+        tie_embeddings=data.get("tie_word_embeddings", True),
     )
 
 
-def _bert(data: dict[str, Any]) -> BertModel:
+def _bert(data: dict[str, Any]) -> BertConfig:
     _refuse(data, position_embedding_type="absolute", is_decoder=False, tie_word_embeddings=True)
-    return BertModel(
+    return BertConfig(
         family="bert",
         vocab=data["vocab_size"],
         hidden=data["hidden_size"],
@@ -199,9 +199,9 @@ def _bert(data: dict[str, Any]) -> BertModel:
 
 
 def _gelu(name: str) -> Any:
-    if name not in GELU:
-        raise ValueError(f"activation {name}: not supported; one of {', '.join(GELU)}")
-    return GELU[name]
+    if name not in GELU_NAMES:
+        raise ValueError(f"activation {name}: not supported; one of {', '.join(GELU_NAMES)}")
+    return GELU_NAMES[name]
 
 
 def _refuse(data: dict[str, Any], **only: object) -> None:

@@ -16,20 +16,20 @@ from pydantic_core import ErrorDetails
 
 from trainyard.config.base import Section
 from trainyard.config.hf_config import from_hf
-from trainyard.config.importers.key_table import Mapped, plain
-from trainyard.config.importers.nxdt.convert import from_nxdt, is_nxdt
-from trainyard.config.model_schema import BertModel, GptModel, LinearRope, Llama3Rope, LlamaModel
-from trainyard.config.recipes import find
+from trainyard.config.importers.key_table import ImportedConfig, format_value
+from trainyard.config.importers.nxdt.convert import import_nxdt, is_nxdt
+from trainyard.config.model_schema import BertConfig, GptConfig, LinearRopeScaling, Llama3RopeScaling, LlamaConfig
+from trainyard.config.recipes import find_config
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import Loader, read
+from trainyard.config.yaml_io import ConfigYamlLoader, read_yaml
 from trainyard.core.errors import UserError
 
-FAMILIES: dict[str, type[Section]] = {"llama": LlamaModel, "gpt": GptModel, "bert": BertModel}
-TAGS: dict[str, dict[str, type[Section]]] = {
-    "model": FAMILIES,
-    "model.rope_scaling": {"linear": LinearRope, "llama3": Llama3Rope},
+MODEL_FAMILIES: dict[str, type[Section]] = {"llama": LlamaConfig, "gpt": GptConfig, "bert": BertConfig}
+TAGGED_UNIONS: dict[str, dict[str, type[Section]]] = {
+    "model": MODEL_FAMILIES,
+    "model.rope_scaling": {"linear": LinearRopeScaling, "llama3": Llama3RopeScaling},
 }
-WANTED = {
+TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -40,7 +40,13 @@ WANTED = {
 }
 
 
-KINDS: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
+PYTHON_TYPE_NAMES: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    dict: "mapping",
+}
 
 
 def load(source: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] | None = None) -> Config:
@@ -48,22 +54,22 @@ def load(source: str | Path, overrides: Iterable[str] = (), say: Callable[[str],
 
     A file of NxD Training is mapped on the way; `say` (default: a line to standard error) hears what that changes.
     """
-    path = find(source)
-    data = read(path)
+    path = find_config(source)
+    data = read_yaml(path)
     if not is_nxdt(data):
         return parse(data, overrides, where=str(source))
-    mapped = from_nxdt(data, str(source), path.parent)
+    mapped = import_nxdt(data, str(source), path.parent)
     for line in (f"{source}: NxD Training's; what its keys become: trainyard import {source}", *mapped.warnings):
         (say or partial(print, file=sys.stderr))(f"note: {line}")
-    return settle(mapped, overrides, str(source))
+    return validate_imported(mapped, overrides, str(source))
 
 
-def settle(mapped: Mapped, overrides: Iterable[str] = (), where: str = "") -> Config:
+def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), where: str = "") -> Config:
     """What was mapped from a foreign configuration, checked; what is missing is said with where it would come from."""
     try:
-        return parse(mapped.data, overrides, where)
+        return parse(imported.data, overrides, where)
     except UserError as error:
-        hint = f" ({mapped.hint})" if mapped.hint and ": missing" in str(error) else ""
+        hint = f" ({imported.missing_hint})" if imported.missing_hint and ": missing" in str(error) else ""
         raise UserError(f"{error}{hint}") from None
 
 
@@ -90,29 +96,29 @@ def dump(config: Config) -> str:
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyDoc:
     """One line of the reference."""
 
     name: str
-    """Dotted; `model[llama].tied` where it depends on the family."""
+    """Dotted; `model[llama].tie_embeddings` where it depends on the family."""
     allowed: str
     default: str
     meaning: str
 
 
-def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
+def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[KeyDoc]:
     """Every key of the schema."""
     for name, field in section.model_fields.items():
         dotted = prefix + name
-        options = TAGS.get(_untagged(dotted))
+        options = TAGGED_UNIONS.get(_untagged(dotted))
         if options:
             for tag, option in options.items():
-                yield from keys(option, f"{dotted}[{tag}].")
+                yield from schema_keys(option, f"{dotted}[{tag}].")
         elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from keys(field.annotation, f"{dotted}.")
+            yield from schema_keys(field.annotation, f"{dotted}.")
         else:
-            default = "required" if field.is_required() else plain(field.get_default(call_default_factory=True))
-            yield Key(dotted, _allowed(field), default, " ".join((field.description or "").split()))
+            default = "required" if field.is_required() else format_value(field.get_default(call_default_factory=True))
+            yield KeyDoc(dotted, _allowed(field), default, " ".join((field.description or "").split()))
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -123,13 +129,13 @@ def _allowed(field: FieldInfo) -> str:
     while todo:
         each = todo.pop(0)
         if get_origin(each) is Literal:
-            words += [plain(choice) for choice in get_args(each)]
+            words += [format_value(choice) for choice in get_args(each)]
         elif get_args(each):
             todo += get_args(each)
         elif isinstance(each, FieldInfo):
             todo += each.metadata
-        elif each in KINDS:
-            words.append(KINDS[each])
+        elif each in PYTHON_TYPE_NAMES:
+            words.append(PYTHON_TYPE_NAMES[each])
         else:
             signs = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
             bounds += [f"{sign} {getattr(each, name)}" for name, sign in signs if hasattr(each, name)]
@@ -145,7 +151,7 @@ def _override(data: dict[str, Any], word: str) -> None:
     if not equals or not re.fullmatch(r"[\w.]+", dotted):
         raise UserError(f"{word}: not an override; write section.key=value, for instance train.steps=100")
     try:
-        value = yaml.load(text, Loader)
+        value = yaml.load(text, ConfigYamlLoader)
     except yaml.YAMLError:
         value = text
     *parents, leaf = dotted.split(".")
@@ -165,17 +171,17 @@ def _line(error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     key, section = _locate(error["loc"])
     value = error["input"]
-    shown = f"{key}={plain(value)}"
+    shown = f"{key}={format_value(value)}"
     tag = f"{key}.family" if key == "model" else f"{key}.kind"
     if kind == "extra_forbidden":
         return f"{shown}: unknown key; nearest: {_nearest_key(key, section)}"
     if kind == "missing":
         return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
     if kind == "union_tag_not_found":
-        return f"{tag}: missing; one of {', '.join(TAGS[key])}"
+        return f"{tag}: missing; one of {', '.join(TAGGED_UNIONS[key])}"
     if kind == "union_tag_invalid":
-        return f"{tag}={context['tag']}: not one of {', '.join(TAGS[key])}; nearest: " + _closest(
-            str(context["tag"]), list(TAGS[key])
+        return f"{tag}={context['tag']}: not one of {', '.join(TAGGED_UNIONS[key])}; nearest: " + _closest(
+            str(context["tag"]), list(TAGGED_UNIONS[key])
         )
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
@@ -193,8 +199,8 @@ def _line(error: ErrorDetails) -> str:
         example = "my_module:my_function" if ":" in str(context["pattern"]) else "my-run.1"
         return f"{shown}: not of the form wanted; nearest: {example}"
     if kind == "tuple_type" and isinstance(value, str | int | float):
-        return f"{shown}: not a list; nearest: [{plain(value)}]"
-    wanted = WANTED.get(kind.split("_")[0], error["msg"])
+        return f"{shown}: not a list; nearest: [{format_value(value)}]"
+    wanted = TYPE_NAMES.get(kind.split("_")[0], error["msg"])
     return f"{shown}: not {wanted}; nearest: {_default(section, key, value)}"
 
 
@@ -204,8 +210,8 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
     section: type[Section] | None = Config
     for item in loc:
         dotted = ".".join(parts)
-        if dotted in TAGS and item in TAGS[dotted]:
-            section = TAGS[dotted][str(item)]
+        if dotted in TAGGED_UNIONS and item in TAGGED_UNIONS[dotted]:
+            section = TAGGED_UNIONS[dotted][str(item)]
             continue
         parts.append(str(item))
         inner = section.model_fields[str(item)].annotation if section and str(item) in section.model_fields else None
@@ -220,7 +226,7 @@ def _nearest_key(key: str, section: type[Section] | None) -> str:
     close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
     if close:
         return f"{prefix}.{close[0]}" if prefix else close[0]
-    everywhere = [_untagged(each.name) for each in keys()]
+    everywhere = [_untagged(each.name) for each in schema_keys()]
     same = [dotted for dotted in everywhere if dotted.split(".")[-1] == leaf]
     return (same or [_closest(key, everywhere)])[0]
 
@@ -244,17 +250,17 @@ def _default(section: type[Section] | None, key: str, value: object) -> str:
     number = next((kind for kind in types if kind in (int, float)), None)
     if number and isinstance(value, str | float) and not isinstance(value, bool):
         try:
-            return plain(number(float(value)))
+            return format_value(number(float(value)))
         except (ValueError, OverflowError):
             pass
     if not field.is_required():
-        return plain(field.get_default(call_default_factory=True))
+        return format_value(field.get_default(call_default_factory=True))
     return _describe(section, key)
 
 
 def _inside(section: type[Section] | None, key: str, bound: str, limit: float) -> str:
     if bound in ("ge", "le"):
-        return plain(limit)
+        return format_value(limit)
     default = _default(section, key, None)
     return (
         f"{default} (the default)"

@@ -7,25 +7,25 @@ import trainyard
 from trainyard.core.errors import UserError
 
 
-def directory() -> Path:
+def recipes_directory() -> Path:
     """Where recipes are: inside an installed package, or beside it in a checkout."""
     package = Path(trainyard.__file__).parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
 
-def names() -> list[str]:
-    return sorted(path.stem for path in directory().glob("*.yaml"))
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in recipes_directory().glob("*.yaml"))
 
 
-def find(source: str | Path) -> Path:
+def find_config(source: str | Path) -> Path:
     """The file called `source`, or the recipe of that name."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
-    if str(source) in names():
-        return directory() / f"{source}.yaml"
+    if str(source) in recipe_names():
+        return recipes_directory() / f"{source}.yaml"
     if path.is_dir():
-        raise UserError(f"{source}: a directory, not a configuration file; recipes: {', '.join(names())}")
-    near = difflib.get_close_matches(str(source), names(), 1, 0.0)
+        raise UserError(f"{source}: a directory, not a configuration file; recipes: {', '.join(recipe_names())}")
+    near = difflib.get_close_matches(str(source), recipe_names(), 1, 0.0)
     raise UserError(f"{source}: no such file or recipe; nearest recipe: {near[0] if near else 'none'}")

@@ -9,10 +9,10 @@ from pydantic import Field, Strict, field_validator, model_validator
 
 from trainyard import devices
 from trainyard.config.base import Section, nearest_multiples
-from trainyard.config.model_schema import BertModel, ModelSection, Size
+from trainyard.config.model_schema import BertConfig, ModelSection, PositiveInt
 
-Count = Annotated[int, Field(ge=0)]
-Dotted = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+FunctionPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`module:function`, imported when the run starts; the current directory is on the path."""
 
 
@@ -30,7 +30,7 @@ class DataSection(Section):
     """shuffled: by train.seed and step, without index files; megatron: what Megatron-LM would see (source=tokens)."""
     split: str | None = None
     """Documents for training, validation and test, such as 980,10,10 (source=tokens)."""
-    mask_ends: bool = False
+    mask_eod_loss: bool = False
     """Do not predict what begins a document from the end of the one before (text and tokens)."""
     tokenizer: str = "bytes"
     """bytes, the path of a Hugging Face tokenizer.json, or gpt2 (with vocab_file and merges_file)."""
@@ -40,14 +40,14 @@ class DataSection(Section):
     """GPT-2 merges.txt, for tokenizer=gpt2."""
     end_of_text: str | None = None
     """Token put after each document; default: the tokenizer's own (<|endoftext|>, </s>, ...)."""
-    sequence: Size = 1024
+    seq_len: PositiveInt = 1024
     """Tokens per sample."""
-    validation: float = Field(0.0, ge=0, le=0.5)
+    validation_fraction: float = Field(0.0, ge=0, le=0.5)
     """Part of the samples held out for evaluation, 0 to 0.5; taken from the end."""
-    separate: bool = False
+    document_mask: bool = False
     """Keep documents apart: attention does not cross their ends, and positions start anew in each."""
-    predictions: Size = 20
-    """Masked places per sample (BERT), at most data.sequence."""
+    max_predictions: PositiveInt = 20
+    """Masked places per sample (BERT), at most data.seq_len."""
 
     @model_validator(mode="after")
     def _tokenizer_files(self) -> Self:
@@ -64,29 +64,29 @@ class DataSection(Section):
         for key, used in (("order", self.order != "shuffled"), ("split", self.split)):
             if used and self.source != "tokens":
                 raise ValueError(f"{key}: only with source=tokens; source={self.source}")
-        if self.split and self.validation:
-            raise ValueError("split and validation: both hold samples out; keep one")
-        if self.validation and self.order == "megatron":
-            raise ValueError("validation: order=megatron holds documents out; nearest: split=980,10,10")
-        if self.mask_ends and self.source not in ("text", "tokens"):
-            raise ValueError(f"mask_ends: only with source=text or tokens; source={self.source}")
+        if self.split and self.validation_fraction:
+            raise ValueError("split and validation_fraction: both hold samples out; keep one")
+        if self.validation_fraction and self.order == "megatron":
+            raise ValueError("validation_fraction: order=megatron holds documents out; nearest: split=980,10,10")
+        if self.mask_eod_loss and self.source not in ("text", "tokens"):
+            raise ValueError(f"mask_eod_loss: only with source=text or tokens; source={self.source}")
         return self
 
 
 class TrainSection(Section):
     """How long, how much at a time, and by which loss."""
 
-    steps: Size
+    steps: PositiveInt
     """Optimizer steps."""
-    global_batch: Size = 8
+    global_batch: PositiveInt = 8
     """Samples per optimizer step over all ranks."""
-    micro_batch: Size = 1
+    micro_batch: PositiveInt = 1
     """Samples per forward pass on one rank."""
     seed: int = Field(1234, ge=0, lt=2**63)
     """Decides weights, sample order and dropout; 0 to 2^63 - 1."""
-    loss: Dotted | None = None
+    loss: FunctionPath | None = None
     """Your own loss, `module:function`: takes (output, batch), gives (sum, count). Default: the family's."""
-    max_skipped: Size = 5
+    max_skipped_steps: PositiveInt = 5
     """Steps in a row with a non-finite loss or gradient (each skipped) after which the run stops."""
 
 
@@ -105,7 +105,7 @@ class OptimizerSection(Section):
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay."""
-    clip: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0: no clipping."""
     trust_clip: bool = False
     """lamb: never let the trust ratio exceed 1."""
@@ -116,12 +116,12 @@ class ScheduleSection(Section):
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """cosine and linear fall from the peak to the floor; constant stays; wsd stays, then falls linearly at the end."""
-    warmup: Count = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear rise from 0."""
-    decay_steps: Size | None = None
+    decay_steps: PositiveInt | None = None
     """cosine, linear: step at which the floor is reached; wsd: length of the final fall. Default: train.steps (wsd: a
     tenth of it)."""
-    floor: float = Field(0.0, ge=0)
+    min_lr: float = Field(0.0, ge=0)
     """Lowest learning rate after the warm-up (absolute, not a fraction)."""
 
 
@@ -131,38 +131,44 @@ class PrecisionSection(Section):
     kind: Literal["fp32", "bf16", "bf16_sr", "fp8"] = "fp32"
     """fp32; bf16: bf16 compute with fp32 master weights; bf16_sr: bf16 weights updated with stochastic rounding;
     fp8: as bf16, but the matrix products of blocks multiply in 8 bits. Optimizer state is fp32 in all of them."""
-    gradients: Literal["fp32", "bf16"] | None = None
+    grad_dtype: Literal["fp32", "bf16"] | None = None
     """In what gradients are summed over micro batches. Default: bf16 for bf16_sr, else fp32."""
-    reduce: Literal["fp32", "bf16"] | None = None
-    """In what gradients are summed over data parallel ranks. Default: as precision.gradients."""
-    scaling: Literal["tensor", "row"] = "tensor"
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """In what gradients are summed over data parallel ranks. Default: as precision.grad_dtype."""
+    fp8_scaling: Literal["tensor", "row"] = "tensor"
     """fp8: one scale for a tensor, or one for each row (slower, less is lost where rows differ much)."""
-    backward: Literal["e5m2", "bf16"] = "e5m2"
+    fp8_backward: Literal["e5m2", "bf16"] = "e5m2"
     """fp8: what gradients are multiplied as; weights and activations are e4m3."""
-    bf16_first: Count = 0
+    bf16_first_layers: NonNegativeInt = 0
     """fp8: so many of the first blocks stay in bf16. The embedding always does."""
-    bf16_last: Count = 0
+    bf16_last_layers: NonNegativeInt = 0
     """fp8: so many of the last blocks stay in bf16."""
-    head: Literal["bf16", "fp8"] = "bf16"
+    head_dtype: Literal["bf16", "fp8"] = "bf16"
     """fp8: how the output head multiplies."""
 
     @property
-    def compute(self) -> str:
+    def compute_dtype(self) -> str:
         return "fp32" if self.kind == "fp32" else "bf16"
 
     @property
-    def accumulate(self) -> str:
-        return self.gradients or ("bf16" if self.kind == "bf16_sr" else "fp32")
+    def grad_accum_dtype(self) -> str:
+        return self.grad_dtype or ("bf16" if self.kind == "bf16_sr" else "fp32")
 
     @property
-    def travel(self) -> str:
-        return self.reduce or self.accumulate
+    def grad_reduce_dtype(self) -> str:
+        return self.reduce_dtype or self.grad_accum_dtype
 
     @model_validator(mode="after")
     def _gradients_fit(self) -> Self:
-        if self.kind == "fp32" and self.gradients == "bf16":
-            raise ValueError("gradients=bf16: with kind=fp32 gradients are fp32; nearest: gradients=fp32")
-        own = {"scaling": "tensor", "backward": "e5m2", "bf16_first": 0, "bf16_last": 0, "head": "bf16"}
+        if self.kind == "fp32" and self.grad_dtype == "bf16":
+            raise ValueError("grad_dtype=bf16: with kind=fp32 gradients are fp32; nearest: grad_dtype=fp32")
+        own = {
+            "fp8_scaling": "tensor",
+            "fp8_backward": "e5m2",
+            "bf16_first_layers": 0,
+            "bf16_last_layers": 0,
+            "head_dtype": "bf16",
+        }
         for name, default in own.items():
             if self.kind != "fp8" and getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)}: goes with kind=fp8; nearest: kind=fp8")
@@ -172,30 +178,30 @@ class PrecisionSection(Section):
 class LayoutSection(Section):
     """How the model and the batch are spread over ranks. Data parallel takes what is left: ranks / (tp * pp * cp)."""
 
-    tp: Size = 1
+    tp: PositiveInt = 1
     """Tensor parallel ranks."""
     sequence_parallel: bool = False
     """Split activations over the tp ranks between the parts of a block."""
-    pp: Size = 1
+    pp: PositiveInt = 1
     """Pipeline stages."""
-    vpp: Size = 1
+    vpp: PositiveInt = 1
     """Virtual stages per pipeline rank (interleaved schedule)."""
-    cuts: Annotated[tuple[int, ...], Strict(False)] = ()
+    pipeline_cuts: Annotated[tuple[int, ...], Strict(False)] = ()
     """Last layer of each pipeline stage but the last one; default: even stages."""
-    schedule: Literal["1f1b", "zero_bubble", "zbv"] = "1f1b"
+    pipeline_schedule: Literal["1f1b", "zero_bubble", "zbv"] = "1f1b"
     """Order of micro batches in the pipeline. 1f1b: one forward, one backward (interleaved with vpp above 1);
     zero_bubble: backward in two halves, the weights' half fills the gaps; zbv: the same with two stages a rank, placed
     in a V (needs vpp=2)."""
-    cp: Size = 1
+    cp: PositiveInt = 1
     """Context parallel ranks (the sequence is split)."""
-    context: Literal["ring", "all_gather"] = "ring"
+    cp_method: Literal["ring", "all_gather"] = "ring"
     """How context parallel ranks see each other's keys and values: sent round piece by piece, or gathered once; on
     Trainium always gathered."""
     zero: int = Field(0, ge=0, le=3)
     """What data parallel ranks share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
-    bucket: Size = 256
+    bucket_mib: PositiveInt = 256
     """MiB of gradients that data parallel ranks sum at a time, while the backward pass goes on."""
-    ranks: Size | None = None
+    ranks: PositiveInt | None = None
     """Ranks the file was written for. Default: whatever the run has."""
 
     @model_validator(mode="after")
@@ -203,16 +209,18 @@ class LayoutSection(Section):
         stages = self.pp * self.vpp
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp={self.vpp}: virtual stages need pp above 1; nearest: 1")
-        if self.schedule != "1f1b" and self.zero >= 2:
+        if self.pipeline_schedule != "1f1b" and self.zero >= 2:
             raise ValueError(
-                f"zero={self.zero}: sums gradients while backward goes, which schedule={self.schedule} takes apart; "
-                "nearest: zero=1, or schedule=1f1b"
+                f"zero={self.zero}: sums gradients while backward goes, which pipeline_schedule={self.pipeline_schedule} takes apart; "
+                "nearest: zero=1, or pipeline_schedule=1f1b"
             )
-        if self.schedule == "zbv" and self.vpp != 2:
-            raise ValueError(f"vpp={self.vpp}: schedule=zbv has two stages a rank; nearest: 2")
-        if self.cuts and (len(self.cuts) != stages - 1 or list(self.cuts) != sorted(set(self.cuts))):
+        if self.pipeline_schedule == "zbv" and self.vpp != 2:
+            raise ValueError(f"vpp={self.vpp}: pipeline_schedule=zbv has two stages a rank; nearest: 2")
+        if self.pipeline_cuts and (
+            len(self.pipeline_cuts) != stages - 1 or list(self.pipeline_cuts) != sorted(set(self.pipeline_cuts))
+        ):
             raise ValueError(
-                f"cuts={list(self.cuts)}: needs {stages - 1} rising layer numbers for pp={self.pp} x vpp={self.vpp}; "
+                f"pipeline_cuts={list(self.pipeline_cuts)}: needs {stages - 1} rising layer numbers for pp={self.pp} x vpp={self.vpp}; "
                 "nearest: leave it out for even stages"
             )
         return self
@@ -221,17 +229,19 @@ class LayoutSection(Section):
 class RecomputeSection(Section):
     """Which activations are computed again in the backward pass instead of being kept."""
 
-    kind: Literal["none", "attention", "parts", "full"] = "none"
-    """none; attention: the core attention alone; parts: the parts named below; full: whole blocks."""
-    parts: Annotated[
+    kind: Literal["none", "attention", "selective", "full"] = "none"
+    """none; attention: the core attention alone; selective: the modules named below; full: whole blocks."""
+    modules: Annotated[
         tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False)
     ] = ()
-    """With kind=parts: which parts of a block. `activation` is the SwiGLU or GELU between the MLP's matrices."""
+    """With kind=selective: which modules of a block. `activation` is the SwiGLU or GELU between the MLP's matrices."""
 
     @model_validator(mode="after")
     def _parts_named(self) -> Self:
-        if (self.kind == "parts") != bool(self.parts):
-            raise ValueError(f"parts={list(self.parts)}: goes with kind=parts and needs at least one name, such as mlp")
+        if (self.kind == "selective") != bool(self.modules):
+            raise ValueError(
+                f"modules={list(self.modules)}: goes with kind=selective and needs at least one name, such as mlp"
+            )
         return self
 
 
@@ -242,7 +252,7 @@ class CompileSection(Section):
     """Compile (the first step takes longer, the others are faster). Needs a C++ compiler on a CPU."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """How hard the compiler searches."""
-    replay: bool = False
+    cuda_graphs: bool = False
     """Record the work of a micro batch once and replay it, where the device can (CUDA graphs; one rank). For models so
     small that the host cannot keep up. Takes memory: what a recording used stays taken."""
 
@@ -250,12 +260,12 @@ class CompileSection(Section):
 class CheckpointSection(Section):
     """What the run starts from, what it keeps on the way, and what it leaves behind."""
 
-    every: Count = 0
+    every: NonNegativeInt = 0
     """Steps between checkpoints; 0: none by steps. With this or minutes, one is written at the end of the run too, and
     when a signal ends it."""
-    minutes: float = Field(0.0, ge=0)
+    every_minutes: float = Field(0.0, ge=0)
     """Minutes between checkpoints; 0: none by the clock."""
-    keep: Count = 3
+    keep: NonNegativeInt = 3
     """Newest checkpoints that are kept; 0: all."""
     directory: str | None = None
     """Where they go: a path that all hosts share, or an fsspec URL such as s3://bucket/name. Default: checkpoints/ in
@@ -265,50 +275,50 @@ class CheckpointSection(Section):
     directory of them; none: begin."""
     weights_only: bool = False
     """Take the weights of checkpoint.resume and begin at step 0, with a fresh optimizer."""
-    start: str | None = None
+    init_from: str | None = None
     """Weights that a run which begins starts from, in any form that `trainyard convert` reads (continued pre-training).
     Default: fresh weights."""
     blocking: bool = False
     """Wait until a checkpoint is written. Default: the steps go on meanwhile, with a copy of the state in host
     memory."""
-    window: Size | None = None
+    writers_per_host: PositiveInt | None = None
     """Ranks of a host that hold such a copy, and write, at a time; all but the last so many are waited for. Default:
     all at once."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What a run does when a checkpoint cannot be written (a full disk, say): say so and go on, or stop."""
-    final: bool = True
+    export_hf: bool = True
     """At the end write the weights in Hugging Face form (config.json, model.safetensors) to the run directory."""
 
     @property
-    def saves(self) -> bool:
-        return bool(self.every or self.minutes)
+    def saving_enabled(self) -> bool:
+        return bool(self.every or self.every_minutes)
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.weights_only and self.resume in ("auto", "none"):
             raise ValueError(f"weights_only: goes with the path of a checkpoint; resume={self.resume}")
-        if self.weights_only and self.start:
-            raise ValueError("start and weights_only: both bring weights; keep one")
+        if self.weights_only and self.init_from:
+            raise ValueError("init_from and weights_only: both bring weights; keep one")
         return self
 
 
 class EvaluateSection(Section):
     """Loss on held-out samples during training."""
 
-    every: Count = 0
-    """Steps between evaluations; 0: none. Needs data.validation above 0."""
-    batches: Size = 8
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0: none. Needs data.validation_fraction above 0."""
+    batches: PositiveInt = 8
     """Global batches per evaluation, at most."""
-    function: Dotted | None = None
+    function: FunctionPath | None = None
     """Your own evaluation, `module:function`: takes the trainer, gives {name: number}. Replaces the built-in one."""
-    metrics: dict[str, Dotted] = Field(default_factory=dict)
+    metrics: dict[str, FunctionPath] = Field(default_factory=dict)
     """Your own metrics by name, `module:function`: each takes (output, batch), gives (sum, count)."""
 
 
 class LogSection(Section):
     """What is written where."""
 
-    every: Size = 10
+    every: PositiveInt = 10
     """Steps between logged lines."""
     name: str = Field("run", pattern=r"^[\w.\-]+$")
     """Name of the run; its directory is log.directory/NAME."""
@@ -323,7 +333,7 @@ class DeviceSection(Section):
 
     name: str = "auto"
     """auto takes the best device of this machine."""
-    threads: Size | None = None
+    threads: PositiveInt | None = None
     """CPU threads for tensor work; default: torch's choice."""
     kernels: Literal["fused", "plain"] = "fused"
     """fused: the device's own kernels, where it has some; plain: torch's, to compare."""
@@ -337,15 +347,17 @@ class DeviceSection(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in devices.NAMES:
-            raise ValueError(f"not one of {', '.join(devices.NAMES)}; nearest: {devices.NAMES[0]}")
+        if name not in devices.DEVICE_NAMES:
+            raise ValueError(f"not one of {', '.join(devices.DEVICE_NAMES)}; nearest: {devices.DEVICE_NAMES[0]}")
         return name
 
     @field_validator("attention")
     @classmethod
     def _some_device_has(cls, attention: str) -> str:
-        if attention not in devices.ATTENTIONS:
-            raise ValueError(f"not one of {', '.join(devices.ATTENTIONS)}; nearest: {devices.ATTENTIONS[0]}")
+        if attention not in devices.ATTENTION_KERNELS:
+            raise ValueError(
+                f"not one of {', '.join(devices.ATTENTION_KERNELS)}; nearest: {devices.ATTENTION_KERNELS[0]}"
+            )
         return attention
 
 
@@ -354,7 +366,7 @@ class Config(Section):
 
     description: str = ""
     """One line for `trainyard recipes`."""
-    needs: str = ""
+    hardware: str = ""
     """What hardware the file is meant for, in words."""
     model: ModelSection
     data: DataSection = DataSection()
@@ -379,29 +391,29 @@ class Config(Section):
                 f"train.global_batch={train.global_batch}: not a multiple of train.micro_batch={train.micro_batch}; "
                 f"nearest: {near}"
             )
-        if data.sequence > model.max_positions:
+        if data.seq_len > model.max_positions:
             raise ValueError(
-                f"data.sequence={data.sequence}: longer than model.max_positions={model.max_positions}; "
+                f"data.seq_len={data.seq_len}: longer than model.max_positions={model.max_positions}; "
                 f"nearest: {model.max_positions}"
             )
-        if isinstance(model, BertModel):
-            if data.separate:
-                raise ValueError("data.separate=true: BERT's samples hold one pair each; nearest: false")
+        if isinstance(model, BertConfig):
+            if data.document_mask:
+                raise ValueError("data.document_mask=true: BERT's samples hold one pair each; nearest: false")
             if data.source not in ("hdf5", "synthetic"):
                 raise ValueError(f"data.source={data.source}: BERT reads masked sentence pairs; nearest: hdf5")
-            if data.predictions > data.sequence - 3:
+            if data.max_predictions > data.seq_len - 3:
                 raise ValueError(
-                    f"data.predictions={data.predictions}: more than a sample of data.sequence={data.sequence} holds; "
-                    f"nearest: {max(data.sequence - 3, 1)}"
+                    f"data.max_predictions={data.max_predictions}: more than a sample of data.seq_len={data.seq_len} holds; "
+                    f"nearest: {max(data.seq_len - 3, 1)}"
                 )
-        if self.layout.schedule != "1f1b" and self.compile.enabled:
+        if self.layout.pipeline_schedule != "1f1b" and self.compile.enabled:
             raise ValueError(
-                f"layout.schedule={self.layout.schedule}: takes the backward pass apart, which compiled blocks do not "
+                f"layout.pipeline_schedule={self.layout.pipeline_schedule}: takes the backward pass apart, which compiled blocks do not "
                 "allow; nearest: 1f1b, or compile.enabled=false"
             )
-        if self.layout.zero >= 2 and self.precision.kind == "bf16_sr" and self.precision.accumulate == "fp32":
+        if self.layout.zero >= 2 and self.precision.kind == "bf16_sr" and self.precision.grad_accum_dtype == "fp32":
             raise ValueError(
-                f"precision.gradients=fp32: with layout.zero={self.layout.zero} gradients have the weights' dtype; "
+                f"precision.grad_dtype=fp32: with layout.zero={self.layout.zero} gradients have the weights' dtype; "
                 "nearest: bf16"
             )
         if self.precision.kind == "fp8":
@@ -411,18 +423,18 @@ class Config(Section):
                     raise ValueError(
                         f"model.{name}={size}: precision.kind=fp8 multiplies by 16 at a time; nearest: {near}"
                     )
-            if self.precision.bf16_first + self.precision.bf16_last >= model.layers:
+            if self.precision.bf16_first_layers + self.precision.bf16_last_layers >= model.layers:
                 raise ValueError(
-                    f"precision.bf16_first={self.precision.bf16_first}: with bf16_last={self.precision.bf16_last} no "
+                    f"precision.bf16_first_layers={self.precision.bf16_first_layers}: with bf16_last_layers={self.precision.bf16_last_layers} no "
                     f"block of {model.layers} is left for fp8; nearest: kind=bf16"
                 )
-        if self.schedule.floor > self.optimizer.lr:
+        if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
-                f"schedule.floor={self.schedule.floor:g}: above optimizer.lr={self.optimizer.lr:g}; "
+                f"schedule.min_lr={self.schedule.min_lr:g}: above optimizer.lr={self.optimizer.lr:g}; "
                 f"nearest: {self.optimizer.lr:g}"
             )
-        if self.evaluate.every and not (data.validation or data.split or self.evaluate.function):
+        if self.evaluate.every and not (data.validation_fraction or data.split or self.evaluate.function):
             raise ValueError(
-                f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation, say 0.05"
+                f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation_fraction, say 0.05"
             )
         return self

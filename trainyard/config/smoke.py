@@ -7,14 +7,14 @@ from typing import Any
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 
-SEQUENCE = 64
-PREDICTIONS = 8
-STEPS = 8
-HEAD = 16
-HELD_OUT = 0.05
+SMOKE_SEQ_LEN = 64
+SMOKE_PREDICTIONS = 8
+SMOKE_STEPS = 8
+SMOKE_HEAD_DIM = 16
+SMOKE_VALIDATION_FRACTION = 0.05
 
 
-def smoke(config: Config, ranks: int = 1) -> Config:
+def smoke_config(config: Config, ranks: int = 1) -> Config:
     """A small trial of `config` on the ranks at hand."""
     data: dict[str, Any] = config.model_dump(mode="json")
     model, layout = data["model"], data["layout"]
@@ -24,16 +24,16 @@ def smoke(config: Config, ranks: int = 1) -> Config:
     if model.get("kv_heads"):
         model["kv_heads"] = model["heads"] // group
     if model.get("head_dim"):
-        model["head_dim"] = HEAD
-    model["hidden"] = model["heads"] * HEAD
+        model["head_dim"] = SMOKE_HEAD_DIM
+    model["hidden"] = model["heads"] * SMOKE_HEAD_DIM
     model["ffn"] = 4 * model["hidden"] if model.get("ffn") else None
-    layout |= _fitted(layout, ranks, model["heads"]) | {"cuts": []}
+    layout |= _fitted_layout(layout, ranks, model["heads"]) | {"pipeline_cuts": []}
     model["layers"] = max(2, layout["pp"] * layout["vpp"])
     model["vocab"] = 320
-    model["max_positions"] = 2 * SEQUENCE
+    model["max_positions"] = 2 * SMOKE_SEQ_LEN
     scaling = model.get("rope_scaling")
-    if scaling and "original_positions" in scaling:
-        scaling["original_positions"] = SEQUENCE
+    if scaling and "original_max_positions" in scaling:
+        scaling["original_max_positions"] = SMOKE_SEQ_LEN
     data["data"] |= {
         "source": "synthetic" if bert else "text",
         "paths": [],
@@ -44,47 +44,49 @@ def smoke(config: Config, ranks: int = 1) -> Config:
         "vocab_file": None,
         "merges_file": None,
         "end_of_text": None,
-        "sequence": SEQUENCE,
-        "predictions": PREDICTIONS,
+        "seq_len": SMOKE_SEQ_LEN,
+        "max_predictions": SMOKE_PREDICTIONS,
     }
     accumulate = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])
     micro = min(config.train.micro_batch, 4)
     dp = ranks // prod(layout[axis] for axis in ("tp", "pp", "cp"))
-    data["train"] |= {"steps": STEPS, "micro_batch": micro, "global_batch": micro * accumulate * dp}
-    data["schedule"] |= {"warmup": min(config.schedule.warmup, 2), "decay_steps": None}
+    data["train"] |= {"steps": SMOKE_STEPS, "micro_batch": micro, "global_batch": micro * accumulate * dp}
+    data["schedule"] |= {"warmup_steps": min(config.schedule.warmup_steps, 2), "decay_steps": None}
     if data["evaluate"]["every"]:
-        data["evaluate"] |= {"every": STEPS // 2, "batches": 2}
-        data["data"]["validation"] = config.data.validation or HELD_OUT  # instead of data.split's documents
-    if config.checkpoint.saves:
-        data["checkpoint"] |= {"every": STEPS // 2, "minutes": 0.0, "keep": 1}
+        data["evaluate"] |= {"every": SMOKE_STEPS // 2, "batches": 2}
+        data["data"]["validation_fraction"] = (
+            config.data.validation_fraction or SMOKE_VALIDATION_FRACTION
+        )  # instead of data.split's documents
+    if config.checkpoint.saving_enabled:
+        data["checkpoint"] |= {"every": SMOKE_STEPS // 2, "every_minutes": 0.0, "keep": 1}
     # Another model: nothing that was saved fits it.
-    data["checkpoint"] |= {"directory": None, "resume": "none", "weights_only": False, "start": None}
+    data["checkpoint"] |= {"directory": None, "resume": "none", "weights_only": False, "init_from": None}
     data["log"] |= {"every": 1, "name": f"{config.log.name}-smoke"}
     return parse(data)
 
 
-def fit(config: Config, ranks: int) -> Config:
+def fit_to_ranks(config: Config, ranks: int) -> Config:
     """The same model and batch, the layout shrunk to `ranks`: as many of its axes as they allow."""
     data: dict[str, Any] = config.model_dump(mode="json")
-    data["layout"] |= _fitted(data["layout"], ranks, config.model.heads)
+    data["layout"] |= _fitted_layout(data["layout"], ranks, config.model.heads)
     return parse(data)
 
 
-def _fitted(layout: dict[str, Any], ranks: int, heads: int) -> dict[str, Any]:
+def _fitted_layout(layout: dict[str, Any], ranks: int, heads: int) -> dict[str, Any]:
     asked = {axis: layout[axis] for axis in ("tp", "pp", "cp")}
     asked["dp"] = max((layout["ranks"] or ranks) // prod(asked.values()), 1)
-    small: dict[str, Any] = {**_spread(asked, ranks, heads)}
+    small: dict[str, Any] = {**_shrink_axes(asked, ranks, heads)}
     piped = small["pp"] > 1
     same = small["pp"] == layout["pp"]
     return small | {
         "vpp": layout["vpp"] if piped else 1,
-        "schedule": layout["schedule"] if piped else "1f1b",
-        "cuts": layout["cuts"] if same else [],
+        "pipeline_schedule": layout["pipeline_schedule"] if piped else "1f1b",
+        "pipeline_cuts": layout["pipeline_cuts"] if same else [],
         "ranks": None,
     }
 
 
-def _spread(asked: dict[str, int], ranks: int, heads: int) -> dict[str, int]:
+def _shrink_axes(asked: dict[str, int], ranks: int, heads: int) -> dict[str, int]:
     """A small layout with as many of the asked-for axes as `ranks` allow: each in turn gets a factor."""
     out = dict.fromkeys(asked, 1)
     left, grown = ranks, True

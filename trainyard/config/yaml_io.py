@@ -9,7 +9,7 @@ import yaml
 from trainyard.core.errors import UserError, one_line
 
 
-class Loader(yaml.SafeLoader):
+class ConfigYamlLoader(yaml.SafeLoader):
     """YAML 1.1 with two mends: 3e-4 is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -22,15 +22,15 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-Loader.add_implicit_resolver(
+ConfigYamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """The YAML of a file as plain data."""
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        data = yaml.load(path.read_text(encoding="utf-8"), ConfigYamlLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise UserError(f"{path}:{line}: not valid YAML: {error.problem}") from None

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name when the block ends well, safe on disk; when it does not, nothing is left."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
@@ -20,20 +20,20 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        fsync_directory(path.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in one rename, so that a reader or a crash never sees a part of it."""
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
-def whole_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path) -> Iterator[Path]:
     """A directory that takes the place of `path` when the block ends well; when it does not, nothing is left. Its files
     are for the block to make safe."""
     path = path.absolute()
@@ -42,16 +42,16 @@ def whole_directory(path: Path) -> Iterator[Path]:
     part.mkdir(parents=True)
     try:
         yield part
-        sync_directory(part)
+        fsync_directory(part)
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    sync_directory(path.parent)
+    fsync_directory(path.parent)
 
 
-def sync_directory(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
     """Make the names in a directory safe on disk too."""
     handle = os.open(path, os.O_RDONLY)
     try:

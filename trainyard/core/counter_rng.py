@@ -15,13 +15,13 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 """Elements made at a time: small enough to stay near the cores, large enough to amortise the call."""
-BINS = 1 << 14
-TAIL = 4.5
+TABLE_BINS = 1 << 14
+TAIL_SIGMAS = 4.5
 """Standard deviations at which the normal table ends."""
 
-down = torch.bitwise_right_shift
+right_shift = torch.bitwise_right_shift
 """Not `>>`: on tensors torch_xla 2.9 makes it a division, which rounds negative numbers the other way."""
 
 
@@ -39,19 +39,19 @@ def key32(*words: object) -> tuple[int, int]:
 
 def mix64(x: Tensor) -> Tensor:
     """The splitmix64 finaliser on int64 tensors."""
-    x = (x ^ (down(x, 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ (down(x, 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ (down(x, 31) & 0x1FFFFFFFF)
+    x = (x ^ (right_shift(x, 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ (right_shift(x, 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ (right_shift(x, 31) & 0x1FFFFFFFF)
 
 
 def mix32(x: Tensor) -> Tensor:
     """A 32-bit finaliser with low bias (two multiply-xorshift rounds) on int32 tensors."""
-    x = (x ^ (down(x, 16) & 0xFFFF)) * 0x21F0AAAD
-    x = (x ^ (down(x, 15) & 0x1FFFF)) * -0x2CA96A69
-    return x ^ (down(x, 15) & 0x1FFFF)
+    x = (x ^ (right_shift(x, 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ (right_shift(x, 15) & 0x1FFFF)) * -0x2CA96A69
+    return x ^ (right_shift(x, 15) & 0x1FFFF)
 
 
-def row32(key: Tensor, outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+def row_seeds(key: Tensor, outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """Two random words for each row numbered by (outer, inner), say (sample, position).
 
     `key` holds two int32, for instance of seed and step. The numbers are mixed in one after the other, twice over with
@@ -62,37 +62,37 @@ def row32(key: Tensor, outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def cell32(row: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
+def element_bits(seeds: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
     """A random int32 for each column (an int32 tensor that broadcasts) of each row (its words from `row32`).
 
     `site` tells uses of the same rows apart. Kept short on purpose: on GPUs these integer steps take longer than the
     memory that they are for, so the rows' words are made outside, once, and one mixer has to do here.
     """
-    a, b = row
+    a, b = seeds
     return mix32((a + column * -0x61C88647) ^ (b + site * 0x7F4A7C15))
 
 
-def normal(key: int, columns: int, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor:
+def normal_slice(key: int, total_columns: int, rows: slice, cols: slice, device: torch.device | str = "cpu") -> Tensor:
     """fp32 standard normal numbers for a slice of a matrix with `columns` columns, without making the rest of it."""
-    low, step = _quantiles(str(device))
+    low, step = _quantile_table(str(device))
     height, width = rows.stop - rows.start, cols.stop - cols.start
     out = torch.empty(height, width, device=device)
     column = torch.arange(cols.start, cols.stop, device=device)
-    per_chunk = max(1, CHUNK // max(width, 1))
+    per_chunk = max(1, CHUNK_ELEMENTS // max(width, 1))
     for top in range(0, height, per_chunk):
         row = torch.arange(rows.start + top, min(rows.start + top + per_chunk, rows.stop), device=device)
-        bits = mix64((row[:, None] * columns + column) * -0x61C8864680B583EB + key)
-        place = down(bits, 24) & (BINS - 1)
+        bits = mix64((row[:, None] * total_columns + column) * -0x61C8864680B583EB + key)
+        place = right_shift(bits, 24) & (TABLE_BINS - 1)
         part = (bits & 0xFFFFFF).float() * 2.0**-24
         out[top : top + per_chunk] = low[place] + part * step[place]
     return out
 
 
 @cache
-def _quantiles(device: str) -> tuple[Tensor, Tensor]:
+def _quantile_table(device: str) -> tuple[Tensor, Tensor]:
     """Lower end and length of BINS equally likely pieces of the normal distribution, scaled to variance 1."""
     inverse = NormalDist().inv_cdf
-    upper = [inverse(0.5 + i / BINS) for i in range(1, BINS // 2)] + [TAIL]
+    upper = [inverse(0.5 + i / TABLE_BINS) for i in range(1, TABLE_BINS // 2)] + [TAIL_SIGMAS]
     ends = torch.tensor([-x for x in reversed(upper)] + [0.0] + upper, dtype=torch.float64)
     a, b = ends[:-1], ends[1:]
     ends = ends / ((a * a + a * b + b * b) / 3).mean().sqrt()

@@ -1,20 +1,30 @@
 """One small file per device. Nothing outside this package names one."""
 
 from trainyard.core.errors import UserError
-from trainyard.devices.base import Compiling, Device, Peak
-from trainyard.devices.cpu import Cpu
-from trainyard.devices.cuda import Cuda
-from trainyard.devices.meta import Nowhere, traced
-from trainyard.devices.neuron.device import Neuron
-from trainyard.devices.neuron.xla_device import Xla
+from trainyard.devices.base import CompileOptions, Device, PeakThroughput
+from trainyard.devices.cpu import CpuDevice
+from trainyard.devices.cuda import CudaDevice
+from trainyard.devices.meta import MetaDevice, as_fake
+from trainyard.devices.neuron.device import NeuronDevice
+from trainyard.devices.neuron.xla_device import XlaDevice
 
-DEVICES: tuple[type[Device], ...] = (Cuda, Neuron, Xla, Cpu)
+DEVICES: tuple[type[Device], ...] = (CudaDevice, NeuronDevice, XlaDevice, CpuDevice)
 """In the order in which `auto` prefers them."""
 
-NAMES = ("auto", *(device.name for device in DEVICES))
-ATTENTIONS = ("auto", *(name for device in DEVICES for name in device.attentions))
+DEVICE_NAMES = ("auto", *(device.name for device in DEVICES))
+ATTENTION_KERNELS = ("auto", *(name for device in DEVICES for name in device.attention_kernels))
 
-__all__ = ["ATTENTIONS", "DEVICES", "NAMES", "Compiling", "Device", "Nowhere", "Peak", "select", "traced"]
+__all__ = [
+    "ATTENTION_KERNELS",
+    "DEVICES",
+    "DEVICE_NAMES",
+    "CompileOptions",
+    "Device",
+    "MetaDevice",
+    "PeakThroughput",
+    "as_fake",
+    "select",
+]
 
 
 def select(name: str) -> Device:
@@ -23,5 +33,5 @@ def select(name: str) -> Device:
     for device in here:
         if name in ("auto", device.name):
             return device()
-    why = next((device.missing() for device in DEVICES if device.name == name), "not known")
+    why = next((device.unavailable_reason() for device in DEVICES if device.name == name), "not known")
     raise UserError(f"device.name={name}: {why}; here: {', '.join(device.name for device in here)}, auto")

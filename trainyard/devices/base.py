@@ -14,7 +14,7 @@ from trainyard.kernels.reference import Kernels
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakThroughput:
     """Dense matrix throughput that MFU is measured against."""
 
     flops: float
@@ -23,7 +23,7 @@ class Peak:
     """Where the number comes from: a data sheet, or a measurement made now."""
 
 
-class Copying(NamedTuple):
+class HostCopy(NamedTuple):
     """Tensors on their way to the host."""
 
     wait: Callable[[], None]
@@ -32,18 +32,18 @@ class Copying(NamedTuple):
     """What the device is given after this may change them."""
 
 
-class Compiling(NamedTuple):
+class CompileOptions(NamedTuple):
     """How torch.compile is to be asked."""
 
     backend: str = "inductor"
     options: dict[str, Any] | None = None
     """One object for all that is compiled: a backend may write into it, and blocks share a graph where options are
     equal."""
-    static: bool = False
+    static_shapes: bool = False
     """Every shape is a graph of its own, and no part of a function may stay outside."""
 
 
-class Collectives(Protocol):
+class DeviceCollectives(Protocol):
     """What ranks of a group do together, on a device that torch's functional collectives do not do for."""
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
@@ -58,17 +58,17 @@ class Collectives(Protocol):
 
 class Device(ABC):
     name: str
-    process_group: str
+    process_group_backend: str
     """Backend name for torch.distributed."""
     synchronous: bool
     """Work is finished when the call returns (no queue to wait for)."""
-    logits_bytes: int
+    max_logits_bytes: int
     """fp32 logits that the loss holds at a time: enough for efficient products, no more."""
-    attentions: tuple[str, ...] = ()
+    attention_kernels: tuple[str, ...] = ()
     """Attention kernels that can be asked for by name."""
 
     @property
-    def handle(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return torch.device(self.name)
 
     @classmethod
@@ -77,7 +77,7 @@ class Device(ABC):
         """Whether this machine has one."""
 
     @classmethod
-    def missing(cls) -> str:
+    def unavailable_reason(cls) -> str:
         """What to say where there is none."""
         return "not on this machine"
 
@@ -86,42 +86,42 @@ class Device(ABC):
         """One phrase for people: what the run is on."""
 
     @abstractmethod
-    def peak(self, dtype: torch.dtype) -> Peak | None:
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         """Dense matrix throughput in `dtype`; None where it is unknown."""
 
     @abstractmethod
-    def memory_peak(self) -> int:
+    def max_memory_allocated(self) -> int:
         """Most bytes this process has held on the device so far."""
 
-    memory_kind = "cpu"
+    memory_model = "cpu"
     """How its memory is planned: a name in plan/memory/device_kinds.py."""
 
-    def memory_total(self, ranks: int) -> int | None:
+    def memory_per_rank(self, local_ranks: int) -> int | None:
         """Bytes that one of `ranks` ranks of this machine can hold at most; None where it is not known."""
         return None
 
     @abstractmethod
-    def ranks(self) -> int:
+    def max_local_ranks(self) -> int:
         """How many ranks this machine takes at once."""
 
-    def order(self, tp: int, ranks: int) -> list[int] | None:
+    def rank_order(self, tp: int, world_size: int) -> list[int] | None:
         """The rank at each place of a layout, where tensor-parallel ranks should not simply be neighbours."""
         return None
 
-    def collectives(self, groups: list[list[int]]) -> Collectives | None:
+    def collectives(self, groups: list[list[int]]) -> DeviceCollectives | None:
         """How ranks of such groups (all of one kind) work together; None: by torch's functional collectives."""
         return None
 
     @property
-    def maker(self) -> torch.device:
+    def init_device(self) -> torch.device:
         """Where initial weights are made: products of 64-bit integers must be exact there."""
-        return self.handle
+        return self.torch_device
 
-    def takes(self, ranks: Sequence[int]) -> bool:
+    def supports_group(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks can be a group that sums."""
         return True
 
-    def environment(self) -> dict[str, str]:
+    def rank_environment(self) -> dict[str, str]:
         """What ranks must find in their environment when they start, as far as the user has not set it."""
         return {}
 
@@ -135,24 +135,24 @@ class Device(ABC):
         """What compiled code depends on: it serves devices that say the same."""
         return platform.machine()
 
-    traces_attention = False
+    decomposes_attention = False
     """Whether attention across ranks or within documents is to be plain operations, over gathered keys and values, that
     the device's compiler sees as it sees the rest. Graphs are then equal on all ranks."""
 
-    forks = False
+    fork_safe = False
     """Whether a process that has worked with tensors of this device may fork, and the child compile for it."""
 
-    precompiles = False
+    has_precompile_tool = False
     """Whether graphs are compiled ahead by a tool of the device's maker (parallel_compile.py), not by ours."""
 
-    numbered = False
+    device_index_in_code = False
     """Whether tensors say which of a machine's devices they are on, and compiled code with them."""
 
-    def compiling(self) -> Compiling | None:
+    def compile_options(self) -> CompileOptions | None:
         """How functions are compiled; None where all work is compiled as it is."""
-        return Compiling()
+        return CompileOptions()
 
-    def mark(self) -> None:
+    def flush(self) -> None:
         """A piece of a step ends here: a device that traces before it works sends what it has."""
         return
 
@@ -160,31 +160,31 @@ class Device(ABC):
         """Wait until everything queued is done."""
         return
 
-    def kernels(self, own: bool = True) -> Kernels:
+    def kernels(self, fused: bool = True) -> Kernels:
         """What models ask for besides matrix products: kernels of the device's `own`, or plain torch."""
         return Kernels()
 
     @contextmanager
-    def attention(self, first: str = "auto") -> Iterator[None]:
+    def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
         """Attention kernels in the order in which they pay on this device, or another of `attentions` first."""
         yield
 
-    records = False
+    supports_graphs = False
     """Whether `record` does."""
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` queues, recorded without being done; the call that is returned queues it again, all at once."""
         return work
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start copying to the host now; the call that is returned waits for that copy and for nothing queued later."""
         return lambda: tensor
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def alloc_host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory of the host that `copy_out` is fast to."""
         return torch.empty(size, dtype=dtype)
 
-    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copying:
+    def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
         """Start to copy each (tensor of the device, memory of the host), beside other work."""
 
         def copy() -> None:
@@ -193,19 +193,19 @@ class Device(ABC):
 
         thread = Thread(target=copy, daemon=True)
         thread.start()
-        return Copying(thread.join, thread.join)
+        return HostCopy(thread.join, thread.join)
 
-    def random_state(self) -> torch.Tensor | None:
+    def get_rng_state(self) -> torch.Tensor | None:
         """Of the device's own generator, where it has one besides the host's."""
         return None
 
-    def set_random_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state: torch.Tensor) -> None:
         return
 
-    def pin(self, host: torch.Tensor) -> torch.Tensor:
+    def pin_memory(self, host: torch.Tensor) -> torch.Tensor:
         """The same in memory that the device copies from by itself."""
         return host
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device without waiting for it."""
-        return host.to(self.handle)
+        return host.to(self.torch_device)

@@ -10,45 +10,45 @@ import psutil
 import torch
 
 from trainyard import compat
-from trainyard.devices.base import Device, Peak
+from trainyard.devices.base import Device, PeakThroughput
 from trainyard.kernels import bf16_cpu
 
 
-class Cpu(Device):
+class CpuDevice(Device):
     name = "cpu"
-    process_group = "gloo"
+    process_group_backend = "gloo"
     synchronous = True
-    logits_bytes = 1 << 25  # more would come from fresh pages each time
+    max_logits_bytes = 1 << 25  # more would come from fresh pages each time
 
     @classmethod
     def available(cls) -> bool:
         return True
 
-    forks = True
+    fork_safe = True
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
         super().prepare(deterministic, local_rank, precision, lnc)
-        if precision != "fp32" and not compat.multiplies_bf16():
+        if precision != "fp32" and not compat.has_fast_bf16_matmul():
             bf16_cpu.install()
 
     def architecture(self) -> str:
         return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
 
-    def ranks(self) -> int:
+    def max_local_ranks(self) -> int:
         return 8  # any number runs; more than this no laptop enjoys
 
     def describe(self) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
 
-    def peak(self, dtype: torch.dtype) -> Peak | None:
-        return Peak(_matmul_flops(dtype), "measured now by a matrix product")
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
+        return PeakThroughput(_matmul_flops(dtype), "measured now by a matrix product")
 
-    def memory_total(self, ranks: int) -> int:
-        return int(psutil.virtual_memory().total + psutil.swap_memory().total) // ranks
+    def memory_per_rank(self, local_ranks: int) -> int:
+        return int(psutil.virtual_memory().total + psutil.swap_memory().total) // local_ranks
 
-    def memory_peak(self) -> int:
+    def max_memory_allocated(self) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -11,12 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.core.errors import UserError
-from trainyard.devices.base import Copying, Device, Peak
+from trainyard.devices.base import Device, HostCopy, PeakThroughput
 from trainyard.kernels.reference import Kernels
 
 # Dense bf16 FLOP/s by the vendor's data sheets (SXM parts), matched against the device name. fp32 is the plain
 # (non-tensor-core) rate: precision fp32 asks for true fp32 products.
-DATA_SHEET = {
+DATA_SHEET_FLOPS = {
     "H200": (989e12, 67e12),
     "H100": (989e12, 67e12),
     "A100": (312e12, 19.5e12),
@@ -24,7 +24,7 @@ DATA_SHEET = {
     "L4": (121e12, 30.3e12),
 }
 
-ATTENTION = {
+SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -33,51 +33,53 @@ ATTENTION = {
 """In the order in which they pay."""
 
 
-class Cuda(Device):
+class CudaDevice(Device):
     name = "cuda"
-    process_group = "nccl"
+    process_group_backend = "nccl"
     synchronous = False
-    logits_bytes = 1 << 29
-    pool: Any = None
-    attentions = tuple(ATTENTION)
+    max_logits_bytes = 1 << 29
+    graph_pool: Any = None
+    attention_kernels = tuple(SDPA_BACKENDS)
 
     @classmethod
     def available(cls) -> bool:
         return torch.cuda.is_available()
 
-    numbered = True
+    device_index_in_code = True
 
     def architecture(self) -> str:
         major, minor = torch.cuda.get_device_capability()
         return f"{platform.machine()}-sm{major}{minor}-cuda{torch.version.cuda}"
 
-    def ranks(self) -> int:
+    def max_local_ranks(self) -> int:
         return torch.cuda.device_count()
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
-    def peak(self, dtype: torch.dtype) -> Peak | None:
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         name = torch.cuda.get_device_name()
-        for model, (bf16, fp32) in DATA_SHEET.items():
+        for model, (bf16, fp32) in DATA_SHEET_FLOPS.items():
             if model in name:
-                return Peak(fp32 if dtype == torch.float32 else bf16, f"{model} data sheet, dense")
+                return PeakThroughput(fp32 if dtype == torch.float32 else bf16, f"{model} data sheet, dense")
         return None
 
-    def memory_peak(self) -> int:
+    def max_memory_allocated(self) -> int:
         return torch.cuda.max_memory_allocated()
 
-    memory_kind = "gpu"
+    memory_model = "gpu"
 
-    def memory_total(self, ranks: int) -> int:
+    def memory_per_rank(self, local_ranks: int) -> int:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        if local_rank >= self.ranks():
-            raise UserError(f"local rank {local_rank}: this machine has {self.ranks()} GPUs, one for each rank")
+        if local_rank >= self.max_local_ranks():
+            raise UserError(
+                f"local rank {local_rank}: this machine has {self.max_local_ranks()} GPUs, one for each rank"
+            )
         # Read when memory is first taken: blocks grow, so that large models do not die of gaps between them.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(local_rank)
@@ -89,34 +91,34 @@ class Cuda(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def kernels(self, own: bool = True) -> Kernels:
+    def kernels(self, fused: bool = True) -> Kernels:
         made = Kernels()
-        if own and importlib.util.find_spec("triton"):
-            from trainyard.kernels.triton.ops import Fused
+        if fused and importlib.util.find_spec("triton"):
+            from trainyard.kernels.triton.ops import TritonKernels
 
-            made = Fused()
-        made.groups_fp32 = False
+            made = TritonKernels()
+        made.has_fp32_gqa = False
         return made
 
     @contextmanager
-    def attention(self, first: str = "auto") -> Iterator[None]:
+    def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
         # Asked for by name, a kernel has no rival but the one that takes everything.
-        order = list(ATTENTION.values()) if first == "auto" else [ATTENTION[first], SDPBackend.MATH]
+        order = list(SDPA_BACKENDS.values()) if preferred == "auto" else [SDPA_BACKENDS[preferred], SDPBackend.MATH]
         with sdpa_kernel(order, set_priority=True):
             yield
 
-    records = True
+    supports_graphs = True
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what is kept for reuse elsewhere cannot be used by a recording
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.graph_pool):
             work()
-        self.pool = graph.pool()  # recordings never run at once: they share their memory
+        self.graph_pool = graph.pool()  # recordings never run at once: they share their memory
         return graph.replay
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -128,10 +130,10 @@ class Cuda(Device):
 
         return wait
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def alloc_host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
-    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copying:
+    def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -139,17 +141,17 @@ class Cuda(Device):
                 host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(stream)
-        return Copying(copied.synchronize, lambda: torch.cuda.current_stream().wait_event(copied))
+        return HostCopy(copied.synchronize, lambda: torch.cuda.current_stream().wait_event(copied))
 
-    def random_state(self) -> torch.Tensor | None:
+    def get_rng_state(self) -> torch.Tensor | None:
         return torch.cuda.get_rng_state()
 
-    def set_random_state(self, state: torch.Tensor) -> None:
+    def set_rng_state(self, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state)
 
-    def pin(self, host: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.device(self.handle):  # a thread begins with the first GPU, whoever has it
+    def pin_memory(self, host: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(self.torch_device):  # a thread begins with the first GPU, whoever has it
             return host.pin_memory()
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        return host.pin_memory().to(self.handle, non_blocking=True)
+        return host.pin_memory().to(self.torch_device, non_blocking=True)

@@ -8,49 +8,49 @@ from collections.abc import Callable
 
 import torch
 
-from trainyard.devices.base import Device, Peak
-from trainyard.devices.cpu import Cpu
+from trainyard.devices.base import Device, PeakThroughput
+from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.reference import Kernels
 
 
-class Nowhere(Cpu):
+class MetaDevice(CpuDevice):
     name = "meta"
-    process_group = "cpu:fake,meta:fake"
+    process_group_backend = "cpu:fake,meta:fake"
 
     def describe(self) -> str:
         return "no device, shapes alone"
 
-    def peak(self, dtype: torch.dtype) -> Peak | None:
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return None
 
 
-class _Traced(Device):
+class _FakeDevice(Device):
     """Before a device in the order of bases: what cannot be done, or is not worth it, without memory."""
 
-    def peak(self, dtype: torch.dtype) -> Peak | None:
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return None
 
-    def pin(self, host: torch.Tensor) -> torch.Tensor:
+    def pin_memory(self, host: torch.Tensor) -> torch.Tensor:
         return host
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        return host.to(self.handle)
+        return host.to(self.torch_device)
 
-    def kernels(self, own: bool = True) -> Kernels:
+    def kernels(self, fused: bool = True) -> Kernels:
         """Kernels that work in place are no operators, so no rule says what they make of shapes: these do nothing."""
-        made = super().kernels(own)
+        made = super().kernels(fused)
         if made.cross_entropy_:
             made.cross_entropy_ = lambda logits, labels, ignored: logits.new_empty(len(logits), dtype=torch.float32)
         if made.adamw_:
-            made.adamw_ = made.adamw_rounded_ = lambda *given: None
+            made.adamw_ = made.adamw_stochastic_rounding_ = lambda *given: None
         return made
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: tensor
 
 
-def traced(device: Device) -> Device:
+def as_fake(device: Device) -> Device:
     """The same device, its answers included, in a process that is one of many and has none of their memory."""
-    backends = ",".join(f"{name}:fake" for name in sorted({device.name, Cpu.name}))
-    made: Device = type("Traced", (_Traced, type(device)), {"process_group": backends})()
+    backends = ",".join(f"{name}:fake" for name in sorted({device.name, CpuDevice.name}))
+    made: Device = type("Traced", (_FakeDevice, type(device)), {"process_group": backends})()
     return made

@@ -15,57 +15,57 @@ import torch
 import trainyard
 from trainyard import compat
 
-PACKAGE = Path(trainyard.__file__).parent
-TORCH = str(Path(getfile(torch)).parent)
-ENGINE = str(Path("autograd", "graph.py"))
+PACKAGE_DIR = Path(trainyard.__file__).parent
+TORCH_DIR = str(Path(getfile(torch)).parent)
+AUTOGRAD_ENGINE_FILE = str(Path("autograd", "graph.py"))
 """Of torch: what runs the backward pass. Frames further out are not an operator's own."""
-PLUMBING = ("parallel", "kernels", "compat.py", "random.py")
+INFRASTRUCTURE = ("parallel", "kernels", "compat.py", "random.py")
 """Parts of the package that models call: a line there is told along with the line that called."""
-NOWHERE = "torch's own code"
+TORCH_INTERNAL = "torch's own code"
 
 
-class Place(NamedTuple):
-    at: str = NOWHERE
+class SourceLocation(NamedTuple):
+    location: str = TORCH_INTERNAL
     """FILE:LINE that asked for it, or whose backward pass it is."""
-    caller: str = NOWHERE
+    caller: str = TORCH_INTERNAL
     """The model's line, where `at` is in something that models call."""
-    backward: bool = False
+    in_backward: bool = False
 
     def __str__(self) -> str:
-        return self.at if self.at == self.caller else f"{self.at} (from {self.caller})"
+        return self.location if self.location == self.caller else f"{self.location} (from {self.caller})"
 
 
-class Lines:
+class SourceLocator:
     def __init__(self) -> None:
-        self.made: dict[int, tuple[str, str]] = {}
+        self.node_locations: dict[int, tuple[str, str]] = {}
         """(at, caller) by number of autograd's node."""
-        self.shown: dict[tuple[CodeType, int], str] = {}
-        self.kinds: dict[CodeType, str] = {}
+        self.line_texts: dict[tuple[CodeType, int], str] = {}
+        self.file_kinds: dict[CodeType, str] = {}
 
-    def place(self, frame: FrameType | None) -> Place:
+    def locate(self, frame: FrameType | None) -> SourceLocation:
         """Of the operator that was asked for within this frame."""
-        node = compat.running_node()
-        at, caller = self._outside(frame)
+        node = compat.current_backward_node_id()
+        at, caller = self._user_lines(frame)
         if node is None:
-            self.made.setdefault(compat.newest_node(), (at, caller))
-            return Place(at or NOWHERE, caller or NOWHERE)
-        made_at, made_caller = self.made.get(node, (at, caller))
-        return Place(at or made_at or NOWHERE, made_caller or caller or NOWHERE, True)
+            self.node_locations.setdefault(compat.last_forward_node_id(), (at, caller))
+            return SourceLocation(at or TORCH_INTERNAL, caller or TORCH_INTERNAL)
+        made_at, made_caller = self.node_locations.get(node, (at, caller))
+        return SourceLocation(at or made_at or TORCH_INTERNAL, made_caller or caller or TORCH_INTERNAL, True)
 
-    def _outside(self, frame: FrameType | None) -> tuple[str, str]:
+    def _user_lines(self, frame: FrameType | None) -> tuple[str, str]:
         """The innermost line outside of torch, and the innermost that is not plumbing either."""
         at = ""
         while frame is not None:
-            kind = self.kinds.get(frame.f_code)
+            kind = self.file_kinds.get(frame.f_code)
             if kind is None:
-                kind = self.kinds[frame.f_code] = _kind(frame.f_code.co_filename)
+                kind = self.file_kinds[frame.f_code] = _file_kind(frame.f_code.co_filename)
             if kind == "engine":
                 break
             if kind in ("plumbing", "code"):
                 key = frame.f_code, frame.f_lineno
-                line = self.shown.get(key)
+                line = self.line_texts.get(key)
                 if line is None:
-                    line = self.shown[key] = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+                    line = self.line_texts[key] = f"{_display_path(frame.f_code.co_filename)}:{frame.f_lineno}"
                 at = at or line
                 if kind == "code":
                     return at, line
@@ -73,21 +73,21 @@ class Lines:
         return at, at
 
 
-def _kind(file: str) -> str:
+def _file_kind(file: str) -> str:
     path = Path(file)
     if file.startswith("<"):
         return "torch"  # code that it makes as it goes
-    if file.startswith(TORCH):
-        return "engine" if file.endswith(ENGINE) else "torch"
-    if not path.is_relative_to(PACKAGE):
+    if file.startswith(TORCH_DIR):
+        return "engine" if file.endswith(AUTOGRAD_ENGINE_FILE) else "torch"
+    if not path.is_relative_to(PACKAGE_DIR):
         return "code"
-    part = path.relative_to(PACKAGE).parts[0]
-    return "own" if part == "plan" else "plumbing" if part in PLUMBING else "code"
+    part = path.relative_to(PACKAGE_DIR).parts[0]
+    return "own" if part == "plan" else "plumbing" if part in INFRASTRUCTURE else "code"
 
 
-def _shown(file: str) -> str:
+def _display_path(file: str) -> str:
     path = Path(file)
-    for root in (PACKAGE.parent, Path(os.getcwd())):
+    for root in (PACKAGE_DIR.parent, Path(os.getcwd())):
         if path.is_relative_to(root):
             return str(path.relative_to(root))
     return file

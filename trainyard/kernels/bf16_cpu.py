@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE = 1 << 18
+TILE_ELEMENTS = 1 << 18
 """Numbers of an operand at a time."""
-LEAST = 64
+MIN_TILE_ROWS = 64
 """Rows of a tile, however long they are."""
-FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH_OP = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @cache
@@ -26,25 +26,25 @@ def install() -> torch.library.Library:
     """For this process, while what is returned is kept."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that a kernel is there already
-        for name, ours in OURS.items():
+        for name, ours in BF16_KERNELS.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, partial(_choose, kernel, ours), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+            library.impl(name, partial(_dispatch, kernel, ours), "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 
 
-def _choose(kernel: Any, ours: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _dispatch(kernel: Any, ours: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
     if args[0].dtype == torch.bfloat16:
         return ours(*args, **kwargs)
     return kernel.call_boxed(keys, *args, **kwargs)
 
 
 def _mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _fill(_sized(out, (a.shape[0], b.shape[1]), a), a, b)
+    return _tiled_matmul(_output(out, (a.shape[0], b.shape[1]), a), a, b)
 
 
 def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
     shape = (a.shape[0], b.shape[1])
-    return _fill(_sized(out, shape, a), a, b, c.expand(shape), beta, alpha)
+    return _tiled_matmul(_output(out, shape, a), a, b, c.expand(shape), beta, alpha)
 
 
 def _addmm_(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -52,55 +52,57 @@ def _addmm_(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 
 
 
 def _bmm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _fill_all(_sized(out, (*a.shape[:2], b.shape[2]), a), a, b)
+    return _tiled_bmm(_output(out, (*a.shape[:2], b.shape[2]), a), a, b)
 
 
 def _baddbmm(
     c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
 ) -> Tensor:
     shape = (*a.shape[:2], b.shape[2])
-    return _fill_all(_sized(out, shape, a), a, b, c.expand(shape), beta, alpha)
+    return _tiled_bmm(_output(out, shape, a), a, b, c.expand(shape), beta, alpha)
 
 
 def _baddbmm_(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _baddbmm(c, a, b, beta=beta, alpha=alpha, out=c)
 
 
-def _sized(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _output(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
     if out is None:
         return like.new_empty(shape)
     return out if out.shape == shape else out.resize_(shape)
 
 
-def _fill(out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
+def _tiled_matmul(
+    out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """out = beta * c + alpha * a @ b."""
-    size = max(LEAST, TILE // max(a.shape[1], 1))
+    size = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(a.shape[1], 1))
     for top in range(0, a.shape[0], size):
         rows = slice(top, top + size)
         left = a[rows].float()
         for first in range(0, b.shape[1], size):
             columns = slice(first, first + size)
             product = left @ b[:, columns].float()
-            out[rows, columns] = product if c is None else _added(product, c[rows, columns], beta, alpha)
+            out[rows, columns] = product if c is None else _scaled_sum(product, c[rows, columns], beta, alpha)
     return out
 
 
-def _fill_all(out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
+def _tiled_bmm(out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
     """The same for a batch of matrices: several at a time while they are small, or parts of one."""
     largest = max(prod(x.shape[1:]) for x in (a, b, out))
-    if largest > TILE:
+    if largest > TILE_ELEMENTS:
         for number in range(len(out)):
-            _fill(out[number], a[number], b[number], None if c is None else c[number], beta, alpha)
+            _tiled_matmul(out[number], a[number], b[number], None if c is None else c[number], beta, alpha)
         return out
-    each = TILE // max(largest, 1)
+    each = TILE_ELEMENTS // max(largest, 1)
     for first in range(0, len(out), each):
         some = slice(first, first + each)
         product = a[some].float() @ b[some].float()
-        out[some] = product if c is None else _added(product, c[some], beta, alpha)
+        out[some] = product if c is None else _scaled_sum(product, c[some], beta, alpha)
     return out
 
 
-def _added(product: Tensor, c: Tensor, beta: float, alpha: float) -> Tensor:
+def _scaled_sum(product: Tensor, c: Tensor, beta: float, alpha: float) -> Tensor:
     """With beta 0, c may be anything."""
     return product.mul_(alpha).add_(c, alpha=beta) if beta else product.mul_(alpha)
 
@@ -114,7 +116,7 @@ def _attention(
     for number in range(len(q)):
         one = slice(number, number + 1)
         parts = (x[one].float() for x in (q, k, v))
-        out[one], lse[one] = _flash(*parts, dropout, causal, **_of_sample(options, one))
+        out[one], lse[one] = _flash(*parts, dropout, causal, **_sample_options(options, one))
     return out, lse
 
 
@@ -133,7 +135,7 @@ def _attention_backward(
     for number in range(len(q)):
         one = slice(number, number + 1)
         parts = (x[one].float() for x in (dout, q, k, v, out))
-        found = _flash_backward(*parts, lse[one], dropout, causal, **_of_sample(options, one))
+        found = _flash_backward(*parts, lse[one], dropout, causal, **_sample_options(options, one))
         for whole, part in zip(made, found, strict=True):
             whole[one] = part
     return tuple(made)
@@ -145,7 +147,7 @@ def _token_major(like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty((batch, tokens, heads, *rest), dtype=dtype).transpose(1, 2)
 
 
-def _of_sample(options: dict[str, Any], one: slice) -> dict[str, Any]:
+def _sample_options(options: dict[str, Any], one: slice) -> dict[str, Any]:
     mask = options.get("attn_mask")
     if mask is None:
         return options
@@ -154,14 +156,14 @@ def _of_sample(options: dict[str, Any], one: slice) -> dict[str, Any]:
 
 
 def _flash(*args: Any, **options: Any) -> Any:
-    return getattr(torch.ops.aten, FLASH)(*args, **options)
+    return getattr(torch.ops.aten, FLASH_OP)(*args, **options)
 
 
 def _flash_backward(*args: Any, **options: Any) -> Any:
-    return getattr(torch.ops.aten, f"{FLASH}_backward")(*args, **options)
+    return getattr(torch.ops.aten, f"{FLASH_OP}_backward")(*args, **options)
 
 
-OURS: dict[str, Callable[..., Any]] = {
+BF16_KERNELS: dict[str, Callable[..., Any]] = {
     "mm": _mm,
     "mm.out": _mm,
     "addmm": _addmm,
@@ -172,6 +174,6 @@ OURS: dict[str, Callable[..., Any]] = {
     "baddbmm": _baddbmm,
     "baddbmm.out": _baddbmm,
     "baddbmm_": _baddbmm_,
-    FLASH: _attention,
-    f"{FLASH}_backward": _attention_backward,
+    FLASH_OP: _attention,
+    f"{FLASH_OP}_backward": _attention_backward,
 }

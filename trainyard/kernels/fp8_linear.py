@@ -23,26 +23,26 @@ from torch import Tensor
 from trainyard.compat import scaled_mm
 from trainyard.core.errors import UserError
 
-FAST_BACKWARD = False
+FAST_ACCUM_BACKWARD = False
 """Whether backward's products add up in short accumulators, as `Fp8.fast` says for forward's."""
-MULTIPLE = 16
+SIZE_MULTIPLE = 16
 """Of this are the sizes of fp8 matrices; tokens are padded to it."""
-PARTS, PART = 1024, 8192
+MAX_AMAX_BLOCKS, AMAX_BLOCK_ELEMENTS = 1024, 8192
 """At most so many maxima of a tensor, of at least so many elements each."""
-TOP = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """The largest number of a format is 1.75 * 2^TOP."""
 
 
-class Fp8(NamedTuple):
+class Fp8Options(NamedTuple):
     scaling: Literal["tensor", "row"] = "tensor"
     """One scale for a tensor, or one for each row of a product's left operand and for each column of its right one."""
-    gradients: Literal["e5m2", "bf16"] = "e5m2"
+    grad_format: Literal["e5m2", "bf16"] = "e5m2"
     """What dy is multiplied as. With bf16 the products of backward are in bf16, and x is kept as it came."""
-    fast: bool = True
+    fast_accum: bool = True
     """Whether the tensor cores add up forward's products in their own short accumulators."""
 
 
-class Most(NamedTuple):
+class Amax(NamedTuple):
     """The largest magnitudes of a matrix as bits of fp32, in int32."""
 
     rows: Tensor
@@ -52,32 +52,32 @@ class Most(NamedTuple):
     """[D], or [0] if nobody asked."""
 
 
-class Cast(NamedTuple):
+class Fp8Matrix(NamedTuple):
     """A matrix [R, S] in fp8 whose rows are what a product sums over, and its inverse scales, [R] or [1]."""
 
     values: Tensor
-    inverse: Tensor
+    inverse_scale: Tensor
 
 
-def linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8) -> Tensor:
+def fp8_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options) -> Tensor:
     """F.linear of bf16 [..., D] on a device with fp8 products, with any number of tokens."""
     return _linear(x, weight_ND, bias_N, fp8, False)
 
 
-def linear_plain(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8) -> Tensor:
+def fp8_linear_reference(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options) -> Tensor:
     """`linear` of bf16 or fp32 on any device: the same numbers, but that products are summed in fp32."""
     return _linear(x, weight_ND, bias_N, fp8, True)
 
 
-def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8, plain: bool) -> Tensor:
+def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options, plain: bool) -> Tensor:
     N, D = weight_ND.shape
-    if N % MULTIPLE or D % MULTIPLE:
-        raise UserError(f"a matrix of {N} x {D} on this rank: fp8 products take multiples of {MULTIPLE} only")
-    y_MN = _Linear.apply(x.reshape(-1, D), weight_ND, bias_N, *fp8, plain)  # type: ignore[no-untyped-call]
+    if N % SIZE_MULTIPLE or D % SIZE_MULTIPLE:
+        raise UserError(f"a matrix of {N} x {D} on this rank: fp8 products take multiples of {SIZE_MULTIPLE} only")
+    y_MN = _Fp8Linear.apply(x.reshape(-1, D), weight_ND, bias_N, *fp8, plain)  # type: ignore[no-untyped-call]
     return y_MN.view(*x.shape[:-1], N)
 
 
-class _Linear(torch.autograd.Function):
+class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -92,10 +92,10 @@ class _Linear(torch.autograd.Function):
         x_MD, weight_ND = x_MD.contiguous(), weight_ND.contiguous()
         by_row, eight = scaling == "row", gradients == "e5m2"
         for_x, for_weight = (needed and eight for needed in ctx.needs_input_grad[:2])
-        most_x = largest(x_MD, by_row, for_weight, plain)
-        most_weight = largest(weight_ND, by_row, for_x, plain)
-        x, turned_x = cast(x_MD, most_x, torch.float8_e4m3fn, by_row, plain, turned=for_weight)
-        weight, _ = cast(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain)
+        most_x = compute_amax(x_MD, by_row, for_weight, plain)
+        most_weight = compute_amax(weight_ND, by_row, for_x, plain)
+        x, turned_x = quantize(x_MD, most_x, torch.float8_e4m3fn, by_row, plain, transposed=for_weight)
+        weight, _ = quantize(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain)
         ctx.how = by_row, eight, plain
         ctx.dtypes = weight_ND.dtype, None if bias_N is None else bias_N.dtype
         if eight:
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         else:
             needs_x, needs_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x_MD if needs_weight else None, weight_ND if needs_x else None)
-        return multiply(x, weight, bias_N, fast, plain, x_MD.dtype)[: x_MD.shape[0]]
+        return matmul(x, weight, bias_N, fast, plain, x_MD.dtype)[: x_MD.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -118,70 +118,74 @@ class _Linear(torch.autograd.Function):
             d_weight = dy_MN.t() @ x_MD if for_weight else None
         elif for_x or for_weight:
             x_values, x_inverse, most, most_columns, weight_ND = ctx.saved_tensors
-            most_dy = largest(dy_MN, by_row, for_weight, plain)
-            dy, turned_dy = cast(dy_MN, most_dy, torch.float8_e5m2, by_row, plain, for_x, for_weight)
+            most_dy = compute_amax(dy_MN, by_row, for_weight, plain)
+            dy, turned_dy = quantize(dy_MN, most_dy, torch.float8_e5m2, by_row, plain, for_x, for_weight)
             if for_x:
-                most_weight = Most(most, most_columns)
-                _, weight = cast(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain, False, True)
-                dx = multiply(dy, weight, None, FAST_BACKWARD, plain, dy_MN.dtype)[: dy_MN.shape[0]]
+                most_weight = Amax(most, most_columns)
+                _, weight = quantize(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain, False, True)
+                dx = matmul(dy, weight, None, FAST_ACCUM_BACKWARD, plain, dy_MN.dtype)[: dy_MN.shape[0]]
             if for_weight:
-                d_weight = multiply(turned_dy, Cast(x_values, x_inverse), None, FAST_BACKWARD, plain, weight_dtype)
+                d_weight = matmul(
+                    turned_dy, Fp8Matrix(x_values, x_inverse), None, FAST_ACCUM_BACKWARD, plain, weight_dtype
+                )
         d_bias = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if for_bias else None
         return dx, d_weight, d_bias, None, None, None, None
 
 
-def largest(x_MD: Tensor, by_row: bool, columns: bool = False, plain: bool = False) -> Most:
+def compute_amax(x_MD: Tensor, per_row: bool, columns: bool = False, reference: bool = False) -> Amax:
     """For the tensor, or for each row and if asked for each column."""
-    if not plain:
-        return Most(*fp8_amax(x_MD, by_row, columns))
+    if not reference:
+        return Amax(*fp8_amax(x_MD, per_row, columns))
     size = x_MD.detach().abs()
-    rows = size.amax(1) if by_row else size.amax().view(1)
+    rows = size.amax(1) if per_row else size.amax().view(1)
     nothing = size.new_empty(0)
-    return Most(_bits(rows), _bits(size.amax(0) if by_row and columns else nothing))
+    return Amax(_abs_bits(rows), _abs_bits(size.amax(0) if per_row and columns else nothing))
 
 
-def cast(
+def quantize(
     x_MD: Tensor,
-    most: Most,
+    amax: Amax,
     dtype: torch.dtype,
-    by_row: bool,
-    plain: bool = False,
-    as_is: bool = True,
-    turned: bool = False,
-) -> tuple[Cast, Cast]:
+    per_row: bool,
+    reference: bool = False,
+    direct: bool = True,
+    transposed: bool = False,
+) -> tuple[Fp8Matrix, Fp8Matrix]:
     """To fp8 [M, D] and, `turned`, [D, M], M padded unless plain. What is not asked for is empty."""
-    if not plain:
-        out_MD, out_DM, inverse, inverse_D = fp8_cast(x_MD, *most, dtype, by_row, as_is, turned)
-        return Cast(out_MD, inverse), Cast(out_DM, inverse_D if by_row else inverse)
+    if not reference:
+        out_MD, out_DM, inverse, inverse_D = fp8_cast(x_MD, *amax, dtype, per_row, direct, transposed)
+        return Fp8Matrix(out_MD, inverse), Fp8Matrix(out_DM, inverse_D if per_row else inverse)
     nothing = x_MD.new_empty(0, dtype=dtype)
-    scale, inverse = scales(most.rows, dtype)
-    scale_D, inverse_D = scales(most.columns, dtype) if by_row else (scale, inverse)
-    out_MD = (x_MD.float() * scale[:, None]).to(dtype) if as_is else nothing
-    if not turned:
-        return Cast(out_MD, inverse), Cast(nothing, inverse)
-    return Cast(out_MD, inverse), Cast((x_MD.float() * scale_D).to(dtype).t(), inverse_D)
+    scale, inverse = power_of_two_scales(amax.rows, dtype)
+    scale_D, inverse_D = power_of_two_scales(amax.columns, dtype) if per_row else (scale, inverse)
+    out_MD = (x_MD.float() * scale[:, None]).to(dtype) if direct else nothing
+    if not transposed:
+        return Fp8Matrix(out_MD, inverse), Fp8Matrix(nothing, inverse)
+    return Fp8Matrix(out_MD, inverse), Fp8Matrix((x_MD.float() * scale_D).to(dtype).t(), inverse_D)
 
 
-def multiply(left: Cast, right: Cast, bias: Tensor | None, fast: bool, plain: bool, dtype: torch.dtype) -> Tensor:
+def matmul(
+    left: Fp8Matrix, right: Fp8Matrix, bias: Tensor | None, fast_accum: bool, reference: bool, dtype: torch.dtype
+) -> Tensor:
     """left right^T + bias, rounded once."""
-    if not plain:
-        return fp8_multiply(*left, *right, bias, fast)
+    if not reference:
+        return fp8_matmul(*left, *right, bias, fast_accum)
     y = left.values.float() @ right.values.float().t()
-    y = y * (left.inverse[:, None] * right.inverse)
+    y = y * (left.inverse_scale[:, None] * right.inverse_scale)
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-def scales(bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def power_of_two_scales(bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The largest power of two that keeps a magnitude within the format, and its inverse, both normal in fp32: so 2^126
     at most. 1 for a magnitude of 0, nan for inf and nan."""
-    exponent = TOP[dtype] + 254 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()
+    exponent = MAX_EXPONENT[dtype] + 254 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()
     exponent = torch.where(bits == 0, 127, exponent.clamp(max=253))
     finite = bits < 0x7F800000
     scale, inverse = (torch.where(finite, power << 23, 0x7FC00000) for power in (exponent, 254 - exponent))
     return scale.int().view(torch.float32), inverse.int().view(torch.float32)
 
 
-def _bits(size: Tensor) -> Tensor:
+def _abs_bits(size: Tensor) -> Tensor:
     return size.float().view(torch.int32) & 0x7FFFFFFF
 
 
@@ -191,7 +195,7 @@ def fp8_amax(x_MD: Tensor, by_row: bool, columns: bool) -> tuple[Tensor, Tensor]
     from trainyard.kernels.triton import fp8_cast as kernels
 
     assert x_MD.dtype == torch.bfloat16
-    most, most_D = _empty_most(x_MD, by_row, columns)
+    most, most_D = _empty_amax(x_MD, by_row, columns)
     if by_row:
         kernels.amax_rows(x_MD.contiguous(), most, most_D)
     else:
@@ -208,12 +212,12 @@ def fp8_cast(
 
     assert x_MD.dtype == torch.bfloat16
     out = _empty_cast(x_MD, dtype, by_row, as_is, turned)
-    kernels.cast(x_MD.contiguous(), most, most_D, *out, TOP[dtype], by_row)
+    kernels.cast_to_fp8(x_MD.contiguous(), most, most_D, *out, MAX_EXPONENT[dtype], by_row)
     return out
 
 
 @torch.library.custom_op("trainyard::fp8_multiply", mutates_args=())
-def fp8_multiply(
+def fp8_matmul(
     left: Tensor, left_inverse: Tensor, right: Tensor, right_inverse: Tensor, bias: Tensor | None, fast: bool
 ) -> Tensor:
     """left right^T + bias in bf16. Opaque, so that a compiled model multiplies by the same kernel as an eager one."""
@@ -221,9 +225,9 @@ def fp8_multiply(
 
 
 @fp8_amax.register_fake
-def _empty_most(x_MD: Tensor, by_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
+def _empty_amax(x_MD: Tensor, by_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
     M, D = x_MD.shape
-    parts = M if by_row else min(PARTS, -(-M * D // PART))
+    parts = M if by_row else min(MAX_AMAX_BLOCKS, -(-M * D // AMAX_BLOCK_ELEMENTS))
     most = x_MD.new_empty(parts, dtype=torch.int32)
     return most, most.new_empty(D if by_row and columns else 0)
 
@@ -237,7 +241,7 @@ def _empty_cast(
     x_MD: Tensor, dtype: torch.dtype, by_row: bool, as_is: bool, turned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, D = x_MD.shape
-    padded = -(-M // MULTIPLE) * MULTIPLE
+    padded = -(-M // SIZE_MULTIPLE) * SIZE_MULTIPLE
     return (
         x_MD.new_empty((padded, D) if as_is else (0, D), dtype=dtype),
         x_MD.new_empty((D, padded) if turned else (D, 0), dtype=dtype),
@@ -246,6 +250,6 @@ def _empty_cast(
     )
 
 
-@fp8_multiply.register_fake
+@fp8_matmul.register_fake
 def _(left: Tensor, _left_inverse: Tensor, right: Tensor, *_: Any) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[0], dtype=torch.bfloat16)

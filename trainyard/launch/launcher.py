@@ -19,33 +19,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainyard.launch.rank_guard import CODES, VARIABLE, Failure
+from trainyard.launch.rank_guard import EXIT_CODES, LAUNCHER_ENV, RankFailure
 
-LOOK = 0.05
+POLL_S = 0.05
 """Seconds between two looks at the ranks."""
-GRACE = 3.0
+TERM_GRACE_S = 3.0
 """Seconds between asking the other ranks to end and killing them."""
-AGREE = 2.0
+SAME_ERROR_WAIT_S = 2.0
 """Seconds in which the other ranks may find the same mistake of the user by themselves."""
-DYING = 2.0
+SIGKILL_VISIBLE_S = 2.0
 """Seconds for which a process that was killed may still look alive, its connections being closed already."""
-LINES = 20
+MAX_ERROR_LINES = 20
 """How much of a traceback or log is shown."""
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """Exit code of a rank, and of the launcher, after an orderly end that a signal asked for."""
 
 
-class Rank:
+class RankProcess:
     """One process, its files, and how it ended."""
 
     def __init__(self, number: int, command: list[str], environment: dict[str, str], pipe: int, directory: Path):
-        self.number = number
-        self.log = directory / f"rank-{number}.log"
-        self.note = directory / f"rank-{number}.json"
-        self.code: int | None = None
-        self.sent: set[int] = set()
-        variables = {"RANK": str(number), "LOCAL_RANK": str(number), VARIABLE: f"{pipe}:{self.note}"}
-        with self.log.open("wb") as log:
+        self.rank = number
+        self.log_path = directory / f"rank-{number}.log"
+        self.failure_path = directory / f"rank-{number}.json"
+        self.exit_code: int | None = None
+        self.sent_signals: set[int] = set()
+        variables = {"RANK": str(number), "LOCAL_RANK": str(number), LAUNCHER_ENV: f"{pipe}:{self.failure_path}"}
+        with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 env=environment | variables,
@@ -55,50 +55,55 @@ class Rank:
                 pass_fds=[pipe],
                 start_new_session=True,
             )
-        self.seen = time.monotonic()
+        self.last_alive = time.monotonic()
         """When it was last seen running. What ended it came later, and so did all that followed from that."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         now = time.monotonic()
-        if self.code is None:
-            self.code = self.process.poll()
-            if self.code is None:
-                self.seen = now
+        if self.exit_code is None:
+            self.exit_code = self.process.poll()
+            if self.exit_code is None:
+                self.last_alive = now
             else:
-                self._kill(signal.SIGKILL)  # what it started and did not wait for
+                self._signal_group(signal.SIGKILL)  # what it started and did not wait for
 
-    def send(self, number: int, group: bool) -> None:
+    def send_signal(self, signum: int, group: bool) -> None:
         """A signal to the rank if it still runs, alone or with all that it started."""
-        if self.code is None:
-            self.sent.add(number)
+        if self.exit_code is None:
+            self.sent_signals.add(signum)
             if group:
-                self._kill(number)
+                self._signal_group(signum)
             else:
-                self.process.send_signal(number)
+                self.process.send_signal(signum)
 
-    def _kill(self, number: int) -> None:
+    def _signal_group(self, signum: int) -> None:
         with suppress(ProcessLookupError, PermissionError):  # nobody there; macOS refuses if all are zombies
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signum)
 
-    def failure(self) -> Failure | None:
-        return Failure.read(self.note)
+    def read_failure(self) -> RankFailure | None:
+        return RankFailure.read(self.failure_path)
 
-    def ending(self) -> tuple[float, str | None]:
+    def failure_time_and_text(self) -> tuple[float, str | None]:
         """When it went wrong here, and what to show; None if it was by our own signal."""
-        failure, code, me = self.failure(), self.code or 0, f"rank {self.number}"
+        failure, code, me = self.read_failure(), self.exit_code or 0, f"rank {self.rank}"
         if failure and failure.kind == "crash":
-            return failure.time, "\n".join([f"{me} failed:", *failure.text.splitlines()[-LINES:]])
+            return failure.time, "\n".join([f"{me} failed:", *failure.text.splitlines()[-MAX_ERROR_LINES:]])
         if failure:
             return failure.time, f"{me}: {failure.text}"
-        if -code in self.sent:
-            return self.seen, None
+        if -code in self.sent_signals:
+            return self.last_alive, None
         if code == -signal.SIGKILL:
-            return self.seen - DYING, f"{me} was killed by signal 9 (SIGKILL); often the machine ran out of memory"
+            return (
+                self.last_alive - SIGKILL_VISIBLE_S,
+                f"{me} was killed by signal 9 (SIGKILL); often the machine ran out of memory",
+            )
         names = {known.value: known.name for known in signal.Signals}
         how = f"was killed by signal {-code} ({names.get(-code, '?')})" if code < 0 else f"ended with exit code {code}"
-        with self.log.open(errors="replace") as log:
-            last = [line.rstrip("\n") for line in deque(log, LINES if self.number else 0)]  # rank 0's was passed on
-        return self.seen, "\n".join([f"{me} {how}", *last])
+        with self.log_path.open(errors="replace") as log:
+            last = [
+                line.rstrip("\n") for line in deque(log, MAX_ERROR_LINES if self.rank else 0)
+            ]  # rank 0's was passed on
+        return self.last_alive, "\n".join([f"{me} {how}", *last])
 
 
 def launch(
@@ -111,106 +116,108 @@ def launch(
 
     `environment` is added to this process's own.
     """
-    crew: list[Rank] = []
-    with _noted_signals() as signals, free_port() as port:
+    crew: list[RankProcess] = []
+    with _recorded_signals() as signals, reserved_port() as port:
         directory = Path(tempfile.mkdtemp(prefix="trainyard-"))
         pipe, held = os.pipe()  # `held` is closed by our end, however that comes; no rank inherits it
         sys.stdout.flush()
         try:
-            variables = _variables(ranks, port, environment)
+            variables = _rank_environment(ranks, port, environment)
             for number in range(ranks):
-                crew.append(Rank(number, [*command, *arguments], variables, pipe, directory))
-            passed = _watch(crew, signals)
+                crew.append(RankProcess(number, [*command, *arguments], variables, pipe, directory))
+            passed = _monitor(crew, signals)
         except BaseException as error:
             error.add_note(f"logs of all ranks: {directory}")
             raise
         finally:
             for rank in crew:  # one still runs only after an exception of our own
-                rank.send(signal.SIGKILL, group=True)
+                rank.send_signal(signal.SIGKILL, group=True)
             for rank in crew:
                 rank.process.wait()
             os.close(pipe)
             os.close(held)
-    code, keep = _conclude(crew, passed, directory)
+    code, keep = _report_outcome(crew, passed, directory)
     if not keep:
         shutil.rmtree(directory, ignore_errors=True)
     return code
 
 
-def _watch(crew: list[Rank], signals: list[int]) -> list[float]:
+def _monitor(ranks: list[RankProcess], signals: list[int]) -> list[float]:
     """Until every rank has ended. Gives the times at which a signal was passed to the ranks."""
     done = threading.Event()
-    tail = threading.Thread(target=_pass_on, args=(crew[0].log, done), daemon=True)
+    tail = threading.Thread(target=_forward_log, args=(ranks[0].log_path, done), daemon=True)
     tail.start()
     passed: list[float] = []
     plan: list[tuple[float, int]] | None = None  # once a rank has failed: when the others get which signal
-    while any(rank.code is None for rank in crew):
-        time.sleep(LOOK)
-        for rank in crew:
-            rank.look()
+    while any(rank.exit_code is None for rank in ranks):
+        time.sleep(POLL_S)
+        for rank in ranks:
+            rank.poll()
         now = time.monotonic()
         for number in signals[len(passed) :]:
             passed.append(now)
-            for rank in crew:
+            for rank in ranks:
                 if len(passed) <= 2:
-                    rank.send(number, group=False)
+                    rank.send_signal(number, group=False)
                 else:
-                    rank.send(signal.SIGKILL, group=True)
-        failed = [rank for rank in crew if rank.code and not (passed and rank.code == INTERRUPTED)]
+                    rank.send_signal(signal.SIGKILL, group=True)
+        failed = [rank for rank in ranks if rank.exit_code and not (passed and rank.exit_code == EXIT_INTERRUPTED)]
         if failed and plan is None:
-            notes = [rank.failure() for rank in failed]
-            start = now + (AGREE if any(note and note.kind != "crash" for note in notes) else 0)
-            plan = [(start, signal.SIGTERM), (start + GRACE, signal.SIGKILL)]
+            notes = [rank.read_failure() for rank in failed]
+            start = now + (SAME_ERROR_WAIT_S if any(note and note.kind != "crash" for note in notes) else 0)
+            plan = [(start, signal.SIGTERM), (start + TERM_GRACE_S, signal.SIGKILL)]
         while plan and plan[0][0] <= now:
             done.set()
             tail.join(timeout=1)  # before the signal: what rank 0 says from then on is a consequence
             _, number = plan.pop(0)
-            for rank in crew:
-                rank.send(number, group=True)
+            for rank in ranks:
+                rank.send_signal(number, group=True)
     done.set()
     tail.join(timeout=1)  # it takes longer only if nobody reads our stderr
     return passed
 
 
-def _conclude(crew: list[Rank], passed: list[float], directory: Path) -> tuple[int, bool]:
+def _report_outcome(ranks: list[RankProcess], signal_times: list[float], directory: Path) -> tuple[int, bool]:
     """Shows the first error, if there is one. Gives the exit code and whether the logs are worth keeping."""
-    failures = [rank.failure() for rank in crew]
-    codes = {rank.code or 0 for rank in crew}
-    orderly = {0, INTERRUPTED} if passed or codes <= {0, INTERRUPTED} else {0}
-    endings = [(*rank.ending(), rank) for rank in crew if rank.failure() or rank.code not in orderly]
+    failures = [rank.read_failure() for rank in ranks]
+    codes = {rank.exit_code or 0 for rank in ranks}
+    orderly = {0, EXIT_INTERRUPTED} if signal_times or codes <= {0, EXIT_INTERRUPTED} else {0}
+    endings = [
+        (*rank.failure_time_and_text(), rank) for rank in ranks if rank.read_failure() or rank.exit_code not in orderly
+    ]
     if not endings:
         return max(codes), False
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)  # a bar that was killed left its line open and the cursor hidden
     when, text, first = min(endings, key=lambda ending: ending[0])
-    if text is None or any(when >= second for second in passed[1:2]):  # ended at once, as asked
-        return INTERRUPTED, False
-    for rank, failure in zip(crew, failures, strict=True):
+    if text is None or any(when >= second for second in signal_times[1:2]):  # ended at once, as asked
+        return EXIT_INTERRUPTED, False
+    for rank, failure in zip(ranks, failures, strict=True):
         if failure:
-            with rank.log.open("a", encoding="utf-8") as log:
+            with rank.log_path.open("a", encoding="utf-8") as log:
                 print(failure.text.rstrip("\n"), file=log)
-    failure = first.failure()
+    failure = first.read_failure()
     same = failure is not None and all(other and other.text == failure.text for other in failures)
     if failure and failure.kind != "crash" and same:
         text = failure.text
     print(f"trainyard: {text}", file=sys.stderr)
     if failure and failure.kind == "user" and same:
-        return CODES["user"], False  # the logs say nothing else
+        return EXIT_CODES["user"], False  # the logs say nothing else
     print(f"trainyard: logs of all ranks: {directory}", file=sys.stderr)
-    return CODES[failure.kind] if failure else max(first.code or 0, 1), True
+    return EXIT_CODES[failure.kind] if failure else max(first.exit_code or 0, 1), True
 
 
-def threads(ranks: int) -> int:
+def threads_per_rank(ranks: int) -> int:
     """For each of so many ranks on this machine. OpenMP threads spin while they wait: two ranks with all cores each
     were 8 times slower than one alone."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, cores // ranks)
 
 
-def _variables(ranks: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
+def _rank_environment(ranks: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
     """What torch.distributed reads, the same for all ranks."""
     return {
-        "OMP_NUM_THREADS": str(threads(ranks)),
+        "OMP_NUM_THREADS": str(threads_per_rank(ranks)),
         **os.environ,
         **environment,
         "WORLD_SIZE": str(ranks),
@@ -221,7 +228,7 @@ def _variables(ranks: int, port: int, environment: Mapping[str, str]) -> dict[st
 
 
 @contextmanager
-def free_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A port of the loopback that stays ours while the ranks run.
 
     The socket is bound and does not listen. So the system gives the port to nobody who asks for any free one, while
@@ -234,7 +241,7 @@ def free_port() -> Iterator[int]:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
+def _recorded_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM in the order they come. They only get noted: ranks are signalled between two looks."""
     noted: list[int] = []
     old = {
@@ -248,12 +255,12 @@ def _noted_signals() -> Iterator[list[int]]:
             signal.signal(number, previous)
 
 
-def _pass_on(log: Path, done: threading.Event) -> None:
+def _forward_log(log: Path, done: threading.Event) -> None:
     """Copies a growing log to our stderr. In a thread, so that a reader who pauses does not pause the launcher."""
     with log.open("rb") as file, suppress(OSError):  # without a reader, the log is all there is
         last = False
         while not last:
-            last = done.wait(LOOK)
+            last = done.wait(POLL_S)
             piece = file.read()
             while piece:
                 piece = piece[os.write(2, piece) :]

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
-class Screen:
+class TrainConsole:
     def __init__(self, steps: int, console: Console) -> None:
         self.steps = steps
         self.console = console
@@ -36,13 +36,13 @@ class Screen:
         if record["step"] > 1 or self.steps == 1:  # the first step includes warming up
             self.seconds_per_step = record["ms_per_iteration"] / 1000
         if self.bar:
-            self.bar.update(self.task, completed=record["step"], numbers=self._numbers(record))
+            self.bar.update(self.task, completed=record["step"], numbers=self._bar_text(record))
         else:
-            self.console.print(line(record, self.steps), soft_wrap=True, highlight=False, markup=False)
+            self.console.print(log_line(record, self.steps), soft_wrap=True, highlight=False, markup=False)
         if "seconds_from_start" in record:
             self.console.print(f"first step done {record['seconds_from_start']:.1f} s after the start", style="dim")
         if "graphs_compiled" in record:
-            self.console.print(compiled(record), style="dim")
+            self.console.print(compile_summary(record), style="dim")
         if "not_finite" in record:
             self.console.print(f"step {record['step']} skipped: {record['not_finite']}", soft_wrap=True, markup=False)
 
@@ -63,7 +63,7 @@ class Screen:
         if self.bar:
             self.bar.stop()
 
-    def _numbers(self, record: dict[str, Any]) -> str:
+    def _bar_text(self, record: dict[str, Any]) -> str:
         words = [
             f"loss [bold]{record['loss']:.4f}[/]",
             f"lr {record['lr']:.2e}",
@@ -78,7 +78,7 @@ class Screen:
         return "  ".join(words)
 
 
-def compiled(record: dict[str, Any]) -> str:
+def compile_summary(record: dict[str, Any]) -> str:
     """Over all ranks at the first logged step; later only what should not be: graphs that were not there yet."""
     count = record["graphs_compiled"]
     graphs = f"{count} graph{'s' * (count != 1)}"
@@ -88,7 +88,7 @@ def compiled(record: dict[str, Any]) -> str:
     return f"Compiled {graphs}, {record['graphs_cached']} from cache{seconds}"
 
 
-def line(record: dict[str, Any], steps: int) -> str:
+def log_line(record: dict[str, Any], steps: int) -> str:
     """One logged step in plain words, for files and Slurm logs."""
     words = [
         f"step {record['step']}/{steps}",

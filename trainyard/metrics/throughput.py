@@ -4,35 +4,35 @@ import time
 from typing import Any
 
 from trainyard.config.schema import Config
-from trainyard.devices import Peak
-from trainyard.models.flops import Flops
+from trainyard.devices import PeakThroughput
+from trainyard.models.flops import SampleFlops
 
 
-class Meter:
-    def __init__(self, config: Config, flops: Flops, peak: Peak | None, ranks: int = 1) -> None:
+class ThroughputMeter:
+    def __init__(self, config: Config, flops: SampleFlops, peak: PeakThroughput | None, ranks: int = 1) -> None:
         self.config = config
         self.flops = flops
         self.peak = peak
         self.ranks = ranks
-        self.since = time.perf_counter()
-        self.step = 0
+        self.started_at = time.perf_counter()
+        self.last_step = 0
 
     def start(self) -> None:
         """Begin a new stretch of steps now (what was done outside the steps is not counted)."""
-        self.since = time.perf_counter()
+        self.started_at = time.perf_counter()
 
     def read(self, step: int) -> dict[str, Any]:
-        steps, self.step = max(step - self.step, 1), step
-        seconds = (time.perf_counter() - self.since) / steps
+        steps, self.last_step = max(step - self.last_step, 1), step
+        seconds = (time.perf_counter() - self.started_at) / steps
         sequences = self.config.train.global_batch / seconds
         record = {
             "ms_per_iteration": seconds * 1000,
-            "tokens_per_second": sequences * self.config.data.sequence,
+            "tokens_per_second": sequences * self.config.data.seq_len,
             "sequences_per_second": sequences,
-            "tflops_per_second": sequences * self.flops.full / 1e12,
+            "tflops_per_second": sequences * self.flops.full_attention / 1e12,
         }
         if self.peak:
             peak = self.peak.flops * self.ranks
-            record["mfu"] = sequences * self.flops.full / peak
-            record["mfu_causal"] = sequences * self.flops.causal / peak
+            record["mfu"] = sequences * self.flops.full_attention / peak
+            record["mfu_causal"] = sequences * self.flops.causal_attention / peak
         return record

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainyard.core.atomic_files import write_whole
+from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 
 
-def new_directory(parent: Path, name: str) -> Path:
+def create_run_directory(parent: Path, name: str) -> Path:
     """A fresh directory for a run: NAME, or NAME-2, NAME-3, ... where that exists. Nothing of an old run is touched."""
     number = 1
     while True:
@@ -25,49 +25,53 @@ def new_directory(parent: Path, name: str) -> Path:
             return directory
 
 
-def newest_directory(parent: Path, name: str) -> Path | None:
+def latest_run_directory(parent: Path, name: str) -> Path | None:
     """The last of NAME, NAME-2, NAME-3, ... that is there."""
-    found = [(int(match.group(1) or 1), path) for path in parent.glob(f"{name}*") if (match := _numbered(name, path))]
+    found = [
+        (int(match.group(1) or 1), path) for path in parent.glob(f"{name}*") if (match := _match_run_name(name, path))
+    ]
     return max(found)[1] if found else None
 
 
-def _numbered(name: str, path: Path) -> re.Match[str] | None:
+def _match_run_name(name: str, path: Path) -> re.Match[str] | None:
     return re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name) if path.is_dir() else None
 
 
-class Writers:
-    def __init__(self, directory: Path, tensorboard: bool, step: int = 0) -> None:
+class MetricsWriter:
+    def __init__(self, directory: Path, tensorboard: bool, resumed_step: int = 0) -> None:
         """`step` is where the run goes on: what an earlier one wrote of later steps is dropped."""
         path = directory / "metrics.jsonl"
-        if step and path.is_file():
+        if resumed_step and path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_whole(path, "".join(line for line in lines if _step(line) <= step))
+            atomic_write_text(path, "".join(line for line in lines if _step_of_line(line) <= resumed_step))
         self.file = path.open("a", encoding="utf-8", buffering=1)
-        self.step = step
-        self.board: Any = None
-        self.wanted = directory / "tensorboard" if tensorboard else None
+        self.resumed_step = resumed_step
+        self.tensorboard_writer: Any = None
+        self.tensorboard_directory = directory / "tensorboard" if tensorboard else None
 
     def write(self, record: dict[str, Any]) -> None:
-        plain = {name: _json(value) for name, value in record.items()}
+        plain = {name: _to_json(value) for name, value in record.items()}
         self.file.write(json.dumps(plain) + "\n")
-        if self.wanted and not self.board:
+        if self.tensorboard_directory and not self.tensorboard_writer:
             # Takes two seconds to import: not before there is something to write.
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self.board = SummaryWriter(str(self.wanted), purge_step=self.step + 1 if self.step else None)
-        if self.board:
+            self.tensorboard_writer = SummaryWriter(
+                str(self.tensorboard_directory), purge_step=self.resumed_step + 1 if self.resumed_step else None
+            )
+        if self.tensorboard_writer:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":
                     tag = name if "/" in name else f"train/{name}"
-                    self.board.add_scalar(tag, value, record["step"])
+                    self.tensorboard_writer.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
         self.file.close()
-        if self.board:
-            self.board.close()
+        if self.tensorboard_writer:
+            self.tensorboard_writer.close()
 
 
-def _step(line: str) -> float:
+def _step_of_line(line: str) -> float:
     """Of a line of metrics.jsonl; none of a line that a kill cut off."""
     try:
         return float(json.loads(line)["step"])
@@ -75,6 +79,6 @@ def _step(line: str) -> float:
         return math.inf
 
 
-def _json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """JSON has no NaN: a number that is not finite is written as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,94 +7,94 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainyard.config.model_schema import BertModel, GptModel, LlamaModel
+from trainyard.config.model_schema import BertConfig, GptConfig, LlamaConfig
 from trainyard.kernels.reference import Kernels
 from trainyard.models import bert, gpt, llama
-from trainyard.models.base import Stack
+from trainyard.models.base import TransformerStage
 from trainyard.models.blueprint import Blueprint
-from trainyard.models.hf_names import Names
-from trainyard.models.init import Values
-from trainyard.models.layers import Batch, Fp8Blocks, Maker
-from trainyard.models.output import Output
-from trainyard.parallel.layout import Stage
+from trainyard.models.hf_names import HfNameMap
+from trainyard.models.init import ParameterValues
+from trainyard.models.layers import Batch, Fp8Layers, ModuleFactory
+from trainyard.models.output import ModelOutput
+from trainyard.parallel.layout import StageSpec
 from trainyard.parallel.tensor_parallel import Axes
 
 __all__ = [
     "FAMILIES",
-    "AnyModel",
+    "AnyModelConfig",
     "Batch",
     "Blueprint",
     "Family",
-    "Fp8Blocks",
-    "Output",
-    "Stack",
-    "Values",
-    "assign",
-    "build",
-    "family",
-    "fill",
+    "Fp8Layers",
+    "ModelOutput",
+    "ParameterValues",
+    "TransformerStage",
+    "assign_parameters",
+    "build_model",
+    "family_of",
+    "fill_parameters",
 ]
 
-AnyModel = LlamaModel | GptModel | BertModel
+AnyModelConfig = LlamaConfig | GptConfig | BertConfig
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family: one model, one blueprint, one name map."""
 
-    model: Callable[[Any, Maker, Axes], Stack]
+    module_class: Callable[[Any, ModuleFactory, Axes], TransformerStage]
     blueprint: Callable[[Any], Blueprint]
-    names: Callable[[Any], Names]
+    hf_names: Callable[[Any], HfNameMap]
 
 
 FAMILIES = {
-    "llama": Family(llama.Llama, llama.blueprint, llama.names),
-    "gpt": Family(gpt.Gpt, gpt.blueprint, gpt.names),
-    "bert": Family(bert.Bert, bert.blueprint, bert.names),
+    "llama": Family(llama.Llama, llama.blueprint, llama.hf_names),
+    "gpt": Family(gpt.Gpt, gpt.blueprint, gpt.hf_names),
+    "bert": Family(bert.Bert, bert.blueprint, bert.hf_names),
 }
 
 
-def family(c: AnyModel) -> Family:
+def family_of(c: AnyModelConfig) -> Family:
     return FAMILIES[c.family]
 
 
-def build(
-    c: AnyModel,
+def build_model(
+    c: AnyModelConfig,
     device: torch.device | str = "cpu",
     axes: Axes | None = None,
-    stage: Stage | None = None,
+    stage: StageSpec | None = None,
     kernels: Kernels | None = None,
-    fp8: Fp8Blocks | None = None,
-) -> Stack:
+    fp8: Fp8Layers | None = None,
+) -> TransformerStage:
     """The model of one rank, or a stage of it: structure and constants; parameters have shapes but no memory yet."""
     axes = axes or Axes()
-    blueprint = family(c).blueprint(c)
-    model = family(c).model(c, Maker(blueprint, axes, kernels or Kernels(), fp8), axes)
+    blueprint = family_of(c).blueprint(c)
+    model = family_of(c).module_class(c, ModuleFactory(blueprint, axes, kernels or Kernels(), fp8), axes)
     if stage:
-        model.keep(stage, blueprint)
+        model.prune_to_stage(stage, blueprint)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)
     return model
 
 
-def assign(
-    model: nn.Module, tensor: Callable[[str], torch.Tensor], made: dict[str, nn.Parameter] | None = None
+def assign_parameters(
+    model: nn.Module, make_tensor: Callable[[str], torch.Tensor], existing: dict[str, nn.Parameter] | None = None
 ) -> dict[str, nn.Parameter]:
     """Put memory behind every parameter (a tied one stays one; those in `made` are taken from there). Returns them by
     name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    made = dict(made or {})
+    existing = dict(existing or {})
     for owner in list(model.modules()):
         for key, parameter in list(owner.named_parameters(recurse=False)):
             name = names[parameter]
-            if name not in made:
-                made[name] = nn.Parameter(tensor(name))
-            owner.register_parameter(key, made[name])
-    return made
+            if name not in existing:
+                existing[name] = nn.Parameter(make_tensor(name))
+            owner.register_parameter(key, existing[name])
+    return existing
 
 
-def fill(model: nn.Module, values: Values, dtype: torch.dtype = torch.float32) -> nn.Module:
+def fill_parameters(model: nn.Module, values: ParameterValues, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Give every parameter its values, for use without an optimizer."""
-    assign(model, lambda name: values(name).to(dtype))
+    assign_parameters(model, lambda name: values(name).to(dtype))
     return model

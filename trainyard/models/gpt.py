@@ -2,149 +2,183 @@
 
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import BertModel, GptModel
-from trainyard.models.base import Stack
-from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.hf_names import Hf, Names
-from trainyard.models.layers import Activation, Batch, Draw, Maker, Packed
-from trainyard.models.output import Output
+from trainyard.config.model_schema import BertConfig, GptConfig
+from trainyard.models.base import TransformerStage
+from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.models.hf_names import HfNameMap, HfTensor
+from trainyard.models.layers import Batch, BiasGelu, Draw, ModuleFactory, PackedSequences
+from trainyard.models.output import ModelOutput
 from trainyard.parallel.tensor_parallel import Axes
 
 
-class Attention(nn.Module):
+class GptAttention(nn.Module):
     part, keep_gathered = "attention", False  # BERT's too, which is not causal
 
-    def __init__(self, c: GptModel | BertModel, make: Maker, name: str, causal: bool) -> None:
+    def __init__(self, c: GptConfig | BertConfig, make: ModuleFactory, name: str, causal: bool) -> None:
         super().__init__()
         self.tp, self.head_size = make.tp, c.head_size
         if c.fuse_qkv:
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        self.inputs = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
+        self.qkv_linears = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
         self.core_attention = make.core_attention(c.heads, c.heads, causal, c.attention_dropout, f"{name}.core")
         self.output = make.linear(f"{name}.output")
         self.dropout = make.dropout(c.hidden_dropout, name)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, documents_BT: Tensor | Packed | None) -> Tensor:
-        flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
-        y_BTD = self.core_attention.of_qkv(flat, self.head_size, documents_BT, draw)
-        return self.tp.scatter(self.output.product(y_BTD))
+    def forward(self, x_BTD: Tensor, draw: Draw, documents_BT: Tensor | PackedSequences | None) -> Tensor:
+        flat = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
+        y_BTD = self.core_attention.forward_qkv(flat, self.head_size, documents_BT, draw)
+        return self.tp.reduce_output(self.output.matmul(y_BTD))
 
 
-class MLP(nn.Module):
+class GptMLP(nn.Module):
     part, keep_gathered = "mlp", False
 
-    def __init__(self, c: GptModel | BertModel, make: Maker, name: str) -> None:
+    def __init__(self, c: GptConfig | BertConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
         self.up = make.linear(f"{name}.up")
-        self.activation = Activation(c.activation, make.kernels)
+        self.activation = BiasGelu(c.activation, make.kernels)
         self.down = make.linear(f"{name}.down")
         self.dropout = make.dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        (y_BTF,) = self.tp.columns(x_BTD, self.up, keep=self.keep_gathered, bias=False)
-        return self.tp.scatter(self.down.product(self.activation(y_BTF, self.up.bias)))
+        (y_BTF,) = self.tp.column_parallel(x_BTD, self.up, keep_gathered=self.keep_gathered, add_bias=False)
+        return self.tp.reduce_output(self.down.matmul(self.activation(y_BTF, self.up.bias)))
 
 
-class Block(nn.Module):
-    def __init__(self, c: GptModel, make: Maker, name: str) -> None:
+class GptBlock(nn.Module):
+    def __init__(self, c: GptConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.attention_norm = make.layer_norm(f"{name}.attention_norm", c.norm_eps)
-        self.attention = Attention(c, make, f"{name}.attention", causal=True)
+        self.attention = GptAttention(c, make, f"{name}.attention", causal=True)
         self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp = MLP(c, make, f"{name}.mlp")
+        self.mlp = GptMLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
         a, m = self.attention, self.mlp
         x_BTD, y_BTD = self.attention_norm(x_BTD)
         x_BTD, y_BTD = self.mlp_norm(x_BTD, a(y_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
-        return m.dropout.add(x_BTD, m(y_BTD), m.down.bias, own)
+        return m.dropout.add_to_residual(x_BTD, m(y_BTD), m.down.bias, own)
 
 
-class Gpt(Stack):
-    def __init__(self, c: GptModel, make: Maker, axes: Axes) -> None:
+class Gpt(TransformerStage):
+    def __init__(self, c: GptConfig, make: ModuleFactory, axes: Axes) -> None:
         super().__init__(axes, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
         self.dropout = make.dropout(c.embedding_dropout, "embedding")
-        self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = nn.ModuleDict({str(i): GptBlock(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.layer_norm("norm", c.norm_eps)
-        self.output = self.embedding if c.tied else make.head("output")
+        self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
 
-    def shared(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
+    def block_inputs(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
         return *self.draws(batch), batch.get("documents")
 
     def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
-        position = self.tp.part(batch["positions"] if "positions" in batch else self.places(batch), self.tp_rank)
+        position = self.tp.local_tokens(
+            batch["positions"] if "positions" in batch else self.token_positions(batch), self.tp_rank
+        )
         return self.dropout(self.embedding(batch["tokens"]) + self.position(position), own)
 
-    def head(self, x_BTD: Tensor, batch: Batch) -> Output:
-        return self.result(self.norm(x_BTD)[1], self.output, split=self.tp.sequence)
+    def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
+        return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)
 
 
-def block_rows(c: GptModel | BertModel) -> tuple[Row, ...]:
+def block_specs(c: GptConfig | BertConfig) -> tuple[ParamSpec, ...]:
     """The rows of one block, the same for GPT and BERT."""
     D, layer = c.hidden, "layers.*."
     std, out_std = c.init_std, c.init_std / (2 * c.layers) ** 0.5 if c.scaled_init else c.init_std
 
-    def qkv(kind: str, shape: tuple[int, ...], std: float | None) -> list[Row]:
-        parts = tuple(Part(f"{layer}attention.{name}.{kind}", D, c.heads) for name in "qkv")
+    def qkv(kind: str, shape: tuple[int, ...], std: float | None) -> list[ParamSpec]:
+        parts = tuple(FusedPart(f"{layer}attention.{name}.{kind}", D, c.heads) for name in "qkv")
         groups = [(f"{layer}attention.qkv.{kind}", parts)] if c.fuse_qkv else [(part.name, (part,)) for part in parts]
         return [
-            Row(own, (len(group) * D, *shape), 0, group, std=std, decay=bool(std), sees="tokens" if std else "nothing")
+            ParamSpec(
+                own,
+                (len(group) * D, *shape),
+                0,
+                group,
+                init_std=std,
+                weight_decay=bool(std),
+                flops_tokens="tokens" if std else "nothing",
+            )
             for own, group in groups
         ]
 
-    def norm(name: str) -> tuple[Row, Row]:
-        return Row(f"{layer}{name}.weight", (D,), fill=1.0), Row(f"{layer}{name}.bias", (D,))
+    def norm(name: str) -> tuple[ParamSpec, ParamSpec]:
+        return ParamSpec(f"{layer}{name}.weight", (D,), init_value=1.0), ParamSpec(f"{layer}{name}.bias", (D,))
 
     return (
         *norm("attention_norm"),
         *qkv("weight", (D,), std),
         *qkv("bias", (), None),
-        Row(f"{layer}attention.output.weight", (D, D), 1, std=out_std, decay=True, sees="tokens"),
-        Row(f"{layer}attention.output.bias", (D,)),
+        ParamSpec(
+            f"{layer}attention.output.weight", (D, D), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
+        ),
+        ParamSpec(f"{layer}attention.output.bias", (D,)),
         *norm("mlp_norm"),
-        Row(f"{layer}mlp.up.weight", (c.inner, D), 0, std=std, decay=True, sees="tokens"),
-        Row(f"{layer}mlp.up.bias", (c.inner,), 0),
-        Row(f"{layer}mlp.down.weight", (D, c.inner), 1, std=out_std, decay=True, sees="tokens"),
-        Row(f"{layer}mlp.down.bias", (D,)),
+        ParamSpec(f"{layer}mlp.up.weight", (c.ffn_size, D), 0, init_std=std, weight_decay=True, flops_tokens="tokens"),
+        ParamSpec(f"{layer}mlp.up.bias", (c.ffn_size,), 0),
+        ParamSpec(
+            f"{layer}mlp.down.weight", (D, c.ffn_size), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
+        ),
+        ParamSpec(f"{layer}mlp.down.bias", (D,)),
     )
 
 
-def blueprint(c: GptModel) -> Blueprint:
+def blueprint(c: GptConfig) -> Blueprint:
     D, V, std = c.hidden, c.vocab, c.init_std
-    head = Row("output.weight", (V, D), 0, place="last", std=std, decay=True, sees="tokens", padded=True)
+    head = ParamSpec(
+        "output.weight",
+        (V, D),
+        0,
+        pipeline_stage="last",
+        init_std=std,
+        weight_decay=True,
+        flops_tokens="tokens",
+        padded=True,
+    )
     return Blueprint(
         (
-            Row("embedding.weight", (V, D), 0, place="both" if c.tied else "first", std=std, decay=True, padded=True),
-            Row("position.weight", (c.max_positions, D), place="first", std=std, decay=True),
-            *block_rows(c),
-            Row("norm.weight", (D,), place="last", fill=1.0),
-            Row("norm.bias", (D,), place="last"),
-            *([] if c.tied else [head]),
+            ParamSpec(
+                "embedding.weight",
+                (V, D),
+                0,
+                pipeline_stage="both" if c.tie_embeddings else "first",
+                init_std=std,
+                weight_decay=True,
+                padded=True,
+            ),
+            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std, weight_decay=True),
+            *block_specs(c),
+            ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
+            ParamSpec("norm.bias", (D,), pipeline_stage="last"),
+            *([] if c.tie_embeddings else [head]),
         ),
         c.layers,
-        (V, D, "tokens") if c.tied else None,
+        (V, D, "tokens") if c.tie_embeddings else None,
     )
 
 
-def names(c: GptModel) -> Names:
+def hf_names(c: GptConfig) -> HfNameMap:
     ours, hf = "layers.*.", "transformer.h.*."
-    table = {"embedding.weight": Hf("transformer.wte.weight"), "position.weight": Hf("transformer.wpe.weight")}
+    table = {
+        "embedding.weight": HfTensor("transformer.wte.weight"),
+        "position.weight": HfTensor("transformer.wpe.weight"),
+    }
     for kind in ("weight", "bias"):
         transposed = kind == "weight"
         table |= {
-            f"{ours}attention_norm.{kind}": Hf(f"{hf}ln_1.{kind}"),
-            **{f"{ours}attention.{x}.{kind}": Hf(f"{hf}attn.c_attn.{kind}", transposed) for x in "qkv"},
-            f"{ours}attention.output.{kind}": Hf(f"{hf}attn.c_proj.{kind}", transposed),
-            f"{ours}mlp_norm.{kind}": Hf(f"{hf}ln_2.{kind}"),
-            f"{ours}mlp.up.{kind}": Hf(f"{hf}mlp.c_fc.{kind}", transposed),
-            f"{ours}mlp.down.{kind}": Hf(f"{hf}mlp.c_proj.{kind}", transposed),
-            f"norm.{kind}": Hf(f"transformer.ln_f.{kind}"),
+            f"{ours}attention_norm.{kind}": HfTensor(f"{hf}ln_1.{kind}"),
+            **{f"{ours}attention.{x}.{kind}": HfTensor(f"{hf}attn.c_attn.{kind}", transposed) for x in "qkv"},
+            f"{ours}attention.output.{kind}": HfTensor(f"{hf}attn.c_proj.{kind}", transposed),
+            f"{ours}mlp_norm.{kind}": HfTensor(f"{hf}ln_2.{kind}"),
+            f"{ours}mlp.up.{kind}": HfTensor(f"{hf}mlp.c_fc.{kind}", transposed),
+            f"{ours}mlp.down.{kind}": HfTensor(f"{hf}mlp.c_proj.{kind}", transposed),
+            f"norm.{kind}": HfTensor(f"transformer.ln_f.{kind}"),
         }
-    if c.tied:
-        return Names(table, {"lm_head.weight": "transformer.wte.weight"})
-    return Names({**table, "output.weight": Hf("lm_head.weight")})
+    if c.tie_embeddings:
+        return HfNameMap(table, {"lm_head.weight": "transformer.wte.weight"})
+    return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})

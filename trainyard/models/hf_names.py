@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Hf:
+class HfTensor:
     name: str
     transposed: bool = False
     """Stored [in, out] (GPT-2's Conv1D) where ours is [out, in]."""
 
 
 @dataclass(frozen=True)
-class Names:
-    table: dict[str, Hf]
-    ties: dict[str, str] = field(default_factory=dict)
+class HfNameMap:
+    table: dict[str, HfTensor]
+    tied: dict[str, str] = field(default_factory=dict)
     """Hugging Face names that are copies of another one (tied weights): read past, not written."""

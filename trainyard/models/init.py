@@ -9,31 +9,33 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainyard.core.counter_rng import key64, normal
-from trainyard.models.blueprint import Blueprint, Slice
+from trainyard.core.counter_rng import key64, normal_slice
+from trainyard.models.blueprint import Blueprint, TpSlice
 
-Values = Callable[[str], Tensor]
+ParameterValues = Callable[[str], Tensor]
 """From a parameter's name to this rank's fp32 values of it."""
 
 
-def initial(blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", tp: int = 1, rank: int = 0) -> Values:
+def initial_values(
+    blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", tp: int = 1, rank: int = 0
+) -> ParameterValues:
     def values(name: str) -> Tensor:
-        row = blueprint.row(name)
-        out = torch.full(blueprint.local_shape(name, tp, rank), row.fill, device=device)
-        if row.std is None:
+        row = blueprint.spec(name)
+        out = torch.full(blueprint.local_shape(name, tp, rank), row.init_value, device=device)
+        if row.init_std is None:
             return out
         # A padded parameter has rows beyond its slices: they stay 0.
         taken = 0
-        for piece in blueprint.slices(name, tp, rank):
+        for piece in blueprint.tp_slices(name, tp, rank):
             size = piece.stop - piece.start
-            torch.mul(_draw(piece, seed, device), row.std, out=out.narrow(piece.dim, taken, size))
+            torch.mul(_draw(piece, seed, device), row.init_std, out=out.narrow(piece.dim, taken, size))
             taken += size
         return out
 
     return values
 
 
-def _draw(piece: Slice, seed: int, device: torch.device | str) -> Tensor:
+def _draw(piece: TpSlice, seed: int, device: torch.device | str) -> Tensor:
     columns = prod(piece.shape[1:])
     rows, cols = slice(0, piece.shape[0]), slice(0, columns)
     held = slice(piece.start, piece.stop)
@@ -42,5 +44,5 @@ def _draw(piece: Slice, seed: int, device: torch.device | str) -> Tensor:
     else:
         assert (piece.dim, len(piece.shape)) == (1, 2)
         cols = held
-    values = normal(key64(seed, piece.name), columns, rows, cols, device)
+    values = normal_slice(key64(seed, piece.name), columns, rows, cols, device)
     return values.view(-1, *piece.shape[1:]) if piece.dim == 0 else values

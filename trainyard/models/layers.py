@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import LinearRope, Llama3Rope, LlamaModel
-from trainyard.core.counter_rng import key32, row32
-from trainyard.kernels.fp8_linear import Fp8
-from trainyard.kernels.reference import Drops, Kernels, RowDrops, drop
-from trainyard.models.blueprint import Blueprint, layer
-from trainyard.parallel.layout import share
+from trainyard.config.model_schema import LinearRopeScaling, Llama3RopeScaling, LlamaConfig
+from trainyard.core.counter_rng import key32, row_seeds
+from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.reference import AttentionDropout, Kernels, RowDropout, counter_dropout
+from trainyard.models.blueprint import Blueprint, layer_index
+from trainyard.parallel.layout import head_range
 from trainyard.parallel.ring_attention import Dropped
 from trainyard.parallel.tensor_parallel import Axes, ContextAxis, TensorAxis
 
@@ -30,21 +30,21 @@ def make_draw(batch: Batch, place_T: Tensor) -> Draw:
     """`sample` are places in the global batch (of samples or, packed, of each token's sample) and tokens' places are
     global too, so no layout changes a mask."""
     sample = batch["sample"]
-    return Draw(*row32(batch["key"], sample if sample.dim() > 1 else sample[:, None], place_T))
+    return Draw(*row_seeds(batch["key"], sample if sample.dim() > 1 else sample[:, None], place_T))
 
 
-class Packed(NamedTuple):
+class PackedSequences(NamedTuple):
     """Sequences of one batch, one after the other in a single row of tokens, without padding between them."""
 
-    starts: Tensor
+    cu_seqlens: Tensor
     """Where each begins, and where the last one ends; int32 [S + 1]."""
-    longest: int
+    max_seqlen: int
     """No sequence is longer."""
 
 
 class Linear(nn.Module):
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, kernels: Kernels, fp8: Fp8 | None = None
+        self, weight: nn.Parameter, bias: nn.Parameter | None, kernels: Kernels, fp8: Fp8Options | None = None
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -54,7 +54,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.weight, self.bias, self.fp8)
 
-    def product(self, x: Tensor) -> Tensor:
+    def matmul(self, x: Tensor) -> Tensor:
         """Without the bias: under tensor parallelism a row-split product is summed over ranks first."""
         return self.kernels.linear(x, self.weight, None, self.fp8)
 
@@ -68,7 +68,7 @@ class Embedding(nn.Module):
         return F.embedding(tokens, self.weight)
 
 
-class Head(nn.Module):
+class OutputProjection(nn.Module):
     """The output matrix, its rows (words) shared by tensor-parallel ranks. The loss multiplies by it."""
 
     first: Tensor
@@ -81,7 +81,7 @@ class Head(nn.Module):
         self.register_buffer("first", first, persistent=False)
 
 
-class VocabEmbedding(Head):
+class VocabEmbedding(OutputProjection):
     """A look-up in such a matrix: each rank adds the tokens that it holds. Tied, it is the head too."""
 
     def __init__(self, weight: nn.Parameter, tp: TensorAxis) -> None:
@@ -94,7 +94,7 @@ class VocabEmbedding(Head):
         index = tokens - self.first
         here = (index >= 0) & (index < self.weight.shape[0])
         found = F.embedding(torch.where(here, index, 0), self.weight)
-        return self.tp.scatter(torch.where(here[..., None], found, 0.0))
+        return self.tp.reduce_output(torch.where(here[..., None], found, 0.0))
 
 
 class RMSNorm(nn.Module):
@@ -108,19 +108,19 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x + y, on which the block goes on, and its norm."""
-        return self.kernels.add_norm(x, y, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, y, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
     part = "norm"
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter, eps: float, kernels: Kernels, after: bool = False
+        self, weight: nn.Parameter, bias: nn.Parameter, eps: float, kernels: Kernels, post_norm: bool = False
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.eps, self.kernels, self.after = eps, kernels, after
+        self.eps, self.kernels, self.post_norm = eps, kernels, post_norm
 
     def forward(
         self,
@@ -133,23 +133,23 @@ class LayerNorm(nn.Module):
         """What the block goes on with, which is x + dropout(y + y_bias) or, `after` it, the norm of that; and the norm.
         As two results, they have their gradients summed where the norm's are made."""
         drops = dropout.drops(draw) if dropout and draw else None
-        return self.kernels.add_layer_norm(x, y, y_bias, self.weight, self.bias, self.eps, drops, self.after)
+        return self.kernels.add_layer_norm(x, y, y_bias, self.weight, self.bias, self.eps, drops, self.post_norm)
 
 
-class Fp8Blocks(NamedTuple):
+class Fp8Layers(NamedTuple):
     """Which blocks multiply in fp8, and how."""
 
-    how: Fp8
-    blocks: range
+    recipe: Fp8Options
+    layers: range
 
-    def of(self, name: str) -> Fp8 | None:
-        return self.how if layer(name) in self.blocks else None
+    def for_parameter(self, name: str) -> Fp8Options | None:
+        return self.recipe if layer_index(name) in self.layers else None
 
 
-class Maker:
+class ModuleFactory:
     """Makes modules whose parameters have the local shapes that the blueprint says, without memory behind them yet."""
 
-    def __init__(self, blueprint: Blueprint, axes: Axes, kernels: Kernels, fp8: "Fp8Blocks | None" = None) -> None:
+    def __init__(self, blueprint: Blueprint, axes: Axes, kernels: Kernels, fp8: "Fp8Layers | None" = None) -> None:
         self.blueprint, self.kernels, self.fp8 = blueprint, kernels, fp8
         self.tp, self.cp = axes.tp, axes.cp
 
@@ -160,7 +160,9 @@ class Maker:
     def linear(self, name: str) -> Linear:
         bias = f"{name}.bias"
         vector = self.parameter(bias) if bias in self.blueprint else None
-        return Linear(self.parameter(f"{name}.weight"), vector, self.kernels, self.fp8.of(name) if self.fp8 else None)
+        return Linear(
+            self.parameter(f"{name}.weight"), vector, self.kernels, self.fp8.for_parameter(name) if self.fp8 else None
+        )
 
     def embedding(self, name: str) -> Embedding:
         return Embedding(self.parameter(f"{name}.weight"))
@@ -168,15 +170,15 @@ class Maker:
     def vocab_embedding(self, name: str) -> VocabEmbedding:
         return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp)
 
-    def head(self, name: str) -> Head:
-        return Head(self.parameter(f"{name}.weight"), self.tp)
+    def output_projection(self, name: str) -> OutputProjection:
+        return OutputProjection(self.parameter(f"{name}.weight"), self.tp)
 
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)
 
-    def layer_norm(self, name: str, eps: float, after: bool = False) -> LayerNorm:
+    def layer_norm(self, name: str, eps: float, post_norm: bool = False) -> LayerNorm:
         vectors = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
-        return LayerNorm(*vectors, eps, self.kernels, after)
+        return LayerNorm(*vectors, eps, self.kernels, post_norm)
 
     def dropout(self, p: float, site: str) -> "Dropout":
         return Dropout(p, site, self.kernels)
@@ -196,17 +198,17 @@ class Dropout(nn.Module):
         # A buffer, not a constant: blocks then share one compiled graph.
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
 
-    def drops(self, draw: Draw) -> RowDrops | None:
+    def drops(self, draw: Draw) -> RowDropout | None:
         """Who draws what; None where nothing is dropped."""
-        return RowDrops(self.p, *draw, self.site) if self.training and self.p else None
+        return RowDropout(self.p, *draw, self.site) if self.training and self.p else None
 
     def forward(self, y_BTD: Tensor, draw: Draw) -> Tensor:
         drops = self.drops(draw)
-        return y_BTD if drops is None else self.kernels.add_dropped(None, y_BTD, None, drops)
+        return y_BTD if drops is None else self.kernels.add_dropout(None, y_BTD, None, drops)
 
-    def add(self, x_BTD: Tensor, y_BTD: Tensor, bias: Tensor | None, draw: Draw) -> Tensor:
+    def add_to_residual(self, x_BTD: Tensor, y_BTD: Tensor, bias: Tensor | None, draw: Draw) -> Tensor:
         """x + dropout(y + bias)."""
-        return self.kernels.add_dropped(x_BTD, y_BTD, bias, self.drops(draw))
+        return self.kernels.add_dropout(x_BTD, y_BTD, bias, self.drops(draw))
 
 
 class CoreAttention(nn.Module):
@@ -234,14 +236,14 @@ class CoreAttention(nn.Module):
         self.cp = cp
         # Recomputed alone, a ring would send everything round again to save nothing: what goes in and out of it is kept
         # by its neighbours.
-        self.part = "core_attention" if cp.size == 1 or cp.traced else "ring"
+        self.part = "core_attention" if cp.size == 1 or cp.traces_attention else "ring"
         own = heads // tp.size
         first = tp.rank * own
         self.register_buffer("site", torch.tensor(key32("dropout", site)[0], dtype=torch.int32), persistent=False)
         self.register_buffer("first_head", torch.tensor(first, dtype=torch.int32), persistent=False)
         # Where kv heads and ranks do not divide, this rank's query heads use its kv heads unevenly: one copy for each.
-        self.uneven = kv % tp.size > 0 and tp.size % kv > 0
-        chosen = torch.arange(first, first + own) // (heads // kv) - share(kv, tp.size, tp.rank)[0]
+        self.uneven_kv = kv % tp.size > 0 and tp.size % kv > 0
+        chosen = torch.arange(first, first + own) // (heads // kv) - head_range(kv, tp.size, tp.rank)[0]
         self.register_buffer("chosen", chosen.int(), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(cp.rank, dtype=torch.int32), persistent=False)
 
@@ -254,17 +256,17 @@ class CoreAttention(nn.Module):
         draw: Draw | None = None,
     ) -> Tensor:
         """A query sees keys of its own document only. Without a causal mask, document 0 is padding."""
-        if self.uneven:
+        if self.uneven_kv:
             k_BGTK, v_BGTK = k_BGTK.index_select(1, self.chosen), v_BGTK.index_select(1, self.chosen)
         drop_it = self.training and self.p > 0
-        if not self.cp.traced and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
+        if not self.cp.traces_attention and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
             dropped = Dropped(self.p, *draw, self.site, self.first_head) if drop_it and draw else None
             return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, dropped)
-        k_BGSK, v_BGSK = self.cp.gather(k_BGTK, 2), self.cp.gather(v_BGTK, 2)
-        seen = self._seen(documents_BT, q_BHTK.shape[2])
+        k_BGSK, v_BGSK = self.cp.gather_sequence(k_BGTK, 2), self.cp.gather_sequence(v_BGTK, 2)
+        seen = self._visible_keys(documents_BT, q_BHTK.shape[2])
         if not drop_it:
             copies = q_BHTK.shape[1] // k_BGSK.shape[1]
-            if copies > 1 and q_BHTK.dtype == torch.float32 and not self.kernels.groups_fp32:
+            if copies > 1 and q_BHTK.dtype == torch.float32 and not self.kernels.has_fp32_gqa:
                 k_BGSK, v_BGSK = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2) for x in (k_BGSK, v_BGSK))
             grouped = q_BHTK.shape[1] != k_BGSK.shape[1]
             return F.scaled_dot_product_attention(
@@ -284,50 +286,58 @@ class CoreAttention(nn.Module):
         ]
         column_H1S = head_H11 * 0x10001 + torch.arange(keys, dtype=torch.int32, device=q_BHTK.device)
         draw = Draw(draw.first_BT[:, None, :, None], draw.second_BT[:, None, :, None])
-        weight_BHTS = drop(score_BHTS.softmax(-1), self.p, draw, self.site, column_H1S)
+        weight_BHTS = counter_dropout(score_BHTS.softmax(-1), self.p, draw, self.site, column_H1S)
         return weight_BHTS.to(v_BGSK.dtype) @ v_BGSK
 
-    def _seen(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
+    def _visible_keys(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
         """Which of all keys each query sees, [B or 1, 1, T or 1, S]; None: all of them, or those of the causal rule,
         which is then a plain triangle."""
-        documents_BS = None if documents_BT is None else self.cp.gather(documents_BT, 1)
+        documents_BS = None if documents_BT is None else self.cp.gather_sequence(documents_BT, 1)
         if not self.causal:  # nothing is read where a padded query stands, so that only keys need the mask
             return None if documents_BS is None else documents_BS[:, None, None, :].bool()
         if documents_BS is None and self.cp.size == 1:
             return None
         place_S = torch.arange(tokens * self.cp.size, dtype=torch.int32, device=self.cp_rank.device)
-        past_TS = place_S <= self.cp.places(tokens, self.cp_rank)[:, None]
+        past_TS = place_S <= self.cp.token_positions(tokens, self.cp_rank)[:, None]
         if documents_BT is None or documents_BS is None:
             return past_TS[None, None]
         return (past_TS & (documents_BT[:, :, None] == documents_BS[:, None, :]))[:, None]
 
-    def of_qkv(
-        self, flat: tuple[Tensor, ...], size: int, documents_BT: Tensor | Packed | None, draw: Draw | None
+    def forward_qkv(
+        self, flat: tuple[Tensor, ...], size: int, documents_BT: Tensor | PackedSequences | None, draw: Draw | None
     ) -> Tensor:
         """The same from products [B, T, H K] of q, k and v with as many heads each, or from one of all three, to
         [B, T, H K]. By a kernel of the device where it has one: for packed sequences, and for dropout, whose bits it
         makes where it needs them."""
         drop_it = self.training and self.p > 0
-        packed = documents_BT if isinstance(documents_BT, Packed) else None
+        packed = documents_BT if isinstance(documents_BT, PackedSequences) else None
         batch, tokens = flat[0].shape[:2]
-        if packed is None and drop_it and documents_BT is None and self.kernels.attends and self.cp.size == 1:
+        if (
+            packed is None
+            and drop_it
+            and documents_BT is None
+            and self.kernels.has_varlen_attention
+            and self.cp.size == 1
+        ):
             starts = torch.arange(batch + 1, dtype=torch.int32, device=flat[0].device) * tokens
-            packed = Packed(starts, tokens)
+            packed = PackedSequences(starts, tokens)
         if packed is None:
             parts = flat[0].chunk(3, -1) if len(flat) == 1 else flat
             q, k, v = (y.view(batch, tokens, -1, size).transpose(1, 2) for y in parts)
-            assert not isinstance(documents_BT, Packed)
+            assert not isinstance(documents_BT, PackedSequences)
             return self(q, k, v, documents_BT, draw).transpose(1, 2).flatten(2)
         drops = None
         if draw and drop_it:
-            drops = Drops(self.p, draw.first_BT.flatten(), draw.second_BT.flatten(), self.site, self.first_head)
+            drops = AttentionDropout(
+                self.p, draw.first_BT.flatten(), draw.second_BT.flatten(), self.site, self.first_head
+            )
         qkv = (flat[0] if len(flat) == 1 else torch.cat(flat, -1)).flatten(0, 1)
         heads = qkv.shape[1] // (3 * size)
-        out = self.kernels.attend(qkv, heads, heads, packed.starts, packed.longest, self.causal, drops)
+        out = self.kernels.varlen_attention(qkv, heads, heads, packed.cu_seqlens, packed.max_seqlen, self.causal, drops)
         return out.view(batch, tokens, -1)
 
 
-class Activation(nn.Module):
+class BiasGelu(nn.Module):
     """What stands between the two matrices of an MLP: the first one's bias, and GELU."""
 
     part = "activation"
@@ -337,7 +347,7 @@ class Activation(nn.Module):
         self.tanh, self.kernels = kind == "gelu_tanh", kernels
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return self.kernels.gelu(x, bias, self.tanh)
+        return self.kernels.bias_gelu(x, bias, self.tanh)
 
 
 class SwiGLU(nn.Module):
@@ -351,15 +361,15 @@ class SwiGLU(nn.Module):
         return self.kernels.swiglu(gate_up)
 
 
-def rope_frequencies(c: LlamaModel) -> Tensor:
+def rope_frequencies(c: LlamaConfig) -> Tensor:
     """Radians per position of each pair of dims, [K / 2], scaled as the configuration says."""
     frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_size, 2, dtype=torch.float32) / c.head_size)
     scaling = c.rope_scaling
-    if isinstance(scaling, LinearRope):
+    if isinstance(scaling, LinearRopeScaling):
         return frequency / scaling.factor
-    if isinstance(scaling, Llama3Rope):
-        turns = scaling.original_positions * frequency / (2 * torch.pi)
-        smooth = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+    if isinstance(scaling, Llama3RopeScaling):
+        turns = scaling.original_max_positions * frequency / (2 * torch.pi)
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         smooth = smooth.clamp(0, 1)
         return frequency * ((1 - smooth) / scaling.factor + smooth)
     return frequency

@@ -3,67 +3,67 @@
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import LlamaModel
-from trainyard.models.base import Stack
-from trainyard.models.blueprint import Blueprint, Part, Row
-from trainyard.models.hf_names import Hf, Names
-from trainyard.models.layers import Batch, Maker, SwiGLU, rope_frequencies
-from trainyard.models.output import Output
-from trainyard.parallel.layout import share
+from trainyard.config.model_schema import LlamaConfig
+from trainyard.models.base import TransformerStage
+from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.models.hf_names import HfNameMap, HfTensor
+from trainyard.models.layers import Batch, ModuleFactory, SwiGLU, rope_frequencies
+from trainyard.models.output import ModelOutput
+from trainyard.parallel.layout import head_range
 from trainyard.parallel.tensor_parallel import Axes
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     part, keep_gathered = "attention", False
 
-    def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
+    def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp, self.kernels = make.tp, make.kernels
-        first, end = share(c.kv, self.tp.size, self.tp.rank)
-        self.heads = (c.heads // self.tp.size, end - first)
+        first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
+        self.local_heads = (c.heads // self.tp.size, end - first)
         if c.fuse_qkv:
             self.qkv = make.linear(f"{name}.qkv")
         else:
             self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        self.inputs = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
-        self.core_attention = make.core_attention(c.heads, c.kv, True, 0.0, name)
+        self.qkv_linears = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
+        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name)
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
+        flat = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = flat[0] if len(flat) == 1 else torch.cat(flat, -1)
-        q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.heads)
+        q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
-        return self.tp.scatter(self.output(y_BHTK.transpose(1, 2).flatten(2)))
+        return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     part, keep_gathered = "mlp", False
 
-    def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
+    def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
         if c.fuse_gate_up:
             self.gate_up = make.linear(f"{name}.gate_up")
         else:
             self.gate, self.up = make.linear(f"{name}.gate"), make.linear(f"{name}.up")
-        self.inputs = [self.gate_up] if c.fuse_gate_up else [self.gate, self.up]
+        self.gate_up_linears = [self.gate_up] if c.fuse_gate_up else [self.gate, self.up]
         self.activation = SwiGLU(make.kernels)
         self.down = make.linear(f"{name}.down")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        flat = self.tp.columns(x_BTD, *self.inputs, keep=self.keep_gathered)
+        flat = self.tp.column_parallel(x_BTD, *self.gate_up_linears, keep_gathered=self.keep_gathered)
         gate_up = flat[0] if len(flat) == 1 else torch.cat(flat, -1)
-        return self.tp.scatter(self.down(self.activation(gate_up)))
+        return self.tp.reduce_output(self.down(self.activation(gate_up)))
 
 
-class Block(nn.Module):
-    def __init__(self, c: LlamaModel, make: Maker, name: str) -> None:
+class LlamaBlock(nn.Module):
+    def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
-        self.attention = Attention(c, make, f"{name}.attention")
+        self.attention = LlamaAttention(c, make, f"{name}.attention")
         self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp = MLP(c, make, f"{name}.mlp")
+        self.mlp = LlamaMLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)
@@ -71,77 +71,106 @@ class Block(nn.Module):
         return x_BTD + self.mlp(y_BTD)
 
 
-class Llama(Stack):
+class Llama(TransformerStage):
     frequency: Tensor
 
-    def __init__(self, c: LlamaModel, make: Maker, axes: Axes) -> None:
+    def __init__(self, c: LlamaConfig, make: ModuleFactory, axes: Axes) -> None:
         super().__init__(axes, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         # Layers are named, not numbered: a pipeline stage deletes the others and keeps global names.
-        self.layers = nn.ModuleDict({str(i): Block(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
-        self.output = self.embedding if c.tied else make.head("output")
+        self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
         self.register_buffer("frequency", rope_frequencies(c), persistent=False)
 
-    def shared(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        position = batch["positions"][:, None] if "positions" in batch else self.places(batch)
+    def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        position = batch["positions"][:, None] if "positions" in batch else self.token_positions(batch)
         angle_TK = torch.cat([position.float().unsqueeze(-1) * self.frequency] * 2, -1)
         return angle_TK.cos(), angle_TK.sin(), batch.get("documents")
 
     def embed(self, batch: Batch, *shared: Tensor | None) -> Tensor:
         return self.embedding(batch["tokens"])
 
-    def head(self, x_BTD: Tensor, batch: Batch) -> Output:
-        return self.result(self.norm(x_BTD)[1], self.output, split=self.tp.sequence)
+    def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
+        return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)
 
 
-def blueprint(c: LlamaModel) -> Blueprint:
-    D, V, q, kv = c.hidden, c.vocab, c.heads * c.head_size, c.kv * c.head_size
+def blueprint(c: LlamaConfig) -> Blueprint:
+    D, V, q, kv = c.hidden, c.vocab, c.heads * c.head_size, c.num_kv_heads * c.head_size
     std, out_std = c.init_std, c.init_std / (2 * c.layers) ** 0.5 if c.scaled_init else c.init_std
     layer = "layers.*."
     qkv = tuple(
-        Part(f"{layer}attention.{name}.weight", size, units)
-        for name, size, units in (("q", q, c.heads), ("k", kv, c.kv), ("v", kv, c.kv))
+        FusedPart(f"{layer}attention.{name}.weight", size, units)
+        for name, size, units in (("q", q, c.heads), ("k", kv, c.num_kv_heads), ("v", kv, c.num_kv_heads))
     )
-    gate_up = tuple(Part(f"{layer}mlp.{name}.weight", c.ffn, c.ffn) for name in ("gate", "up"))
+    gate_up = tuple(FusedPart(f"{layer}mlp.{name}.weight", c.ffn, c.ffn) for name in ("gate", "up"))
 
-    def column(name: str, parts: tuple[Part, ...], fused: bool) -> list[Row]:
+    def column(name: str, parts: tuple[FusedPart, ...], fused: bool) -> list[ParamSpec]:
         """Rows of matrices split by output: one fused matrix, or one for each part."""
         groups = [(f"{layer}{name}.weight", parts)] if fused else [(part.name, (part,)) for part in parts]
         return [
-            Row(own, (sum(part.size for part in group), D), 0, group, std=std, decay=True, sees="tokens")
+            ParamSpec(
+                own,
+                (sum(part.size for part in group), D),
+                0,
+                group,
+                init_std=std,
+                weight_decay=True,
+                flops_tokens="tokens",
+            )
             for own, group in groups
         ]
 
-    head = Row("output.weight", (V, D), 0, place="last", std=std, decay=True, sees="tokens", padded=True)
+    head = ParamSpec(
+        "output.weight",
+        (V, D),
+        0,
+        pipeline_stage="last",
+        init_std=std,
+        weight_decay=True,
+        flops_tokens="tokens",
+        padded=True,
+    )
     return Blueprint(
         (
-            Row("embedding.weight", (V, D), 0, place="both" if c.tied else "first", std=std, decay=True, padded=True),
-            Row(f"{layer}attention_norm.weight", (D,), fill=1.0),
+            ParamSpec(
+                "embedding.weight",
+                (V, D),
+                0,
+                pipeline_stage="both" if c.tie_embeddings else "first",
+                init_std=std,
+                weight_decay=True,
+                padded=True,
+            ),
+            ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
             *column("attention.qkv", qkv, c.fuse_qkv),
-            Row(f"{layer}attention.output.weight", (D, q), 1, std=out_std, decay=True, sees="tokens"),
-            Row(f"{layer}mlp_norm.weight", (D,), fill=1.0),
+            ParamSpec(
+                f"{layer}attention.output.weight", (D, q), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
+            ),
+            ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
             *column("mlp.gate_up", gate_up, c.fuse_gate_up),
-            Row(f"{layer}mlp.down.weight", (D, c.ffn), 1, std=out_std, decay=True, sees="tokens"),
-            Row("norm.weight", (D,), place="last", fill=1.0),
-            *([] if c.tied else [head]),
+            ParamSpec(
+                f"{layer}mlp.down.weight", (D, c.ffn), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
+            ),
+            ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
+            *([] if c.tie_embeddings else [head]),
         ),
         c.layers,
-        (V, D, "tokens") if c.tied else None,
+        (V, D, "tokens") if c.tie_embeddings else None,
     )
 
 
-def names(c: LlamaModel) -> Names:
+def hf_names(c: LlamaConfig) -> HfNameMap:
     ours, hf = "layers.*.", "model.layers.*."
     table = {
-        "embedding.weight": Hf("model.embed_tokens.weight"),
-        f"{ours}attention_norm.weight": Hf(f"{hf}input_layernorm.weight"),
-        **{f"{ours}attention.{x}.weight": Hf(f"{hf}self_attn.{x}_proj.weight") for x in "qkv"},
-        f"{ours}attention.output.weight": Hf(f"{hf}self_attn.o_proj.weight"),
-        f"{ours}mlp_norm.weight": Hf(f"{hf}post_attention_layernorm.weight"),
-        **{f"{ours}mlp.{x}.weight": Hf(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
-        "norm.weight": Hf("model.norm.weight"),
+        "embedding.weight": HfTensor("model.embed_tokens.weight"),
+        f"{ours}attention_norm.weight": HfTensor(f"{hf}input_layernorm.weight"),
+        **{f"{ours}attention.{x}.weight": HfTensor(f"{hf}self_attn.{x}_proj.weight") for x in "qkv"},
+        f"{ours}attention.output.weight": HfTensor(f"{hf}self_attn.o_proj.weight"),
+        f"{ours}mlp_norm.weight": HfTensor(f"{hf}post_attention_layernorm.weight"),
+        **{f"{ours}mlp.{x}.weight": HfTensor(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
+        "norm.weight": HfTensor("model.norm.weight"),
     }
-    if c.tied:
-        return Names(table, {"lm_head.weight": "model.embed_tokens.weight"})
-    return Names({**table, "output.weight": Hf("lm_head.weight")})
+    if c.tie_embeddings:
+        return HfNameMap(table, {"lm_head.weight": "model.embed_tokens.weight"})
+    return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})

@@ -17,215 +17,221 @@ from torch import Tensor
 
 from trainyard.parallel.process_group import Group, wait
 
-ALIGN = 64
+ALIGN_ELEMENTS = 64
 """Elements: views start at multiples of 128 bytes or more."""
-FLYING = 2
+MAX_IN_FLIGHT = 2
 """Buckets under way at a time: enough to overlap, and it bounds what their copies take."""
 
 
 @dataclass(frozen=True)
-class Span:
+class ParamSpan:
     """Where a parameter lies."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     """First element in the whole row."""
-    at: int
+    shard_start: int
     """First element in a shard of it."""
-    rows: int
+    shard_rows: int
     """Rows of one shard."""
 
     @property
-    def width(self) -> int:
+    def row_size(self) -> int:
         return prod(self.shape[1:])
 
     @property
-    def chunk(self) -> int:
-        return self.rows * self.width
+    def shard_numel(self) -> int:
+        return self.shard_rows * self.row_size
 
 
 @dataclass(frozen=True)
 class Bucket:
-    spans: tuple[Span, ...]
-    whole: slice
-    shard: slice
+    spans: tuple[ParamSpan, ...]
+    full_range: slice
+    shard_range: slice
 
 
-class Flat:
+class FlatBuffer:
     """The plan of the memory. Parameters before and after `split` never share a bucket."""
 
-    def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]], split: int, shards: int, bucket: int) -> None:
+    def __init__(
+        self, shapes: Sequence[tuple[str, tuple[int, ...]]], num_decayed: int, num_shards: int, bucket_elements: int
+    ) -> None:
         """`bucket` in elements of the whole row."""
-        self.shards = shards
-        self.spans: dict[str, Span] = {}
+        self.num_shards = num_shards
+        self.spans: dict[str, ParamSpan] = {}
         self.buckets: list[Bucket] = []
-        self.size = self.shard_size = self.split = 0
-        spans: list[Span] = []
+        self.size = self.shard_size = self.shard_decay_end = 0
+        spans: list[ParamSpan] = []
 
         def close() -> None:
             if spans:
-                begin, at = spans[0].start, spans[0].at
+                begin, at = spans[0].start, spans[0].shard_start
                 self.buckets.append(Bucket(tuple(spans), slice(begin, self.size), slice(at, self.shard_size)))
                 spans.clear()
 
         for number, (name, shape) in enumerate(shapes):
-            if number == split or (spans and self.size + prod(shape) - spans[0].start > bucket):
+            if number == num_decayed or (spans and self.size + prod(shape) - spans[0].start > bucket_elements):
                 close()
-            if number == split:
-                self.split = self.shard_size
-            span = Span(name, shape, self.size, self.shard_size, -(-shape[0] // shards))
+            if number == num_decayed:
+                self.shard_decay_end = self.shard_size
+            span = ParamSpan(name, shape, self.size, self.shard_size, -(-shape[0] // num_shards))
             self.spans[name] = span
             spans.append(span)
             self.size += _aligned(prod(shape))
-            self.shard_size += _aligned(span.chunk)
+            self.shard_size += _aligned(span.shard_numel)
         close()
-        if split >= len(shapes):
-            self.split = self.shard_size
+        if num_decayed >= len(shapes):
+            self.shard_decay_end = self.shard_size
 
-    def view(self, row: Tensor, name: str) -> Tensor:
+    def view(self, buffer: Tensor, name: str) -> Tensor:
         """A parameter in the whole row."""
         span = self.spans[name]
-        return row[span.start : span.start + prod(span.shape)].view(span.shape)
+        return buffer[span.start : span.start + prod(span.shape)].view(span.shape)
 
-    def rows(self, name: str, shard: int) -> range:
+    def shard_row_range(self, name: str, shard: int) -> range:
         """Which of a parameter's rows a shard has (none, for the last shards of a short one)."""
         span = self.spans[name]
-        first, end = (min(k * span.rows, span.shape[0]) for k in (shard, shard + 1))
+        first, end = (min(k * span.shard_rows, span.shape[0]) for k in (shard, shard + 1))
         return range(first, end)
 
-    def shard(self, row: Tensor, name: str, shard: int) -> Tensor:
+    def shard_view(self, buffer: Tensor, name: str, shard: int) -> Tensor:
         """A parameter's rows in a shard's row of memory."""
-        span, rows = self.spans[name], len(self.rows(name, shard))
-        return row[span.at : span.at + rows * span.width].view(rows, *span.shape[1:])
+        span, rows = self.spans[name], len(self.shard_row_range(name, shard))
+        return buffer[span.shard_start : span.shard_start + rows * span.row_size].view(rows, *span.shape[1:])
 
-    def deal(self, bucket: Bucket, row: Tensor, out: Tensor) -> None:
+    def scatter_to_shards(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> None:
         """From the whole row to shards one after the other: out is [shards, length of the bucket's shard]."""
-        for span, mine in self._pieces(bucket, out):
-            values = row[span.start : span.start + prod(span.shape)]
-            full = len(values) // span.chunk
-            mine[:full].copy_(values[: full * span.chunk].view(full, span.chunk))
-            if rest := len(values) - full * span.chunk:
+        for span, mine in self._shard_views(bucket, out):
+            values = buffer[span.start : span.start + prod(span.shape)]
+            full = len(values) // span.shard_numel
+            mine[:full].copy_(values[: full * span.shard_numel].view(full, span.shard_numel))
+            if rest := len(values) - full * span.shard_numel:
                 mine[full, :rest].copy_(values[-rest:])
 
-    def collect(self, bucket: Bucket, shards: Tensor, row: Tensor) -> None:
+    def gather_from_shards(self, bucket: Bucket, shards: Tensor, buffer: Tensor) -> None:
         """The other way."""
-        for span, mine in self._pieces(bucket, shards):
-            values = row[span.start : span.start + prod(span.shape)]
-            full = len(values) // span.chunk
-            values[: full * span.chunk].view(full, span.chunk).copy_(mine[:full])
-            if rest := len(values) - full * span.chunk:
+        for span, mine in self._shard_views(bucket, shards):
+            values = buffer[span.start : span.start + prod(span.shape)]
+            full = len(values) // span.shard_numel
+            values[: full * span.shard_numel].view(full, span.shard_numel).copy_(mine[:full])
+            if rest := len(values) - full * span.shard_numel:
                 values[-rest:].copy_(mine[full, :rest])
 
-    def _pieces(self, bucket: Bucket, shards: Tensor) -> Iterable[tuple[Span, Tensor]]:
+    def _shard_views(self, bucket: Bucket, shards: Tensor) -> Iterable[tuple[ParamSpan, Tensor]]:
         for span in bucket.spans:
-            at = span.at - bucket.shard.start
-            yield span, shards[:, at : at + span.chunk]
+            at = span.shard_start - bucket.shard_range.start
+            yield span, shards[:, at : at + span.shard_numel]
 
 
-class GradientExchange:
+class GradientReducer:
     """Sums gradients over the ranks of `group`: the whole row where every rank updates everything (flat.shards is 1),
     else each rank its shard."""
 
-    def __init__(self, flat: Flat, group: Group, gradients: Tensor, sums: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, flat: FlatBuffer, group: Group, gradients: Tensor, reduced_grads: Tensor, dtype: torch.dtype
+    ) -> None:
         """`dtype` is what travels. `sums` is where the result goes: `gradients` itself when nothing is sharded."""
         self.flat, self.group = flat, group
-        self.gradients, self.sums, self.dtype = gradients, sums, dtype
-        self.number = {span.name: number for number, bucket in enumerate(flat.buckets) for span in bucket.spans}
-        self.missing: list[int] = []
+        self.gradients, self.reduced_grads, self.dtype = gradients, reduced_grads, dtype
+        self.bucket_index = {span.name: number for number, bucket in enumerate(flat.buckets) for span in bucket.spans}
+        self.pending_grads: list[int] = []
         self.started: set[int] = set()
-        self.flying: deque[tuple[Bucket, Tensor]] = deque()
+        self.in_flight: deque[tuple[Bucket, Tensor]] = deque()
 
-    def expect(self, times: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         """Before a step: each gradient will arrive so many times (once for each micro batch)."""
-        self.missing = [times * len(bucket.spans) for bucket in self.flat.buckets]
+        self.pending_grads = [micro_batches * len(bucket.spans) for bucket in self.flat.buckets]
         self.started.clear()
 
-    def arrived(self, name: str) -> None:
-        number = self.number[name]
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            self._start(number)
+    def on_grad_ready(self, name: str) -> None:
+        number = self.bucket_index[name]
+        self.pending_grads[number] -= 1
+        if self.pending_grads[number] == 0:
+            self._start_bucket(number)
 
     def finish(self) -> None:
         """After the last backward pass: whatever has not been sent yet, and wait for all."""
         for number in reversed(range(len(self.flat.buckets))):
-            self._start(number)
-        while self.flying:
-            self._land()
+            self._start_bucket(number)
+        while self.in_flight:
+            self._complete()
 
-    def _start(self, number: int) -> None:
-        if number in self.started or self.group.size == 1:
+    def _start_bucket(self, index: int) -> None:
+        if index in self.started or self.group.size == 1:
             return
-        self.started.add(number)
-        bucket = self.flat.buckets[number]
-        if len(self.flying) == FLYING:
-            self._land()
-        if self.flat.shards == 1:
-            mine = self.gradients[bucket.whole]
-            self.flying.append((bucket, self.group.start_sum_(mine.to(self.dtype))))
+        self.started.add(index)
+        bucket = self.flat.buckets[index]
+        if len(self.in_flight) == MAX_IN_FLIGHT:
+            self._complete()
+        if self.flat.num_shards == 1:
+            mine = self.gradients[bucket.full_range]
+            self.in_flight.append((bucket, self.group.start_all_reduce_(mine.to(self.dtype))))
             return
-        length = bucket.shard.stop - bucket.shard.start
-        dealt = self.gradients.new_zeros(self.flat.shards, length, dtype=self.dtype)
-        self.flat.deal(bucket, self.gradients, dealt)
-        self.flying.append((bucket, self.group.start_reduce_scatter(dealt.view(-1))))
+        length = bucket.shard_range.stop - bucket.shard_range.start
+        dealt = self.gradients.new_zeros(self.flat.num_shards, length, dtype=self.dtype)
+        self.flat.scatter_to_shards(bucket, self.gradients, dealt)
+        self.in_flight.append((bucket, self.group.start_reduce_scatter(dealt.view(-1))))
 
-    def _land(self) -> None:
-        bucket, tensor = self.flying.popleft()
+    def _complete(self) -> None:
+        bucket, tensor = self.in_flight.popleft()
         total = wait(tensor)
-        if self.flat.shards > 1:
-            self.sums[bucket.shard].copy_(total)
-        elif self.dtype != self.sums.dtype:  # else it was summed in place
-            self.sums[bucket.whole].copy_(total)
+        if self.flat.num_shards > 1:
+            self.reduced_grads[bucket.shard_range].copy_(total)
+        elif self.dtype != self.reduced_grads.dtype:  # else it was summed in place
+            self.reduced_grads[bucket.full_range].copy_(total)
 
 
-class WeightExchange:
+class WeightGatherer:
     """Brings every rank's shard of new weights to all, in the order in which they are used."""
 
-    def __init__(self, flat: Flat, group: Group, weights: Tensor, used: Callable[[str], Iterable[str]]) -> None:
+    def __init__(
+        self, flat: FlatBuffer, group: Group, weights: Tensor, needed_at: Callable[[str], Iterable[str]]
+    ) -> None:
         """`used` names the moments at which a parameter is needed, such as a layer's number."""
         self.flat, self.group, self.weights = flat, group, weights
         # Norms and biases are few, at the end of memory, and needed from the start.
-        small = [bucket for bucket in flat.buckets if bucket.shard.start >= flat.split]
-        self.order = small + [bucket for bucket in flat.buckets if bucket.shard.start < flat.split]
-        self.needs: dict[str, int] = {}
-        for place, bucket in enumerate(self.order):
+        small = [bucket for bucket in flat.buckets if bucket.shard_range.start >= flat.shard_decay_end]
+        self.buckets = small + [bucket for bucket in flat.buckets if bucket.shard_range.start < flat.shard_decay_end]
+        self.buckets_needed: dict[str, int] = {}
+        for place, bucket in enumerate(self.buckets):
             for span in bucket.spans:
-                for moment in used(span.name):
-                    self.needs[moment] = max(self.needs.get(moment, 0), place + 1)
-        self.shards: Tensor | None = None
-        self.sent = self.landed = len(self.order)
-        self.flying: deque[Tensor] = deque()
+                for moment in needed_at(span.name):
+                    self.buckets_needed[moment] = max(self.buckets_needed.get(moment, 0), place + 1)
+        self.shard: Tensor | None = None
+        self.started = self.completed = len(self.buckets)
+        self.in_flight: deque[Tensor] = deque()
 
-    def start(self, shards: Tensor) -> None:
+    def start(self, shard: Tensor) -> None:
         """New weights of this rank's shard are there. They must not change before all have landed."""
-        self.shards = shards
-        self.sent = self.landed = 0
-        self._send()
+        self.shard = shard
+        self.started = self.completed = 0
+        self._start_next()
 
-    def need(self, moment: str) -> None:
+    def wait_for(self, moment: str) -> None:
         """Wait for what is used at this moment."""
-        self._land(self.needs.get(moment, 0))
+        self._complete(self.buckets_needed.get(moment, 0))
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Wait for everything."""
-        self._land(len(self.order))
+        self._complete(len(self.buckets))
 
-    def _send(self) -> None:
-        assert self.shards is not None
-        while self.sent < len(self.order) and len(self.flying) < FLYING:
-            piece = self.shards[self.order[self.sent].shard].to(self.weights.dtype)
-            self.flying.append(self.group.start_gather(piece))
-            self.sent += 1
+    def _start_next(self) -> None:
+        assert self.shard is not None
+        while self.started < len(self.buckets) and len(self.in_flight) < MAX_IN_FLIGHT:
+            piece = self.shard[self.buckets[self.started].shard_range].to(self.weights.dtype)
+            self.in_flight.append(self.group.start_all_gather(piece))
+            self.started += 1
 
-    def _land(self, count: int) -> None:
-        while self.landed < count:
-            bucket = self.order[self.landed]
-            gathered = wait(self.flying.popleft()).view(self.flat.shards, -1)
-            self.flat.collect(bucket, gathered, self.weights)
-            self.landed += 1
-            self._send()
+    def _complete(self, count: int) -> None:
+        while self.completed < count:
+            bucket = self.buckets[self.completed]
+            gathered = wait(self.in_flight.popleft()).view(self.flat.num_shards, -1)
+            self.flat.gather_from_shards(bucket, gathered, self.weights)
+            self.completed += 1
+            self._start_next()
 
 
 def _aligned(count: int) -> int:
-    return -(-count // ALIGN) * ALIGN
+    return -(-count // ALIGN_ELEMENTS) * ALIGN_ELEMENTS

@@ -17,16 +17,21 @@ from trainyard.devices import Device
 from trainyard.parallel.process_group import Group
 
 
-def shard(
-    model: nn.Module, group: Group, device: Device, compute: torch.dtype, travel: torch.dtype, weights_too: bool
+def apply_fsdp(
+    model: nn.Module,
+    group: Group,
+    device: Device,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
 ) -> DeviceMesh:
     """Wrap each block and the model around them, whose parameters have no memory yet."""
     assert group.handle is not None
-    with compat.real_tensors():  # torch finds a rank's place by their values
+    with compat.disable_fake_tensors():  # torch finds a rank's place by their values
         mesh = DeviceMesh.from_group(group.handle, device.name)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=travel, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in model.get_submodule("layers").children():
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=weights_too)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The head's matrix is used by the loss, after the model is done: the outermost parameters stay until backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
@@ -36,43 +41,43 @@ def shard(
     return mesh
 
 
-class Backed:
+class FsdpState:
     """A sharded model whose shards' weights and gradients lie in memory of ours."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], memory: dict[str, tuple[Tensor, Tensor]], mesh: DeviceMesh
+        self, parameters: dict[str, nn.Parameter], buffers: dict[str, tuple[Tensor, Tensor]], mesh: DeviceMesh
     ) -> None:
         """`memory` has this rank's weights, which are behind the parameters already, and gradients."""
-        self.parameters, self.memory = parameters, memory
+        self.parameters, self.buffers = parameters, buffers
         self.gradients = {
-            name: described(gradient, parameters[name].shape, mesh) for name, (_, gradient) in memory.items()
+            name: as_dtensor(gradient, parameters[name].shape, mesh) for name, (_, gradient) in buffers.items()
         }
         for name, parameter in parameters.items():
             parameter.grad = self.gradients[name]
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         """After backward: torch adds to our memory unless something has made it forget our gradients (a pipeline
         schedule does, when it starts)."""
         for name, parameter in self.parameters.items():
-            mine = self.memory[name][1]
+            mine = self.buffers[name][1]
             found = parameter.grad
-            if found is not None and (local := _local(found)).data_ptr() != mine.data_ptr():
+            if found is not None and (local := _local_tensor(found)).data_ptr() != mine.data_ptr():
                 mine.add_(local)
             parameter.grad = self.gradients[name]
 
-    def refresh(self) -> None:
+    def sync_uneven_shards(self) -> None:
         """After an update: torch keeps shards of uneven parameters in memory of its own; copy those."""
         for name, parameter in self.parameters.items():
-            local, mine = _local(parameter), self.memory[name][0]
+            local, mine = _local_tensor(parameter), self.buffers[name][0]
             if local.data_ptr() != mine.data_ptr():
                 local.copy_(mine)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def described(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
+def as_dtensor(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
     """A shard of a tensor of `shape`, as torch describes it."""
     whole = torch.empty(tuple(shape), device="meta")
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from trainyard import compat
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
-from trainyard.parallel.layout import Dimension, Layout
-from trainyard.parallel.nested_group import Within
+from trainyard.parallel.layout import AxisName, Layout
+from trainyard.parallel.nested_group import NestedGroup
 from trainyard.parallel.process_group import Group
 
 T = TypeVar("T")
-ALONE = Group()
-WAIT = timedelta(minutes=30)
+SINGLE_RANK = Group()
+TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others; a compile or a slow disk may hold one up."""
 
 
@@ -46,35 +46,35 @@ class Mesh:
     """Every group that a run needs. A group's name says what its ranks share or sum."""
 
     layout: Layout
-    rank: int = 0
-    tp: Group = ALONE
-    cp: Group = ALONE
-    pp: Group = ALONE
-    data: Group = ALONE
+    layout_rank: int = 0
+    tp: Group = SINGLE_RANK
+    cp: Group = SINGLE_RANK
+    pp: Group = SINGLE_RANK
+    dp_cp: Group = SINGLE_RANK
     """dp x cp: the ranks that hold the same weights and see different tokens."""
-    stage: Group = ALONE
+    dp_cp_tp: Group = SINGLE_RANK
     """dp x cp x tp: all ranks of a pipeline rank, in the order of their numbers, as `everyone` is."""
-    everyone: Group = ALONE
-    copies: Group = ALONE
+    world: Group = SINGLE_RANK
+    kv_replicas: Group = SINGLE_RANK
     """Tensor-parallel ranks that hold the same kv heads."""
-    physical: tuple[int, ...] = (0,)
+    rank_order: tuple[int, ...] = (0,)
     """The rank at each place of the layout."""
-    tied: Group = ALONE
+    tied_embedding: Group = SINGLE_RANK
     """First and last pipeline rank, where a tied embedding lives twice; alone for those in between."""
 
     @property
-    def place(self) -> dict[Dimension, int]:
-        return self.layout.place(self.rank)
+    def coords(self) -> dict[AxisName, int]:
+        return self.layout.coords(self.layout_rank)
 
     @classmethod
-    def join(cls, layout: Layout, device: Device, order: list[int] | None = None) -> Self:
+    def create(cls, layout: Layout, device: Device, rank_order: list[int] | None = None) -> Self:
         """Meet the other ranks. `order` is the physical rank at each place of the layout, where the device cares."""
         rank, ranks = world()
         if ranks == 1:
             return cls(layout)
         if not dist.is_initialized():
-            dist.init_process_group(device.process_group, timeout=WAIT)
-        physical = order or list(range(ranks))
+            dist.init_process_group(device.process_group_backend, timeout=TIMEOUT)
+        physical = rank_order or list(range(ranks))
         here = physical.index(rank)
 
         def group(lists: list[list[int]], name: str = "", in_places: bool = True) -> Group:
@@ -85,58 +85,64 @@ class Mesh:
                 everywhere = [sorted(members) for members in everywhere]
             for members in everywhere:
                 in_order = members == sorted(members)
-                if not (in_order or compat.keeps_order()):
+                if not (in_order or compat.supports_unsorted_groups()):
                     raise UserError(f"this device's order of ranks ({members[:4]}, ...): needs torch 2.13 or newer")
-                handle = dist.new_group(members, timeout=WAIT) if in_order else compat.ordered_group(members, WAIT)
+                handle = (
+                    dist.new_group(members, timeout=TIMEOUT)
+                    if in_order
+                    else compat.new_unsorted_group(members, TIMEOUT)
+                )
                 if rank in members:
-                    known = compat.name_group(name, handle) if name else handle.group_name
+                    known = compat.register_group_name(name, handle) if name else handle.group_name
                     own = device.collectives(everywhere)
                     mine = Group(tuple(members), members.index(rank), known, handle, own)
             return mine
 
-        def over(*dimensions: Dimension, name: str = "", in_places: bool = True) -> Group:
+        def over(*dimensions: AxisName, name: str = "", in_places: bool = True) -> Group:
             return group(layout.groups(*dimensions), name, in_places)
 
-        last = layout.holder(layout.pp * layout.vpp - 1)
+        last = layout.stage_owner(layout.pp * layout.vpp - 1)
         tp = over("tp", name="trainyard.tp")  # in the graphs of blocks, which are the same on every rank
         copies = [
-            each[first : first + layout.copies]
+            each[first : first + layout.kv_replication]
             for each in layout.groups("tp")
-            for first in range(0, layout.tp, layout.copies)
+            for first in range(0, layout.tp, layout.kv_replication)
         ]
-        apart = all(device.takes([physical[place] for place in places]) for places in copies)
+        apart = all(device.supports_group([physical[place] for place in places]) for places in copies)
         return cls(
             layout,
             here,
             tp=tp,
             cp=over("cp", name="trainyard.cp"),
             pp=over("pp"),
-            data=over("dp", "cp"),
-            physical=tuple(physical),
-            stage=over("dp", "cp", "tp", in_places=False),
-            everyone=over("pp", "dp", "cp", "tp", in_places=False),
-            copies=group(copies) if apart else Within.neighbours(tp, layout.copies, device.handle),
-            tied=group([[each[0], each[last]] for each in layout.groups("pp")] if last else []),
+            dp_cp=over("dp", "cp"),
+            rank_order=tuple(physical),
+            dp_cp_tp=over("dp", "cp", "tp", in_places=False),
+            world=over("pp", "dp", "cp", "tp", in_places=False),
+            kv_replicas=group(copies)
+            if apart
+            else NestedGroup.contiguous(tp, layout.kv_replication, device.torch_device),
+            tied_embedding=group([[each[0], each[last]] for each in layout.groups("pp")] if last else []),
         )
 
-    def agree(self, make: Callable[[], T], device: Device) -> T:
+    def broadcast_object(self, make: Callable[[], T], device: Device) -> T:
         """What rank 0 makes, known to all."""
-        if self.everyone.size == 1:
+        if self.world.size == 1:
             return make()
-        box: list[Any] = [make() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=self.physical[0], device=device.handle)
+        box: list[Any] = [make() if self.layout_rank == 0 else None]
+        dist.broadcast_object_list(box, src=self.rank_order[0], device=device.torch_device)
         return box[0]
 
-    def collect(self, mine: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """What every rank has, known to all, in the order of places."""
-        if self.everyone.size == 1:
-            return [mine]
-        out: list[Any] = [None] * self.everyone.size
-        dist.all_gather_object(out, mine)
-        return [out[rank] for rank in self.physical]
+        if self.world.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.world.size
+        dist.all_gather_object(out, value)
+        return [out[rank] for rank in self.rank_order]
 
 
-def leave() -> None:
+def shutdown_distributed() -> None:
     """Before a rank ends: gloo's threads do not outlive the interpreter, and now and then abort it."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,20 +14,20 @@ from trainyard.parallel.process_group import Group
 
 
 @dataclass(frozen=True)
-class Within(Group):
-    larger: Group = field(default_factory=Group)
-    row: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
+class NestedGroup(Group):
+    parent: Group = field(default_factory=Group)
+    subgroup_index: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
     """Which row is this rank's; a tensor, so that the graph does not depend on the rank."""
 
     @classmethod
-    def neighbours(cls, larger: Group, count: int, device: torch.device) -> Self:
+    def contiguous(cls, parent: Group, subgroup_size: int, device: torch.device) -> Self:
         """This rank and its `count` - 1 neighbours in the larger group, which is cut into such."""
-        row, place = divmod(larger.rank, count)
-        ranks = larger.ranks[row * count : (row + 1) * count]
+        row, place = divmod(parent.rank, subgroup_size)
+        ranks = parent.ranks[row * subgroup_size : (row + 1) * subgroup_size]
         number = torch.tensor([row], dtype=torch.int32, device=device)
-        return cls(ranks, place, f"{larger.name}/{count}", larger=larger, row=number)
+        return cls(ranks, place, f"{parent.name}/{subgroup_size}", parent=parent, subgroup_index=number)
 
-    def sum(self, x: Tensor) -> Tensor:
-        rows = torch.arange(self.larger.size // self.size, dtype=torch.int32, device=x.device)
-        table = torch.where((rows == self.row)[:, None], x.reshape(1, -1), 0.0)
-        return self.larger.sum(table).index_select(0, self.row).view_as(x)
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        rows = torch.arange(self.parent.size // self.size, dtype=torch.int32, device=x.device)
+        table = torch.where((rows == self.subgroup_index)[:, None], x.reshape(1, -1), 0.0)
+        return self.parent.all_reduce_sum(table).index_select(0, self.subgroup_index).view_as(x)

@@ -16,10 +16,10 @@ from torch.distributed.pipelining import (
 
 from trainyard import compat
 from trainyard.core.errors import UserError
-from trainyard.parallel.layout import Layout, Stage
+from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.mesh import Mesh
 
-MANY: dict[str, Any] = {
+MULTI_STAGE_SCHEDULES: dict[str, Any] = {
     "1f1b": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
@@ -32,7 +32,7 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Sequence[tuple[Stage, nn.Module]],
+        modules: Sequence[tuple[StageSpec, nn.Module]],
         mesh: Mesh,
         schedule: str,
         tokens: Tensor,
@@ -45,40 +45,40 @@ class Pipeline:
         stages: list[Any] = [
             PipelineStage(
                 module,
-                stage.number,
+                stage.index,
                 len(layout.stages),
                 device,
-                input_args=tokens if stage.first else activations,
-                output_args=loss if stage.last else activations,
+                input_args=tokens if stage.is_first else activations,
+                output_args=loss if stage.is_last else activations,
                 group=mesh.pp.handle,
             )
             for stage, module in modules
         ]
         count = layout.micro_batches
-        self.first = any(stage.first for stage, _ in modules)
-        self.last = any(stage.last for stage, _ in modules)
+        self.has_first_stage = any(stage.is_first for stage, _ in modules)
+        self.has_last_stage = any(stage.is_last for stage, _ in modules)
         self.schedule: Any
-        if schedule != "1f1b" and not compat.splits_backward():
+        if schedule != "1f1b" and not compat.supports_zero_bubble():
             raise UserError(
-                f"layout.schedule={schedule}: this torch cannot take our backward pass apart, 2.13 and newer can; "
+                f"layout.pipeline_schedule={schedule}: this torch cannot take our backward pass apart, 2.13 and newer can; "
                 "nearest: 1f1b"
             )
         if schedule == "1f1b" and layout.vpp == 1:
             # With fewer micro batches than stages 1F1B has no steady state left: all forwards, then all backwards.
             single = Schedule1F1B if count >= layout.pp else ScheduleGPipe
-            self.schedule = single(stages[0], count, _total, scale_grads=False)
+            self.schedule = single(stages[0], count, _sum_loss, scale_grads=False)
         else:
-            self.schedule = MANY[schedule](stages, count, _total, scale_grads=False)
+            self.schedule = MULTI_STAGE_SCHEDULES[schedule](stages, count, _sum_loss, scale_grads=False)
 
     def run(self, batch: dict[str, Tensor], backward: bool) -> None:
         """All micro batches of a batch, forward and (if asked for) backward."""
-        arguments = (batch["tokens"],) if self.first else ()
-        target = batch["sample"] if self.last else None  # only its rows are counted
+        arguments = (batch["tokens"],) if self.has_first_stage else ()
+        target = batch["sample"] if self.has_last_stage else None  # only its rows are counted
         if backward:
             self.schedule.step(*arguments, target=target, return_outputs=False, **batch)
         else:
             self.schedule.eval(*arguments, target=target, **batch)
 
 
-def _total(part: Tensor, target: Tensor) -> Tensor:
+def _sum_loss(part: Tensor, target: Tensor) -> Tensor:
     return part.sum()

@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from trainyard.config.schema import RecomputeSection
 
 
-def apply(blocks: list[nn.Module], config: RecomputeSection) -> int:
+def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
     """Wrap the chosen parts of each block in place (names stay). Returns how many modules were wrapped."""
     if config.kind == "none":
         return 0
-    parts: set[str] = {"core_attention"} if config.kind == "attention" else set(config.parts)
+    parts: set[str] = {"core_attention"} if config.kind == "attention" else set(config.modules)
     wrapped = 0
     for block in blocks:
-        chosen = [block] if config.kind == "full" else _outermost(block, parts)
+        chosen = [block] if config.kind == "full" else _outermost_matches(block, parts)
         for module in chosen:
             for inside in module.modules():  # gathered once more anyway, when it is recomputed
                 if hasattr(inside, "keep_gathered"):
@@ -30,9 +30,9 @@ def apply(blocks: list[nn.Module], config: RecomputeSection) -> int:
     return wrapped
 
 
-def _outermost(module: nn.Module, parts: set[str]) -> list[nn.Module]:
+def _outermost_matches(module: nn.Module, parts: set[str]) -> list[nn.Module]:
     """Modules below `module` that are one of `parts`; not looked for inside one that is wrapped already."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += [child] if getattr(child, "part", None) in parts else _outermost(child, parts)
+        found += [child] if getattr(child, "part", None) in parts else _outermost_matches(child, parts)
     return found

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.parallel import attention_blocks as blocks
+from trainyard.parallel.attention_blocks import BlockMask
 from trainyard.parallel.attention_blocks import Dropped as Dropped
-from trainyard.parallel.attention_blocks import Pairs
 
-Method = Literal["ring", "all_gather"]
+CpMethod = Literal["ring", "all_gather"]
 
 
-class Ring(Protocol):
+class RingTransport(Protocol):
     """The ranks that share a sequence."""
 
     @property
@@ -42,14 +42,14 @@ class Ring(Protocol):
     def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Start to send tensors of one dtype to the next rank; the result waits for those of the rank before."""
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """[...] of each rank to [size, ...]."""
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[size, ...], one part for each rank, to the sum of this rank's parts."""
 
 
-class Ranks:
+class ProcessGroupRing:
     """The ranks of a process group, by its name. A single rank needs no group."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -60,7 +60,7 @@ class Ranks:
     def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         packed, shapes = torch.cat([x.flatten() for x in tensors]), [x.shape for x in tensors]
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        coming = compat.permute(packed, after, before, self.size, self.name)
+        coming = compat.sendrecv(packed, after, before, self.size, self.name)
 
         def arrived() -> list[Tensor]:
             parts = compat.wait(coming).split_with_sizes([shape.numel() for shape in shapes])
@@ -68,42 +68,44 @@ class Ranks:
 
         return arrived
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return compat.wait(compat.all_gather(x[None], self.size, self.name))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return compat.wait(compat.reduce_scatter(x, self.size, self.name))[0]
 
 
-class Rule(NamedTuple):
+class AttentionSpec(NamedTuple):
     """How to attend: the same on all ranks but for documents and dropout, which are those of the local tokens."""
 
-    method: Method
+    method: CpMethod
     causal: bool
     documents_BT: Tensor | None = None
     dropout: Dropped | None = None
 
 
-class Keys(NamedTuple):
+class KeyChunk(NamedTuple):
     """Keys and values that are at hand, with the blocks that a rank computes with them."""
 
     k_BGSK: Tensor
     v_BGSK: Tensor
     documents_BS: Tensor | None
-    place_S: Tensor
-    blocks: list[blocks.Block]
+    key_positions_S: Tensor
+    blocks: list[blocks.AttentionBlock]
 
 
-def forward(ring: Ring, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def forward(
+    ring: RingTransport, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
     """Output of the local queries over all keys, and its fp32 log-sum-exp [B, H, T]."""
     out_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     lse_BHT = torch.empty(q_BHTK.shape[:3], dtype=torch.float32, device=q_BHTK.device)
-    for keys in _visits(ring, k_BGTK, v_BGTK, rule):
+    for keys in _key_chunks(ring, k_BGTK, v_BGTK, spec):
         for block in keys.blocks:
             q, k, v = q_BHTK[:, :, block.queries], keys.k_BGSK[:, :, block.keys], keys.v_BGSK[:, :, block.keys]
-            part, part_lse = blocks.forward(q, k, v, block.causal, _pairs(block, keys, rule))
+            part, part_lse = blocks.forward(q, k, v, block.causal, _block_mask(block, keys, spec))
             out, lse = out_BHTK[:, :, block.queries], lse_BHT[:, :, block.queries]
-            if block.first:
+            if block.is_first:
                 out.copy_(part)
                 lse.copy_(part_lse)
             else:
@@ -113,27 +115,27 @@ def forward(ring: Ring, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, rule: Ru
 
 
 def backward(
-    ring: Ring,
+    ring: RingTransport,
     dout_BHTK: Tensor,
     q_BHTK: Tensor,
     k_BGTK: Tensor,
     v_BGTK: Tensor,
     out_BHTK: Tensor,
     lse_BHT: Tensor,
-    rule: Rule,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the local q, k and v, summed in fp32. `out` and `lse` are what `forward` gave."""
     dq_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     coming: Callable[[], list[Tensor]] | None = None
     home: list[Tensor] = []
-    for step, keys in enumerate(_visits(ring, k_BGTK, v_BGTK, rule)):
+    for step, keys in enumerate(_key_chunks(ring, k_BGTK, v_BGTK, spec)):
         gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (keys.k_BGSK, keys.v_BGSK)]
         for block in keys.blocks:
             rows = block.queries
             dout, q, out, lse = (x[:, :, rows] for x in (dout_BHTK, q_BHTK, out_BHTK, lse_BHT))
             k, v = keys.k_BGSK[:, :, block.keys], keys.v_BGSK[:, :, block.keys]
-            dq, *parts = blocks.backward(dout, q, k, v, out, lse, block.causal, _pairs(block, keys, rule))
-            if block.first:
+            dq, *parts = blocks.backward(dout, q, k, v, out, lse, block.causal, _block_mask(block, keys, spec))
+            if block.is_first:
                 dq_BHTK[:, :, rows] = dq
             else:
                 dq_BHTK[:, :, rows] += dq
@@ -149,38 +151,38 @@ def backward(
     if coming is not None:
         home = [mine.add_(theirs) for mine, theirs in zip(home, coming(), strict=True)]
     elif ring.size > 1:
-        home = [ring.reduce_scatter(blocks.by_rank(x, ring.size, 2)) for x in home]
+        home = [ring.reduce_scatter(blocks.to_rank_order(x, ring.size, 2)) for x in home]
     dk, dv = home
     return _token_major(dq_BHTK, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTK.dtype)
 
 
-def _visits(ring: Ring, k: Tensor, v: Tensor, rule: Rule) -> Iterator[Keys]:
+def _key_chunks(ring: RingTransport, k: Tensor, v: Tensor, rule: AttentionSpec) -> Iterator[KeyChunk]:
     """All keys, as many at a time as the method has at hand. The next exchange is under way while they are used."""
     size, rank, tokens = ring.size, ring.rank, k.shape[2]
     assert size == 1 or tokens % 2 == 0
     documents = rule.documents_BT
     if rule.method == "all_gather" and size > 1:
-        k, v = (blocks.natural(ring.gather(x), 2) for x in (k, v))
-        documents = None if documents is None else blocks.natural(ring.gather(documents), 1)
+        k, v = (blocks.to_natural_order(ring.all_gather(x), 2) for x in (k, v))
+        documents = None if documents is None else blocks.to_natural_order(ring.all_gather(documents), 1)
         place = torch.arange(size * tokens, dtype=torch.int32, device=k.device)
-        yield Keys(k, v, documents, place, blocks.gathered_blocks(rank, size, tokens, rule.causal))
+        yield KeyChunk(k, v, documents, place, blocks.gathered_blocks(rank, size, tokens, rule.causal))
         return
     for step in range(size):
         coming = ring.rotate([k, v]) if step + 1 < size else None
         coming_documents = ring.rotate([documents]) if coming and documents is not None else None
         source = (rank - step) % size
         place, block = (
-            blocks.places(source, size, tokens, k.device),
+            blocks.rank_token_positions(source, size, tokens, k.device),
             blocks.ring_block(source, rank, tokens, rule.causal),
         )
-        yield Keys(k, v, documents, place, [block])
+        yield KeyChunk(k, v, documents, place, [block])
         if coming:
             k, v = coming()
         if coming_documents:
             (documents,) = coming_documents()
 
 
-def _pairs(block: blocks.Block, keys: Keys, rule: Rule) -> Pairs | None:
+def _block_mask(block: blocks.AttentionBlock, keys: KeyChunk, rule: AttentionSpec) -> BlockMask | None:
     documents_BT, dropout = rule.documents_BT, rule.dropout
     if documents_BT is None and dropout is None:
         return None
@@ -189,7 +191,7 @@ def _pairs(block: blocks.Block, keys: Keys, rule: Rule) -> Pairs | None:
     if dropout is not None:
         first, second = dropout.first_BT[:, block.queries], dropout.second_BT[:, block.queries]
         dropout = dropout._replace(first_BT=first, second_BT=second)
-    return Pairs(mine, theirs, dropout, keys.place_S[block.keys])
+    return BlockMask(mine, theirs, dropout, keys.key_positions_S[block.keys])
 
 
 def _token_major(x_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,8 +218,10 @@ def context_attention(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """`forward` as an operator. `words` are the four tensors of `Dropped`, or none."""
-    rule = Rule(cast(Method, method), causal, documents, Dropped(p, *words) if words else None)
-    return forward(Ranks(group, size), _dense(q), _dense(k), _dense(v), rule)
+    rule = AttentionSpec(cast(CpMethod, method), causal, documents, Dropped(p, *words) if words else None)
+    return forward(
+        ProcessGroupRing(group, size), _contiguous_last_dim(q), _contiguous_last_dim(k), _contiguous_last_dim(v), rule
+    )
 
 
 @torch.library.custom_op("trainyard::context_attention_backward", mutates_args=())
@@ -236,11 +240,20 @@ def context_attention_backward(
     method: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = Rule(cast(Method, method), causal, documents, Dropped(p, *words) if words else None)
-    return backward(Ranks(group, size), _dense(dout), _dense(q), _dense(k), _dense(v), out, lse, rule)
+    rule = AttentionSpec(cast(CpMethod, method), causal, documents, Dropped(p, *words) if words else None)
+    return backward(
+        ProcessGroupRing(group, size),
+        _contiguous_last_dim(dout),
+        _contiguous_last_dim(q),
+        _contiguous_last_dim(k),
+        _contiguous_last_dim(v),
+        out,
+        lse,
+        rule,
+    )
 
 
-def _dense(x: Tensor) -> Tensor:
+def _contiguous_last_dim(x: Tensor) -> Tensor:
     """Kernels take any strides but for the last dim. A gradient may be an expanded scalar."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -255,19 +268,19 @@ def _(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
     return _empty_token_major(q, q.dtype), _empty_token_major(k, k.dtype), _empty_token_major(v, v.dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, words, *ctx.plain = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, documents, *words)
 
 
-def _differentiate(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Any, ...]:
+def _autograd_backward(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Any, ...]:
     q, k, v, out, lse, documents, *words = ctx.saved_tensors
     gradients = context_attention_backward(dout, q, k, v, out, lse, documents, words, *ctx.plain)
     return *gradients, None, [None] * len(words), *[None] * len(ctx.plain)
 
 
-context_attention.register_autograd(_differentiate, setup_context=_save)
+context_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def attend(
@@ -277,7 +290,7 @@ def attend(
     *,
     group: str,
     size: int,
-    method: Method,
+    method: CpMethod,
     causal: bool,
     documents_BT: Tensor | None = None,
     dropout: Dropped | None = None,

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.parallel.attention_blocks import by_rank, natural, places
+from trainyard.parallel.attention_blocks import rank_token_positions, to_natural_order, to_rank_order
 from trainyard.parallel.process_group import Group, wait
 from trainyard.parallel.ring_attention import Dropped, attend
 
-TOKENS = 1
+TOKEN_DIM = 1
 """The dim of tokens in activations [B, T, D]."""
 
 
-class Linear(Protocol):
+class LinearLike(Protocol):
     @property
     def weight(self) -> Tensor: ...
 
@@ -34,60 +34,62 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def product(self, x: Tensor) -> Tensor: ...
+    def matmul(self, x: Tensor) -> Tensor: ...
 
 
 class TensorAxis:
     """Ranks that share each matrix. With `sequence` they also share the tokens between the parts of a block."""
 
-    def __init__(self, group: Group | None = None, sequence: bool = False) -> None:
+    def __init__(self, group: Group | None = None, sequence_parallel: bool = False) -> None:
         self.group = group or Group()
         self.size, self.rank = self.group.size, self.group.rank
-        self.sequence = sequence and self.size > 1
+        self.sequence_parallel = sequence_parallel and self.size > 1
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather_sum_grads(self, x: Tensor) -> Tensor:
         """Before a column-split product: every token on every rank. Backward sums what the ranks found."""
-        if self.sequence:
-            return _Gather.apply(x, self.group, True)  # type: ignore[no-untyped-call]
-        return self.copy(x)
+        if self.sequence_parallel:
+            return _GatherTokens.apply(x, self.group, True)  # type: ignore[no-untyped-call]
+        return self.copy_sum_grads(x)
 
-    def columns(self, x: Tensor, *linears: Linear, keep: bool = False, bias: bool = True) -> tuple[Tensor, ...]:
+    def column_parallel(
+        self, x: Tensor, *linears: LinearLike, keep_gathered: bool = False, add_bias: bool = True
+    ) -> tuple[Tensor, ...]:
         """Column-split products of the same x: every token meets this rank's rows of each matrix.
 
         Under `sequence` the gathered tokens, a whole activation, are not kept: backward gathers them again, while it
         multiplies. `keep` them inside what is recomputed anyway. In fp8 they are kept, in half the bytes. `bias` says
         whether biases are added here.
         """
-        if self.sequence and not keep and not linears[0].fp8:
-            tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if bias else None)]
-            return _Columns.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
-        x = self.gather(x)
-        return tuple(linear(x) if bias else linear.product(x) for linear in linears)
+        if self.sequence_parallel and not keep_gathered and not linears[0].fp8:
+            tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if add_bias else None)]
+            return _ColumnParallel.apply(x, self.group, *tensors)  # type: ignore[no-untyped-call]
+        x = self.gather_sum_grads(x)
+        return tuple(linear(x) if add_bias else linear.matmul(x) for linear in linears)
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         """After a row-split product: sum the ranks' parts (under `sequence`, each rank keeps its tokens)."""
         if self.size == 1:
             return x
-        return (_Scatter if self.sequence else _Sum).apply(x, self.group)  # type: ignore[no-untyped-call]
+        return (_ReduceScatterTokens if self.sequence_parallel else _AllReduce).apply(x, self.group)  # type: ignore[no-untyped-call]
 
-    def copy(self, x: Tensor) -> Tensor:
+    def copy_sum_grads(self, x: Tensor) -> Tensor:
         """The same on every rank going forward; backward sums what the ranks found."""
-        return x if self.size == 1 else _Copy.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return x if self.size == 1 else _CopySumGrads.apply(x, self.group)  # type: ignore[no-untyped-call]
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         """Every token on every rank, for work that all ranks repeat: backward just takes this rank's tokens."""
-        return _Gather.apply(x, self.group, False) if self.sequence else x  # type: ignore[no-untyped-call]
+        return _GatherTokens.apply(x, self.group, False) if self.sequence_parallel else x  # type: ignore[no-untyped-call]
 
-    def part(self, x: Tensor, rank: Tensor) -> Tensor:
+    def local_tokens(self, x: Tensor, rank: Tensor) -> Tensor:
         """This rank's tokens of a constant [..., T]; `rank` as a tensor, so that it stays out of the graph."""
-        if not self.sequence:
+        if not self.sequence_parallel:
             return x
         parts = x.reshape(*x.shape[:-1], self.size, -1)
         return parts.index_select(-2, rank.reshape(1)).squeeze(-2)
 
-    def join(self, x: Tensor) -> Tensor:
+    def gather_last_dim(self, x: Tensor) -> Tensor:
         """Every rank's stretch of the last dim, for work that all ranks repeat."""
-        return x if self.size == 1 else _Join.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return x if self.size == 1 else _GatherLastDim.apply(x, self.group)  # type: ignore[no-untyped-call]
 
 
 class ContextAxis:
@@ -95,24 +97,24 @@ class ContextAxis:
     each rank has the same work under a causal mask."""
 
     def __init__(
-        self, group: Group | None = None, method: Literal["ring", "all_gather"] = "ring", traced: bool = False
+        self, group: Group | None = None, method: Literal["ring", "all_gather"] = "ring", traces_attention: bool = False
     ) -> None:
         self.group = group or Group()
         self.size, self.rank = self.group.size, self.group.rank
         self.method: Literal["ring", "all_gather"] = method
-        self.traced = traced
+        self.traces_attention = traces_attention
         """Keys are gathered and attended to in plain operations (`Device.traces_attention`): `attend` is not asked."""
 
-    def places(self, tokens: int, rank: Tensor) -> Tensor:
+    def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
         """Global places [T] of this rank's `tokens` tokens, int32; `rank` as a tensor."""
-        return places(rank, self.size, tokens, rank.device)
+        return rank_token_positions(rank, self.size, tokens, rank.device)
 
-    def gather(self, x: Tensor, dim: int) -> Tensor:
+    def gather_sequence(self, x: Tensor, dim: int) -> Tensor:
         """Keys, values or documents of the whole sequence, in natural order along `dim`. Backward sums home in fp32."""
-        return x if self.size == 1 else _Sequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
+        return x if self.size == 1 else _GatherSequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropped: Dropped | None
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: Dropped | None
     ) -> Tensor:
         return attend(
             q,
@@ -123,7 +125,7 @@ class ContextAxis:
             method=self.method,
             causal=causal,
             documents_BT=documents,
-            dropout=dropped,
+            dropout=dropout,
         )
 
 
@@ -133,7 +135,7 @@ class Axes:
     cp: ContextAxis = field(default_factory=ContextAxis)
 
 
-class _Columns(torch.autograd.Function):
+class _ColumnParallel(torch.autograd.Function):
     """Gather and multiply. What travels in backward does so while something is multiplied."""
 
     @staticmethod
@@ -143,26 +145,26 @@ class _Columns(torch.autograd.Function):
         x, group, *tensors = arguments
         ctx.group = group
         ctx.save_for_backward(x, *tensors)
-        whole = group.gather(x, TOKENS)
+        whole = group.gather(x, TOKEN_DIM)
         return tuple(F.linear(whole, w, b) for w, b in zip(tensors[::2], tensors[1::2], strict=True) if w is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group: Group = ctx.group
         x, *tensors = ctx.saved_tensors
-        gathering = group.start_gather(x)
+        gathering = group.start_all_gather(x)
         d_whole = sum(d @ w for d, w in zip(grads, tensors[::2], strict=True))
         assert isinstance(d_whole, Tensor)
-        scattering = group.start_scatter(d_whole, TOKENS)
-        whole = group.gathered(gathering, x, TOKENS).flatten(0, 1)
+        scattering = group.start_reduce_scatter_dim(d_whole, TOKEN_DIM)
+        whole = group.finish_all_gather(gathering, x, TOKEN_DIM).flatten(0, 1)
         out: list[Tensor | None] = []
         for d, bias in zip(grads, tensors[1::2], strict=True):
             flat = d.flatten(0, 1)
             out += [flat.T @ whole, flat.sum(0) if bias is not None else None]
-        return group.scattered(scattering, d_whole, TOKENS), None, *out
+        return group.finish_reduce_scatter(scattering, d_whole, TOKEN_DIM), None, *out
 
 
-class _Copy(torch.autograd.Function):
+class _CopySumGrads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -173,59 +175,59 @@ class _Copy(torch.autograd.Function):
         return ctx.group.sum(grads[0]), None
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.sum(x)
+        return group.all_reduce_sum(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, summed: bool) -> Tensor:
         ctx.group, ctx.summed = group, summed
-        return group.gather(x, TOKENS)
+        return group.all_gather(x, TOKEN_DIM)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group = ctx.group
         if ctx.summed:
-            return group.reduce_scatter(grads[0], TOKENS), None, None
-        return grads[0].chunk(group.size, TOKENS)[group.rank], None, None
+            return group.reduce_scatter(grads[0], TOKEN_DIM), None, None
+        return grads[0].chunk(group.size, TOKEN_DIM)[group.rank], None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.reduce_scatter(x, TOKENS)
+        return group.reduce_scatter(x, TOKEN_DIM)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.gather(grads[0], TOKENS), None
+        return ctx.group.gather(grads[0], TOKEN_DIM), None
 
 
-class _Join(torch.autograd.Function):
+class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.gather(x, x.dim() - 1)
+        return group.all_gather(x, x.dim() - 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0].chunk(ctx.group.size, -1)[ctx.group.rank], None
 
 
-class _Sequence(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
-        return natural(wait(group.start_gather(x[None])), dim)
+        return to_natural_order(wait(group.start_all_gather(x[None])), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        parts = by_rank(grads[0].float(), ctx.group.size, ctx.dim)
+        parts = to_rank_order(grads[0].float(), ctx.group.size, ctx.dim)
         return wait(ctx.group.start_reduce_scatter(parts))[0].to(ctx.dtype), None, None

@@ -18,23 +18,23 @@ import numpy as np
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
-from trainyard.plan.hardware.spec import Hardware, hardware
-from trainyard.plan.time.step_time import Efficiency, step
+from trainyard.plan.hardware.spec import Hardware, parse_hardware
+from trainyard.plan.time.step_time import Efficiency, predict_step
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     name: str
-    on: str
+    hardware_name: str
     """As --hardware takes it."""
     sections: dict[str, Any]
-    speed: float
+    sequences_per_second: float
     """Sequences a second."""
     source: str
 
     @property
     def hardware(self) -> Hardware:
-        return hardware(self.on)
+        return parse_hardware(self.hardware_name)
 
     def config(self) -> Config:
         return parse({**self.sections, "data": {"source": "synthetic", **self.sections["data"]}})
@@ -46,14 +46,14 @@ def _llama(vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, 
             "family": "llama", "vocab": vocab, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv,
             "ffn": ffn, "max_positions": sequence,
         },
-        "data": {"sequence": sequence},
+        "data": {"seq_len": sequence},
         "train": {"steps": 1000, "global_batch": 1024, "micro_batch": 1},
         "precision": {"kind": "bf16"},
         "recompute": {"kind": "attention"},
     }  # fmt: skip
 
 
-def _with(sections: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _merge_sections(sections: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {name: {**sections.get(name, {}), **more.get(name, {})} for name in sections | more}
 
 
@@ -68,104 +68,126 @@ LLAMA3_8B = _llama(128256, 4096, 32, 32, 8, 14336, 8192)
 LLAMA3_70B = _llama(128256, 8192, 80, 64, 8, 28672, 8192)
 GPT: dict[str, Any] = {
     "model": {"family": "gpt", "vocab": 50257, "hidden": 4096, "layers": 32, "heads": 32, "max_positions": 2048},
-    "data": {"sequence": 2048},
+    "data": {"seq_len": 2048},
     "train": {"steps": 1000, "global_batch": 64, "micro_batch": 1},
     "precision": {"kind": "bf16_sr"},
     "layout": {"tp": 8},
 }
 BERT: dict[str, Any] = {
     "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
-    "data": {"sequence": 128, "predictions": 20},
+    "data": {"seq_len": 128, "max_predictions": 20},
     "train": {"steps": 1000, "global_batch": 16384, "micro_batch": 16},
     "precision": {"kind": "bf16_sr"},
 }
-CODER = _with(
+CODER = _merge_sections(
     _llama(32256, 2048, 24, 16, 16, 5504, 4096),
     train={"global_batch": 32, "micro_batch": 8},
     recompute={"kind": "none"},
 )
-NODE, NODES, MORE = "trn1.32xlarge:1", "trn1.32xlarge:16", "trn1.32xlarge:32"
-TRN1 = (
-    Run("GPT 6.7B, 1 node", NODE, GPT, 7.3, "Megatron-LM reference, tutorial"),
-    Run("GPT 6.7B, 16 nodes", NODES, _with(GPT, train={"global_batch": 1024}), 98.0, "the same"),
-    Run("Llama 2 7B, 16 nodes", NODES, _with(LLAMA2_7B, layout=_layout(8)), 95.14, "Neuron 2.21"),
-    Run("Llama 2 13B, 32 nodes", MORE, _with(LLAMA2_13B, layout=_layout(8, 4)), 80.33, "aws-neuron-sdk, last stated"),
-    Run("Llama 2 70B, 32 nodes", MORE, _with(LLAMA2_70B, layout=_layout(32, 8)), 14.44, "aws-neuron-sdk, last stated"),
-    Run("Llama 3.1 8B, 32 nodes", MORE, _with(LLAMA3_8B, layout=_layout(32)), 47.95, "Neuron 2.24"),
-    Run("Llama 3.1 70B, 32 nodes", MORE, _with(LLAMA3_70B, layout=_layout(32, 8)), 7.94, "Neuron 2.24"),
-    Run(
+ONE_NODE, NODES_16, NODES_32 = "trn1.32xlarge:1", "trn1.32xlarge:16", "trn1.32xlarge:32"
+TRN1_RUNS = (
+    PublishedRun("GPT 6.7B, 1 node", ONE_NODE, GPT, 7.3, "Megatron-LM reference, tutorial"),
+    PublishedRun("GPT 6.7B, 16 nodes", NODES_16, _merge_sections(GPT, train={"global_batch": 1024}), 98.0, "the same"),
+    PublishedRun("Llama 2 7B, 16 nodes", NODES_16, _merge_sections(LLAMA2_7B, layout=_layout(8)), 95.14, "Neuron 2.21"),
+    PublishedRun(
+        "Llama 2 13B, 32 nodes",
+        NODES_32,
+        _merge_sections(LLAMA2_13B, layout=_layout(8, 4)),
+        80.33,
+        "aws-neuron-sdk, last stated",
+    ),
+    PublishedRun(
+        "Llama 2 70B, 32 nodes",
+        NODES_32,
+        _merge_sections(LLAMA2_70B, layout=_layout(32, 8)),
+        14.44,
+        "aws-neuron-sdk, last stated",
+    ),
+    PublishedRun(
+        "Llama 3.1 8B, 32 nodes", NODES_32, _merge_sections(LLAMA3_8B, layout=_layout(32)), 47.95, "Neuron 2.24"
+    ),
+    PublishedRun(
+        "Llama 3.1 70B, 32 nodes", NODES_32, _merge_sections(LLAMA3_70B, layout=_layout(32, 8)), 7.94, "Neuron 2.24"
+    ),
+    PublishedRun(
         "Llama 3 70B, 16 nodes",
-        NODES,
-        _with(LLAMA3_70B, layout=_layout(32, 8), recompute={"kind": "parts", "parts": ["core_attention", "mlp"]}),
+        NODES_16,
+        _merge_sections(
+            LLAMA3_70B, layout=_layout(32, 8), recompute={"kind": "selective", "modules": ["core_attention", "mlp"]}
+        ),
         1024 / 321.9,
         "NxD Training, tutorial",
     ),
-    Run("BERT phase 1, 1 node", NODE, BERT, 3826.6, "Neuron 2.28"),
-    Run(
+    PublishedRun("BERT phase 1, 1 node", ONE_NODE, BERT, 3826.6, "Neuron 2.28"),
+    PublishedRun(
         "BERT phase 1, 16 nodes",
-        NODES,
-        _with(BERT, train={"global_batch": 1048576}, optimizer={"kind": "lamb"}),
+        NODES_16,
+        _merge_sections(BERT, train={"global_batch": 1048576}, optimizer={"kind": "lamb"}),
         57407.9,
         "Neuron 2.28",
     ),
 )
-H200 = (
-    Run("1.3B bf16", "h200:1", CODER, 62472 / 4096, "gpu-h200.json"),
-    Run("1.3B fp8", "h200:1", _with(CODER, precision={"kind": "fp8"}), 80279 / 4096, "gpu-h200.json"),
-    Run(
+H200_RUNS = (
+    PublishedRun("1.3B bf16", "h200:1", CODER, 62472 / 4096, "gpu-h200.json"),
+    PublishedRun(
+        "1.3B fp8", "h200:1", _merge_sections(CODER, precision={"kind": "fp8"}), 80279 / 4096, "gpu-h200.json"
+    ),
+    PublishedRun(
         "BERT-large phase 1",
         "h200:1",
-        _with(BERT, train={"global_batch": 2048, "micro_batch": 512}, precision={"kind": "bf16"}),
+        _merge_sections(BERT, train={"global_batch": 2048, "micro_batch": 512}, precision={"kind": "bf16"}),
         2742.0,
         "gpu-h200.json",
     ),
-    Run(
+    PublishedRun(
         "Llama 2 7B",
         "h200:1",
-        _with(LLAMA2_7B, train={"global_batch": 16}, recompute={"kind": "none"}),
+        _merge_sections(LLAMA2_7B, train={"global_batch": 16}, recompute={"kind": "none"}),
         13469 / 4096,
         "docs/performance.md",
     ),
 )
-SETS = {"trn1": TRN1, "h200": H200}
-FREE = {
+RUN_SETS = {"trn1": TRN1_RUNS, "h200": H200_RUNS}
+FITTED_CONSTANTS = {
     "trn1": (("product", "attention"), ("memory",), ("link",), ("network",)),
     "h200": (("product",), ("attention",), ("memory",)),
 }
 """The constants of each set that are fitted; names in one bracket are one constant."""
 
 
-def predicted(run: Run, e: Efficiency) -> float:
+def predicted_speed(run: PublishedRun, efficiency: Efficiency) -> float:
     """Sequences a second."""
     config = run.config()
-    layout = Layout.of(config, run.hardware.ranks)
-    return config.train.global_batch / step(config, layout, run.hardware, e).seconds
+    layout = Layout.from_config(config, run.hardware.ranks)
+    return config.train.global_batch / predict_step(config, layout, run.hardware, efficiency).seconds
 
 
 @cache
-def _shares(name: str, number: int) -> tuple[float, ...]:
+def _time_shares(name: str, number: int) -> tuple[float, ...]:
     """How a run's step time follows from one over each free constant: seconds for each, and those that none changes."""
-    run, free = SETS[name][number], FREE[name]
-    at_peak = run.config().train.global_batch / predicted(run, Efficiency())
+    run, free = RUN_SETS[name][number], FITTED_CONSTANTS[name]
+    at_peak = run.config().train.global_batch / predicted_speed(run, Efficiency())
     out = []
     for names in free:
         half = Efficiency()._replace(**dict.fromkeys(names, 0.5))
-        out.append(run.config().train.global_batch / predicted(run, half) - at_peak)
+        out.append(run.config().train.global_batch / predicted_speed(run, half) - at_peak)
     return *out, at_peak - sum(out)
 
 
-def fit(name: str, without: int | None = None) -> Efficiency:
+def fit_efficiency(name: str, without: int | None = None) -> Efficiency:
     """The constants that bring the set's runs (but `without`) closest, in the mean square of the relative error. None
     is above 1: nothing is faster than its peak."""
-    runs = [number for number in range(len(SETS[name])) if number != without]
+    runs = [number for number in range(len(RUN_SETS[name])) if number != without]
     rows, rest = [], []
     for number in runs:
-        measured = SETS[name][number].config().train.global_batch / SETS[name][number].speed
-        *shares, fixed = _shares(name, number)
+        measured = RUN_SETS[name][number].config().train.global_batch / RUN_SETS[name][number].sequences_per_second
+        *shares, fixed = _time_shares(name, number)
         rows.append([share / measured for share in shares])
         rest.append(1 - fixed / measured)
     best = _least_squares(np.array(rows), np.array(rest))
-    names = {each: float(1 / value) for group, value in zip(FREE[name], best, strict=True) for each in group}
+    names = {
+        each: float(1 / value) for group, value in zip(FITTED_CONSTANTS[name], best, strict=True) for each in group
+    }
     return Efficiency(**names)
 
 
@@ -184,24 +206,24 @@ def _least_squares(a: Any, b: Any) -> Sequence[float]:
 
 
 @dataclass(frozen=True)
-class Left:
+class HeldOutPrediction:
     """A run predicted with constants fitted on the others."""
 
-    run: Run
+    run: PublishedRun
     predicted: float
-    own: float
+    fitted_on_all: float
     """Predicted with constants fitted on all, itself included."""
     constants: Efficiency
 
     @property
     def error(self) -> float:
-        return self.predicted / self.run.speed - 1
+        return self.predicted / self.run.sequences_per_second - 1
 
 
-def leave_one_out(name: str) -> list[Left]:
-    every = fit(name)
+def leave_one_out(name: str) -> list[HeldOutPrediction]:
+    every = fit_efficiency(name)
     out = []
-    for number, run in enumerate(SETS[name]):
-        constants = fit(name, number)
-        out.append(Left(run, predicted(run, constants), predicted(run, every), constants))
+    for number, run in enumerate(RUN_SETS[name]):
+        constants = fit_efficiency(name, number)
+        out.append(HeldOutPrediction(run, predicted_speed(run, constants), predicted_speed(run, every), constants))
     return out

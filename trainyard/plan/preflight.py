@@ -3,61 +3,71 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard.checkpoint.io.storage import open_place
+from trainyard.checkpoint.io.storage import open_storage
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.data.loading.build import open_sources
-from trainyard.models import family
+from trainyard.data.loading.build import build_datasets
+from trainyard.models import family_of
 from trainyard.plan.group_rules import group_problems
-from trainyard.plan.report import Change, Plan
+from trainyard.plan.report import ConfigChange, Plan
 
 GIB = 2**30
-READ = ("tokens", "arrow", "hdf5")
+COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
 """Sources whose samples can be counted without reading them all."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    line: str
+class PlanProblem:
+    message: str
     fatal: bool
     """The run would not start, or not end."""
 
 
-def problems(plan: Plan, fixes: list[Change]) -> list[Problem]:
+def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     """`fixes` are changes that fit in memory."""
     config = plan.config
-    shapes = [Problem(each.line, each.refused) for each in group_problems(plan.layout, plan.on)]
-    if plan.given.layout.context != config.layout.context:
-        line = "layout.context=ring: Trainium gathers keys and values instead, and so does this plan"
-        shapes.append(Problem(f"{line}; nearest: layout.context=all_gather", False))
-    return [*shapes, *_memory(plan, fixes), *_disk(plan), *_host(plan), *_data(config)]
+    shapes = [PlanProblem(each.message, each.fatal) for each in group_problems(plan.layout, plan.hardware)]
+    if plan.original_config.layout.cp_method != config.layout.cp_method:
+        line = "layout.cp_method=ring: Trainium gathers keys and values instead, and so does this plan"
+        shapes.append(PlanProblem(f"{line}; nearest: layout.cp_method=all_gather", False))
+    return [
+        *shapes,
+        *_memory_problems(plan, fixes),
+        *_disk_problems(plan),
+        *_host_memory_problems(plan),
+        *_data_problems(config),
+    ]
 
 
-def _memory(plan: Plan, fixes: list[Change]) -> list[Problem]:
+def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     if plan.fits:
         return []
-    needed, place = max((each.total, pp) for pp, each in enumerate(plan.memories))
+    needed, place = max((each.total, pp) for pp, each in enumerate(plan.stage_memory))
     where = f" of pipeline rank {place}" if plan.layout.pp > 1 else ""
-    best = f"nearest: {fixes[0].words} ({fixes[0].memory / GIB:.1f} GiB)" if fixes else "--search finds what fits"
-    line = f"memory: a rank{where} needs {needed / GIB:.1f} GiB, it has {plan.on.memory / GIB:.1f}; {best}"
-    return [Problem(line, True)]
+    best = f"nearest: {fixes[0].overrides} ({fixes[0].memory / GIB:.1f} GiB)" if fixes else "--search finds what fits"
+    line = f"memory: a rank{where} needs {needed / GIB:.1f} GiB, it has {plan.hardware.memory / GIB:.1f}; {best}"
+    return [PlanProblem(line, True)]
 
 
 def checkpoint_bytes(config: Config) -> int:
     """Of one checkpoint, all ranks together: weights at their best precision, and two moments."""
     each = 8 + (2 if config.precision.kind == "bf16_sr" else 4)
-    return family(config.model).blueprint(config.model).parameters() * each
+    return family_of(config.model).blueprint(config.model).parameter_count() * each
 
 
-def _disk(plan: Plan) -> list[Problem]:
+def _disk_problems(plan: Plan) -> list[PlanProblem]:
     """Room for all that is kept, one more being written. Only of a directory that is named, or on this machine's CPU:
     elsewhere the disk is not the run's."""
     config = plan.config
     saves = config.checkpoint
-    if not saves.saves or not (saves.directory or plan.on.entry.kind == "cpu") or "://" in (saves.directory or ""):
+    if (
+        not saves.saving_enabled
+        or not (saves.directory or plan.hardware.entry.kind == "cpu")
+        or "://" in (saves.directory or "")
+    ):
         return []
     directory = Path(saves.directory or Path(config.log.directory) / config.log.name).expanduser()
-    size, free = checkpoint_bytes(config), open_place(directory.absolute()).free()
+    size, free = checkpoint_bytes(config), open_storage(directory.absolute()).free_bytes()
     count = saves.keep + 1
     if not saves.keep:
         count = -(-config.train.steps // saves.every) if saves.every else 1
@@ -65,38 +75,38 @@ def _disk(plan: Plan) -> list[Problem]:
         return []
     near = f"checkpoint.keep={free // size - 1}" if free >= 2 * size else "another checkpoint.directory"
     needed, have = f"{count} checkpoints of {size / GIB:.1f} GiB", f"{free / GIB:.1f} GiB free"
-    return [Problem(f"disk: {needed}, {directory} has {have}; nearest: {near}", size > free)]
+    return [PlanProblem(f"disk: {needed}, {directory} has {have}; nearest: {near}", size > free)]
 
 
-def _host(plan: Plan) -> list[Problem]:
+def _host_memory_problems(plan: Plan) -> list[PlanProblem]:
     """While a checkpoint is written, every rank of a host holds a copy of its part of the state."""
-    config, host = plan.config, plan.on.entry.host
-    if not config.checkpoint.saves or config.checkpoint.blocking or not host:
+    config, host = plan.config, plan.hardware.entry.host_memory
+    if not config.checkpoint.saving_enabled or config.checkpoint.blocking or not host:
         return []
-    each = checkpoint_bytes(config) / plan.layout.world
-    ranks = min(plan.on.node, config.checkpoint.window or plan.on.node)
-    if plan.on.entry.kind == "cpu" or each * ranks <= host / 2:
+    each = checkpoint_bytes(config) / plan.layout.world_size
+    ranks = min(plan.hardware.ranks_per_node, config.checkpoint.writers_per_host or plan.hardware.ranks_per_node)
+    if plan.hardware.entry.kind == "cpu" or each * ranks <= host / 2:
         return []
     near = max(int(host / 2 / each), 1)
     line = (
         f"host memory: a checkpoint's copies take {each * ranks / GIB:.0f} GiB of a host's {host / GIB:.0f}; "
-        f"nearest: checkpoint.window={near}"
+        f"nearest: checkpoint.writers_per_host={near}"
     )
-    return [Problem(line, each * ranks > host)]
+    return [PlanProblem(line, each * ranks > host)]
 
 
-def _data(config: Config) -> list[Problem]:
+def _data_problems(config: Config) -> list[PlanProblem]:
     """How often the run goes through its samples, where they are here."""
-    if config.data.source not in READ:
+    if config.data.source not in COUNTABLE_SOURCES:
         return []
     try:
-        train = open_sources(config).train
+        train = build_datasets(config).train
     except UserError as error:
         if "no such" in str(error):
             return [
-                Problem(f"data.paths={', '.join(config.data.paths)}: not here, so their length is not known", False)
+                PlanProblem(f"data.paths={', '.join(config.data.paths)}: not here, so their length is not known", False)
             ]
-        return [Problem(str(error), True)]
+        return [PlanProblem(str(error), True)]
     wanted, have = config.train.steps * config.train.global_batch, len(train)
     if config.data.order == "megatron" or config.data.weights or wanted <= have:
         return []
@@ -105,4 +115,4 @@ def _data(config: Config) -> list[Problem]:
         f"data: {wanted:,} samples wanted, data.paths has {have:,}: {wanted / have:.1f} times round; "
         f"once is train.steps={max(steps, 1)}"
     )
-    return [Problem(line, False)]
+    return [PlanProblem(line, False)]

@@ -8,20 +8,26 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
-from trainyard.plan.group_rules import as_run
+from trainyard.plan.group_rules import config_as_run
 from trainyard.plan.hardware.spec import Hardware
-from trainyard.plan.memory.peak import Memory, memory
-from trainyard.plan.time.cost import Cost, cost
-from trainyard.plan.time.step_time import Step, distinct, efficiency, on_the_wire, step
+from trainyard.plan.memory.peak import RankMemory, estimate_memory
+from trainyard.plan.time.cost import RunCost, estimate_cost
+from trainyard.plan.time.step_time import (
+    StepTime,
+    distinct_pipeline_ranks,
+    fitted_efficiency,
+    predict_step,
+    traffic_by_axis,
+)
 
-ROOM = 0.95
+MEMORY_FILL_LIMIT = 0.95
 """Part of a rank's memory that is filled by what is proposed: the model of memory is not exact."""
-GAIN = 1.02
+MIN_SPEEDUP = 1.02
 """Times faster that a change must make a step to be worth a line."""
-TRIED = 3
+MAX_SUGGESTIONS = 3
 """Lines of what to try."""
-COMPUTE = ("products", "attention")
-NAMES = {
+COMPUTE_COMPONENTS = ("products", "attention")
+BOTTLENECK_NAMES = {
     "compute": "compute (matrix products and attention)",
     "memory": "memory bandwidth (norms, activations, losses)",
     "tp": "communication of tensor-parallel ranks",
@@ -35,105 +41,117 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Wire:
+class AxisTraffic:
     """What one axis sends in a step, on the slowest pipeline rank."""
 
     messages: int
-    size: int
+    nbytes: int
     """Bytes, the larger side of each message."""
     seconds: float
-    hidden: float
+    overlapped: float
     """Of these, seconds while something is computed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    given: Config
+    original_config: Config
     config: Config
     """What the hardware does of it."""
     layout: Layout
-    on: Hardware
-    memories: list[Memory]
+    hardware: Hardware
+    stage_memory: list[RankMemory]
     """Of a rank of each pipeline rank."""
-    wires: dict[str, Wire]
-    step: Step
-    cost: Cost
+    traffic: dict[str, AxisTraffic]
+    step_time: StepTime
+    cost: RunCost
 
     @property
     def fits(self) -> bool:
-        return max(each.total for each in self.memories) <= self.on.memory
+        return max(each.total for each in self.stage_memory) <= self.hardware.memory
 
     @property
-    def shares(self) -> dict[str, float]:
+    def time_shares(self) -> dict[str, float]:
         """Of the step, by what NAMES has."""
-        parts = dict(self.step.parts)
-        compute = sum(parts.pop(name) for name in COMPUTE)
-        return {name: value / self.step.seconds for name, value in {"compute": compute, **parts}.items()}
+        parts = dict(self.step_time.components)
+        compute = sum(parts.pop(name) for name in COMPUTE_COMPONENTS)
+        return {name: value / self.step_time.seconds for name, value in {"compute": compute, **parts}.items()}
 
     @property
-    def limit(self) -> str:
+    def bottleneck(self) -> str:
         """What the step would gain most from."""
         if not self.fits:
             return "memory: it does not fit"
-        name, share = max(self.shares.items(), key=lambda item: item[1])
-        return f"{NAMES[name]}, {share:.0%} of the step"
+        name, share = max(self.time_shares.items(), key=lambda item: item[1])
+        return f"{BOTTLENECK_NAMES[name]}, {share:.0%} of the step"
 
 
-def make(given: Config, on: Hardware, price: float | None = None) -> Plan:
-    config = as_run(given, on)
-    layout = Layout.of(config, on.ranks)
-    e = efficiency(on)
-    found = step(config, layout, on, e)
+def make_plan(original_config: Config, hardware: Hardware, price_per_hour: float | None = None) -> Plan:
+    config = config_as_run(original_config, hardware)
+    layout = Layout.from_config(config, hardware.ranks)
+    e = fitted_efficiency(hardware)
+    found = predict_step(config, layout, hardware, e)
     wires = {
-        axis: Wire(count, size, ideal.real(e), found.hidden.get(axis, 0.0))
-        for axis, (count, size, ideal) in on_the_wire(config, layout, found.slowest, on).items()
+        axis: AxisTraffic(count, size, ideal.at_efficiency(e), found.overlapped.get(axis, 0.0))
+        for axis, (count, size, ideal) in traffic_by_axis(config, layout, found.slowest_pp, hardware).items()
     }
-    memories = [memory(config, layout, pp, on.entry.kind) for pp in range(layout.pp)]
-    return Plan(given, config, layout, on, memories, wires, found, cost(config, on, found.seconds, price))
+    memories = [estimate_memory(config, layout, pp, hardware.entry.kind) for pp in range(layout.pp)]
+    return Plan(
+        original_config,
+        config,
+        layout,
+        hardware,
+        memories,
+        wires,
+        found,
+        estimate_cost(config, hardware, found.seconds, price_per_hour),
+    )
 
 
-def changed(config: Config, words: list[str]) -> Config:
-    return parse(config.model_dump(mode="json"), words)
+def with_overrides(config: Config, overrides: list[str]) -> Config:
+    return parse(config.model_dump(mode="json"), overrides)
 
 
-def largest(config: Config, layout: Layout, kind: str) -> int:
+def max_rank_memory(config: Config, layout: Layout, device_kind: str) -> int:
     """Bytes of the rank that holds most. Ranks that have the same to do hold most where the first of them stands."""
-    return max(memory(config, layout, pp, kind).total for pp in distinct(layout))
+    return max(estimate_memory(config, layout, pp, device_kind).total for pp in distinct_pipeline_ranks(layout))
 
 
 @dataclass(frozen=True)
-class Change:
-    words: str
-    gain: float
+class ConfigChange:
+    overrides: str
+    speedup: float
     """Times as fast as the file."""
     memory: int
 
 
-def advice(plan: Plan) -> list[Change]:
+def suggest_changes(plan: Plan) -> list[ConfigChange]:
     """Single changes that fit and make the step faster or, where the file does not fit, that make it fit."""
     out = []
-    for words, config, layout in others(plan.config, plan.on.ranks):
-        gain = plan.step.seconds / step(config, layout, plan.on, efficiency(plan.on)).seconds
-        if plan.fits and gain < GAIN:
+    for words, config, layout in single_key_variants(plan.config, plan.hardware.ranks):
+        gain = (
+            plan.step_time.seconds
+            / predict_step(config, layout, plan.hardware, fitted_efficiency(plan.hardware)).seconds
+        )
+        if plan.fits and gain < MIN_SPEEDUP:
             continue
-        size = largest(config, layout, plan.on.entry.kind)
-        if size <= ROOM * plan.on.memory:
-            out.append(Change(words, gain, size))
-    return sorted(out, key=lambda change: -change.gain)[:TRIED]
+        size = max_rank_memory(config, layout, plan.hardware.entry.kind)
+        if size <= MEMORY_FILL_LIMIT * plan.hardware.memory:
+            out.append(ConfigChange(words, gain, size))
+    return sorted(out, key=lambda change: -change.speedup)[:MAX_SUGGESTIONS]
 
 
-def others(config: Config, ranks: int) -> Iterator[tuple[str, Config, Layout]]:
+def single_key_variants(config: Config, ranks: int) -> Iterator[tuple[str, Config, Layout]]:
     """What single changes make of it, as far as they are possible."""
-    for words in _changes(config):
+    for words in _candidate_overrides(config):
         try:
-            other = changed(config, words)
-            layout = Layout.of(other, ranks)
+            other = with_overrides(config, words)
+            layout = Layout.from_config(other, ranks)
         except UserError:
             continue
         yield " ".join(words), other, layout
 
 
-def _changes(config: Config) -> list[list[str]]:
+def _candidate_overrides(config: Config) -> list[list[str]]:
     """Other values of the keys that change speed or memory but not what is learned."""
     layout, train, recompute = config.layout, config.train, config.recompute
     out = [[f"train.micro_batch={train.micro_batch * 2}"]]
@@ -141,40 +159,40 @@ def _changes(config: Config) -> list[list[str]]:
         out.append([f"train.micro_batch={train.micro_batch // 2}"])
     for kind in ("none", "attention", "full"):
         if kind != recompute.kind:
-            out.append([f"recompute.kind={kind}", *(["recompute.parts=[]"] if recompute.parts else [])])
+            out.append([f"recompute.kind={kind}", *(["recompute.modules=[]"] if recompute.modules else [])])
     out += [[f"layout.zero={zero}"] for zero in (1, 3) if zero != layout.zero]
     if layout.tp > 1 and not layout.sequence_parallel:
         out.append(["layout.sequence_parallel=true"])
-    if layout.pp > 1 and not layout.cuts and layout.schedule == "1f1b":
+    if layout.pp > 1 and not layout.pipeline_cuts and layout.pipeline_schedule == "1f1b":
         out.append([f"layout.vpp={layout.vpp * 2}"])
-    if config.precision.kind != "fp32" and config.precision.travel == "fp32":
-        out.append(["precision.reduce=bf16"])
+    if config.precision.kind != "fp32" and config.precision.grad_reduce_dtype == "fp32":
+        out.append(["precision.reduce_dtype=bf16"])
     halves = {"tp": layout.tp, "pp": layout.pp}
-    cuts = ["layout.cuts=[]"] if layout.cuts else []
+    cuts = ["layout.pipeline_cuts=[]"] if layout.pipeline_cuts else []
     for name, value in halves.items():
         out += [[f"layout.{name}={other}", *cuts] for other in (value // 2, value * 2) if other and value > 1]
     return out
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Everything, as plain data."""
-    entry = plan.on.entry
+    entry = plan.hardware.entry
     return {
         "hardware": {
-            "name": plan.on.name,
-            "count": plan.on.count,
-            "lnc": plan.on.lnc,
-            "ranks": plan.on.ranks,
-            "memory_bytes": plan.on.memory,
-            "flops": {kind: plan.on.peak(kind) for kind in ("bf16", "fp8", "fp32")},
-            "sources": entry.why,
+            "name": plan.hardware.name,
+            "count": plan.hardware.count,
+            "lnc": plan.hardware.lnc,
+            "ranks": plan.hardware.ranks,
+            "memory_bytes": plan.hardware.memory,
+            "flops": {kind: plan.hardware.peak_flops(kind) for kind in ("bf16", "fp8", "fp32")},
+            "sources": entry.sources,
         },
         "layout": {name: getattr(plan.layout, name) for name in ("tp", "pp", "cp", "dp", "vpp", "micro_batches")},
-        "efficiency": efficiency(plan.on)._asdict(),
-        "memory": [{**vars(each), "total": each.total} for each in plan.memories],
+        "efficiency": fitted_efficiency(plan.hardware)._asdict(),
+        "memory": [{**vars(each), "total": each.total} for each in plan.stage_memory],
         "fits": plan.fits,
-        "messages": {axis: vars(wire) for axis, wire in plan.wires.items()},
-        "step": {"seconds": plan.step.seconds, "slowest": plan.step.slowest, **plan.step.parts},
+        "messages": {axis: vars(wire) for axis, wire in plan.traffic.items()},
+        "step": {"seconds": plan.step_time.seconds, "slowest": plan.step_time.slowest_pp, **plan.step_time.components},
         "cost": vars(plan.cost),
-        "limit": plan.limit,
+        "limit": plan.bottleneck,
     }

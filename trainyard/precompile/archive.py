@@ -15,56 +15,60 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from trainyard.core.atomic_files import whole_file
+from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError, one_line
 
-LIST = "trainyard-pack.json"
-FORMAT = 1
-INDEX = ("fxgraph", "aotautograd", "runs")
+MANIFEST = "trainyard-pack.json"
+FORMAT_VERSION = 1
+INDEX_DIRS = ("fxgraph", "aotautograd", "runs")
 """Put in place last: what they speak of is there then."""
-LONGEST = 64 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 """Bytes of the list."""
-PIECE = 1 << 20
+COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Contents:
+class ArchiveContents:
     fingerprint: dict[str, str]
     files: dict[str, tuple[int, str]]
     """Size and SHA-256 by path."""
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
 
-def pack(place: Path, target: Path, names: list[str], facts: Mapping[str, str]) -> Contents:
+def pack_cache(cache_dir: Path, target: Path, names: list[str], fingerprint: Mapping[str, str]) -> ArchiveContents:
     """Write these files of a cache to `target`."""
-    files = {name: (path.stat().st_size, _checksum(path)) for name in sorted(names) if (path := place / name).is_file()}
-    contents = Contents(dict(facts), files)
-    said = {"format": FORMAT, "fingerprint": contents.fingerprint, "files": files}
+    files = {
+        name: (path.stat().st_size, _sha256(path)) for name in sorted(names) if (path := cache_dir / name).is_file()
+    }
+    contents = ArchiveContents(dict(fingerprint), files)
+    said = {"format": FORMAT_VERSION, "fingerprint": contents.fingerprint, "files": files}
     text = json.dumps(said, indent=1).encode()
-    with whole_file(target) as out, tarfile.open(fileobj=out, mode="w") as tar:
-        head = tarfile.TarInfo(LIST)
+    with atomic_file(target) as out, tarfile.open(fileobj=out, mode="w") as tar:
+        head = tarfile.TarInfo(MANIFEST)
         head.size = len(text)
         tar.addfile(head, io.BytesIO(text))
         for name in files:
-            tar.add(place / name, name, recursive=False)
+            tar.add(cache_dir / name, name, recursive=False)
     return contents
 
 
-def unpack(source: Path, place: Path, facts: Mapping[str, str], see: Callable[[int], None]) -> Contents:
+def unpack_cache(
+    source: Path, cache_dir: Path, fingerprint: Mapping[str, str], on_progress: Callable[[int], None]
+) -> ArchiveContents:
     """Check all of a pack, then put its files into the cache at `place`. `see` is told the bytes read so far."""
     try:
         with tarfile.open(source, "r:") as tar:
-            contents = _contents(tar, source)
-            agree(contents.fingerprint, facts, source)
-            place.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place, prefix=".unpacking-") as name:
-                _extract(tar, contents, Path(name), source, see)
-                for each in sorted(contents.files, key=lambda path: PurePosixPath(path).parts[0] in INDEX):
-                    (place / each).parent.mkdir(parents=True, exist_ok=True)
-                    (Path(name) / each).replace(place / each)
+            contents = _read_manifest(tar, source)
+            check_fingerprint(contents.fingerprint, fingerprint, source)
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".unpacking-") as name:
+                _extract(tar, contents, Path(name), source, on_progress)
+                for each in sorted(contents.files, key=lambda path: PurePosixPath(path).parts[0] in INDEX_DIRS):
+                    (cache_dir / each).parent.mkdir(parents=True, exist_ok=True)
+                    (Path(name) / each).replace(cache_dir / each)
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{source}: not a pack, or cut off ({one_line(error)}); pack it again") from None
     except FileNotFoundError as error:
@@ -72,7 +76,7 @@ def unpack(source: Path, place: Path, facts: Mapping[str, str], see: Callable[[i
     return contents
 
 
-def agree(theirs: Mapping[str, str], ours: Mapping[str, str], source: Path) -> None:
+def check_fingerprint(theirs: Mapping[str, str], ours: Mapping[str, str], source: Path) -> None:
     wrong = [f"{name}: {theirs.get(name)}, here {ours[name]}" for name in ours if theirs.get(name) != ours[name]]
     if wrong:
         raise UserError(
@@ -80,15 +84,15 @@ def agree(theirs: Mapping[str, str], ours: Mapping[str, str], source: Path) -> N
         )
 
 
-def _contents(tar: tarfile.TarFile, source: Path) -> Contents:
+def _read_manifest(tar: tarfile.TarFile, source: Path) -> ArchiveContents:
     first = tar.next()
-    stream = tar.extractfile(first) if first and first.isfile() and first.name == LIST else None
-    if first is None or stream is None or first.size > LONGEST:
-        raise UserError(f"{source}: not a pack: it does not begin with {LIST}; `trainyard cache pack` makes one")
+    stream = tar.extractfile(first) if first and first.isfile() and first.name == MANIFEST else None
+    if first is None or stream is None or first.size > MAX_MANIFEST_BYTES:
+        raise UserError(f"{source}: not a pack: it does not begin with {MANIFEST}; `trainyard cache pack` makes one")
     try:
         said: dict[str, Any] = json.loads(stream.read())
-        if said["format"] != FORMAT:
-            raise UserError(f"{source}: a pack of format {said['format']}; this version reads {FORMAT}")
+        if said["format"] != FORMAT_VERSION:
+            raise UserError(f"{source}: a pack of format {said['format']}; this version reads {FORMAT_VERSION}")
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
         found = {str(name): str(value) for name, value in said["fingerprint"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -97,10 +101,12 @@ def _contents(tar: tarfile.TarFile, source: Path) -> Contents:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\0" in name:
             raise UserError(f"{source}: {name!r} would leave the cache; not a pack of ours")
-    return Contents(found, files)
+    return ArchiveContents(found, files)
 
 
-def _extract(tar: tarfile.TarFile, contents: Contents, to: Path, source: Path, see: Callable[[int], None]) -> None:
+def _extract(
+    tar: tarfile.TarFile, contents: ArchiveContents, to: Path, source: Path, see: Callable[[int], None]
+) -> None:
     left, done = dict(contents.files), 0
     while (member := tar.next()) is not None:
         if not member.isfile() or member.name not in left:
@@ -111,7 +117,7 @@ def _extract(tar: tarfile.TarFile, contents: Contents, to: Path, source: Path, s
         path = to / member.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as out:
-            if member.size != size or _copy(stream, out) != digest:
+            if member.size != size or _copy_and_hash(stream, out) != digest:
                 raise UserError(f"{source}: {member.name} is damaged; copy the pack again")
         if path.suffix == ".so":
             path.chmod(0o755)
@@ -121,16 +127,16 @@ def _extract(tar: tarfile.TarFile, contents: Contents, to: Path, source: Path, s
         raise UserError(f"{source}: {len(left)} files are missing, {min(left)} for one; copy the pack again")
 
 
-def _copy(stream: IO[bytes], out: IO[bytes] | None) -> str:
+def _copy_and_hash(stream: IO[bytes], out: IO[bytes] | None) -> str:
     """The checksum of what is read, and written where there is somewhere to."""
     digest = hashlib.sha256()
-    while piece := stream.read(PIECE):
+    while piece := stream.read(COPY_BYTES):
         digest.update(piece)
         if out:
             out.write(piece)
     return digest.hexdigest()
 
 
-def _checksum(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return _copy(file, None)
+        return _copy_and_hash(file, None)

@@ -12,38 +12,42 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.compile import inductor_cache
-from trainyard.precompile.precompile import records
+from trainyard.precompile.precompile import read_records
 
-INDEXES = {"fxgraph": 4, "aotautograd": 3}
+HASHED_PATH_DEPTH = {"fxgraph": 4, "aotautograd": 3}
 """torch's directories whose files are named by a hash of what they hold, and how many names such a path has."""
-SEALING = ".sealing-"
-REMOVED = ".removed-"
+STAGING_PREFIX = ".sealing-"
+TRASH_PREFIX = ".removed-"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedGraph:
     """One compiled graph."""
 
     key: str
-    bytes: int
+    size_bytes: int
     """Of its entry alone: graphs share code."""
-    used: float
+    last_used: float
     """When it was read or written last, in seconds since 1970, good to a day."""
     name: str
     """What it computes, where it was precompiled."""
-    seconds: float
+    compile_seconds: float
     """To compile it; 0 where that is not known."""
 
 
-def places(root: Path) -> list[Path]:
+def cache_dirs(root: Path) -> list[Path]:
     """The caches below: one for each toolchain, and for each host where hosts do not share."""
-    found = [path.parent for pattern in ("*", "host-*/*") for path in root.glob(f"{pattern}/{inductor_cache.FACTS}")]
+    found = [
+        path.parent
+        for pattern in ("*", "host-*/*")
+        for path in root.glob(f"{pattern}/{inductor_cache.FINGERPRINT_FILE}")
+    ]
     return sorted(path for path in found if not path.name.startswith("."))
 
 
-def entries(place: Path) -> list[Entry]:
+def list_graphs(place: Path) -> list[CachedGraph]:
     """Newest first."""
-    known = {graph["key"]: graph for record in records(place) for graph in record["graphs"]}
+    known = {graph["key"]: graph for record in read_records(place) for graph in record["graphs"]}
     found = []
     for path in (place / "fxgraph").glob("*/*"):
         about = [each.stat() for each in path.iterdir() if each.is_file()] if path.is_dir() else []
@@ -51,64 +55,64 @@ def entries(place: Path) -> list[Entry]:
             graph = known.get(path.name, {})
             used = max(max(each.st_atime, each.st_mtime) for each in about)
             size = sum(each.st_size for each in about)
-            found.append(Entry(path.name, size, used, graph.get("name", ""), graph.get("seconds", 0.0)))
-    return sorted(found, key=lambda entry: -entry.used)
+            found.append(CachedGraph(path.name, size, used, graph.get("name", ""), graph.get("seconds", 0.0)))
+    return sorted(found, key=lambda entry: -entry.last_used)
 
 
-def size(place: Path) -> int:
+def total_bytes(place: Path) -> int:
     total = 0
-    for path in inductor_cache.files(place):
+    for path in inductor_cache.list_files(place):
         with suppress(OSError):
             total += path.stat().st_size
     return total
 
 
-def held_locks(place: Path) -> list[Path]:
+def active_locks(place: Path) -> list[Path]:
     """Locks that a process has: something is being compiled."""
-    return [path for path in (place / "locks").glob("*.lock") if _held(path)]
+    return [path for path in (place / "locks").glob("*.lock") if _is_locked(path)]
 
 
 def clear_locks(place: Path) -> int:
     """Remove the locks that nobody holds. torch's are let go by the system when their process ends, so that a file left
     behind stops nobody; they are only many."""
-    free = [path for path in (place / "locks").glob("*.lock") if not _held(path)]
+    free = [path for path in (place / "locks").glob("*.lock") if not _is_locked(path)]
     for path in free:
         path.unlink(missing_ok=True)
     return len(free)
 
 
-def verify(place: Path, see: Callable[[int], None] = lambda count: None) -> dict[Path, str]:
+def find_damage(place: Path, on_progress: Callable[[int], None] = lambda count: None) -> dict[Path, str]:
     """Damaged files, with what is wrong: libraries that are cut off, entries that are not what their name says."""
-    found = dict.fromkeys(inductor_cache.damaged(place), "cut off, or left by a killed compiler")
-    for count, path in enumerate(inductor_cache.files(place), 1):
-        see(count)
+    found = dict.fromkeys(inductor_cache.damaged_files(place), "cut off, or left by a killed compiler")
+    for count, path in enumerate(inductor_cache.list_files(place), 1):
+        on_progress(count)
         names = path.relative_to(place).parts
-        if INDEXES.get(names[0]) == len(names) and path not in found and not path.name.startswith("."):
+        if HASHED_PATH_DEPTH.get(names[0]) == len(names) and path not in found and not path.name.startswith("."):
             with suppress(OSError):
-                if _hash(path.read_bytes()) != path.name:
+                if entry_hash(path.read_bytes()) != path.name:
                     found[path] = "not what its name says"
-    for path in place.glob(f"{SEALING}*"):
-        if not _alive(path):
+    for path in place.glob(f"{STAGING_PREFIX}*"):
+        if not _owner_alive(path):
             found[path] = "left by a killed precompile"
     return found
 
 
-def remove(path: Path) -> None:
+def remove_atomically(path: Path) -> None:
     """Out of sight in one move, then gone: nobody meets half of it."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=REMOVED))
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
     os.replace(path, aside / path.name)
     shutil.rmtree(aside)
 
 
-def _hash(content: bytes) -> str:
+def entry_hash(content: bytes) -> str:
     """As torch names entries (torch 2.11 to 2.14)."""
     return base64.b32encode(hashlib.sha256(content).digest())[:51].decode().lower()
 
 
-def _held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     try:
         with lock.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +121,7 @@ def _held(lock: Path) -> bool:
     return False
 
 
-def _alive(sealing: Path) -> bool:
+def _owner_alive(sealing: Path) -> bool:
     """Whether the process that made this directory, whose number it holds, still runs here."""
-    number = sealing.name.removeprefix(SEALING).partition("-")[0]
+    number = sealing.name.removeprefix(STAGING_PREFIX).partition("-")[0]
     return number.isdigit() and Path(f"/proc/{number}").exists()

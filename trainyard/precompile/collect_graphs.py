@@ -30,178 +30,190 @@ from trainyard import compat, devices, models
 from trainyard.compile import inductor_cache
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.dryrun.dry_run import alone, pretended
+from trainyard.dryrun.dry_run import fake_rank, without_io
 from trainyard.parallel.layout import Layout
-from trainyard.precompile.compile_workers import Ended, Pool
-from trainyard.train.checkpointing.saver import Words
+from trainyard.precompile.compile_workers import CompileResult, ForkPool
+from trainyard.train.checkpointing.saver import SaveStatus
 from trainyard.train.evaluate import evaluate
-from trainyard.train.step import Prepared
+from trainyard.train.step import StagedBatch
 from trainyard.train.trainer import Trainer
 
-INDEX = "aotautograd"
+AUTOGRAD_INDEX = "aotautograd"
 """Where torch keeps what it knows about forward and backward passes together."""
 
 
 @dataclass(frozen=True)
-class Request:
+class CollectRequest:
     config: dict[str, Any]
     rank: int
-    ranks: int
+    world_size: int
     local_rank: int
     workers: int
 
 
-Tell = Callable[[dict[str, Any]], None]
-Miss = Callable[[compat.Asked, Callable[[], Any]], Any]
+SendMessage = Callable[[dict[str, Any]], None]
+OnMiss = Callable[[compat.GraphRequest, Callable[[], Any]], Any]
 
 
-class Graphs:
+class GraphCollector:
     """What is done about each graph that the step asks for, and how that went."""
 
-    def __init__(self, place: Path, workers: int, forks: bool, tell: Tell) -> None:
-        self.place, self.tell, self.phase = place, tell, ""
-        self.pool = Pool(workers, place / "logs", self.ended)
-        self.forks = forks
-        self.seen: set[str] = set()
-        self.failed: set[str] = set()
+    def __init__(self, cache_dir: Path, workers: int, fork_safe: bool, send: SendMessage) -> None:
+        self.cache_dir, self.send, self.phase = cache_dir, send, ""
+        self.pool = ForkPool(workers, cache_dir / "logs", self.on_finished)
+        self.fork_safe = fork_safe
+        self.seen_keys: set[str] = set()
+        self.failed_keys: set[str] = set()
 
-    def miss(self, asked: compat.Asked, make: Callable[[], Any]) -> Any:
-        if asked.key not in self.seen:
-            if not self.forks:
-                return self._here(asked, make)
-            if self.pool.fork(asked.key):
+    def on_miss(self, asked: compat.GraphRequest, make: Callable[[], Any]) -> Any:
+        if asked.cache_key not in self.seen_keys:
+            if not self.fork_safe:
+                return self._compile_in_process(asked, make)
+            if self.pool.fork(asked.cache_key):
                 try:
                     return make()
                 except BaseException as error:
-                    self.pool.leave(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            self._say(asked, "compiling")
-        return only_shapes(asked, make)
+                    self.pool.exit_child(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._report(asked, "compiling")
+        return lower_without_compiling(asked, make)
 
-    def found(self, asked: compat.Asked) -> None:
+    def on_hit(self, asked: compat.GraphRequest) -> None:
         if self.pool.is_child:
-            stored = self.place / "fxgraph" / asked.key[1:3] / asked.key
-            self.pool.leave(None if asked.key and stored.is_dir() else "compiled, but torch cannot keep it")
-        if asked.key and asked.key not in self.seen:
-            self._say(asked, "cached")
+            stored = self.cache_dir / "fxgraph" / asked.cache_key[1:3] / asked.cache_key
+            self.pool.exit_child(None if asked.cache_key and stored.is_dir() else "compiled, but torch cannot keep it")
+        if asked.cache_key and asked.cache_key not in self.seen_keys:
+            self._report(asked, "cached")
 
-    def lost(self, asked: compat.Asked, make: Callable[[], Any]) -> Any:
+    def on_lost(self, asked: compat.GraphRequest, make: Callable[[], Any]) -> Any:
         """Compiled a moment ago, and not there the second time."""
-        self.ended(Ended(asked.key, 0.0, "compiled, and not found again", self.pool.log(asked.key)))
-        return only_shapes(asked, make)
+        self.on_finished(
+            CompileResult(asked.cache_key, 0.0, "compiled, and not found again", self.pool.log_path(asked.cache_key))
+        )
+        return lower_without_compiling(asked, make)
 
-    def _here(self, asked: compat.Asked, make: Callable[[], Any]) -> Any:
+    def _compile_in_process(self, asked: compat.GraphRequest, make: Callable[[], Any]) -> Any:
         """Devices that do not survive a fork: torch compiles the kernels of a graph side by side instead."""
-        self._say(asked, "compiling")
-        start, log = time.monotonic(), self.pool.log(asked.key)
+        self._report(asked, "compiling")
+        start, log = time.monotonic(), self.pool.log_path(asked.cache_key)
         try:
             made = make()
         except Exception as error:
             log.write_text(traceback.format_exc())
-            self.ended(Ended(asked.key, time.monotonic() - start, f"{type(error).__name__}: {error}", log))
-            raise compat.Unmade from None
-        self.ended(Ended(asked.key, time.monotonic() - start, None, log))
+            self.on_finished(
+                CompileResult(asked.cache_key, time.monotonic() - start, f"{type(error).__name__}: {error}", log)
+            )
+            raise compat.GraphNotCompiled from None
+        self.on_finished(CompileResult(asked.cache_key, time.monotonic() - start, None, log))
         return made
 
-    def _say(self, asked: compat.Asked, state: str) -> None:
-        self.seen.add(asked.key)
-        way = "backward" if asked.backward else "forward"
-        self.tell({"key": asked.key, "state": state, "name": f"{self.phase}: {asked.origin}, {way}"})
+    def _report(self, asked: compat.GraphRequest, state: str) -> None:
+        self.seen_keys.add(asked.cache_key)
+        way = "backward" if asked.is_backward else "forward"
+        self.send({"key": asked.cache_key, "state": state, "name": f"{self.phase}: {asked.origin}, {way}"})
 
-    def ended(self, how: Ended) -> None:
+    def on_finished(self, how: CompileResult) -> None:
         if how.problem:
-            self.failed.add(how.key)
+            self.failed_keys.add(how.key)
         state = "failed" if how.problem else "compiled"
-        self.tell({"state": state, **asdict(how), "log": str(how.log)})
+        self.send({"state": state, **asdict(how), "log": str(how.log)})
 
 
-def only_shapes(asked: compat.Asked, make: Callable[[], Any]) -> NoReturn:
+def lower_without_compiling(asked: compat.GraphRequest, make: Callable[[], Any]) -> NoReturn:
     """Always raises Unmade: how outputs lie is known then, or the graph will be told to have failed."""
     try:
-        compat.lowered(make)
+        compat.lower_for_strides(make)
     except Exception:
-        raise compat.Unmade from None
-    raise compat.Unmade
+        raise compat.GraphNotCompiled from None
+    raise compat.GraphNotCompiled
 
 
-def collect(request: Request, tell: Tell) -> None:
+def collect_graphs(request: CollectRequest, tell: SendMessage) -> None:
     config = parse(request.config)
-    device = devices.traced(devices.select(config.device.name))
-    place = inductor_cache.ready(device)
-    graphs = Graphs(place, request.workers, device.forks, tell)
-    if device.forks:
-        compat.pick_instructions()
-    mode = compat.shapes_only()
-    blueprint = models.family(config.model).blueprint(config.model)
-    with pretended(device.process_group, request.rank, request.ranks, request.local_rank):
+    device = devices.as_fake(devices.select(config.device.name))
+    place = inductor_cache.prepare_cache(device)
+    graphs = GraphCollector(place, request.workers, device.fork_safe, tell)
+    if device.fork_safe:
+        compat.probe_cpu_isa()
+    mode = compat.fake_tensor_mode()
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank):
         with mode:
             trainer = Trainer(
-                without_files(config, request.ranks),
-                weights=lambda name: torch.empty(blueprint.row(name).shape, device=device.handle),
+                minimal_config(config, request.world_size),
+                weights=lambda name: torch.empty(blueprint.spec(name).shape, device=device.torch_device),
                 device=device,
             )
-        ready = trainer.forward.prepare(trainer.loader.batch(0, trainer.rows))
+        ready = trainer.runner.stage_batch(trainer.loader.batch(0, trainer.batch_slice))
 
-        def batch() -> Prepared:
+        def batch() -> StagedBatch:
             """New tensors each time, as in a run: graphs leave marks on those that they have seen."""
-            return Prepared([{name: mode.from_tensor(x.clone()) for name, x in part.items()} for part in ready.parts])
+            return StagedBatch(
+                [{name: mode.from_tensor(x.clone()) for name, x in part.items()} for part in ready.batches]
+            )
 
-        def trace(miss: Miss) -> None:
+        def trace(miss: OnMiss) -> None:
             """All that a run compiles, in phases; what it will compile besides (generation) is another phase here."""
-            with compat.compiling(miss, graphs.found), mode:
+            with compat.intercept_compilation(miss, graphs.on_hit), mode:
                 for model in trainer.models:
                     model.train()
                 graphs.phase = "train"
-                trainer.step(batch(), 1, config.optimizer.lr, (0.0, *Words()))
-                trainer.optimizer.settle()
+                trainer.train_step(batch(), 1, config.optimizer.lr, (0.0, *SaveStatus()))
+                trainer.optimizer.wait_for_weights()
                 if config.evaluate.every and not config.evaluate.function:
                     graphs.phase = "evaluate"
                     metrics = trainer.metrics
-                    evaluate(trainer.forward, trainer.loss, metrics, [batch()], device, trainer.mesh, 1)  # type: ignore[list-item]
+                    evaluate(trainer.runner, trainer.loss_fn, metrics, [batch()], device, trainer.mesh, 1)  # type: ignore[list-item]
 
-        with compat.without_autograd_cache():
-            trace(graphs.miss)
-        graphs.pool.wait()
-        if graphs.failed:
+        with compat.disable_autograd_cache():
+            trace(graphs.on_miss)
+        graphs.pool.wait_all()
+        if graphs.failed_keys:
             return
         torch.compiler.reset()
-        with empty_index(place) as index, compat.unread_autograd_cache():
-            trace(graphs.lost)
-    if not graphs.failed:
-        tell({"state": "sealed", "keys": sorted(graphs.seen), "files": used(place, graphs.seen, index)})
+        with redirect_autograd_index(place) as index, compat.write_only_autograd_cache():
+            trace(graphs.on_lost)
+    if not graphs.failed_keys:
+        tell(
+            {
+                "state": "sealed",
+                "keys": sorted(graphs.seen_keys),
+                "files": files_of_graphs(place, graphs.seen_keys, index),
+            }
+        )
 
 
-def without_files(config: Config, ranks: int) -> Config:
+def minimal_config(config: Config, ranks: int) -> Config:
     """The run with as few micro batches as have all graphs, and no files; what is evaluated is a training batch."""
-    layout = Layout.of(config, ranks)
-    sections = alone(parse({**config.model_dump(mode="json"), "evaluate": {}})).model_dump(mode="json")
+    layout = Layout.from_config(config, ranks)
+    sections = without_io(parse({**config.model_dump(mode="json"), "evaluate": {}})).model_dump(mode="json")
     sections["train"]["global_batch"] = config.train.micro_batch * layout.dp * min(layout.pp, layout.micro_batches)
     sections["evaluate"]["metrics"] = config.evaluate.metrics
     return parse(sections)
 
 
 @contextmanager
-def empty_index(place: Path) -> Iterator[list[Path]]:
+def redirect_autograd_index(place: Path) -> Iterator[list[Path]]:
     """All that is kept, seen through links, but for the index: what torch finds there it would call. What it writes
     goes to its place at the end, and is told then."""
     written: list[Path] = []
     with tempfile.TemporaryDirectory(dir=place, prefix=f".sealing-{os.getpid()}-") as name:
         seen = Path(name)
         for path in place.iterdir():
-            if path.name != INDEX and not path.name.startswith("."):
+            if path.name != AUTOGRAD_INDEX and not path.name.startswith("."):
                 (seen / path.name).symlink_to(path)
-        os.environ[inductor_cache.TORCH_PLACE] = name
+        os.environ[inductor_cache.TORCH_CACHE_VARIABLE] = name
         try:
             yield written
-            for path in inductor_cache.files(seen):
+            for path in inductor_cache.list_files(seen):
                 target = place / path.relative_to(seen)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
                 written.append(target)
         finally:
-            os.environ[inductor_cache.TORCH_PLACE] = str(place)
+            os.environ[inductor_cache.TORCH_CACHE_VARIABLE] = str(place)
 
 
-def used(place: Path, keys: set[str], index: list[Path]) -> list[str]:
+def files_of_graphs(place: Path, keys: set[str], index: list[Path]) -> list[str]:
     """Files that the graphs need, relative: their entries, and the code that this process has loaded for them."""
     real = place.resolve()
     loaded = {
@@ -211,7 +223,7 @@ def used(place: Path, keys: set[str], index: list[Path]) -> list[str]:
     if maps.exists():
         loaded |= {Path(line.split(maxsplit=5)[5]) for line in maps.read_text().splitlines() if line.count("/")}
     found = {path for path in {*loaded, *(path.resolve() for path in index)} if path.is_relative_to(real)}
-    for path in inductor_cache.files(real):
+    for path in inductor_cache.list_files(real):
         names = path.relative_to(real).parts
         entry = names[0] == "fxgraph" and names[-2] in keys
         probe = path.suffix == ".so" and not path.name.endswith(".main.so")  # which instructions the CPU has
@@ -220,7 +232,7 @@ def used(place: Path, keys: set[str], index: list[Path]) -> list[str]:
     return sorted(str(path.relative_to(real)) for path in found)
 
 
-def _end_with_parent() -> None:
+def _die_with_parent() -> None:
     """Nothing comes after the request: the read returns when the parent is gone."""
     os.read(0, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -232,14 +244,14 @@ def main() -> None:
     line = b""
     while not line.endswith(b"\n"):
         line += os.read(0, 1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     parent = os.getpid()
 
     def tell(message: dict[str, Any]) -> None:
         if os.getpid() == parent:
             print(json.dumps(message), file=answers, flush=True)
 
-    collect(Request(**json.loads(line)), tell)
+    collect_graphs(CollectRequest(**json.loads(line)), tell)
 
 
 if __name__ == "__main__":

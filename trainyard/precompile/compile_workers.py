@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-LOOK = 0.02
+POLL_S = 0.02
 """Seconds between two looks at the children."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class CompileResult:
     """How the compilation of a graph ended."""
 
     key: str
@@ -29,25 +29,25 @@ class Ended:
     log: Path
 
 
-class Pool:
-    def __init__(self, workers: int, logs: Path, tell: Callable[[Ended], None]) -> None:
-        self.workers, self.logs, self.tell = workers, logs, tell
+class ForkPool:
+    def __init__(self, workers: int, log_dir: Path, on_result: Callable[[CompileResult], None]) -> None:
+        self.workers, self.log_dir, self.on_result = workers, log_dir, on_result
         self.running: dict[int, tuple[str, float]] = {}
-        self.parent = os.getpid()
-        self.watched, self.held = os.pipe()  # closed by the parent's end
-        logs.mkdir(parents=True, exist_ok=True)
+        self.parent_pid = os.getpid()
+        self.pipe_read, self.pipe_write = os.pipe()  # closed by the parent's end
+        log_dir.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_child(self) -> bool:
-        return os.getpid() != self.parent
+        return os.getpid() != self.parent_pid
 
-    def log(self, key: str) -> Path:
-        return self.logs / f"{key}.log"
+    def log_path(self, key: str) -> Path:
+        return self.log_dir / f"{key}.log"
 
     def fork(self, key: str) -> bool:
         """Wait for a free place, then fork; whether this is the child, which ends by `leave`."""
         while len(self.running) >= self.workers:
-            self.look()
+            self.poll()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -55,40 +55,40 @@ class Pool:
             self.running[pid] = (key, time.time())
             return False
         os.setsid()  # the compilers that it starts are ended with it
-        os.close(self.held)
-        with self.log(key).open("wb") as log:
+        os.close(self.pipe_write)
+        with self.log_path(key).open("wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        threading.Thread(target=_end_with_parent, args=(self.watched,), daemon=True).start()
+        threading.Thread(target=_die_with_parent, args=(self.pipe_read,), daemon=True).start()
         return True
 
-    def leave(self, problem: str | None = None) -> None:
+    def exit_child(self, problem: str | None = None) -> None:
         """The end of a child; inside an `except` its traceback goes to the log."""
         said = traceback.format_exc() if sys.exc_info()[0] else ""
         os.write(2, f"{said}{problem or 'compiled'}\n".encode())
         os._exit(1 if problem else 0)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Tell of the children that have ended."""
-        time.sleep(LOOK)
+        time.sleep(POLL_S)
         for pid, (key, start) in list(self.running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self.running[pid]
-                log = self.log(key)
+                log = self.log_path(key)
                 # The last line of the log is written at the end, when the parent may have been busy.
                 seconds = log.stat().st_mtime - start if log.exists() else 0.0
-                problem = _problem(os.waitstatus_to_exitcode(status), log)
-                self.tell(Ended(key, max(seconds, 0.0), problem, log))
+                problem = _failure_reason(os.waitstatus_to_exitcode(status), log)
+                self.on_result(CompileResult(key, max(seconds, 0.0), problem, log))
                 if problem is None:
                     log.unlink(missing_ok=True)
 
-    def wait(self) -> None:
+    def wait_all(self) -> None:
         while self.running:
-            self.look()
+            self.poll()
 
 
-def _problem(code: int, log: Path) -> str | None:
+def _failure_reason(code: int, log: Path) -> str | None:
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}
         why = "; often the machine ran out of memory" if code == -signal.SIGKILL else ""
@@ -99,6 +99,6 @@ def _problem(code: int, log: Path) -> str | None:
     return None
 
 
-def _end_with_parent(fd: int) -> None:
+def _die_with_parent(fd: int) -> None:
     os.read(fd, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)

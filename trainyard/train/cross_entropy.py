@@ -11,35 +11,35 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainyard.compat import add_product_
-from trainyard.compile.compile_blocks import Compiler
-from trainyard.kernels.fp8_linear import MULTIPLE, Fp8, cast, largest, multiply
+from trainyard.compat import add_matmul_
+from trainyard.compile.compile_blocks import CompileFn
+from trainyard.kernels.fp8_linear import SIZE_MULTIPLE, Fp8Options, compute_amax, matmul, quantize
 from trainyard.kernels.reference import Kernels
-from trainyard.models import Output
+from trainyard.models import ModelOutput
 from trainyard.parallel.tensor_parallel import TensorAxis
 
-IGNORED = -100
-LOGITS_BYTES = 1 << 25
+IGNORE_INDEX = -100
+MAX_LOGITS_BYTES = 1 << 25
 """fp32 logits held at a time unless the device asks for another size; but never fewer than LEAST tokens' worth."""
-LEAST = 256
+MIN_CHUNK_TOKENS = 256
 
-Softmax = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
-ChunkLoss = Callable[[Tensor, Tensor, Output], Tensor]
+SoftmaxFn = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
+ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput], Tensor]
 """(logits, labels, output): the loss summed over a chunk; the logits become its gradient with respect to them."""
 
 
-class Products(Protocol):
+class HeadGemm(Protocol):
     """The three products of the head with a chunk of hidden states. `weight` [V, D] and `bias` are padded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
     def logits(self, hidden: Tensor, out: Tensor) -> None: ...
 
-    def back(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
         """Fill `d_hidden` and add to `d_weight`, fp32, from the gradient of the logits."""
 
 
-class PlainProducts:
+class DenseHeadGemm:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
@@ -49,80 +49,87 @@ class PlainProducts:
         else:
             torch.addmm(self.bias, hidden, self.weight.T, out=out)
 
-    def back(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
         torch.mm(gradient, self.weight, out=d_hidden)
-        add_product_(d_weight, gradient.T, hidden)
+        add_matmul_(d_weight, gradient.T, hidden)
 
 
-class Fp8Products:
+class Fp8HeadGemm:
     """As `kernels.fp8` multiplies, the weight cast once for all chunks."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, how: Fp8, plain: bool) -> None:
-        self.bias, self.how, self.plain, self.by_row = bias, how, plain, how.scaling == "row"
-        self.weight, self.turned = self._cast(weight, torch.float8_e4m3fn)
-        self.bf16 = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None, how: Fp8Options, plain: bool) -> None:
+        self.bias, self.how, self.use_reference, self.rowwise = bias, how, plain, how.scaling == "row"
+        self.weight, self.weight_t = self._cast(weight, torch.float8_e4m3fn)
+        self.weight_bf16 = weight
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        rows, self.hidden = self._cast(hidden, torch.float8_e4m3fn)
-        out.copy_(multiply(rows, self.weight, self.bias, self.how.fast, self.plain, out.dtype)[: len(out)])
+        rows, self.hidden_t = self._cast(hidden, torch.float8_e4m3fn)
+        out.copy_(matmul(rows, self.weight, self.bias, self.how.fast_accum, self.use_reference, out.dtype)[: len(out)])
 
-    def back(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
-        if self.how.gradients == "bf16":
-            torch.mm(gradient, self.bf16, out=d_hidden)
-            add_product_(d_weight, gradient.T, hidden)
+    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+        if self.how.grad_format == "bf16":
+            torch.mm(gradient, self.weight_bf16, out=d_hidden)
+            add_matmul_(d_weight, gradient.T, hidden)
             return
         rows, turned = self._cast(gradient, torch.float8_e5m2)
-        d_hidden.copy_(multiply(rows, self.turned, None, False, self.plain, d_hidden.dtype)[: len(d_hidden)])
-        d_weight += multiply(turned, self.hidden, None, False, self.plain, d_hidden.dtype)
+        d_hidden.copy_(matmul(rows, self.weight_t, None, False, self.use_reference, d_hidden.dtype)[: len(d_hidden)])
+        d_weight += matmul(turned, self.hidden_t, None, False, self.use_reference, d_hidden.dtype)
 
     def _cast(self, x: Tensor, dtype: torch.dtype) -> Any:
-        return cast(x, largest(x, self.by_row, True, self.plain), dtype, self.by_row, self.plain, turned=True)
+        return quantize(
+            x,
+            compute_amax(x, self.rowwise, True, self.use_reference),
+            dtype,
+            self.rowwise,
+            self.use_reference,
+            transposed=True,
+        )
 
 
-def cross_entropy(
-    output: Output,
+def chunked_cross_entropy(
+    output: ModelOutput,
     labels: Tensor,
-    chunk_loss: ChunkLoss | None = None,
-    products: Callable[[Tensor, Tensor | None], Products] = PlainProducts,
-    logits_bytes: int = LOGITS_BYTES,
+    chunk_loss: ChunkLossFn | None = None,
+    products: Callable[[Tensor, Tensor | None], HeadGemm] = DenseHeadGemm,
+    logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> Tensor:
     """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time, and each
     tensor-parallel rank has only its own words' logits."""
-    hidden = output.to_head().flatten(0, -2)
-    size = max(LEAST, logits_bytes // (4 * output.weight.shape[0]))
+    hidden = output.hidden_for_head().flatten(0, -2)
+    size = max(MIN_CHUNK_TOKENS, logits_bytes // (4 * output.weight.shape[0]))
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden,
         output.weight,
         output.bias,
         labels.flatten(),
         output,
-        chunk_loss or plain_chunk_loss,
+        chunk_loss or torch_chunk_loss,
         products,
         size,
         torch.is_grad_enabled(),
     )
 
 
-def make_head(
-    kernels: Kernels, compiler: Compiler | None, fp8: Fp8 | None, logits_bytes: int
-) -> Callable[[Output, Tensor], Tensor]:
+def make_head_loss(
+    kernels: Kernels, compiler: CompileFn | None, fp8: Fp8Options | None, logits_bytes: int
+) -> Callable[[ModelOutput, Tensor], Tensor]:
     """`cross_entropy` as a device does it best; in fp8 where asked."""
-    products: Callable[..., Products] = PlainProducts
+    products: Callable[..., HeadGemm] = DenseHeadGemm
     if fp8:
-        products = partial(Fp8Products, how=fp8, plain=not kernels.multiplies_fp8)
-    chunk_loss = best_chunk_loss(kernels, compiler)
-    return partial(cross_entropy, chunk_loss=chunk_loss, products=products, logits_bytes=logits_bytes)
+        products = partial(Fp8HeadGemm, how=fp8, plain=not kernels.has_fp8_matmul)
+    chunk_loss = select_chunk_loss(kernels, compiler)
+    return partial(chunked_cross_entropy, chunk_loss=chunk_loss, products=products, logits_bytes=logits_bytes)
 
 
-def best_chunk_loss(kernels: Kernels, compiler: Compiler | None) -> ChunkLoss:
+def select_chunk_loss(kernels: Kernels, compiler: CompileFn | None) -> ChunkLossFn:
     """One kernel where the device has it and a rank has all words; else plain torch, its softmax compiled if asked."""
-    plain = partial(plain_chunk_loss, softmax=compiler(softmax_) if compiler else softmax_)
+    plain = partial(torch_chunk_loss, softmax=compiler(softmax_) if compiler else softmax_)
     fused = kernels.cross_entropy_
     if fused is None:
         return plain
 
-    def chunk_loss(logits: Tensor, labels: Tensor, output: Output) -> Tensor:
-        return fused(logits, labels, IGNORED).sum() if output.tp.size == 1 else plain(logits, labels, output)
+    def chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput) -> Tensor:
+        return fused(logits, labels, IGNORE_INDEX).sum() if output.tp.size == 1 else plain(logits, labels, output)
 
     return chunk_loss
 
@@ -132,26 +139,26 @@ def softmax_(logits: Tensor, counts: Tensor, picked: Tensor, tp: TensorAxis) -> 
     label's logit (0 on ranks that do not hold it). The one part of the loss with many passes over the logits, and so
     the one worth compiling."""
     x = logits.float()  # fp32 logits themselves, or one fp32 copy
-    most = tp.group.max(x.amax(-1, keepdim=True))
-    total, label = tp.group.sum(torch.stack((x.sub_(most).exp_().sum(-1, keepdim=True), picked))).unbind()
+    most = tp.group.all_reduce_max(x.amax(-1, keepdim=True))
+    total, label = tp.group.all_reduce_sum(torch.stack((x.sub_(most).exp_().sum(-1, keepdim=True), picked))).unbind()
     x.mul_(counts / total)
     if x is not logits:
         logits.copy_(x)
     return torch.where(counts, total.log() + most - label, 0.0)
 
 
-def plain_chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: Softmax = softmax_) -> Tensor:
-    counts = (labels != IGNORED)[:, None]
+def torch_chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput, softmax: SoftmaxFn = softmax_) -> Tensor:
+    counts = (labels != IGNORE_INDEX)[:, None]
     target = torch.where(counts, labels[:, None], 0)
     here = counts
     if output.tp.size > 1:
-        assert output.first is not None
-        assert output.vocab is not None
-        target = target - output.first
+        assert output.vocab_start is not None
+        assert output.vocab_size is not None
+        target = target - output.vocab_start
         here = counts & (target >= 0) & (target < logits.shape[1])
-        if output.vocab % output.tp.size:  # the last ranks have rows of padding
-            word = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + output.first
-            logits.masked_fill_(word >= output.vocab, -torch.inf)
+        if output.vocab_size % output.tp.size:  # the last ranks have rows of padding
+            word = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + output.vocab_start
+            logits.masked_fill_(word >= output.vocab_size, -torch.inf)
     target = torch.where(here, target, 0)  # int32, as labels are: indices of 64 bits are slow on some devices
     picked = torch.where(here, logits.gather(1, target).float(), 0.0)
     loss = softmax(logits, counts, picked, output.tp)
@@ -159,7 +166,7 @@ def plain_chunk_loss(logits: Tensor, labels: Tensor, output: Output, softmax: So
     return loss.sum()
 
 
-def pad(x: Tensor, count: int) -> Tensor:
+def pad_rows(x: Tensor, count: int) -> Tensor:
     """With so many rows of zeros after the last."""
     return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
 
@@ -174,18 +181,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        output: Output,
-        chunk_loss: ChunkLoss,
-        products: Callable[[Tensor, Tensor | None], Products],
+        output: ModelOutput,
+        chunk_loss: ChunkLossFn,
+        products: Callable[[Tensor, Tensor | None], HeadGemm],
         most: int,
         train: bool,
     ) -> Tensor:
         tokens, vocab = hidden.shape[0], weight.shape[0]
         size = -(-tokens // -(-tokens // most))  # all chunks of one size but perhaps the last
         # GPUs are slow with matrices of odd sizes, and in fp8 refuse them: words are added that no softmax sees.
-        gap = -vocab % MULTIPLE
+        gap = -vocab % SIZE_MULTIPLE
         if gap:
-            weight, bias = pad(weight, gap), None if bias is None else pad(bias, gap)
+            weight, bias = pad_rows(weight, gap), None if bias is None else pad_rows(bias, gap)
         head = products(weight, bias)
         buffer = hidden.new_empty(size, vocab + gap)
         loss = torch.zeros((), device=hidden.device)
@@ -201,7 +208,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if gap:
                 logits[:, vocab:].zero_()
             if d_hidden is not None and d_weight is not None:
-                head.back(logits, h, d_hidden[start : start + size], d_weight)
+                head.backward(logits, h, d_hidden[start : start + size], d_weight)
             if d_bias is not None:
                 d_bias += logits.sum(0, dtype=torch.float32)
         d_weight, d_bias = (None if x is None else x[:vocab] for x in (d_weight, d_bias))

@@ -5,17 +5,17 @@ from math import cos, pi
 from trainyard.config.schema import Config
 
 
-def rate(config: Config, update: int) -> float:
-    peak, floor, schedule = config.optimizer.lr, config.schedule.floor, config.schedule
-    if update < schedule.warmup:
-        return peak * update / schedule.warmup
+def learning_rate(config: Config, update: int) -> float:
+    peak, floor, schedule = config.optimizer.lr, config.schedule.min_lr, config.schedule
+    if update < schedule.warmup_steps:
+        return peak * update / schedule.warmup_steps
     if schedule.kind == "constant":
         return peak
     if schedule.kind == "wsd":
         length = schedule.decay_steps or max(config.train.steps // 10, 1)
         start, end = config.train.steps - length, config.train.steps
     else:
-        start, end = schedule.warmup, schedule.decay_steps or config.train.steps
+        start, end = schedule.warmup_steps, schedule.decay_steps or config.train.steps
     done = min(max((update - start) / max(end - start, 1), 0.0), 1.0)
     left = (1 + cos(pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
     return floor + (peak - floor) * left

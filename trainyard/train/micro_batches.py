@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 from trainyard.models import Batch
-from trainyard.train.cross_entropy import IGNORED
+from trainyard.train.cross_entropy import IGNORE_INDEX
 
-ROUND = 512
+PACKED_LENGTH_MULTIPLE = 512
 """Tokens of a packed micro batch come in multiples of this."""
-SEQUENCES = ("tokens", "segments", "mask", "positions", "documents")
+TOKEN_FIELDS = ("tokens", "segments", "mask", "positions", "documents")
 """Entries with a value for each token; labels too, except where `places` says what they belong to."""
 
 
-def samples(total: int, ranks: int, rank: int) -> slice:
+def rank_samples(global_batch: int, ranks: int, rank: int) -> slice:
     """The rows of a global batch of `total` that a data-parallel rank has."""
-    each = total // ranks
+    each = global_batch // ranks
     return slice(rank * each, (rank + 1) * each)
 
 
-def context_part(batch: Batch, size: int, rank: int) -> Batch:
+def context_parallel_shard(batch: Batch, size: int, rank: int) -> Batch:
     """The tokens that context-parallel rank `rank` holds: chunks `rank` and 2 size - 1 - rank of 2 size."""
     if size == 1:
         return batch
     chunk = batch["tokens"].shape[1] // (2 * size)
-    names = SEQUENCES if "places" in batch else (*SEQUENCES, "labels")
+    names = TOKEN_FIELDS if "places" in batch else (*TOKEN_FIELDS, "labels")
     out = dict(batch)
     for name in names:
         if name in batch:
@@ -36,13 +36,13 @@ def context_part(batch: Batch, size: int, rank: int) -> Batch:
         where, within = batch["places"] // chunk, batch["places"] % chunk
         low, high = where == rank, where == 2 * size - 1 - rank
         out["places"] = torch.where(low, within, torch.where(high, within + chunk, 0))
-        out["labels"] = torch.where(low | high, batch["labels"], IGNORED)
+        out["labels"] = torch.where(low | high, batch["labels"], IGNORE_INDEX)
         if rank:
-            out["next_sentence"] = torch.full_like(batch["next_sentence"], IGNORED)
+            out["next_sentence"] = torch.full_like(batch["next_sentence"], IGNORE_INDEX)
     return out
 
 
-def pack(batch: Batch, size: int) -> list[Batch]:
+def padding_free_micro_batches(batch: Batch, micro_batch: int) -> list[Batch]:
     """Micro batches of `size` samples without their padding: all tokens in one row, `starts` says where samples begin.
 
     Samples are dealt out by length, so that micro batches have about as many tokens: which sample is in which changes
@@ -50,18 +50,18 @@ def pack(batch: Batch, size: int) -> list[Batch]:
     """
     used = batch["mask"].bool()
     lengths = used.sum(1)
-    count = len(lengths) // size
-    order = lengths.argsort(descending=True, stable=True).view(size, count)
+    count = len(lengths) // micro_batch
+    order = lengths.argsort(descending=True, stable=True).view(micro_batch, count)
     order[1::2] = order[1::2].flip(1)  # the longest of a round goes where the shortest of the round before went
-    return [_packed({name: tensor[rows] for name, tensor in batch.items()}) for rows in order.unbind(1)]
+    return [_remove_padding({name: tensor[rows] for name, tensor in batch.items()}) for rows in order.unbind(1)]
 
 
-def _packed(batch: Batch) -> Batch:
+def _remove_padding(batch: Batch) -> Batch:
     used = batch["mask"].bool()
     starts = torch.zeros(len(used) + 1, dtype=torch.int32)
     starts[1:] = used.sum(1).cumsum(0)
     total = int(starts[-1])
-    length = -(-total // ROUND) * ROUND
+    length = -(-total // PACKED_LENGTH_MULTIPLE) * PACKED_LENGTH_MULTIPLE
 
     def row(values: Tensor) -> Tensor:
         out = torch.zeros(1, length, dtype=torch.int32)
@@ -83,7 +83,7 @@ def _packed(batch: Batch) -> Batch:
     }
 
 
-def micro_batches(batch: Batch, size: int) -> Iterator[Batch]:
+def split_micro_batches(batch: Batch, micro_batch: int) -> Iterator[Batch]:
     total = len(batch["sample"])
-    for first in range(0, total, size):
-        yield {name: tensor[first : first + size] for name, tensor in batch.items()}
+    for first in range(0, total, micro_batch):
+        yield {name: tensor[first : first + micro_batch] for name, tensor in batch.items()}

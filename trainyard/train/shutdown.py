@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Stop:
+class StopSignal:
     """Set by the first Ctrl-C or SIGTERM: the run ends after the step. A second signal ends it at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     @contextmanager
-    def on_signal(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         def handler(number: int, frame: FrameType | None) -> None:
-            if self.asked:
+            if self.requested:
                 raise KeyboardInterrupt
-            self.asked = True
+            self.requested = True
             os.write(2, b"\nstopping after this step (a second signal stops at once)\n")  # print is not safe here
 
         try:

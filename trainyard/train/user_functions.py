@@ -25,7 +25,7 @@ def import_function(dotted: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def pair(result: Any, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+def check_sum_and_count(result: Any, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
     """What a user's loss or metric must give: (sum, count)."""
     name = getattr(function, "__name__", str(function))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):

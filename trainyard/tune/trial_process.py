@@ -9,24 +9,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-ENDING = ((signal.SIGTERM, 10.0), (signal.SIGTERM, 20.0), (signal.SIGKILL, None))
+STOP_SIGNALS = ((signal.SIGTERM, 10.0), (signal.SIGTERM, 20.0), (signal.SIGKILL, None))
 """How a command is ended: signal, and seconds until the next. A run stops after its step, then at once; a compiler
 removes what it has half written, which SIGKILL would leave in the cache."""
-TAIL = 8000
+STDERR_TAIL_BYTES = 8000
 """Bytes of stderr that are kept."""
 
 
 @dataclass(frozen=True)
-class Ending:
-    code: int
+class ProcessResult:
+    returncode: int
     seconds: float
-    in_time: bool
+    finished_in_time: bool
     """Whether it ended by itself."""
-    errors: str
+    stderr: str
     """The end of its stderr."""
 
 
-def run(command: Sequence[str], limit: float, log: Path, ending: Sequence[tuple[int, float | None]] = ENDING) -> Ending:
+def run_with_timeout(
+    command: Sequence[str], timeout_s: float, log: Path, stop_signals: Sequence[tuple[int, float | None]] = STOP_SIGNALS
+) -> ProcessResult:
     """Run `command` for at most `limit` seconds; `log` gets its stderr. An exception here, Ctrl-C, ends it as well."""
     start = time.monotonic()
     in_time = True
@@ -35,18 +37,18 @@ def run(command: Sequence[str], limit: float, log: Path, ending: Sequence[tuple[
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
         )
     try:
-        process.wait(limit)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         in_time = False
     finally:
-        _end(process, ending)
-    errors = log.read_bytes()[-TAIL:].decode(errors="replace")
-    return Ending(process.returncode, time.monotonic() - start, in_time, errors)
+        _terminate(process, stop_signals)
+    errors = log.read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")
+    return ProcessResult(process.returncode, time.monotonic() - start, in_time, errors)
 
 
-def _end(process: subprocess.Popen[bytes], ending: Sequence[tuple[int, float | None]]) -> None:
+def _terminate(process: subprocess.Popen[bytes], stop_signals: Sequence[tuple[int, float | None]]) -> None:
     """Signals to the command's process group until it has ended; a Ctrl-C in the meantime goes on to the next."""
-    for number, patience in ending:
+    for number, patience in stop_signals:
         if process.poll() is None:
             os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

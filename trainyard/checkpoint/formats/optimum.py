@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd
-from trainyard.checkpoint.io.torch_file import open_pickle
+from trainyard.checkpoint.io.torch_file import open_torch_file
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError, one_line
-from trainyard.models import AnyModel
+from trainyard.models import AnyModelConfig
 
-SHARDS = "shards"
-FUSED: dict[tuple[str, ...], tuple[str, object]] = {
+SHARDS_DIRECTORY = "shards"
+FUSED_LAYERS: dict[tuple[str, ...], tuple[str, object]] = {
     ("gate_up_proj", "gate_proj", "up_proj"): ("gate_up", True),
     ("qkv_proj", "q_proj", "k_proj", "v_proj"): ("qkv", "coalesced"),
 }
 """A fused layer and the ones it stands for, and the field of NxD's layout that says so."""
-ATTENTION = {
+PROJECTION_NAMES = {
     "gqa_qkv_projection_name": "qkv_proj",
     "query_projection_name": "q_proj",
     "key_projection_name": "k_proj",
@@ -48,7 +48,7 @@ def find_optimum(path: str | Path) -> OptimumFiles | None:
     path = Path(path).expanduser()
     path = path.parent if path.is_file() else path
     path = path.parent if path.name == "model" else path
-    for shards in (path / SHARDS, path):
+    for shards in (path / SHARDS_DIRECTORY, path):
         metadata = tuple(sorted(shards.glob("mp_metadata_pp_rank_*"))) if (shards / "model").is_dir() else ()
         if metadata:
             configs = (each / "config.json" for each in (shards, *shards.absolute().parents[:2]))
@@ -56,16 +56,18 @@ def find_optimum(path: str | Path) -> OptimumFiles | None:
     return None
 
 
-def open_optimum(path: str | Path, model: AnyModel | None = None) -> NxdWeights:
+def open_optimum(path: str | Path, model: AnyModelConfig | None = None) -> NxdWeights:
     """The weights at `path`. The model is the one given, or that of the config.json beside or above the shards."""
     files = find_optimum(path)
     if files is None:
-        raise UserError(f"{path}: no optimum-neuron checkpoint; {SHARDS}/mp_metadata_pp_rank_0.json was expected")
+        raise UserError(
+            f"{path}: no optimum-neuron checkpoint; {SHARDS_DIRECTORY}/mp_metadata_pp_rank_0.json was expected"
+        )
     if model is None:
         if files.config is None:
             raise UserError(f"{files.shards}: no config.json beside or above it; give the model's configuration")
         model = from_hf(files.config)
-    said = [(file, fact) for file in files.metadata for fact in _facts(file, model)]
+    said = [(file, fact) for file in files.metadata for fact in _layout_facts(file, model)]
     weights = open_nxd(files.shards, model, {"kv_order": "trn1"})
     for file, (key, value) in said:
         if (held := getattr(weights.layout, key)) != value:
@@ -73,10 +75,10 @@ def open_optimum(path: str | Path, model: AnyModel | None = None) -> NxdWeights:
     return weights
 
 
-def _facts(path: Path, model: AnyModel) -> Iterator[tuple[str, object]]:
+def _layout_facts(path: Path, model: AnyModelConfig) -> Iterator[tuple[str, object]]:
     """Fields of NxD's layout, as a note has them."""
     try:
-        for module in _metadata(path).get("model_weight_transformation_specs", ()):
+        for module in _read_metadata(path).get("model_weight_transformation_specs", ()):
             for kind, spec in module["specs"]:
                 where = f"{path}: {kind} of {module['module_fully_qualified_name']}"
                 if spec.get("peft_type") is not None:
@@ -85,34 +87,38 @@ def _facts(path: Path, model: AnyModel) -> Iterator[tuple[str, object]]:
                     raise UserError(f"{where}: has biases, which our Llama models have not")
                 yield "tp", spec["tp_size"]
                 if kind == "FusedLinearsSpec":
-                    yield _fused(where, spec)
+                    yield _fused_fact(where, spec)
                 elif kind == "GQAQKVColumnParallelLinearSpec":
-                    yield from _attention(where, spec, model)
+                    yield from _attention_facts(where, spec, model)
                 else:
                     raise UserError(f"{where}: not known; FusedLinearsSpec and GQAQKVColumnParallelLinearSpec are")
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not optimum-neuron's metadata: {type(error).__name__} {one_line(error)}") from None
 
 
-def _fused(where: str, spec: Mapping[str, Any]) -> tuple[str, object]:
+def _fused_fact(context: str, spec: Mapping[str, Any]) -> tuple[str, object]:
     names = (spec["fused_linear_name"], *spec["linear_names"])
-    if names not in FUSED or spec["fuse_axis"] not in (0, "column"):
-        raise UserError(f"{where}: fuses {', '.join(names[1:])} to {names[0]}, which no Llama model of NxD does")
-    return FUSED[names]
+    if names not in FUSED_LAYERS or spec["fuse_axis"] not in (0, "column"):
+        raise UserError(f"{context}: fuses {', '.join(names[1:])} to {names[0]}, which no Llama model of NxD does")
+    return FUSED_LAYERS[names]
 
 
-def _attention(where: str, spec: Mapping[str, Any], model: AnyModel) -> Iterator[tuple[str, object]]:
-    for key, wanted in {**ATTENTION, "num_attention_heads": model.heads, "num_key_value_heads": model.kv}.items():
+def _attention_facts(context: str, spec: Mapping[str, Any], model: AnyModelConfig) -> Iterator[tuple[str, object]]:
+    for key, wanted in {
+        **PROJECTION_NAMES,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+    }.items():
         if spec[key] != wanted:
-            raise UserError(f"{where}: {key}={spec[key]}, but the model has {wanted}")
+            raise UserError(f"{context}: {key}={spec[key]}, but the model has {wanted}")
     yield "kv_multiplier", spec["kv_size_multiplier"]
     yield "qkv", "fused" if spec["fuse_qkv"] else "qkv_linear"
 
 
-def _metadata(path: Path) -> Mapping[str, Any]:
+def _read_metadata(path: Path) -> Mapping[str, Any]:
     """What a note says. Those of older versions say it otherwise, or in classes of their own: names must do then."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else open_pickle(path)
+        return json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else open_torch_file(path)
     except (OSError, ValueError) as error:
         if path.suffix != ".json":
             return {}

@@ -17,92 +17,92 @@ from trainyard import models
 from trainyard.core.errors import UserError
 from trainyard.models.blueprint import Blueprint
 
-File = TypeVar("File", bound=Hashable)
-Region = tuple[slice, ...]
+FileKey = TypeVar("FileKey", bound=Hashable)
+TensorIndex = tuple[slice, ...]
 """A box in a tensor: a slice with start and stop for each dim."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorRange:
     """[start, stop) of a part, along the dim of the tensor that holds it."""
 
-    part: str
+    name: str
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: pieces one after the other along `dim`."""
 
     name: str
     dim: int
-    pieces: tuple[Piece, ...]
-    length: int | None = None
+    ranges: tuple[TensorRange, ...]
+    padded_size: int | None = None
     """Along `dim`, where zeros follow the pieces (padded vocabularies)."""
     transposed: bool = False
     """The file has it [in, out] where the part is [out, in]; `dim` counts as in the part."""
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """Somebody's weights, as parts of a model of ours. Nothing is read before it is asked for."""
 
     @property
-    def model(self) -> models.AnyModel: ...
+    def model(self) -> models.AnyModelConfig: ...
 
-    def dtype(self, part: str) -> torch.dtype: ...
+    def dtype(self, name: str) -> torch.dtype: ...
 
-    def read(self, part: str, region: Region) -> Tensor:
+    def read(self, name: str, index: TensorIndex) -> Tensor:
         """In the dtype it has; may be a view of mapped memory, not to be written to."""
         ...
 
 
-def shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
+def blueprint_shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
     """Every part of the whole model, in the blueprint's order."""
-    return {piece.name: piece.shape for name in blueprint.names() for piece in blueprint.slices(name)}
+    return {piece.name: piece.shape for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
 
 
-def shapes_of(model: models.AnyModel) -> dict[str, tuple[int, ...]]:
-    return shapes(models.family(model).blueprint(model))
+def unfused_shapes(model: models.AnyModelConfig) -> dict[str, tuple[int, ...]]:
+    return blueprint_shapes(models.family_of(model).blueprint(model))
 
 
-def everything(shape: tuple[int, ...]) -> Region:
+def full_index(shape: tuple[int, ...]) -> TensorIndex:
     return tuple(slice(0, size) for size in shape)
 
 
-def stored_shape(stored: Stored, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def stored_shape(stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """As in the file."""
-    shape = list(parts[stored.pieces[0].part])
-    total = sum(piece.stop - piece.start for piece in stored.pieces)
-    shape[stored.dim] = total if stored.length is None else stored.length
+    shape = list(shapes[stored.ranges[0].name])
+    total = sum(piece.stop - piece.start for piece in stored.ranges)
+    shape[stored.dim] = total if stored.padded_size is None else stored.padded_size
     return tuple(reversed(shape)) if stored.transposed else tuple(shape)
 
 
-def put_together(stored: Stored, parts: Mapping[str, tuple[int, ...]], weights: Weights) -> Tensor:
+def assemble(stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]], weights: WeightSource) -> Tensor:
     """The tensor that belongs in the file."""
     read = []
-    for piece in stored.pieces:
-        region = list(everything(parts[piece.part]))
+    for piece in stored.ranges:
+        region = list(full_index(shapes[piece.name]))
         region[stored.dim] = slice(piece.start, piece.stop)
-        read.append(weights.read(piece.part, tuple(region)))
+        read.append(weights.read(piece.name, tuple(region)))
     whole = read[0] if len(read) == 1 else torch.cat(read, stored.dim)
-    if stored.length is not None and (missing := stored.length - whole.shape[stored.dim]):
+    if stored.padded_size is not None and (missing := stored.padded_size - whole.shape[stored.dim]):
         whole = F.pad(whole, (0, 0) * (whole.dim() - 1 - stored.dim) + (0, missing))
     return (whole.T if stored.transposed else whole).contiguous()
 
 
 @dataclass(frozen=True)
-class _Found(Generic[File]):
+class _StoredRange(Generic[FileKey]):
     """Where a stretch of a part lies: it begins at `at` of the stored tensor."""
 
-    file: File
-    stored: Stored
+    file: FileKey
+    stored: StoredTensor
     start: int
     stop: int
-    at: int
+    offset: int
 
 
-class Scattered(Generic[File]):
+class ShardedWeights(Generic[FileKey]):
     """Weights whose parts lie scattered over the tensors of some files.
 
     `read(file, name, region)` and `dtype_of(file, name)` look into a file. Stretches that several tensors hold (copies)
@@ -111,22 +111,22 @@ class Scattered(Generic[File]):
 
     def __init__(
         self,
-        model: models.AnyModel,
-        held: Iterable[tuple[File, Stored]],
-        read: Callable[[File, str, Region], Tensor],
-        dtype_of: Callable[[File, str], torch.dtype],
+        model: models.AnyModelConfig,
+        tensors: Iterable[tuple[FileKey, StoredTensor]],
+        read_tensor: Callable[[FileKey, str, TensorIndex], Tensor],
+        dtype_of: Callable[[FileKey, str], torch.dtype],
     ) -> None:
         self.model = model
-        self._read, self._dtype_of = read, dtype_of
-        self._shapes = shapes_of(model)
-        self._found: dict[str, list[_Found[File]]] = {}
-        for file, stored in held:
+        self._read_tensor, self._dtype_of = read_tensor, dtype_of
+        self._shapes = unfused_shapes(model)
+        self._ranges: dict[str, list[_StoredRange[FileKey]]] = {}
+        for file, stored in tensors:
             at = 0
-            for piece in stored.pieces:
-                self._found.setdefault(piece.part, []).append(_Found(file, stored, piece.start, piece.stop, at))
+            for piece in stored.ranges:
+                self._ranges.setdefault(piece.name, []).append(_StoredRange(file, stored, piece.start, piece.stop, at))
                 at += piece.stop - piece.start
         for part, shape in self._shapes.items():
-            found = self._found.get(part)
+            found = self._ranges.get(part)
             if not found:
                 raise UserError(f"checkpoint does not fit the model: nothing in it holds {part}")
             found.sort(key=lambda each: each.start)  # stable: the first copy stays first
@@ -138,44 +138,44 @@ class Scattered(Generic[File]):
             if end != shape[found[0].stored.dim]:
                 raise UserError(f"checkpoint does not fit the model: {part} ends at {end} of {shape}")
 
-    def dtype(self, part: str) -> torch.dtype:
-        found = self._found[part][0]
+    def dtype(self, name: str) -> torch.dtype:
+        found = self._ranges[name][0]
         return self._dtype_of(found.file, found.stored.name)
 
-    def read(self, part: str, region: Region) -> Tensor:
-        dim = self._found[part][0].stored.dim
-        at, stop = region[dim].start, region[dim].stop
+    def read(self, name: str, index: TensorIndex) -> Tensor:
+        dim = self._ranges[name][0].stored.dim
+        at, stop = index[dim].start, index[dim].stop
         out = []
-        for each in self._found[part]:
+        for each in self._ranges[name]:
             if each.start <= at < each.stop or (at == stop == each.start):
                 end = min(stop, each.stop)
-                out.append(self._look(each, region, dim, at, end))
+                out.append(self._read_range(each, index, dim, at, end))
                 at = end
                 if at == stop:
                     break
-        assert at == stop, (part, region)
+        assert at == stop, (name, index)
         return out[0] if len(out) == 1 else torch.cat(out, dim)
 
-    def _look(self, each: _Found[File], region: Region, dim: int, start: int, stop: int) -> Tensor:
+    def _read_range(self, each: _StoredRange[FileKey], region: TensorIndex, dim: int, start: int, stop: int) -> Tensor:
         inside = list(region)
-        inside[dim] = slice(each.at + start - each.start, each.at + stop - each.start)
+        inside[dim] = slice(each.offset + start - each.start, each.offset + stop - each.start)
         if each.stored.transposed:
-            return self._read(each.file, each.stored.name, tuple(reversed(inside))).T
-        return self._read(each.file, each.stored.name, tuple(inside))
+            return self._read_tensor(each.file, each.stored.name, tuple(reversed(inside))).T
+        return self._read_tensor(each.file, each.stored.name, tuple(inside))
 
 
-def slices_of(weights: Weights, tp: int = 1, rank: int = 0) -> models.Values:
+def tp_rank_values(weights: WeightSource, tp: int = 1, rank: int = 0) -> models.ParameterValues:
     """What a tensor-parallel rank holds of these weights, in fp32. Nothing else is read."""
-    blueprint = models.family(weights.model).blueprint(weights.model)
+    blueprint = models.family_of(weights.model).blueprint(weights.model)
 
     def values(name: str) -> Tensor:
         pieces = []
-        for piece in blueprint.slices(name, tp, rank):
-            region = list(everything(piece.shape))
+        for piece in blueprint.tp_slices(name, tp, rank):
+            region = list(full_index(piece.shape))
             region[piece.dim] = slice(piece.start, piece.stop)
             pieces.append(weights.read(piece.name, tuple(region)).float())
         held = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        missing = blueprint.local_shape(name, tp)[0] - len(held) if blueprint.row(name).padded else 0
+        missing = blueprint.local_shape(name, tp)[0] - len(held) if blueprint.spec(name).padded else 0
         return F.pad(held, (0, 0) * (held.dim() - 1) + (0, missing)) if missing else held
 
     return values

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import BinaryIO, Self, TypeVar
 
 T = TypeVar("T")
-AHEAD = 2
+PREFETCH_DEPTH = 2
 """Tensors made before they are asked for: what bounds memory."""
-LANES = 2
+NUM_WORKERS = 2
 """Writers beside each other."""
-AT_ONCE = 8
+MAX_PARALLEL = 8
 """Files that are made safe on disk together; the disk then writes them in one go."""
 
 
-def ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:
+def prefetch(producers: Iterable[Callable[[], T]]) -> Iterator[T]:
     """What each of `makers` makes, in order, made in another thread while the one before is used."""
-    pool = ThreadPoolExecutor(AHEAD)
+    pool = ThreadPoolExecutor(PREFETCH_DEPTH)
     waiting: deque[Future[T]] = deque()
     try:
-        for make in makers:
+        for make in producers:
             waiting.append(pool.submit(make))
-            if len(waiting) > AHEAD:
+            if len(waiting) > PREFETCH_DEPTH:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -32,18 +32,18 @@ def ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:
         pool.shutdown(cancel_futures=True)
 
 
-class Lanes:
+class OrderedWorkers:
     """Works that are done beside each other, but for those of the same lane, which keep their order. No more than a few
     wait at a time. Leaving the block waits for all; what one of them raised is raised there, or at the next `put`."""
 
     def __init__(self) -> None:
-        self.pools = [ThreadPoolExecutor(1) for _ in range(LANES)]
-        self.waiting: deque[Future[None]] = deque()
+        self.pools = [ThreadPoolExecutor(1) for _ in range(NUM_WORKERS)]
+        self.pending: deque[Future[None]] = deque()
 
-    def put(self, lane: int, work: Callable[[], None]) -> None:
-        self.waiting.append(self.pools[lane % LANES].submit(work))
-        while len(self.waiting) > 2 * LANES:
-            self.waiting.popleft().result()
+    def submit(self, worker: int, task: Callable[[], None]) -> None:
+        self.pending.append(self.pools[worker % NUM_WORKERS].submit(task))
+        while len(self.pending) > 2 * NUM_WORKERS:
+            self.pending.popleft().result()
 
     def __enter__(self) -> Self:
         return self
@@ -52,14 +52,14 @@ class Lanes:
         for pool in self.pools:
             pool.shutdown(cancel_futures=kind is not None)
         if kind is None:
-            for each in self.waiting:
+            for each in self.pending:
                 each.result()
 
 
 @contextmanager
-def syncing() -> Iterator[Callable[[BinaryIO], None]]:
+def background_fsync() -> Iterator[Callable[[BinaryIO], None]]:
     """Gives a function that closes a file once it is safe on disk; all are when the block ends."""
-    pool = ThreadPoolExecutor(AT_ONCE)
+    pool = ThreadPoolExecutor(MAX_PARALLEL)
     started: list[Future[None]] = []
 
     def finish(file: BinaryIO) -> None:
@@ -78,14 +78,14 @@ def syncing() -> Iterator[Callable[[BinaryIO], None]]:
         pool.shutdown()
 
 
-def sync_all(paths: Iterable[Path]) -> None:
+def fsync_files(paths: Iterable[Path]) -> None:
     """Make files safe on disk that were written and closed."""
-    with syncing() as close:
+    with background_fsync() as close:
         for path in paths:
             close(path.open("rb+"))
 
 
-def all_together(works: Iterable[Callable[[], None]]) -> None:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in [pool.submit(work) for work in works]:
+def run_parallel(tasks: Iterable[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        for done in [pool.submit(work) for work in tasks]:
             done.result()

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST = 10_000_000
+MAX_VALUES = 10_000_000
 """Opcodes in a pickle, and values in what it builds, counted as a tree."""
-MOST_COPIED = 2**31
+MAX_COPIED_BYTES = 2**31
 """Bytes that calls may copy; a value in a container counts as 64."""
-DEEPEST = 100
+MAX_DEPTH = 100
 """Containers inside containers."""
-_LONGEST_KEY = 16
+_MAX_KEY_ITEMS = 16
 """Values in a tuple that is a key."""
 
 
-class Inert:
+class StubObject:
     """A class or function, or what one made, as a name only. Whatever a pickle does with it does nothing."""
 
     def __init__(self, name: str) -> None:
@@ -30,7 +30,7 @@ class Inert:
         return f"<{self.name}, not loaded>"
 
 
-class Known(Inert):
+class AllowedGlobal(StubObject):
     """A name of the table; `call` is what a pickle gets when it calls the function or makes an instance."""
 
     def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
@@ -38,32 +38,32 @@ class Known(Inert):
         self.call = call
 
 
-_ATOMS = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, Inert)
+_KEY_TYPES = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, StubObject)
 
 
-def key(value: Any) -> Any:
+def check_key(value: Any) -> Any:
     """A value that may be a key or in a set: hashed in a few steps, and not made to collide (great integers do)."""
     items = value if type(value) in (tuple, torch.Size) else (value,)
-    if len(items) > _LONGEST_KEY or any(
-        type(each) not in _ATOMS or (type(each) is int and abs(each) >= 2**60) for each in items
+    if len(items) > _MAX_KEY_ITEMS or any(
+        type(each) not in _KEY_TYPES or (type(each) is int and abs(each) >= 2**60) for each in items
     ):
         raise ValueError(f"a {type(value).__name__} is used as a key")
     return value
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """For a message. Never a repr: that of a nested value can be endless."""
-    return value.name if isinstance(value, Inert) else f"a {type(value).__name__}"
+    return value.name if isinstance(value, StubObject) else f"a {type(value).__name__}"
 
 
-def cost(value: Any, depth: int = 2) -> int:
+def copy_cost(value: Any, depth: int = 2) -> int:
     """Of copying an argument, and those inside it if it is a tuple."""
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, tuple) and depth:
-        return 64 * len(value) + sum(cost(each, depth - 1) for each in value)
+        return 64 * len(value) + sum(copy_cost(each, depth - 1) for each in value)
     return 64 * len(value) if isinstance(value, tuple | list | dict | set | frozenset) else 64
 
 
@@ -79,5 +79,5 @@ def check_bounds(value: Any) -> None:
                 break
         else:
             levels.pop()
-        if len(levels) > DEEPEST or count > MOST:
-            raise ValueError(f"containers nested more than {DEEPEST} deep, or more than {MOST} values")
+        if len(levels) > MAX_DEPTH or count > MAX_VALUES:
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep, or more than {MAX_VALUES} values")

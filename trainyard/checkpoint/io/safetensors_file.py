@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.lazy_tensor import File, Lazy, Storage, View
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, StorageView, TensorStorage
 from trainyard.core.errors import UserError, one_line
 
-DTYPES = {
+DTYPE_BY_CODE = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,17 +38,17 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-LARGEST_HEADER = 100_000_000
-BLOCK = 2**24
+CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
+MAX_HEADER_BYTES = 100_000_000
+WRITE_CHUNK_BYTES = 2**24
 """Bytes written at a time."""
 
-Spec = tuple[str, torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -56,39 +56,39 @@ class Entry:
     stop: int
 
 
-def header(tensors: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     """What a file of these tensors, one after the other, begins with."""
     at = 0
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, dtype, shape in tensors:
         size = prod(shape) * dtype.itemsize
-        table[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        table[name] = {"dtype": CODE_BY_DTYPE[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def parse(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def parse_header(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The table of a file of `size` bytes, and its texts. ValueError or EOFError where it is none."""
     (length,) = struct.unpack("<Q", bytes(read(0, 8))) if size >= 8 else (size,)
-    if length > min(LARGEST_HEADER, size - 8):
+    if length > min(MAX_HEADER_BYTES, size - 8):
         raise EOFError
     begin = 8 + length
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     try:
         table = json.loads(bytes(read(8, begin)))
         texts = table.pop("__metadata__", {})
         for name, value in table.items():
             start, stop = value["data_offsets"]
-            dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+            dtype, shape = DTYPE_BY_CODE[value["dtype"]], tuple(value["shape"])
             if not all(type(each) is int and each >= 0 for each in (start, stop, *shape)) or start > stop:
                 raise ValueError(f"{name} has no size")
             if stop - start != prod(shape) * dtype.itemsize:
                 raise ValueError(f"the size of {name} is not that of its bytes")
             if begin + stop > size:
                 raise EOFError
-            entries[name] = Entry(dtype, shape, begin + start, begin + stop)
+            entries[name] = TensorEntry(dtype, shape, begin + start, begin + stop)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its table is not one of tensors ({error})") from None
     except RecursionError:
@@ -96,18 +96,18 @@ def parse(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, Entry],
     return entries, texts
 
 
-def lazy_tensors(path: Path) -> dict[str, Lazy]:
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Every tensor of a file, none of them read yet."""
     try:
-        file = File(path)
+        file = MappedFile(path)
         with path.open("rb") as handle:
 
             def read(start: int, stop: int) -> bytes:
                 handle.seek(start)
                 return handle.read(stop - start)
 
-            entries, _ = parse(read, file.size)
-        return {name: _lazy(file, entry) for name, entry in entries.items()}
+            entries, _ = parse_header(read, file.size)
+        return {name: _lazy_tensor(file, entry) for name, entry in entries.items()}
     except UserError:
         raise
     except FileNotFoundError:
@@ -118,21 +118,21 @@ def lazy_tensors(path: Path) -> dict[str, Lazy]:
         raise UserError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
 
 
-def _lazy(file: File, entry: Entry) -> Lazy:
-    storage = Storage(file, entry.dtype, prod(entry.shape), entry.start, swapped=False)
+def _lazy_tensor(file: MappedFile, entry: TensorEntry) -> LazyTensor:
+    storage = TensorStorage(file, entry.dtype, prod(entry.shape), entry.start, byte_swapped=False)
     strides = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
-    return View(storage, entry.dtype, 0, entry.shape, strides)
+    return StorageView(storage, entry.dtype, 0, entry.shape, strides)
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> int:
     """Its bytes, without a copy where it is contiguous."""
-    view = as_bytes(tensor)
-    for start in range(0, len(view), BLOCK):
-        file.write(view[start : start + BLOCK])
+    view = tensor_bytes(tensor)
+    for start in range(0, len(view), WRITE_CHUNK_BYTES):
+        file.write(view[start : start + WRITE_CHUNK_BYTES])
     return len(view)
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous host tensor."""
     flat = tensor.detach().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)

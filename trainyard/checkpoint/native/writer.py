@@ -11,92 +11,92 @@ import torch
 from torch import Tensor
 
 from trainyard import __version__, models
-from trainyard.checkpoint.formats.tensor_map import Weights, shapes_of
-from trainyard.checkpoint.io.async_io import Lanes, ahead
-from trainyard.checkpoint.io.safetensors_file import CODES
-from trainyard.checkpoint.io.storage import LocalPlace
+from trainyard.checkpoint.formats.tensor_map import WeightSource, unfused_shapes
+from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch
+from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE
+from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.partition import Box, written
+from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
 from trainyard.checkpoint.native.shard_file import stream_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
 
 
-class State(Protocol):
+class StateSource(Protocol):
     """Weights, and perhaps the optimizer's moments, by boxes of parts."""
 
     @property
-    def model(self) -> models.AnyModel: ...
+    def model(self) -> models.AnyModelConfig: ...
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """By kind: weights, first, second."""
         ...
 
-    def tensor(self, kind: str, box: Box) -> Tensor: ...
+    def read_state(self, kind: str, box: LocalSlice) -> Tensor: ...
 
 
-class WeightsAlone:
+class WeightsOnlyState:
     """Weights as a State without moments. Where parts differ in dtype, all take one that holds the values of each."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, weights: WeightSource, dtype: torch.dtype | None = None) -> None:
         self.weights = weights
-        found = [dtype] if dtype else [weights.dtype(part) for part in shapes_of(weights.model)]
+        found = [dtype] if dtype else [weights.dtype(part) for part in unfused_shapes(weights.model)]
         self.dtypes = {"weights": reduce(torch.promote_types, found)}
 
     @property
-    def model(self) -> models.AnyModel:
+    def model(self) -> models.AnyModelConfig:
         return self.weights.model
 
-    def tensor(self, kind: str, box: Box) -> Tensor:
+    def read_state(self, kind: str, box: LocalSlice) -> Tensor:
         region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-        return self.weights.read(box.part, region).to(self.dtypes[kind])
+        return self.weights.read(box.tensor_name, region).to(self.dtypes[kind])
 
 
-def bytes_of(state: State) -> int:
+def checkpoint_bytes(state: StateSource) -> int:
     """What a checkpoint of it takes, but for headers."""
-    weights = models.family(state.model).blueprint(state.model).parameters()
+    weights = models.family_of(state.model).blueprint(state.model).parameter_count()
     return weights * sum(dtype.itemsize for dtype in state.dtypes.values())
 
 
-def write_native(
+def write_checkpoint(
     directory: Path,
-    state: State,
+    state: StateSource,
     config: Config,
     ranks: int,
-    progress: Mapping[str, Any],
-    wrote: Callable[[int], None] = lambda count: None,
+    counters: Mapping[str, Any],
+    on_written: Callable[[int], None] = lambda count: None,
 ) -> None:
     """A whole checkpoint in `directory`, which must be new: the files that `ranks` ranks of config.layout would write.
     `progress` are the step and what goes with it."""
-    layout = Layout.of(config, ranks)
-    blueprint = models.family(config.model).blueprint(config.model)
-    place = LocalPlace(directory)
-    if place.names():
+    layout = Layout.from_config(config, ranks)
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    place = LocalStorage(directory)
+    if place.listdir():
         raise UserError(f"{directory}: is there already and not empty; give a directory that is new")
-    place.prepare()
+    place.mkdir()
 
     def write(rank: int) -> None:
-        boxes = [(kind, box) for kind in state.dtypes for box in written(blueprint, layout, rank)]
+        boxes = [(kind, box) for kind in state.dtypes for box in owned_slices(blueprint, layout, rank)]
 
         def tensors() -> Iterator[Tensor]:
-            for tensor in ahead(partial(state.tensor, kind, box) for kind, box in boxes):
+            for tensor in prefetch(partial(state.read_state, kind, box) for kind, box in boxes):
                 yield tensor.contiguous()
-                wrote(tensor.nbytes)
+                on_written(tensor.nbytes)
 
-        specs = [(checkpoint.key_of(kind, box.part), state.dtypes[kind], box.sizes) for kind, box in boxes]
-        offsets = {checkpoint.key_of(kind, box.part): box.offsets for kind, box in boxes}
-        stream_shard(place, checkpoint.file_name(rank), specs, offsets, tensors())
+        specs = [(checkpoint.tensor_key(kind, box.tensor_name), state.dtypes[kind], box.sizes) for kind, box in boxes]
+        offsets = {checkpoint.tensor_key(kind, box.tensor_name): box.offsets for kind, box in boxes}
+        stream_shard(place, checkpoint.shard_name(rank), specs, offsets, tensors())
 
-    with Lanes() as lanes:
-        for rank in range(layout.world):
-            lanes.put(rank, partial(write, rank))
+    with OrderedWorkers() as lanes:
+        for rank in range(layout.world_size):
+            lanes.submit(rank, partial(write, rank))
     body = {
-        **progress,
+        **counters,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"trainyard": __version__, "torch": version("torch")},
-        "kinds": {kind: CODES[dtype] for kind, dtype in state.dtypes.items()},
+        "kinds": {kind: CODE_BY_DTYPE[dtype] for kind, dtype in state.dtypes.items()},
         "config": config.model_dump(mode="json"),
     }
-    checkpoint.seal(place, checkpoint.table_of(blueprint, layout), body)
+    checkpoint.commit(place, checkpoint.build_shard_table(blueprint, layout), body)

@@ -9,7 +9,7 @@ app = typer.Typer(
 )
 
 app.command("extract")(extract.extract)
-app.command("tokenize")(tokenize.run)
+app.command("tokenize")(tokenize.tokenize_command)
 app.command("pack")(pack.pack)
 app.command("bert")(bert.bert)
 app.command("inspect")(inspect.inspect)

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.console import Screen, Skips
+from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.prepare.bert_files import FILE, Target, build
-from trainyard.data.prepare.bert_samples import Recipe
-from trainyard.data.text.tokenizer import Spec
+from trainyard.data.prepare.bert_files import MAX_SAMPLES_PER_FILE, BertFileSet, build_bert_files
+from trainyard.data.prepare.bert_samples import BertOptions
+from trainyard.data.text.tokenizer import TokenizerSpec
 
-PHASES = {1: (128, 20), 2: (512, 80)}
+PHASE_SIZES = {1: (128, 20), 2: (512, 80)}
 """Tokens and masked places of a sample."""
 
 
@@ -57,7 +57,7 @@ def bert(
             min=1,
             max=99999,
             help="How many; trainyard reads any number on any number of ranks, other loaders want one for each rank or "
-            f"more. If not said: so many that none has more than {FILE:,} samples.",
+            f"more. If not said: so many that none has more than {MAX_SAMPLES_PER_FILE:,} samples.",
             show_default=False,
         ),
     ] = None,
@@ -78,36 +78,40 @@ def bert(
 
       trainyard data bert --input 'wiki/*.jsonl' --output bert-512 --vocab-file vocab.txt --phase 2 --whole-word
     """
-    sequence, predictions = sequence or PHASES[phase][0], predictions or PHASES[phase][1]
+    sequence, predictions = sequence or PHASE_SIZES[phase][0], predictions or PHASE_SIZES[phase][1]
     if predictions > sequence - 3:
         raise UserError(f"--predictions {predictions}: a sample of {sequence} has {sequence - 3} words at most")
     if not name or "/" in name or set(name) & set("*?["):
         raise UserError(f"--name {name}: not a name for files; nearest: bert")
-    recipe = Recipe(_spec(vocab_file, cased, tokenizer), sequence, predictions, short, whole_word, duplicate, seed)
+    recipe = BertOptions(
+        _tokenizer_spec(vocab_file, cased, tokenizer), sequence, predictions, short, whole_word, duplicate, seed
+    )
     keys = [key for word in json_keys or ["text"] for key in word.replace(",", " ").split()]
-    paths = documents.inputs(inputs)
+    paths = documents.resolve_inputs(inputs)
     output = output.expanduser()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror}") from None
     start = time.monotonic()
-    target = Target(output, name, files, overwrite)
-    counts = build(paths, keys, recipe, target, workers or os.cpu_count() or 1, Skips(strict), Screen)
-    skipped = f", {counts.bad:,} lines skipped" if counts.bad else ""
+    target = BertFileSet(output, name, files, overwrite)
+    counts = build_bert_files(
+        paths, keys, recipe, target, workers or os.cpu_count() or 1, SkipReporter(strict), ProgressDisplay
+    )
+    skipped = f", {counts.skipped:,} lines skipped" if counts.skipped else ""
     print(
         f"{counts.documents:,} documents, {counts.samples:,} samples, {counts.files:,} files "
         f"in {time.monotonic() - start:.1f} s{skipped}"
     )
     pattern = output / f"{name}_training_*.hdf5"
-    words = f"data.paths=[{pattern}] data.sequence={sequence} data.predictions={predictions}"
+    words = f"data.paths=[{pattern}] data.seq_len={sequence} data.max_predictions={predictions}"
     print(f"  {pattern}   (data.source=hdf5 {words})")
 
 
-def _spec(vocab_file: str | None, cased: bool, tokenizer: str | None) -> Spec:
+def _tokenizer_spec(vocab_file: str | None, cased: bool, tokenizer: str | None) -> TokenizerSpec:
     """Which tokenizer the flags mean."""
     if tokenizer and (vocab_file or cased):
         raise UserError("--tokenizer: says all; leave out --vocab-file and --cased")
     if not tokenizer and not vocab_file:
         raise UserError("--vocab-file: missing; a WordPiece vocab.txt, or --tokenizer with a tokenizer.json")
-    return Spec(tokenizer) if tokenizer else Spec("wordpiece", vocab_file, lowercase=not cased)
+    return TokenizerSpec(tokenizer) if tokenizer else TokenizerSpec("wordpiece", vocab_file, lowercase=not cased)

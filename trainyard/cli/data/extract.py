@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.console import Screen, Skips
+from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.core.errors import UserError
 from trainyard.data.wikipedia.dump import open_dump
-from trainyard.data.wikipedia.extract import ARTICLES, BYTES, REASONS
-from trainyard.data.wikipedia.extract import extract as write
-from trainyard.data.wikipedia.progress import Job, State, begin, claimed, shard_name
+from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS
+from trainyard.data.wikipedia.extract import extract_articles as write
+from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
 
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+BYTE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def extract(
@@ -50,55 +50,55 @@ def extract(
 
       trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200 --workers 16
     """
-    job = Job(_bytes(shard_size), _numbers(namespaces), min_text, compress)
-    dumps = [open_dump(path) for path in _files(inputs)]
+    job = ExtractOptions(_parse_bytes(shard_size), _parse_namespaces(namespaces), min_text, compress)
+    dumps = [open_dump(path) for path in _expand_globs(inputs)]
     output = output.expanduser()
     total, start = sum(dump.path.stat().st_size for dump in dumps), time.monotonic()
 
-    with claimed(output):
-        state = begin(dumps, output, job, restart)
+    with lock_output(output):
+        state = load_state(dumps, output, job, restart)
         if state.finished:
             print("finished already; --restart begins anew")
         else:
             if state.shards:
                 print(
-                    f"goes on after {shard_name(state.shards - 1, job)}: {state.counts[ARTICLES]:,} articles are there"
+                    f"goes on after {shard_name(state.shards - 1, job)}: {state.counts[ARTICLE_COUNT]:,} articles are there"
                 )
-            with Screen("extract") as screen:
+            with ProgressDisplay("extract") as screen:
 
                 def show(done: int) -> None:
-                    screen.show(done, total, f"{state.counts[ARTICLES]:,} articles")
+                    screen.update(done, total, f"{state.counts[ARTICLE_COUNT]:,} articles")
 
-                write(dumps, output, job, state, workers or os.cpu_count() or 1, Skips(strict), show)
-    print(f"{summary(state)}, {time.monotonic() - start:.1f} s")
+                write(dumps, output, job, state, workers or os.cpu_count() or 1, SkipReporter(strict), show)
+    print(f"{format_summary(state)}, {time.monotonic() - start:.1f} s")
     if state.shards:
         print(f"  {output / shard_name(0, job)} and so on   (trainyard data tokenize --input takes them)")
 
 
-def summary(state: State) -> str:
+def format_summary(state: ExtractState) -> str:
     counts = state.counts
-    skipped = ", ".join(f"{counts[reason]:,} {words}" for reason, words in REASONS.items() if counts[reason])
+    skipped = ", ".join(f"{counts[reason]:,} {words}" for reason, words in SKIP_REASONS.items() if counts[reason])
     return (
-        f"{counts[ARTICLES]:,} articles, {counts[BYTES]:,} bytes of JSON in {state.shards} shards"
+        f"{counts[ARTICLE_COUNT]:,} articles, {counts[BYTE_COUNT]:,} bytes of JSON in {state.shards} shards"
         f"{'; skipped: ' + skipped if skipped else ''}"
     )
 
 
-def _bytes(words: str) -> int:
+def _parse_bytes(words: str) -> int:
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", words.strip(), re.IGNORECASE)
     if not match or not int(match[1]):
         raise UserError(f"--shard-size {words}: not a number of bytes; nearest: 256M")
-    return int(match[1]) * UNITS[match[2].upper()]
+    return int(match[1]) * BYTE_UNITS[match[2].upper()]
 
 
-def _numbers(words: str) -> tuple[int, ...]:
+def _parse_namespaces(words: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(word) for word in words.split(",")}))
     except ValueError:
         raise UserError(f"--namespaces {words}: not numbers with commas between; nearest: 0") from None
 
 
-def _files(patterns: list[str]) -> list[Path]:
+def _expand_globs(patterns: list[str]) -> list[Path]:
     """By name or glob, sorted within each pattern."""
     found: list[Path] = []
     for pattern in patterns:

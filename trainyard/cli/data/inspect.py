@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from trainyard.cli.console import Screen
-from trainyard.cli.data.tokenize import spec
+from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.data.tokenize import tokenizer_spec
 from trainyard.data.prepare import inspect as inspection
-from trainyard.data.prepare.length_stats import Report, Wanted
-from trainyard.data.text.tokenizer import Tokenizer, open_tokenizer
+from trainyard.data.prepare.length_stats import InspectOptions, InspectReport
+from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 
-PATIENCE = 2.0
+PROGRESS_DELAY_S = 2.0
 """Seconds before progress is shown."""
-WIDTH = 40
+BAR_WIDTH = 40
 """Of the longest bar."""
-EIGHTHS = " ▏▎▍▌▋▊▉"
+BLOCK_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def inspect(
@@ -52,33 +52,42 @@ def inspect(
 
       trainyard data inspect wiki-8k train.hdf5 part-*.jsonl --check --json
     """
-    known = open_tokenizer(spec(tokenizer, None, vocab_file, merge_file, None)) if tokenizer or vocab_file else None
-    limit = vocab or (known.vocab if known else None)
-    wanted = Wanted(check, samples, limit, known.end if known else None, json_key)
+    known = (
+        load_tokenizer(tokenizer_spec(tokenizer, None, vocab_file, merge_file, None))
+        if tokenizer or vocab_file
+        else None
+    )
+    limit = vocab or (known.vocab_size if known else None)
+    wanted = InspectOptions(check, samples, limit, known.end_id if known else None, json_key)
     found = []
     for path in paths:
-        with Screen("inspect") as screen:
+        with ProgressDisplay("inspect") as screen:
             start = time.monotonic()
 
-            def show(done: int, total: int, screen: Screen = screen, start: float = start, path: Path = path) -> None:
-                if time.monotonic() - start > PATIENCE:
-                    screen.show(min(done, total), total, str(path))
+            def show(
+                done: int, total: int, screen: ProgressDisplay = screen, start: float = start, path: Path = path
+            ) -> None:
+                if time.monotonic() - start > PROGRESS_DELAY_S:
+                    screen.update(min(done, total), total, str(path))
 
-            report = inspection.inspect(path, wanted, show)
+            report = inspection.inspect_path(path, wanted, show)
         if as_json:
-            found.append(as_object(report, known))
+            found.append(report_to_dict(report, known))
         else:
             encoding = sys.stdout.encoding or "utf-8"
-            print("\n".join(lines(report, known)).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+            print(
+                "\n".join(format_report(report, known)).encode(encoding, "backslashreplace").decode(encoding),
+                flush=True,
+            )
     if as_json:
         print(json.dumps({"files": found}))
 
 
-def as_object(report: Report, known: Tokenizer | None) -> dict[str, Any]:
+def report_to_dict(report: InspectReport, known: Tokenizer | None) -> dict[str, Any]:
     samples = []
     for place, content in report.samples:
         tokens = {} if isinstance(content, str) else {"tokens": content}
-        samples.append({"from": place, **tokens, "text": text(content, known)})
+        samples.append({"from": place, **tokens, "text": sample_text(content, known)})
     return {
         "path": report.path,
         "kind": report.kind,
@@ -88,35 +97,35 @@ def as_object(report: Report, known: Tokenizer | None) -> dict[str, Any]:
     }
 
 
-def text(content: list[int] | str, known: Tokenizer | None) -> str | None:
+def sample_text(content: list[int] | str, known: Tokenizer | None) -> str | None:
     if isinstance(content, str) or known is None:
         return content if isinstance(content, str) else None
-    return known.decode([token for token in content if 0 <= token < known.vocab])
+    return known.decode([token for token in content if 0 <= token < known.vocab_size])
 
 
-def lines(report: Report, known: Tokenizer | None) -> list[str]:
+def format_report(report: InspectReport, known: Tokenizer | None) -> list[str]:
     out = [f"{report.path}: {report.kind}"]
     for name, value in report.facts.items():
-        out += [f"  {name:<28}{word}" for word in words(name, value)[:1]]
-        out += [f"  {'':<28}{word}" for word in words(name, value)[1:]]
+        out += [f"  {name:<28}{word}" for word in format_fact(name, value)[:1]]
+        out += [f"  {'':<28}{word}" for word in format_fact(name, value)[1:]]
     for what, figures in report.lengths.items():
         if figures:
             numbers = (f"{name} {figures[name]:,.10g}" for name in ("shortest", "median", "longest"))
             out.append(f"  {what}: {', '.join(numbers)}, mean {figures['mean']:,.1f}")
-            out += histogram(figures["histogram"])
+            out += format_histogram(figures["histogram"])
     for place, content in report.samples:
-        shown = text(content, known)
-        out.append(f"  {place}: {' '.join(map(str, content)) if shown is None else quoted(shown)}")
+        shown = sample_text(content, known)
+        out.append(f"  {place}: {' '.join(map(str, content)) if shown is None else quote_for_terminal(shown)}")
     return out
 
 
-def quoted(words: str) -> str:
+def quote_for_terminal(words: str) -> str:
     """In one line, with nothing in it that a terminal would obey."""
     safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in words.replace("\\", "\\\\"))
     return f'"{"".join(safe)}"'
 
 
-def words(name: str, value: Any) -> list[str]:
+def format_fact(name: str, value: Any) -> list[str]:
     if isinstance(value, dict):
         return [f"{key}: {kind}" for key, kind in value.items()] or ["none"]
     if isinstance(value, bool):
@@ -126,13 +135,13 @@ def words(name: str, value: Any) -> list[str]:
     return [f"{value:,}" if isinstance(value, int) else str(value)]
 
 
-def histogram(bins: list[dict[str, int]]) -> list[str]:
+def format_histogram(bins: list[dict[str, int]]) -> list[str]:
     """A line for each range of lengths; bars of eighths of a block, of # where the screen has no such."""
     most = max(each["count"] for each in bins)
     out = []
     for each in bins:
-        eighths = -(-each["count"] * WIDTH * 8 // most)
-        bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+        eighths = -(-each["count"] * BAR_WIDTH * 8 // most)
+        bar = "█" * (eighths // 8) + BLOCK_EIGHTHS[eighths % 8].strip()
         if "utf" not in (sys.stdout.encoding or "").lower():
             bar = "#" * -(-eighths // 8)
         span = f"{each['from']:,}" if each["from"] == each["to"] else f"{each['from']:,} to {each['to']:,}"

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.console import Screen, Skips
-from trainyard.cli.data.tokenize import spec
+from trainyard.cli.console import ProgressDisplay, SkipReporter
+from trainyard.cli.data.tokenize import tokenizer_spec
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.megatron_bin import Indexed
+from trainyard.data.formats.megatron_bin import MegatronTokens
 from trainyard.data.prepare import pack as packing
-from trainyard.data.prepare.pack import Counts, Part, Shape
-from trainyard.data.prepare.tokenize import Job
-from trainyard.data.text.tokenizer import Tokenizer, open_tokenizer
+from trainyard.data.prepare.pack import PackCounts, PackOptions, TokenChunk
+from trainyard.data.prepare.tokenize import TokenizeOptions
+from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def pack(
@@ -72,39 +72,45 @@ def pack(
     kinds = {_is_token_file(word) for word in inputs}
     if len(kinds) > 1:
         raise UserError(f"{', '.join(inputs)}: both token files and text; pack one kind at a time")
-    paths = documents.inputs(inputs) if False in kinds else []
-    chosen = spec(tokenizer, None, vocab_file, merge_file, end_of_text) if paths or tokenizer or vocab_file else None
-    known = open_tokenizer(chosen) if chosen else None
-    end = known.end if known else None
+    paths = documents.resolve_inputs(inputs) if False in kinds else []
+    chosen = (
+        tokenizer_spec(tokenizer, None, vocab_file, merge_file, end_of_text)
+        if paths or tokenizer or vocab_file
+        else None
+    )
+    known = load_tokenizer(chosen) if chosen else None
+    end = known.end_id if known else None
     if chosen and paths:
-        total = documents.size(paths)
-        parts = packing.from_text(paths, Job(chosen, (json_key,), append_eod), workers or os.cpu_count() or 1)
+        total = documents.total_bytes(paths)
+        parts = packing.chunks_from_text(
+            paths, TokenizeOptions(chosen, (json_key,), append_eod), workers or os.cpu_count() or 1
+        )
     else:
-        sets = [Indexed(Path(word)) for word in inputs]
+        sets = [MegatronTokens(Path(word)) for word in inputs]
         total = sum(each.tokens.nbytes for each in sets)
         if not known and append_eod:
-            end = next((last for each in sets if (last := packing.last_token(each)) is not None), None)
+            end = next((last for each in sets if (last := packing.guess_end_token(each)) is not None), None)
             print(f"no --tokenizer: token {end}, with which documents end, is taken for the end token")
-        parts = _of_sets(sets, end if append_eod else None, known)
+        parts = _documents_of(sets, end if append_eod else None, known)
     start = time.monotonic()
-    with Screen("pack") as screen, interrupt_on_terminate():
+    with ProgressDisplay("pack") as screen, interrupt_on_terminate():
 
-        def show(done: int, counts: Counts) -> None:
+        def show(done: int, counts: PackCounts) -> None:
             rate = counts.tokens / (time.monotonic() - start)
-            screen.show(done, total, f"{counts.tokens:,} tokens, {rate / 1e6:.1f} M/s")
+            screen.update(done, total, f"{counts.tokens:,} tokens, {rate / 1e6:.1f} M/s")
 
-        shape = Shape(sequence, keep_last, end or 0, boundaries)
-        counts = packing.pack(parts, output, shape, overwrite, Skips(strict), show)
+        shape = PackOptions(sequence, keep_last, end or 0, boundaries)
+        counts = packing.write_blocks(parts, output, shape, overwrite, SkipReporter(strict), show)
     seconds = time.monotonic() - start
-    skipped = f", {counts.bad:,} skipped" if counts.bad else ""
+    skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
     print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
     rest = ""
-    if counts.rest and keep_last:
-        rest = f", the last one padded after {counts.rest:,} tokens"
-    elif counts.rest:
-        rest = f"; {counts.rest:,} tokens at the end fill no block and are left out (--keep-last pads them)"
+    if counts.leftover_tokens and keep_last:
+        rest = f", the last one padded after {counts.leftover_tokens:,} tokens"
+    elif counts.leftover_tokens:
+        rest = f"; {counts.leftover_tokens:,} tokens at the end fill no block and are left out (--keep-last pads them)"
     print(f"{counts.blocks:,} blocks of {sequence:,}{rest}")
-    print(f"  {output}   (data.source=arrow data.paths=[{output}] data.sequence={sequence}; datasets.load_from_disk)")
+    print(f"  {output}   (data.source=arrow data.paths=[{output}] data.seq_len={sequence}; datasets.load_from_disk)")
 
 
 def _is_token_file(word: str) -> bool:
@@ -112,6 +118,8 @@ def _is_token_file(word: str) -> bool:
     return path.suffix in (".bin", ".idx") or (not path.is_file() and Path(f"{path}.idx").is_file())
 
 
-def _of_sets(sets: list[Indexed], end: int | None, known: Tokenizer | None) -> Iterator[Part]:
+def _documents_of(sets: list[MegatronTokens], end: int | None, known: Tokenizer | None) -> Iterator[TokenChunk]:
     for each in sets:
-        yield from packing.from_tokens(each, end, known.vocab if known else None, complete=known is None)
+        yield from packing.chunks_from_tokens(
+            each, end, known.vocab_size if known else None, end_is_guess=known is None
+        )

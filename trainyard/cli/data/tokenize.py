@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.console import Screen, Skips
+from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.prepare.tokenize import Counts, Job, target, tokenize
-from trainyard.data.text.tokenizer import Spec
+from trainyard.data.prepare.tokenize import TokenizeCounts, TokenizeOptions, output_prefix, tokenize_files
+from trainyard.data.text.tokenizer import TokenizerSpec
 
-TYPES = {
+TOKENIZER_TYPES = {
     "GPT2BPETokenizer": ("gpt2", True),
     "BertWordPieceLowerCase": ("wordpiece", True),
     "BertWordPieceCase": ("wordpiece", False),
@@ -22,7 +22,7 @@ TYPES = {
 """The reference's names: ours, and whether letters become small."""
 
 
-def run(
+def tokenize_command(
     inputs: Annotated[
         list[str],
         typer.Option("--input", help="File, glob or directory; may be given more than once.", show_default=False),
@@ -32,7 +32,7 @@ def run(
         str | None,
         typer.Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, or bytes."),
     ] = None,
-    kind: Annotated[str | None, typer.Option("--tokenizer-type", help=f"{', '.join(TYPES)}.")] = None,
+    kind: Annotated[str | None, typer.Option("--tokenizer-type", help=f"{', '.join(TOKENIZER_TYPES)}.")] = None,
     vocab_file: Annotated[
         str | None, typer.Option("--vocab-file", "--vocab", help="GPT-2's vocab.json, or BERT's vocab.txt.")
     ] = None,
@@ -66,8 +66,8 @@ def run(
     """
     if dataset_impl != "mmap":
         raise UserError(f"--dataset-impl {dataset_impl}: only mmap is written; nearest: mmap")
-    job = Job(
-        spec(tokenizer, kind, vocab_file, merge_file, end_of_text),
+    job = TokenizeOptions(
+        tokenizer_spec(tokenizer, kind, vocab_file, merge_file, end_of_text),
         tuple(key for word in json_keys or ["text"] for key in word.replace(",", " ").split()),
         append_eod,
         split_sentences,
@@ -76,38 +76,38 @@ def run(
     prefix = prefix.expanduser()
     if not prefix.parent.is_dir() or not os.access(prefix.parent, os.W_OK):
         raise UserError(f"--output-prefix {prefix}: {prefix.parent} is no directory that can be written to")
-    for key in job.keys:
-        name = target(prefix, key, job)
+    for key in job.text_keys:
+        name = output_prefix(prefix, key, job)
         if name.with_name(f"{name.name}.idx").exists() and not overwrite:
             raise UserError(f"{name}.idx: is there already; --overwrite replaces it")
-    paths = documents.inputs(inputs)
-    total, start = documents.size(paths), time.monotonic()
+    paths = documents.resolve_inputs(inputs)
+    total, start = documents.total_bytes(paths), time.monotonic()
 
-    with Screen("tokenize") as screen, interrupt_on_terminate():
+    with ProgressDisplay("tokenize") as screen, interrupt_on_terminate():
 
-        def show(done: int, counts: Counts) -> None:
+        def show(done: int, counts: TokenizeCounts) -> None:
             rate = counts.tokens / (time.monotonic() - start)
-            screen.show(done, total, f"{counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s")
+            screen.update(done, total, f"{counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s")
 
-        counts = tokenize(paths, prefix, job, workers or os.cpu_count() or 1, Skips(strict), show)
+        counts = tokenize_files(paths, prefix, job, workers or os.cpu_count() or 1, SkipReporter(strict), show)
     seconds = time.monotonic() - start
-    skipped = f", {counts.bad:,} lines skipped" if counts.bad else ""
+    skipped = f", {counts.skipped:,} lines skipped" if counts.skipped else ""
     print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
-    for key in job.keys:
-        print(f"  {target(prefix, key, job)}.bin, .idx   (data.paths takes the name without .bin)")
+    for key in job.text_keys:
+        print(f"  {output_prefix(prefix, key, job)}.bin, .idx   (data.paths takes the name without .bin)")
 
 
-def spec(
+def tokenizer_spec(
     tokenizer: str | None, kind: str | None, vocab_file: str | None, merge_file: str | None, end: str | None
-) -> Spec:
+) -> TokenizerSpec:
     """Which tokenizer the flags mean."""
     if tokenizer and kind:
         raise UserError("--tokenizer and --tokenizer-type: one of them says it")
-    if kind and kind not in TYPES:
-        raise UserError(f"--tokenizer-type {kind}: not known; nearest: {', '.join(TYPES)}")
-    name, lowercase = TYPES[kind] if kind else (tokenizer or "", True)
+    if kind and kind not in TOKENIZER_TYPES:
+        raise UserError(f"--tokenizer-type {kind}: not known; nearest: {', '.join(TOKENIZER_TYPES)}")
+    name, lowercase = TOKENIZER_TYPES[kind] if kind else (tokenizer or "", True)
     if not name and vocab_file:
         name = "gpt2" if merge_file else "wordpiece"
     if not name:
         raise UserError("--tokenizer: missing; a tokenizer.json, a .model, or --vocab-file with --merge-file (GPT-2)")
-    return Spec(name, vocab_file, merge_file, end, lowercase)
+    return TokenizerSpec(name, vocab_file, merge_file, end, lowercase)

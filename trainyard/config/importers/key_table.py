@@ -9,36 +9,36 @@ from typing import Any, Literal, NamedTuple
 from trainyard.core.errors import UserError
 
 
-class Key(NamedTuple):
+class KeyRule(NamedTuple):
     """One key (or flag) of theirs."""
 
-    takes: str
+    value_type: str
     """A name in KINDS."""
-    does: Literal["maps", "ignored", "refused"]
-    says: str
+    action: Literal["maps", "ignored", "refused"]
+    target: str
     """maps: our keys, separated by commas; else why."""
-    fine: tuple[object, ...] = ()
+    allowed: tuple[object, ...] = ()
     """refused: values that may stay, for they ask for nothing; ignored: values that are not worth a warning."""
 
 
-class Row(NamedTuple):
+class KeyOutcome(NamedTuple):
     """One line of the report."""
 
-    theirs: str
+    source_key: str
     value: object
-    ours: str
+    outcome: str
 
 
-class Mapped(NamedTuple):
+class ImportedConfig(NamedTuple):
     data: dict[str, Any]
     """Our configuration, not yet checked."""
-    rows: list[Row]
+    outcomes: list[KeyOutcome]
     warnings: list[str]
-    hint: str = ""
+    missing_hint: str = ""
     """What would bring the keys that are still missing."""
 
 
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+VALUE_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number"),
     "number": ((int, float), "a number"),
     "bool": ((bool,), "true or false"),
@@ -51,63 +51,65 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "words": ((list,), "words"),
 }
 
-LARGEST = 2**53
+MAX_NUMBER = 2**53
 """Beyond this a number of theirs is a mistake, and a float no longer holds it."""
 
 
-def to(takes: str, ours: str) -> Key:
-    return Key(takes, "maps", ours)
+def maps_to(value_type: str, target: str) -> KeyRule:
+    return KeyRule(value_type, "maps", target)
 
 
-def ignored(takes: str, why: str, *fine: object) -> Key:
+def ignore(value_type: str, why: str, *fine: object) -> KeyRule:
     """Without `fine`, the line in the report is all that is said."""
-    return Key(takes, "ignored", why, fine)
+    return KeyRule(value_type, "ignored", why, fine)
 
 
-def refused(takes: str, why: str, *fine: object) -> Key:
-    return Key(takes, "refused", why, (None, *fine))
+def refuse(value_type: str, why: str, *fine: object) -> KeyRule:
+    return KeyRule(value_type, "refused", why, (None, *fine))
 
 
-def check(name: str, value: object, key: Key) -> None:
+def check_value(name: str, value: object, key: KeyRule) -> None:
     """That a value is of its kind, and nothing that our models or runs do not have."""
-    types, words = KINDS[key.takes]
+    types, words = VALUE_TYPES[key.value_type]
     wrong = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
-    if key.does == "refused" and value not in key.fine:
-        raise UserError(f"{name}={plain(value)}: {key.says}")
-    large = isinstance(value, int | float) and not abs(value) < LARGEST
+    if key.action == "refused" and value not in key.allowed:
+        raise UserError(f"{name}={format_value(value)}: {key.target}")
+    large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
     if (wrong or large) and value is not None:
-        raise UserError(f"{name}={plain(value)}: not {words}{' of a sensible size' if large and not wrong else ''}")
+        raise UserError(
+            f"{name}={format_value(value)}: not {words}{' of a sensible size' if large and not wrong else ''}"
+        )
 
 
-def put(data: dict[str, Any], dotted: str, value: object) -> None:
+def set_key(data: dict[str, Any], dotted: str, value: object) -> None:
     section, _, name = dotted.partition(".")
     data.setdefault(section, {})[name] = value
 
 
-def look(data: dict[str, Any], dotted: str) -> object:
+def get_key(data: dict[str, Any], dotted: str) -> object:
     """A value by its dotted name; None where there is none."""
     section, _, name = dotted.partition(".")
     return data.get(section, {}).get(name)
 
 
-def row(name: str, value: object, key: Key, data: dict[str, Any]) -> Row:
+def key_outcome(name: str, value: object, key: KeyRule, data: dict[str, Any]) -> KeyOutcome:
     """What became of a key, once all are mapped."""
-    if key.does != "maps":
-        return Row(name, value, f"no effect: {key.says}" if key.does == "ignored" else "as here")
+    if key.action != "maps":
+        return KeyOutcome(name, value, f"no effect: {key.target}" if key.action == "ignored" else "as here")
     if value is None:
-        return Row(name, value, "not set")
-    found = [(ours, look(data, ours)) for ours in key.says.split(", ")]
-    shown = [f"{ours} = {plain(value)}" for ours, value in found if value is not None]
-    return Row(name, value, ", ".join(shown) or f"{key.says}: our default")
+        return KeyOutcome(name, value, "not set")
+    found = [(ours, get_key(data, ours)) for ours in key.target.split(", ")]
+    shown = [f"{ours} = {format_value(value)}" for ours, value in found if value is not None]
+    return KeyOutcome(name, value, ", ".join(shown) or f"{key.target}: our default")
 
 
-def warned(name: str, value: object, key: Key) -> list[str]:
+def ignored_warnings(name: str, value: object, key: KeyRule) -> list[str]:
     """The warning that an ignored value deserves, if any."""
-    worth = key.does == "ignored" and key.fine and value is not None and value not in key.fine
-    return [f"{name}={plain(value)}: no effect here: {key.says}"] if worth else []
+    worth = key.action == "ignored" and key.allowed and value is not None and value not in key.allowed
+    return [f"{name}={format_value(value)}: no effect here: {key.target}"] if worth else []
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name that looks most like it; where only the last part of a dotted one is misspelt, that one."""
     names, leaf = list(known), name.rsplit(".", 1)[-1]
     leaves = {each.rsplit(".", 1)[-1]: each for each in reversed(names)}
@@ -117,7 +119,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(name, names, 1, 0.0)[0]
 
 
-def plain(value: object) -> str:
+def format_value(value: object) -> str:
     """A value in a line of ours: as YAML would write it, and not too long."""
     value = list(value) if isinstance(value, tuple) else value
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -125,11 +127,11 @@ def plain(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def there(named: str | Path, *, within: Path = Path()) -> Path | None:
+def find_path(name: str | Path, *, relative_to: Path = Path()) -> Path | None:
     """The file or directory of that name, as named or in `within`; None where there is none."""
     try:
-        path = Path(named).expanduser()
-        return next((each for each in (path, within / path) if each.exists()), None)
+        path = Path(name).expanduser()
+        return next((each for each in (path, relative_to / path) if each.exists()), None)
     except (OSError, ValueError, RuntimeError):  # names that no system takes, homes of nobody
         return None
 

@@ -19,25 +19,25 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.loading.token_samples import IGNORED, apart
+from trainyard.data.loading.token_samples import IGNORE_INDEX, document_ids
 
-STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 """Of every whole stream."""
 
-Numbers = NDArray[Any]
+IntArray = NDArray[Any]
 
 
 def data_files(directory: Path) -> list[Path]:
     """The Arrow files of a saved data set, in order."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
-    if (directory / SPLITS).is_file():
-        splits = sorted(state.parent for state in directory.glob(f"*/{STATE}"))
+    if (directory / SPLITS_FILE).is_file():
+        splits = sorted(state.parent for state in directory.glob(f"*/{STATE_FILE}"))
         raise UserError(f"{directory}: has splits; name one of: {', '.join(map(str, splits)) or '(none is there)'}")
-    path = directory / STATE
+    path = directory / STATE_FILE
     if not path.is_file():
-        raise UserError(f"{directory}: has no {STATE}; wanted: a directory that save_to_disk wrote")
+        raise UserError(f"{directory}: has no {STATE_FILE}; wanted: a directory that save_to_disk wrote")
     try:
         names = [each["filename"] for each in json.loads(path.read_bytes())["_data_files"]]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -48,32 +48,32 @@ def data_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-class Stream(NamedTuple):
-    data: NDArray[np.uint8]
+class ArrowStream(NamedTuple):
+    file_bytes: NDArray[np.uint8]
     """The whole file, mapped."""
     schema: pa.Schema
-    names: list[str]
+    column_names: list[str]
     """Of the columns."""
     batches: Iterator[pa.RecordBatch]
     """Views of `data`."""
 
 
-def open_stream(path: Path) -> Stream:
+def open_stream(path: Path) -> ArrowStream:
     size = path.stat().st_size
-    if size < len(END):
+    if size < len(END_OF_STREAM):
         raise UserError(f"{path}: {size} bytes are no Arrow stream; truncated?")
     data: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
-    if data[-len(END) :].tobytes() != END:
+    if data[-len(END_OF_STREAM) :].tobytes() != END_OF_STREAM:
         raise UserError(f"{path}: does not end as an Arrow stream does; truncated?")
     source = pa.BufferReader(data)
     try:
         reader = pa.ipc.open_stream(source)
-        return Stream(data, reader.schema, reader.schema.names, _batches(path, source, reader))
+        return ArrowStream(data, reader.schema, reader.schema.names, _validated_batches(path, source, reader))
     except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
         raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
 
 
-def _batches(path: Path, source: pa.BufferReader, reader: Any) -> Iterator[pa.RecordBatch]:
+def _validated_batches(path: Path, source: pa.BufferReader, reader: Any) -> Iterator[pa.RecordBatch]:
     number = 0
     while True:
         try:
@@ -89,7 +89,7 @@ def _batches(path: Path, source: pa.BufferReader, reader: Any) -> Iterator[pa.Re
         raise UserError(f"{path}: ends after {number} batches, {source.size() - source.tell()} bytes too early")
 
 
-def _dtype(path: Path, schema: pa.Schema, name: str) -> np.dtype[Any]:
+def _list_dtype(path: Path, schema: pa.Schema, name: str) -> np.dtype[Any]:
     """Of the numbers in a column whose rows are lists of them."""
     index = schema.get_field_index(name)
     if index < 0:
@@ -102,9 +102,9 @@ def _dtype(path: Path, schema: pa.Schema, name: str) -> np.dtype[Any]:
     return np.dtype(kind.value_type.to_pandas_dtype())
 
 
-def lists(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.int64], Numbers]:
+def list_column(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.int64], IntArray]:
     """A column whose rows are lists of whole numbers: where each row begins and ends, and all values, in place."""
-    _dtype(path, batch.schema, name)
+    _list_dtype(path, batch.schema, name)
     column = batch.column(name)
     if column.null_count or column.values.null_count:
         raise UserError(f"{path}: column {name!r} has rows or numbers that are missing (null)")
@@ -118,18 +118,20 @@ def lists(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.int6
     return ends, values
 
 
-class ArrowBlocks:
+class ArrowDataset:
     """A Source of rows that are `sequence` tokens each, in one or more saved directories.
 
     Labels are the file's, one place further on, since models here do not shift them: the last of a row counts nowhere,
     nor does padding. With `separate`, documents are kept apart where position_ids start again.
     """
 
-    def __init__(self, paths: Sequence[Path], sequence: int, separate: bool = False, vocab: int | None = None) -> None:
-        self.sequence, self.separate = sequence, separate
-        self.limit = vocab or 2**31
+    def __init__(
+        self, paths: Sequence[Path], seq_len: int, document_mask: bool = False, vocab_size: int | None = None
+    ) -> None:
+        self.seq_len, self.document_mask = seq_len, document_mask
+        self.token_limit = vocab_size or 2**31
         self.files = [name for path in paths for name in data_files(path.expanduser())]
-        self.columns: dict[str, list[Numbers]] = {}
+        self.columns: dict[str, list[IntArray]] = {}
         """By name, for each file: a row from every place in it, numbers of the column's dtype. Nothing is copied."""
         file, rows, places = [], [], []
         for number, name in enumerate(self.files):
@@ -139,44 +141,48 @@ class ArrowBlocks:
                 if batch.num_rows:
                     file.append(number)
                     rows.append(batch.num_rows)
-                    places.append([self._place(name, stream.data, batch, column) for column in self.columns])
+                    places.append(
+                        [self._value_offset(name, stream.file_bytes, batch, column) for column in self.columns]
+                    )
         if not rows:
             raise UserError(f"{', '.join(map(str, paths))}: has no rows")
-        self.file = np.array(file)
+        self.batch_file = np.array(file)
         """Of each record batch."""
-        self.ends = np.cumsum(rows, dtype=np.int64)
+        self.batch_ends = np.cumsum(rows, dtype=np.int64)
         """Rows up to the end of each batch."""
-        self.first = self.ends - rows
-        self.places = dict(zip(self.columns, np.array(places, np.int64).T, strict=True))
+        self.batch_starts = self.batch_ends - rows
+        self.value_offsets = dict(zip(self.columns, np.array(places, np.int64).T, strict=True))
         """By column, of each batch."""
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.batch_ends[-1])
 
-    def _add_columns(self, file: Path, stream: Stream) -> None:
-        names = stream.names
+    def _add_columns(self, file: Path, stream: ArrowStream) -> None:
+        names = stream.column_names
         labels = "labels" if "labels" in names else "attention_mask"
         wanted = ["input_ids", *([labels] if labels in names else [])]
-        if self.separate:
+        if self.document_mask:
             if "position_ids" not in names:
-                raise UserError(f"{file}: no column 'position_ids', which tells documents apart; data.separate=false")
+                raise UserError(
+                    f"{file}: no column 'position_ids', which tells documents apart; data.document_mask=false"
+                )
             wanted.append("position_ids")
         if self.columns and wanted != list(self.columns):
             raise UserError(f"{file}: has {', '.join(wanted)}, but {self.files[0]} {', '.join(self.columns)}")
         for name in wanted:
-            dtype = _dtype(file, stream.schema, name)
-            numbers = np.frombuffer(stream.data, dtype, len(stream.data) // dtype.itemsize)
-            width = min(self.sequence, len(numbers))  # a file that is smaller than a row has none
+            dtype = _list_dtype(file, stream.schema, name)
+            numbers = np.frombuffer(stream.file_bytes, dtype, len(stream.file_bytes) // dtype.itemsize)
+            width = min(self.seq_len, len(numbers))  # a file that is smaller than a row has none
             self.columns.setdefault(name, []).append(sliding_window_view(numbers, width))
 
-    def _place(self, file: Path, data: NDArray[np.uint8], batch: pa.RecordBatch, name: str) -> int:
+    def _value_offset(self, file: Path, data: NDArray[np.uint8], batch: pa.RecordBatch, name: str) -> int:
         """Where a batch's values of a column begin, in numbers of its dtype from the beginning of the file."""
-        ends, values = lists(file, batch, name)
+        ends, values = list_column(file, batch, name)
         lengths = np.diff(ends)
-        if (lengths != self.sequence).any():
-            other = int(lengths[(lengths != self.sequence).argmax()])
+        if (lengths != self.seq_len).any():
+            other = int(lengths[(lengths != self.seq_len).argmax()])
             if (lengths == other).all():
-                raise UserError(f"{file}: rows of {other} tokens, but data.sequence={self.sequence}; nearest: {other}")
+                raise UserError(f"{file}: rows of {other} tokens, but data.seq_len={self.seq_len}; nearest: {other}")
             raise UserError(
                 f"{file}: rows of {lengths.min()} to {lengths.max()} tokens; pack them (trainyard data pack)"
             )
@@ -185,46 +191,46 @@ class ArrowBlocks:
             raise UserError(f"{file}: is compressed or big-endian, so it cannot be read in place; save it again")
         return place // values.itemsize + int(ends[0])
 
-    def samples(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self)):
-            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of {len(self)}")
-        batches = np.searchsorted(self.ends, numbers, side="right")
-        found = {name: self._rows(name, numbers, batches) for name in self.columns}
-        tokens = self._numbers(found["input_ids"], numbers, 0)
-        labels = np.full_like(tokens, IGNORED)
+    def samples(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
+        if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
+            raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
+        batches = np.searchsorted(self.batch_ends, indices, side="right")
+        found = {name: self._read_rows(name, indices, batches) for name in self.columns}
+        tokens = self._check_tokens(found["input_ids"], indices, 0)
+        labels = np.full_like(tokens, IGNORE_INDEX)
         if "labels" in found:
-            labels[:, :-1] = self._numbers(found["labels"], numbers, IGNORED)[:, 1:]
+            labels[:, :-1] = self._check_tokens(found["labels"], indices, IGNORE_INDEX)[:, 1:]
         elif "attention_mask" in found:
             np.copyto(labels[:, :-1], tokens[:, 1:], where=found["attention_mask"][:, 1:] != 0)
         else:
             labels[:, :-1] = tokens[:, 1:]
         sample = {"tokens": tokens, "labels": labels}
-        if self.separate:
+        if self.document_mask:
             positions = found["position_ids"]
             begins = np.zeros(positions.shape, np.bool_)
             begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-            sample |= apart(begins)
+            sample |= document_ids(begins)
         return sample
 
-    def _rows(self, name: str, numbers: NDArray[np.int64], batches: NDArray[np.int64]) -> Numbers:
+    def _read_rows(self, name: str, numbers: NDArray[np.int64], batches: NDArray[np.int64]) -> IntArray:
         """[numbers, sequence] of a column, as its files have it."""
-        column, files = self.columns[name], self.file[batches]
-        places = self.places[name][batches] + (numbers - self.first[batches]) * self.sequence
-        rows = np.empty((len(numbers), self.sequence), np.result_type(*column))
+        column, files = self.columns[name], self.batch_file[batches]
+        places = self.value_offsets[name][batches] + (numbers - self.batch_starts[batches]) * self.seq_len
+        rows = np.empty((len(numbers), self.seq_len), np.result_type(*column))
         for file in np.unique(files):
             here = files == file
             rows[here] = column[file][places[here]]
         return rows
 
-    def _numbers(self, rows: Numbers, numbers: NDArray[np.int64], least: int) -> NDArray[np.int32]:
+    def _check_tokens(self, rows: IntArray, numbers: NDArray[np.int64], least: int) -> NDArray[np.int32]:
         """Rows of tokens or labels: in the vocabulary, or else `least`."""
-        if rows.size and (rows.max() >= self.limit or rows.min() < 0):
-            wrong = (rows >= self.limit) | ((rows < 0) & (rows != least))
+        if rows.size and (rows.max() >= self.token_limit or rows.min() < 0):
+            wrong = (rows >= self.token_limit) | ((rows < 0) & (rows != least))
             if wrong.any():
                 row, place = np.argwhere(wrong)[0]
                 number = numbers[row]
-                file = self.files[self.file[np.searchsorted(self.ends, number, side="right")]]
+                file = self.files[self.batch_file[np.searchsorted(self.batch_ends, number, side="right")]]
                 raise UserError(
-                    f"{file}: token {rows[row, place]} in row {number}, but tokens are 0 to {self.limit - 1}"
+                    f"{file}: token {rows[row, place]} in row {number}, but tokens are 0 to {self.token_limit - 1}"
                 )
         return rows.astype(np.int32, copy=False)

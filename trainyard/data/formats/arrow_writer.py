@@ -12,47 +12,49 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from trainyard.core.atomic_files import sync_directory
+from trainyard.core.atomic_files import fsync_directory
 from trainyard.core.errors import UserError
-from trainyard.data.formats.arrow_dataset import INFO, STATE, Numbers
+from trainyard.data.formats.arrow_dataset import INFO_FILE, STATE_FILE, IntArray
 
-SHARD = 500 << 20
+SHARD_BYTES = 500 << 20
 """Bytes of a data file, at which the next begins: the library's own limit."""
 
 
-class Writer:
+class ArrowDatasetWriter:
     """Fills a hidden directory beside `directory`, which gets its name when all is there; the old one goes then."""
 
-    def __init__(self, directory: Path, columns: dict[str, str], overwrite: bool = False, shard: int = SHARD) -> None:
+    def __init__(
+        self, directory: Path, columns: dict[str, str], overwrite: bool = False, shard_bytes: int = SHARD_BYTES
+    ) -> None:
         """`columns`: the dtype of each."""
-        self.directory = _free(directory, overwrite)
-        self.columns, self.shard = columns, shard
+        self.directory = _check_target(directory, overwrite)
+        self.columns, self.shard_bytes = columns, shard_bytes
         self.schema = pa.schema([(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in columns.items()])
-        self.hash = hashlib.sha256(str(columns).encode())
-        self.parts: list[Path] = []
+        self.fingerprint = hashlib.sha256(str(columns).encode())
+        self.shard_paths: list[Path] = []
         self.file: Any = None
         self.stream: Any = None
         self.description = ""
         prefix = f".{self.directory.name}."
-        self.place = Path(tempfile.mkdtemp(dir=self.directory.parent, prefix=prefix, suffix=".part"))
+        self.temporary_directory = Path(tempfile.mkdtemp(dir=self.directory.parent, prefix=prefix, suffix=".part"))
 
-    def add(self, rows: dict[str, Numbers]) -> None:
+    def add(self, batch: dict[str, IntArray]) -> None:
         """A batch: for each column an array [rows, tokens]."""
         if self.stream is None:
-            self.parts.append(self.place / f"part-{len(self.parts):05d}")
-            self.file = pa.OSFile(str(self.parts[-1]), "wb")
+            self.shard_paths.append(self.temporary_directory / f"part-{len(self.shard_paths):05d}")
+            self.file = pa.OSFile(str(self.shard_paths[-1]), "wb")
             self.stream = pa.ipc.new_stream(self.file, self.schema)
         arrays = []
         for name, dtype in self.columns.items():
-            values = np.ascontiguousarray(rows[name])
+            values = np.ascontiguousarray(batch[name])
             assert values.dtype == dtype
             ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
             arrays.append(pa.ListArray.from_arrays(pa.array(ends), pa.array(values.reshape(-1))))
             if name != "labels":  # they follow from the rest
-                self.hash.update(values.data)
+                self.fingerprint.update(values.data)
         self.stream.write_batch(pa.record_batch(arrays, schema=self.schema))
-        if self.file.tell() >= self.shard:
-            self._end_part()
+        if self.file.tell() >= self.shard_bytes:
+            self._close_shard()
 
     def __enter__(self) -> Self:
         return self
@@ -60,21 +62,21 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if self.stream is not None:
-                self._end_part()
+                self._close_shard()
             if kind is None:
-                self._finish()
+                self._commit()
         finally:
-            shutil.rmtree(self.place, ignore_errors=True)
+            shutil.rmtree(self.temporary_directory, ignore_errors=True)
 
-    def _end_part(self) -> None:
+    def _close_shard(self) -> None:
         self.stream.close()
         self.file.close()
         self.stream = None
 
-    def _finish(self) -> None:
-        names = [f"data-{number:05d}-of-{len(self.parts):05d}.arrow" for number in range(len(self.parts))]
-        for part, name in zip(self.parts, names, strict=True):
-            part.rename(self.place / name)
+    def _commit(self) -> None:
+        names = [f"data-{number:05d}-of-{len(self.shard_paths):05d}.arrow" for number in range(len(self.shard_paths))]
+        for part, name in zip(self.shard_paths, names, strict=True):
+            part.rename(self.temporary_directory / name)
         # The older of the library's two names for lists: all of its versions know it.
         features = {
             name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "Sequence"}
@@ -83,35 +85,35 @@ class Writer:
         info = {"citation": "", "description": self.description, "features": features, "homepage": "", "license": ""}
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
-            "_fingerprint": self.hash.hexdigest()[:16],
+            "_fingerprint": self.fingerprint.hexdigest()[:16],
             "_format_columns": None,
             "_format_kwargs": {},
             "_format_type": None,
             "_output_all_columns": False,
             "_split": None,
         }
-        for name, content in ((INFO, info), (STATE, state)):
-            (self.place / name).write_text(json.dumps(content, indent=2))
-        for name in (*names, INFO, STATE):
-            with (self.place / name).open("rb") as file:
+        for name, content in ((INFO_FILE, info), (STATE_FILE, state)):
+            (self.temporary_directory / name).write_text(json.dumps(content, indent=2))
+        for name in (*names, INFO_FILE, STATE_FILE):
+            with (self.temporary_directory / name).open("rb") as file:
                 os.fsync(file.fileno())
-        self.place.chmod(0o755)
-        sync_directory(self.place)
-        old = self.place.with_suffix(".old")
+        self.temporary_directory.chmod(0o755)
+        fsync_directory(self.temporary_directory)
+        old = self.temporary_directory.with_suffix(".old")
         if self.directory.exists():
             self.directory.rename(old)
-        self.place.rename(self.directory)
-        sync_directory(self.directory.parent)
+        self.temporary_directory.rename(self.directory)
+        fsync_directory(self.directory.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _free(directory: Path, overwrite: bool) -> Path:
+def _check_target(directory: Path, overwrite: bool) -> Path:
     """Where a new directory may go. Only what is empty or was saved by this kind of writer is ever replaced."""
     directory = directory.expanduser().resolve()
     if not directory.parent.is_dir() or not os.access(directory.parent, os.W_OK):
         raise UserError(f"{directory}: {directory.parent} is no directory that can be written to")
     if directory.exists():
-        if not directory.is_dir() or (any(directory.iterdir()) and not (directory / STATE).is_file()):
+        if not directory.is_dir() or (any(directory.iterdir()) and not (directory / STATE_FILE).is_file()):
             raise UserError(f"{directory}: is there and is not a saved data set, so it is kept; choose another name")
         if any(directory.iterdir()) and not overwrite:
             raise UserError(f"{directory}: is there already; --overwrite replaces it")

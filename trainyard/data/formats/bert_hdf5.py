@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError, one_line
 
-DTYPES = {
+DATASET_DTYPES = {
     "input_ids": "<i4",
     "input_mask": "i1",
     "segment_ids": "i1",
@@ -28,36 +28,36 @@ DTYPES = {
     "masked_lm_ids": "<i4",
     "next_sentence_labels": "i1",
 }
-CHUNK = 1 << 19
+CHUNK_BYTES = 1 << 19
 """Bytes of tokens that are compressed together."""
-BLOCK = 1 << 13
+SAMPLES_PER_READ = 1 << 13
 """Samples read at a time."""
-CHUNKS_KEPT = 64 << 20
+CHUNK_CACHE_BYTES = 64 << 20
 """Bytes of unpacked chunks kept while reading, so that none is unpacked twice where a block ends within it."""
-SMALL = 1 << 16
+UINT16_VOCAB = 1 << 16
 """Tokens that fit in 16 bits."""
-MOST = 1 << 24
+MAX_VOCAB = 1 << 24
 """A token from here on is a broken file, not a vocabulary."""
 
 Arrays = dict[str, NDArray[Any]]
 Records = NDArray[np.void]
 
 
-class Shape(NamedTuple):
-    samples: int
-    sequence: int
-    predictions: int
+class BertShape(NamedTuple):
+    num_samples: int
+    seq_len: int
+    max_predictions: int
 
-    def of(self, name: str) -> tuple[int, ...]:
+    def dataset_shape(self, name: str) -> tuple[int, ...]:
         """Of a dataset."""
         if name == "next_sentence_labels":
-            return (self.samples,)
-        return (self.samples, self.predictions if name.startswith("masked_lm") else self.sequence)
+            return (self.num_samples,)
+        return (self.num_samples, self.max_predictions if name.startswith("masked_lm") else self.seq_len)
 
 
-def record(sequence: int, predictions: int, vocab: int) -> np.dtype[np.void]:
+def record_dtype(sequence: int, predictions: int, vocab: int) -> np.dtype[np.void]:
     """A packed sample: tokens in 16 bits where they fit, masks as bits. Labels and places are 0 after the last."""
-    token, bits = "<u2" if vocab <= SMALL else "<i4", ceil(sequence / 8)
+    token, bits = "<u2" if vocab <= UINT16_VOCAB else "<i4", ceil(sequence / 8)
     fields = [
         ("tokens", token, (sequence,)),
         ("labels", token, (predictions,)),
@@ -69,32 +69,32 @@ def record(sequence: int, predictions: int, vocab: int) -> np.dtype[np.void]:
     return np.dtype(fields, align=True)
 
 
-def write(path: Path, blocks: Iterable[Records], shape: Shape) -> None:
+def write_samples(path: Path, blocks: Iterable[Records], shape: BertShape) -> None:
     """A file of these samples, safe on disk when this returns and not whole before."""
     import h5py
 
-    rows = max(min(CHUNK // (4 * shape.sequence), shape.samples), 1)
+    rows = max(min(CHUNK_BYTES // (4 * shape.seq_len), shape.num_samples), 1)
     with h5py.File(path, "w", libver="v110", locking=False) as file:
-        for name, dtype in DTYPES.items():
-            sizes = shape.of(name)
+        for name, dtype in DATASET_DTYPES.items():
+            sizes = shape.dataset_shape(name)
             file.create_dataset(name, sizes, dtype, chunks=(rows, *sizes[1:]), compression="gzip")
         start = 0
-        for block in _regrouped(blocks, rows):
+        for block in _rechunk(blocks, rows):
             end = start + len(block)
             file["input_ids"][start:end] = block["tokens"]
-            file["input_mask"][start:end] = np.unpackbits(block["mask"], axis=1, count=shape.sequence)
-            file["segment_ids"][start:end] = np.unpackbits(block["segments"], axis=1, count=shape.sequence)
+            file["input_mask"][start:end] = np.unpackbits(block["mask"], axis=1, count=shape.seq_len)
+            file["segment_ids"][start:end] = np.unpackbits(block["segments"], axis=1, count=shape.seq_len)
             file["masked_lm_positions"][start:end] = block["places"]
             file["masked_lm_ids"][start:end] = block["labels"]
             file["next_sentence_labels"][start:end] = block["next_sentence"]
             start = end
-    assert start == shape.samples
+    assert start == shape.num_samples
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
-def _regrouped(blocks: Iterable[Records], rows: int) -> Iterator[Records]:
+def _rechunk(blocks: Iterable[Records], rows: int) -> Iterator[Records]:
     """The same samples, so many at a time: whole chunks of the file."""
     held: list[Records] = []
     count = 0
@@ -110,35 +110,35 @@ def _regrouped(blocks: Iterable[Records], rows: int) -> Iterator[Records]:
         yield np.concatenate(held)
 
 
-def shape_of(path: Path) -> Shape:
+def read_shape(path: Path) -> BertShape:
     """Of a file that has all datasets, of fitting sizes, with all of their bytes."""
-    with _opened(path) as file:
-        for name in DTYPES:
+    with _open_hdf5(path) as file:
+        for name in DATASET_DTYPES:
             if name not in file:
                 raise UserError(f"{path}: no dataset {name}; has: {', '.join(sorted(file)) or 'none'}")
             found = file[name]
             if not hasattr(found, "dtype") or found.dtype.kind not in "iu":
                 raise UserError(f"{path}: {name}: not a dataset of integers")
             if found.ndim != (1 if name == "next_sentence_labels" else 2):
-                raise UserError(f"{path}: {name}: has the shape {found.shape}; wanted: {_wanted(name)}")
+                raise UserError(f"{path}: {name}: has the shape {found.shape}; wanted: {_expected_shape(name)}")
         samples, sequence = file["input_ids"].shape
-        shape = Shape(samples, sequence, file["masked_lm_positions"].shape[1])
-        for name in DTYPES:
-            if file[name].shape != shape.of(name):
+        shape = BertShape(samples, sequence, file["masked_lm_positions"].shape[1])
+        for name in DATASET_DTYPES:
+            if file[name].shape != shape.dataset_shape(name):
                 raise UserError(
-                    f"{path}: {name}: has the shape {file[name].shape}, but {shape.of(name)} would fit the others"
+                    f"{path}: {name}: has the shape {file[name].shape}, but {shape.dataset_shape(name)} would fit the others"
                 )
-            if not _all_there(file[name]):
+            if not _fully_stored(file[name]):
                 raise UserError(f"{path}: {name}: parts of it are missing; truncated or damaged?")
         return shape
 
 
-def blocks(path: Path, shape: Shape) -> Iterator[Arrays]:
+def read_blocks(path: Path, shape: BertShape) -> Iterator[Arrays]:
     """The datasets, some samples at a time, every number checked."""
-    with _opened(path) as file:
-        for start in range(0, shape.samples, BLOCK):
-            found = {name: file[name][start : start + BLOCK] for name in DTYPES}
-            limits = {"input_ids": MOST, "masked_lm_ids": MOST, "masked_lm_positions": shape.sequence}
+    with _open_hdf5(path) as file:
+        for start in range(0, shape.num_samples, SAMPLES_PER_READ):
+            found = {name: file[name][start : start + SAMPLES_PER_READ] for name in DATASET_DTYPES}
+            limits = {"input_ids": MAX_VOCAB, "masked_lm_ids": MAX_VOCAB, "masked_lm_positions": shape.seq_len}
             for name, array in found.items():
                 limit = limits.get(name, 2)
                 wrong = (array < 0) | (array >= limit)
@@ -155,7 +155,7 @@ def blocks(path: Path, shape: Shape) -> Iterator[Arrays]:
             yield found
 
 
-def packed(found: Arrays, dtype: np.dtype[np.void]) -> Records:
+def to_records(found: Arrays, dtype: np.dtype[np.void]) -> Records:
     """Samples as read from a file, as records."""
     out = np.zeros(len(found["input_ids"]), dtype)
     places, labels = found["masked_lm_positions"], found["masked_lm_ids"]
@@ -170,11 +170,11 @@ def packed(found: Arrays, dtype: np.dtype[np.void]) -> Records:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_hdf5(path: Path) -> Iterator[Any]:
     import h5py
 
     try:
-        with h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNKS_KEPT) as file:
+        with h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES) as file:
             yield file
     except UserError:
         raise
@@ -182,7 +182,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}") from None
 
 
-def _all_there(dataset: Any) -> bool:
+def _fully_stored(dataset: Any) -> bool:
     """Whether each part of the array has a place in the file; what has none would be read as zeros."""
     if dataset.chunks is None:
         return dataset.id.get_storage_size() == dataset.nbytes
@@ -193,5 +193,5 @@ def _all_there(dataset: Any) -> bool:
     )
 
 
-def _wanted(name: str) -> str:
+def _expected_shape(name: str) -> str:
     return "[N]" if name == "next_sentence_labels" else "[N, P]" if name.startswith("masked_lm") else "[N, S]"

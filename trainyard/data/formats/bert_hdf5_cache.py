@@ -21,123 +21,131 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.core.atomic_files import whole_file
+from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError
-from trainyard.data.formats.bert_hdf5 import MOST, SMALL, Shape, blocks, packed, record, shape_of
+from trainyard.data.formats.bert_hdf5 import (
+    MAX_VOCAB,
+    UINT16_VOCAB,
+    BertShape,
+    read_blocks,
+    read_shape,
+    record_dtype,
+    to_records,
+)
 from trainyard.data.loading.dataset import Sample
 
-MAGIC = b"TYPAIRS1"
-DIRECTORY = ".trainyard-cache"
-STALE = 3600.0
+CACHE_MAGIC = b"TYPAIRS1"
+CACHE_DIRECTORY = ".trainyard-cache"
+STALE_S = 3600.0
 """Seconds after which a half-written copy that nobody adds to is removed."""
-EVERY = 10.0
+LOG_INTERVAL_S = 10.0
 """Seconds between lines about progress."""
 
 Say = Callable[[str], None]
-Files = list[list[str | int]]
+FileStats = list[list[str | int]]
 """Path from the first file's directory, bytes, and time of change in nanoseconds, of each."""
 
 
-class Hdf5Pairs:
+class BertHdf5Dataset:
     """The samples of HDF5 files, in the order of the files."""
 
-    def __init__(self, paths: Sequence[Path], sequence: int, predictions: int, say: Say = lambda line: None) -> None:
+    def __init__(self, paths: Sequence[Path], seq_len: int, max_predictions: int, say: Say = lambda line: None) -> None:
         if not paths:
             raise UserError("data.paths: no HDF5 files; name some, for instance DIRECTORY/*_training_*.hdf5")
-        copy = _copy_of(paths, sequence, predictions, say)
-        self.sequence, self.predictions = sequence, predictions
-        self.vocab = copy.vocab
+        copy = _open_or_build_cache(paths, seq_len, max_predictions, say)
+        self.seq_len, self.max_predictions = seq_len, max_predictions
+        self.vocab_size = copy.vocab
         """All tokens are below this."""
-        self._record = copy.record
+        self._record_dtype = copy.record_dtype
         # Rows of bytes are gathered several times faster than records are.
-        rows = np.memmap(copy.path, np.uint8, "r", shape=(copy.samples, copy.record.itemsize))
-        self._rows: NDArray[np.uint8] = np.asarray(rows)
+        rows = np.memmap(copy.path, np.uint8, "r", shape=(copy.samples, copy.record_dtype.itemsize))
+        self._record_bytes: NDArray[np.uint8] = np.asarray(rows)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._record_bytes)
 
-    def samples(self, numbers: NDArray[np.int64]) -> Sample:
-        found = self._rows.take(numbers, axis=0).view(self._record)[:, 0]
-        shape = (len(numbers), self.predictions)
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        found = self._record_bytes.take(indices, axis=0).view(self._record_dtype)[:, 0]
+        shape = (len(indices), self.max_predictions)
         places, labels = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
         count = found["places"].shape[1]
         places[:, :count] = found["places"]
         np.copyto(labels[:, :count], found["labels"], where=found["places"] > 0)
         return {
             "tokens": found["tokens"].astype(np.int32),
-            "segments": np.unpackbits(found["segments"], axis=1, count=self.sequence).astype(np.int32),
-            "mask": np.unpackbits(found["mask"], axis=1, count=self.sequence).astype(np.int32),
+            "segments": np.unpackbits(found["segments"], axis=1, count=self.seq_len).astype(np.int32),
+            "mask": np.unpackbits(found["mask"], axis=1, count=self.seq_len).astype(np.int32),
             "places": places,
             "labels": labels,
             "next_sentence": found["next_sentence"].astype(np.int32),
         }
 
 
-class Copy(NamedTuple):
+class CacheFile(NamedTuple):
     """What a copy says of itself."""
 
     path: Path
-    files: Files
+    files: FileStats
     samples: int
     sequence: int
     predictions: int
     vocab: int
 
     @property
-    def record(self) -> np.dtype[np.void]:
-        return record(self.sequence, self.predictions, self.vocab)
+    def record_dtype(self) -> np.dtype[np.void]:
+        return record_dtype(self.sequence, self.predictions, self.vocab)
 
 
-def _copy_of(paths: Sequence[Path], sequence: int, predictions: int, say: Say) -> Copy:
+def _open_or_build_cache(paths: Sequence[Path], sequence: int, predictions: int, say: Say) -> CacheFile:
     """One that is there, or a new one. Of several processes one makes it and the others wait; where files cannot be
     locked each makes its own, all alike, and the last stays."""
     base = paths[0].absolute().parent
-    files = _files(paths, base)
+    files = _file_stats(paths, base)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard" / "hdf5"
     # Beside the data, paths count from there: it may be mounted elsewhere tomorrow.
-    choices = [base / DIRECTORY / _name("", files), cache / _name(str(base), files)]
-    copy = next((found for path in choices if (found := _read(path, files))), None)
+    choices = [base / CACHE_DIRECTORY / _cache_name("", files), cache / _cache_name(str(base), files)]
+    copy = next((found for path in choices if (found := _read_footer(path, files))), None)
     if copy:
-        _check(paths[0], Shape(copy.samples, copy.sequence, copy.predictions), sequence, predictions)
+        _check_shape(paths[0], BertShape(copy.samples, copy.sequence, copy.predictions), sequence, predictions)
         return copy
-    shapes = [shape_of(path) for path in paths]
+    shapes = [read_shape(path) for path in paths]
     for path, shape in zip(paths, shapes, strict=True):
-        _check(path, shape, sequence, predictions)
-    samples, most = sum(shape.samples for shape in shapes), max(shape.predictions for shape in shapes)
+        _check_shape(path, shape, sequence, predictions)
+    samples, most = sum(shape.num_samples for shape in shapes), max(shape.max_predictions for shape in shapes)
     if not samples:
         raise UserError(f"{paths[0]}: no samples in this set of {len(paths)} files")
-    bytes_ = samples * record(sequence, most, SMALL).itemsize
+    bytes_ = samples * record_dtype(sequence, most, UINT16_VOCAB).itemsize
     for path in choices:
         directory = path.parent
         if not _writable(directory):
             continue
-        with locked(directory / "lock", partial(say, f"waiting for another process that fills {directory}")):
-            if copy := _read(path, files):
+        with file_lock(directory / "lock", partial(say, f"waiting for another process that fills {directory}")):
+            if copy := _read_footer(path, files):
                 return copy
-            _tidy(directory)
+            _remove_stale(directory)
             if shutil.disk_usage(directory).free > bytes_:
                 try:
-                    return _write(path, paths, shapes, SMALL, say)
+                    return _write_cache(path, paths, shapes, UINT16_VOCAB, say)
                 except OverflowError:
-                    return _write(path, paths, shapes, MOST, say)
+                    return _write_cache(path, paths, shapes, MAX_VOCAB, say)
     places = " nor ".join(str(path.parent) for path in choices)
     raise UserError(f"{paths[0]}: unpacked, the set takes {bytes_ / 2**30:.1f} GiB; neither {places} has room for it")
 
 
-def _check(path: Path, shape: Shape, sequence: int, predictions: int) -> None:
-    if shape.sequence != sequence:
+def _check_shape(path: Path, shape: BertShape, sequence: int, predictions: int) -> None:
+    if shape.seq_len != sequence:
         raise UserError(
-            f"{path}: has samples of {shape.sequence} tokens, but data.sequence={sequence}; nearest: {shape.sequence}"
+            f"{path}: has samples of {shape.seq_len} tokens, but data.seq_len={sequence}; nearest: {shape.seq_len}"
         )
-    if shape.predictions > predictions:
+    if shape.max_predictions > predictions:
         raise UserError(
-            f"{path}: has up to {shape.predictions} masked places a sample, but data.predictions={predictions}; "
-            f"nearest: {shape.predictions}"
+            f"{path}: has up to {shape.max_predictions} masked places a sample, but data.max_predictions={predictions}; "
+            f"nearest: {shape.max_predictions}"
         )
 
 
-def _files(paths: Sequence[Path], base: Path) -> Files:
-    found: Files = []
+def _file_stats(paths: Sequence[Path], base: Path) -> FileStats:
+    found: FileStats = []
     for path in paths:
         try:
             stat = path.stat()
@@ -147,11 +155,11 @@ def _files(paths: Sequence[Path], base: Path) -> Files:
     return found
 
 
-def _name(base: str, files: Files) -> str:
+def _cache_name(base: str, files: FileStats) -> str:
     return hashlib.blake2b(json.dumps([base, files]).encode(), digest_size=12).hexdigest() + ".pairs"
 
 
-def _read(path: Path, files: Files | None) -> Copy | None:
+def _read_footer(path: Path, files: FileStats | None) -> CacheFile | None:
     """What a copy says of itself, if it is of these files (or any) and as long as it says."""
     try:
         with path.open("rb") as file:
@@ -159,52 +167,52 @@ def _read(path: Path, files: Files | None) -> Copy | None:
             file.seek(max(size - 16, 0))
             end = file.read()
             length = int.from_bytes(end[:8], "little")
-            if end[8:] != MAGIC or length > size - 16:
+            if end[8:] != CACHE_MAGIC or length > size - 16:
                 return None
             file.seek(size - 16 - length)
-            copy = Copy(path, **json.loads(file.read(length)))
-        whole = copy.samples * copy.record.itemsize == size - 16 - length
+            copy = CacheFile(path, **json.loads(file.read(length)))
+        whole = copy.samples * copy.record_dtype.itemsize == size - 16 - length
     except (OSError, ValueError, TypeError):
         return None
     return copy if whole and (files is None or files == copy.files) else None
 
 
-def _write(path: Path, paths: Sequence[Path], shapes: Sequence[Shape], vocab: int, say: Say) -> Copy:
+def _write_cache(path: Path, paths: Sequence[Path], shapes: Sequence[BertShape], vocab: int, say: Say) -> CacheFile:
     """Raises OverflowError where a token is not below `vocab`."""
     base = paths[0].absolute().parent
-    files = _files(paths, base)
-    samples, predictions = sum(shape.samples for shape in shapes), max(shape.predictions for shape in shapes)
-    dtype = record(shapes[0].sequence, predictions, vocab)
+    files = _file_stats(paths, base)
+    samples, predictions = sum(shape.num_samples for shape in shapes), max(shape.max_predictions for shape in shapes)
+    dtype = record_dtype(shapes[0].seq_len, predictions, vocab)
     say(f"unpacking {len(paths)} HDF5 files with {samples:,} samples, once, to {path}")
     begun = said = time.monotonic()
     done = largest = 0
     try:
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             for source, shape in zip(paths, shapes, strict=True):
-                for found in blocks(source, shape):
+                for found in read_blocks(source, shape):
                     for name in ("input_ids", "masked_lm_ids"):
                         largest = max(largest, int(found[name].max(initial=0)))
                     if largest >= vocab:
                         raise OverflowError
-                    file.write(packed(found, dtype).tobytes())
+                    file.write(to_records(found, dtype).tobytes())
                     done += len(found["input_ids"])
                     now = time.monotonic()
-                    if now - said >= EVERY:
+                    if now - said >= LOG_INTERVAL_S:
                         said = now
                         left = timedelta(seconds=round((now - begun) / done * (samples - done)))
                         say(f"unpacking: {done / samples:.1%}, {left} left")
-            if _files(paths, base) != files:
+            if _file_stats(paths, base) != files:
                 raise UserError(f"{base}: files changed while they were read; start again")
-            copy = Copy(path, files, samples, shapes[0].sequence, predictions, largest + 1)
-            _write_end(file, copy)
+            copy = CacheFile(path, files, samples, shapes[0].seq_len, predictions, largest + 1)
+            _write_footer(file, copy)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     return copy
 
 
-def _write_end(file: BinaryIO, copy: Copy) -> None:
+def _write_footer(file: BinaryIO, copy: CacheFile) -> None:
     said = json.dumps({name: value for name, value in copy._asdict().items() if name != "path"}).encode()
-    file.write(said + len(said).to_bytes(8, "little") + MAGIC)
+    file.write(said + len(said).to_bytes(8, "little") + CACHE_MAGIC)
 
 
 def _writable(directory: Path) -> bool:
@@ -215,22 +223,24 @@ def _writable(directory: Path) -> bool:
     return os.access(directory, os.W_OK)
 
 
-def _tidy(directory: Path) -> None:
+def _remove_stale(directory: Path) -> None:
     """Removes what killed processes left, and beside the data, copies of files that are no longer as they were."""
     with suppress(OSError):
         for path in directory.glob(".*.part"):
-            if time.time() - path.stat().st_mtime > STALE:
+            if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink()
-    for path in directory.glob("*.pairs") if directory.name == DIRECTORY else ():
-        copy = _read(path, None)
+    for path in directory.glob("*.pairs") if directory.name == CACHE_DIRECTORY else ():
+        copy = _read_footer(path, None)
         names = [directory.parent / str(name) for name, *_ in copy.files] if copy else []
         with suppress(OSError):
-            if not all(name.exists() for name in names) or (copy and _files(names, directory.parent) != copy.files):
+            if not all(name.exists() for name in names) or (
+                copy and _file_stats(names, directory.parent) != copy.files
+            ):
                 path.unlink()
 
 
 @contextmanager
-def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
+def file_lock(path: Path, on_busy: Callable[[], None]) -> Iterator[None]:
     """One process at a time; one that finds another here calls `busy` and then waits. The lock of a process ends with
     it, however it ends. Where files cannot be locked, there is none."""
     try:
@@ -242,7 +252,7 @@ def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            busy()
+            on_busy()
             fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError:
             pass

@@ -11,56 +11,60 @@ from numpy.typing import NDArray
 
 from trainyard.core.counter_rng import key64
 from trainyard.core.errors import UserError
-from trainyard.data.loading.dataset import Sample, Source, gathered
-from trainyard.data.loading.shuffle import shuffled
+from trainyard.data.loading.dataset import Dataset, Sample, gather_samples
+from trainyard.data.loading.shuffle import shuffled_indices
 
-CYCLE = 1 << 14
+CYCLE_SAMPLES = 1 << 14
 
 
-class Blend:
+class BlendedDataset:
     """A Source without end: any number from 0 on is a sample, and they are in order already."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int) -> None:
-        self.sources = sources
-        self.seeds = [key64(seed, "blend", number) for number in range(len(sources))]
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> None:
+        self.datasets = datasets
+        self.seeds = [key64(seed, "blend", number) for number in range(len(datasets))]
         self.cycle_seed = key64(seed, "cycle")
-        self.shares = shares(weights, CYCLE)
-        if (self.shares == 0).any():
-            raise UserError(f"data.weights={list(weights)}: one is under 1/{CYCLE} of all; leave that set out")
-        self.ends = np.cumsum(self.shares)
+        self.samples_per_cycle = apportion(weights, CYCLE_SAMPLES)
+        if (self.samples_per_cycle == 0).any():
+            raise UserError(f"data.weights={list(weights)}: one is under 1/{CYCLE_SAMPLES} of all; leave that set out")
+        self.cycle_ends = np.cumsum(self.samples_per_cycle)
 
     def __len__(self) -> int:
         return 1 << 62
 
-    def samples(self, numbers: NDArray[np.int64]) -> Sample:
-        which, inside = self.find(numbers)
-        for number, source in enumerate(self.sources):
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        which, inside = self.locate(indices)
+        for number, source in enumerate(self.datasets):
             here = which == number
-            inside[here] = shuffled(self.seeds[number], inside[here], len(source))
-        return gathered(self.sources, which, inside)
+            inside[here] = shuffled_indices(self.seeds[number], inside[here], len(source))
+        return gather_samples(self.datasets, which, inside)
 
-    def find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The source of each number, and its index among that source's."""
-        place = shuffled(self.cycle_seed, numbers, CYCLE)
-        which = np.searchsorted(self.ends, place, side="right")
-        starts = self.ends - self.shares
-        return which, numbers // CYCLE * self.shares[which] + place - starts[which]
+        place = shuffled_indices(self.cycle_seed, numbers, CYCLE_SAMPLES)
+        which = np.searchsorted(self.cycle_ends, place, side="right")
+        starts = self.cycle_ends - self.samples_per_cycle
+        return which, numbers // CYCLE_SAMPLES * self.samples_per_cycle[which] + place - starts[which]
 
 
-class Listed:
+class IndexedBlend:
     """Sources by a list that says, for each sample, which source's which it is."""
 
-    def __init__(self, sources: Sequence[Source], which: NDArray[np.uint8], inside: NDArray[np.int64]) -> None:
-        self.sources, self.which, self.inside = sources, which, inside
+    def __init__(
+        self, datasets: Sequence[Dataset], dataset_indices: NDArray[np.uint8], sample_indices: NDArray[np.int64]
+    ) -> None:
+        self.datasets, self.dataset_indices, self.sample_indices = datasets, dataset_indices, sample_indices
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.dataset_indices)
 
-    def samples(self, numbers: NDArray[np.int64]) -> Sample:
-        return gathered(self.sources, self.which[numbers].astype(np.int64), self.inside[numbers])
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        return gather_samples(
+            self.datasets, self.dataset_indices[indices].astype(np.int64), self.sample_indices[indices]
+        )
 
 
-def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
+def apportion(weights: Sequence[float], total: int) -> NDArray[np.int64]:
     """Whole numbers by weight that add up to `total`: the largest remainders are rounded up."""
     exact = np.asarray(weights, np.float64) / sum(weights) * total
     whole = np.floor(exact).astype(np.int64)

@@ -6,18 +6,18 @@ import random
 NAMES = ["Ada", "Grace", "Alan", "Edsger", "Barbara", "Claude", "Emmy", "Kurt", "Sofia", "Leonhard", "Mary", "Noor"]
 PLACES = ["the yard", "the harbour", "the old station", "the library", "the workshop", "the bridge", "the market"]
 THINGS = ["engine", "lantern", "map", "notebook", "bell", "compass", "kettle", "wagon", "ladder", "clock"]
-COLOURS = ["red", "green", "blue", "grey", "yellow", "black", "white"]
+COLORS = ["red", "green", "blue", "grey", "yellow", "black", "white"]
 TIMES = ["In the morning", "At noon", "Before dusk", "After the rain", "Late at night", "On the third day"]
 VERBS = ["found", "mended", "carried", "painted", "counted", "hid", "measured", "borrowed", "cleaned"]
 FEELINGS = ["glad", "tired", "curious", "quiet", "proud", "careful", "hungry"]
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
-def story(seed: int) -> str:
+def make_story(seed: int) -> str:
     """One story of a dozen sentences, the same for the same seed."""
     draw = random.Random(seed)
     hero, friend = draw.sample(NAMES, 2)
-    place, thing, colour = draw.choice(PLACES), draw.choice(THINGS), draw.choice(COLOURS)
+    place, thing, colour = draw.choice(PLACES), draw.choice(THINGS), draw.choice(COLORS)
     lines = [f"{hero} and {friend} worked at {place}.", f"There was a {colour} {thing} in {place}."]
     for _ in range(draw.randint(6, 12)):
         who, other = draw.sample([hero, friend], 2)
@@ -38,5 +38,5 @@ def story(seed: int) -> str:
     return " ".join(lines) + "\n"
 
 
-def stories(count: int, seed: int = 0) -> list[str]:
-    return [story(seed * 1_000_003 + i) for i in range(count)]
+def make_stories(count: int, seed: int = 0) -> list[str]:
+    return [make_story(seed * 1_000_003 + i) for i in range(count)]

@@ -9,66 +9,68 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError
-from trainyard.data.formats.megatron_bin import Indexed
-from trainyard.data.loading.token_samples import Chain, Rows
+from trainyard.data.formats.megatron_bin import MegatronTokens
+from trainyard.data.loading.token_samples import ReorderedTokens, TokenSamples
 
-LITTLE = 0.80
+SEPARATE_LAST_EPOCH_BELOW = 0.80
 """Of an epoch: where the last one gives less, its samples come after all others."""
 
 
-class MegatronOrder:
+class MegatronOrderDataset:
     """A Source of exactly `samples` samples, numbered as they are trained on."""
 
     def __init__(
         self,
-        data: Indexed,
+        data: MegatronTokens,
         documents: range,
-        samples: int,
-        sequence: int,
+        num_samples: int,
+        seq_len: int,
         seed: int,
-        vocab: int,
-        separate: bool = False,
-        mask_ends: bool = False,
+        vocab_size: int,
+        document_mask: bool = False,
+        mask_eod_loss: bool = False,
     ) -> None:
-        per_epoch = int(data.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        per_epoch = int(data.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
         if per_epoch < 2:
             raise UserError(f"{data.prefix}: {per_epoch} tokens in {len(documents)} documents; too few for a sample")
-        epochs = _epochs(per_epoch, samples, sequence)
-        before = ((epochs - 1) * per_epoch - 1) // sequence
-        apart = epochs > 1 and samples - before < int(LITTLE * ((per_epoch - 1) // sequence))
+        epochs = _num_epochs(per_epoch, num_samples, seq_len)
+        before = ((epochs - 1) * per_epoch - 1) // seq_len
+        apart = epochs > 1 and num_samples - before < int(SEPARATE_LAST_EPOCH_BELOW * ((per_epoch - 1) // seq_len))
         stream = np.random.RandomState(seed)
         numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
         if apart:
-            order = np.concatenate([_shuffled(np.tile(numbers, each), stream) for each in (epochs - 1, 1)])
+            order = np.concatenate([_shuffle(np.tile(numbers, each), stream) for each in (epochs - 1, 1)])
         else:
-            order = _shuffled(np.tile(numbers, epochs), stream)
-        self.rows = Rows(Chain(data, order), sequence, vocab, separate, mask_ends)
-        total = (epochs * per_epoch - 1) // sequence
+            order = _shuffle(np.tile(numbers, epochs), stream)
+        self.token_samples = TokenSamples(
+            ReorderedTokens(data, order), seq_len, vocab_size, document_mask, mask_eod_loss
+        )
+        total = (epochs * per_epoch - 1) // seq_len
         # The reference shuffles all that were cut, used or not; the first part alone where the last epoch is apart.
         first = before if apart else total
         kind = np.uint32 if total < 2**32 - 2 else np.int64
         parts = [np.arange(first, dtype=kind), np.arange(first, total, dtype=kind)]
-        self.order = np.concatenate([_shuffled(part, stream) for part in parts if len(part)])
-        self.count = samples
+        self.sample_order = np.concatenate([_shuffle(part, stream) for part in parts if len(part)])
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
-        return self.count
+        return self.num_samples
 
-    def samples(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
-        return self.rows.samples(self.order[numbers].astype(np.int64))
+    def samples(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
+        return self.token_samples.samples(self.sample_order[indices].astype(np.int64))
 
 
-def _epochs(tokens: int, samples: int, sequence: int) -> int:
+def _num_epochs(tokens: int, samples: int, sequence: int) -> int:
     """The fewest with enough samples."""
     return max(-(-(samples * sequence + 1) // tokens), 1)
 
 
-def _shuffled(numbers: NDArray[np.generic], stream: np.random.RandomState) -> NDArray[np.generic]:
+def _shuffle(numbers: NDArray[np.generic], stream: np.random.RandomState) -> NDArray[np.generic]:
     stream.shuffle(numbers)
     return numbers
 
 
-def split(words: str, documents: int) -> tuple[range, range, range]:
+def split_documents(words: str, documents: int) -> tuple[range, range, range]:
     """Documents for training, validation and test by shares such as 980,10,10."""
     try:
         shares = [float(word) for word in words.replace("/", ",").split(",")][:3]
@@ -85,7 +87,7 @@ def split(words: str, documents: int) -> tuple[range, range, range]:
     return range(ends[0], ends[1]), range(ends[1], ends[2]), range(ends[2], ends[3])
 
 
-def blend(weights: list[float], samples: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def blend_indices(weights: list[float], samples: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """For each sample: which set it is of, and which of that set's. The set furthest behind its share is next."""
     sets, numbers = np.empty(samples, np.uint8), np.empty(samples, np.int64)
     taken = [0] * len(weights)

@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from trainyard.core.counter_rng import key64
 
-ROUNDS = 6
+FEISTEL_ROUNDS = 6
 
 
-def shuffled(seed: int, index: NDArray[np.int64], samples: int) -> NDArray[np.int64]:
+def shuffled_indices(seed: int, positions: NDArray[np.int64], num_samples: int) -> NDArray[np.int64]:
     """Which sample stands at each global `index`; every epoch of `samples` indices visits each sample once."""
-    epoch, place = np.divmod(index, samples)
+    epoch, place = np.divmod(positions, num_samples)
     out = np.empty_like(place)
     for each in np.unique(epoch):
         here = epoch == each
-        out[here] = _permute(key64(seed, "order", int(each)), place[here], samples)
+        out[here] = _permute(key64(seed, "order", int(each)), place[here], num_samples)
     return out
 
 
@@ -30,7 +30,7 @@ def _permute(key: int, place: NDArray[np.int64], samples: int) -> NDArray[np.int
     todo = np.ones(len(x), dtype=bool)
     while todo.any():
         left, right = x[todo] >> np.uint64(half), x[todo] & mask
-        for number in range(ROUNDS):
+        for number in range(FEISTEL_ROUNDS):
             mixed = _mix(right + np.uint64((key + number * 0x9E3779B97F4A7C15) % 2**64))
             left, right = right, left ^ (mixed & mask)
         x[todo] = (left << np.uint64(half)) | right

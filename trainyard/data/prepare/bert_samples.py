@@ -15,40 +15,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError
-from trainyard.data.formats.bert_hdf5 import Records, record
-from trainyard.data.text.tokenizer import Spec, Tokenizer, open_tokenizer
+from trainyard.data.formats.bert_hdf5 import Records, record_dtype
+from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 
-SPECIAL = {
+SPECIAL_TOKENS = {
     "pad": ("[PAD]", "<pad>"),
     "first": ("[CLS]", "<s>"),
     "between": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
 }
 """Names of the tokens, by what they are for."""
-MASKED = 0.15
+MASK_FRACTION = 0.15
 """Of a sample's tokens."""
-ROWS = 2048
+SAMPLES_PER_BLOCK = 2048
 """Samples worked on at a time."""
 
 
-class Recipe(NamedTuple):
+class BertOptions(NamedTuple):
     """How samples are made."""
 
-    tokenizer: Spec
-    sequence: int
+    tokenizer: TokenizerSpec
+    seq_len: int
     """Tokens of a sample, at most."""
-    predictions: int
+    max_predictions: int
     """Masked places of a sample, at most."""
-    short: float = 0.1
+    short_seq_prob: float = 0.1
     """Part of the documents whose samples are shorter, of any length."""
-    whole_word: bool = False
+    whole_word_mask: bool = False
     """Mask all pieces of a word or none."""
-    duplicate: int = 1
+    dupe_factor: int = 1
     """Times that each document is used, each with its own pairs and masks."""
     seed: int = 0
 
 
-class Vocabulary(NamedTuple):
+class BertVocab(NamedTuple):
     size: int
     pad: int
     first: int
@@ -60,67 +60,71 @@ class Vocabulary(NamedTuple):
     """By token, whether it goes on with the word before it (##ing)."""
 
 
-class Text(NamedTuple):
+class TokenizedText(NamedTuple):
     """Tokens of documents, one after the other."""
 
     tokens: NDArray[np.int32]
-    ends: list[int]
+    sentence_bounds: list[int]
     """Sentence n has the tokens from ends[n] to ends[n + 1]."""
-    documents: list[int]
+    document_bounds: list[int]
     """Document n has the sentences from documents[n] to documents[n + 1]."""
 
 
 @cache
-def tools(spec: Spec) -> tuple[Tokenizer, Vocabulary]:
+def load_bert_tokenizer(spec: TokenizerSpec) -> tuple[Tokenizer, BertVocab]:
     """Opened once by each process."""
-    tokenizer = open_tokenizer(spec)
+    tokenizer = load_tokenizer(spec)
     found: dict[str, int] = {}
-    for use, names in SPECIAL.items():
-        numbers = [number for name in names if (number := tokenizer.number(name)) is not None]
+    for use, names in SPECIAL_TOKENS.items():
+        numbers = [number for name in names if (number := tokenizer.token_id(name)) is not None]
         if not numbers:
             raise UserError(f"{spec.vocab_file or spec.name}: has no {names[0]}, which BERT's samples need")
         found[use] = numbers[0]
-    inside = [tokenizer.decode([number]).startswith("##") for number in range(tokenizer.vocab)]
-    words = np.setdiff1d(np.arange(tokenizer.vocab, dtype=np.int32), list(found.values()))
-    return tokenizer, Vocabulary(tokenizer.vocab, words=words, inside=np.array(inside), **found)
+    inside = [tokenizer.decode([number]).startswith("##") for number in range(tokenizer.vocab_size)]
+    words = np.setdiff1d(np.arange(tokenizer.vocab_size, dtype=np.int32), list(found.values()))
+    return tokenizer, BertVocab(tokenizer.vocab_size, words=words, inside=np.array(inside), **found)
 
 
-def encode(tokenizer: Tokenizer, documents: list[list[str]]) -> Text:
+def tokenize_documents(tokenizer: Tokenizer, documents: list[list[str]]) -> TokenizedText:
     """Sentences of documents as tokens. A sentence or document without any is left out."""
     tokens, counts = tokenizer.encode([sentence for document in documents for sentence in document])
     owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[counts > 0]
     firsts = np.flatnonzero(np.diff(owner, prepend=-1))
     ends = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    return Text(tokens, ends.tolist(), [*firsts.tolist(), len(owner)])
+    return TokenizedText(tokens, ends.tolist(), [*firsts.tolist(), len(owner)])
 
 
-def samples(text: Text, recipe: Recipe, vocabulary: Vocabulary, chunk: int) -> Records:
+def make_samples(text: TokenizedText, recipe: BertOptions, vocabulary: BertVocab, chunk: int) -> Records:
     """All samples of a chunk, shuffled."""
     found = []
-    for time in range(recipe.duplicate):
+    for time in range(recipe.dupe_factor):
         draw = np.random.Generator(np.random.PCG64([recipe.seed, chunk, time]))
-        numbers = np.array(list(pairs(text, recipe, draw)), dtype=np.int64).reshape(-1, 5)
-        for start in range(0, len(numbers), ROWS):
-            found.append(_packed(text.tokens, numbers[start : start + ROWS], recipe, vocabulary, draw))
-    dtype = record(recipe.sequence, recipe.predictions, vocabulary.size)
+        numbers = np.array(list(make_pairs(text, recipe, draw)), dtype=np.int64).reshape(-1, 5)
+        for start in range(0, len(numbers), SAMPLES_PER_BLOCK):
+            found.append(
+                _make_records(text.tokens, numbers[start : start + SAMPLES_PER_BLOCK], recipe, vocabulary, draw)
+            )
+    dtype = record_dtype(recipe.seq_len, recipe.max_predictions, vocabulary.size)
     joined = np.concatenate([np.zeros(0, dtype), *found])
-    order = np.random.Generator(np.random.PCG64([recipe.seed, chunk, recipe.duplicate])).random(len(joined)).argsort()
+    order = np.random.Generator(np.random.PCG64([recipe.seed, chunk, recipe.dupe_factor])).random(len(joined)).argsort()
     return joined[order]
 
 
-def pairs(text: Text, recipe: Recipe, draw: np.random.Generator) -> Iterator[tuple[int, int, int, int, bool]]:
+def make_pairs(
+    text: TokenizedText, recipe: BertOptions, draw: np.random.Generator
+) -> Iterator[tuple[int, int, int, int, bool]]:
     """Where A begins and ends, where B does, and whether B is of another document.
 
     Sentences are taken until there are enough tokens; A is the first few of them, and B the rest or, half of the time
     and whenever there is no rest, sentences of another document. Those not used then begin the next pair.
     """
-    chance = _chances(draw)
-    ends, documents = text.ends, text.documents
-    room, others = recipe.sequence - 3, len(documents) - 2
+    chance = _uniform_stream(draw)
+    ends, documents = text.sentence_bounds, text.document_bounds
+    room, others = recipe.seq_len - 3, len(documents) - 2
     for number in range(len(documents) - 1):
         at, last = documents[number], documents[number + 1]
         target = room
-        if next(chance) < recipe.short:
+        if next(chance) < recipe.short_seq_prob:
             target = 2 + int(next(chance) * (room - 1))
         while at < last:
             end = bisect_left(ends, ends[at] + target, at + 1, last)
@@ -139,36 +143,36 @@ def pairs(text: Text, recipe: Recipe, draw: np.random.Generator) -> Iterator[tup
                 at = end
 
 
-def _chances(draw: np.random.Generator) -> Iterator[float]:
+def _uniform_stream(draw: np.random.Generator) -> Iterator[float]:
     while True:
         yield from draw.random(4096).tolist()
 
 
-def _packed(
+def _make_records(
     tokens: NDArray[np.int32],
     numbers: NDArray[np.int64],
-    recipe: Recipe,
-    vocabulary: Vocabulary,
+    recipe: BertOptions,
+    vocabulary: BertVocab,
     draw: np.random.Generator,
 ) -> Records:
     """[CLS] A [SEP] B [SEP] for each pair, masked."""
     a, a_end, b, b_end, apart = numbers.T
     # The longer of the two loses tokens, at either end by chance, until both fit.
-    room = recipe.sequence - 3
+    room = recipe.seq_len - 3
     keep_a = np.minimum(a_end - a, np.maximum(room - (b_end - b), (room + 1) // 2))
     keep_b = np.minimum(b_end - b, room - keep_a)
     a = a + draw.binomial(a_end - a - keep_a, 0.5)
     b = b + draw.binomial(b_end - b - keep_b, 0.5)
     a_B1, b_B1, keep_a_B1, keep_b_B1 = (each[:, None] for each in (a, b, keep_a, keep_b))
-    at_T = np.arange(recipe.sequence)
+    at_T = np.arange(recipe.seq_len)
     in_a_BT = (at_T >= 1) & (at_T <= keep_a_B1)
     in_b_BT = (at_T >= keep_a_B1 + 2) & (at_T < keep_a_B1 + keep_b_B1 + 2)
     used_BT = at_T < keep_a_B1 + keep_b_B1 + 3
     source_BT = np.where(in_a_BT, a_B1 + at_T - 1, np.where(in_b_BT, b_B1 + at_T - keep_a_B1 - 2, 0))
     row_BT = np.where(in_a_BT | in_b_BT, tokens[source_BT], np.where(used_BT, vocabulary.between, vocabulary.pad))
     row_BT[:, 0] = vocabulary.first
-    chosen_BT = choose(row_BT, in_a_BT | in_b_BT, used_BT.sum(1), recipe, vocabulary, draw)
-    out = np.zeros(len(numbers), record(recipe.sequence, recipe.predictions, vocabulary.size))
+    chosen_BT = choose_masked(row_BT, in_a_BT | in_b_BT, used_BT.sum(1), recipe, vocabulary, draw)
+    out = np.zeros(len(numbers), record_dtype(recipe.seq_len, recipe.max_predictions, vocabulary.size))
     rows, places = np.nonzero(chosen_BT)
     nth = chosen_BT.cumsum(1)[rows, places] - 1
     out["places"][rows, nth] = places
@@ -183,25 +187,25 @@ def _packed(
     return out
 
 
-def choose(
+def choose_masked(
     row_BT: NDArray[np.int32],
     word_BT: NDArray[np.bool_],
     used_B: NDArray[np.int64],
-    recipe: Recipe,
-    vocabulary: Vocabulary,
+    recipe: BertOptions,
+    vocabulary: BertVocab,
     draw: np.random.Generator,
 ) -> NDArray[np.bool_]:
     """Which places are masked: words in a random order, as long as they fit into what may be masked."""
     rows, length = row_BT.shape
     begins_BT = word_BT.copy()
-    if recipe.whole_word:
+    if recipe.whole_word_mask:
         begins_BT[:, 1:] &= ~(vocabulary.inside[row_BT[:, 1:]] & word_BT[:, :-1])
     unit_BT = begins_BT.cumsum(1) - 1
     flat = (np.arange(rows)[:, None] * length + unit_BT)[word_BT]
     size_BU = np.bincount(flat, minlength=rows * length).reshape(rows, length)
     order_BU = np.where(size_BU > 0, draw.random((rows, length)), 1.0).argsort(1)
     size_BU = np.take_along_axis(size_BU, order_BU, 1)
-    left_B = np.minimum(np.maximum(np.rint(MASKED * used_B).astype(np.int64), 1), recipe.predictions)
+    left_B = np.minimum(np.maximum(np.rint(MASK_FRACTION * used_B).astype(np.int64), 1), recipe.max_predictions)
     taken_BU = np.zeros((rows, length), np.bool_)
     for number in range(length):
         fits_B = (size_BU[:, number] > 0) & (size_BU[:, number] <= left_B)

@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 from trainyard.core.errors import UserError
 
 
-class Wanted(NamedTuple):
+class InspectOptions(NamedTuple):
     check: bool = False
-    samples: int = 0
-    vocab: int | None = None
+    num_samples: int = 0
+    vocab_size: int | None = None
     """Tokens are below it; None: below 2^31."""
-    end: int | None = None
+    end_token: int | None = None
     """The end token; None: whichever most documents end with."""
-    key: str = "text"
+    text_key: str = "text"
     """Of the text in a document."""
 
 
 @dataclass
-class Report:
+class InspectReport:
     path: str
     kind: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Report:
     """Where each is from, and its tokens or its text."""
 
 
-class Lengths:
+class LengthStats:
     """How often each length occurs: all that is kept, and enough for every figure. There are far fewer lengths than
     documents."""
 
@@ -43,7 +43,7 @@ class Lengths:
         for length, count in zip(*(each.tolist() for each in np.unique(lengths, return_counts=True)), strict=True):
             self.counts[length] = self.counts.get(length, 0) + count
 
-    def figures(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Shortest, median, mean, longest; and how many there are of 0, 1, 2 to 3, 4 to 7, ..."""
         if not self.counts:
             return {}
@@ -66,13 +66,13 @@ class Lengths:
         }
 
 
-def in_range(where: str, numbers: NDArray[Any], first: int, limit: int, what: str = "token", least: int = 0) -> None:
+def check_range(where: str, numbers: NDArray[Any], first: int, limit: int, what: str = "token", least: int = 0) -> None:
     """Refuses any that is not from `least` to below `limit`; `first` is the place of the first in its file."""
     if numbers.size and (numbers.min() < least or numbers.max() >= limit):
         place = int(((numbers < least) | (numbers >= limit)).argmax())
         raise UserError(f"{where}: {what} {numbers[place]} at {first + place}; wanted: {least} to {limit - 1}")
 
 
-def chosen(count: int, samples: int) -> list[int]:
+def evenly_spaced(count: int, samples: int) -> list[int]:
     """So many numbers below `count`, evenly apart."""
     return [number * count // samples for number in range(samples)] if count > samples else list(range(count))

@@ -16,12 +16,12 @@ from trainyard.core.errors import RunStopped
 A = TypeVar("A")
 B = TypeVar("B")
 
-AHEAD = 3
+MAX_ITEMS_PER_WORKER = 3
 """Items handed out for each worker: enough that none waits, few enough that memory stays small."""
 PR_SET_PDEATHSIG = 1
 
 
-def ordered(
+def map_ordered(
     function: Callable[[A], B],
     items: Iterable[A],
     workers: int,
@@ -37,12 +37,12 @@ def ordered(
     # A fork starts at once and shares what is loaded. Made before anything here has threads.
     method = "fork" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
-    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_init_worker, initargs=(os.getpid(),)) as pool:
         coming: deque[Future[B]] = deque()
         try:
             for item in items:
                 coming.append(pool.submit(function, item))
-                if len(coming) >= AHEAD * workers:
+                if len(coming) >= MAX_ITEMS_PER_WORKER * workers:
                     yield coming.popleft().result()
             while coming:
                 yield coming.popleft().result()
@@ -54,7 +54,7 @@ def ordered(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _prepare(parent: int) -> None:
+def _init_worker(parent: int) -> None:
     """A worker leaves signals to its parent (they often go to both), dies with it, and has no threads of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -15,43 +15,46 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import pre_tokenizers
 
 LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
-LONGEST = 15
+MAX_TABLE_WORD_BYTES = 15
 """Bytes of words that have a place in the table; with their length they fill two 64-bit numbers."""
-CHARACTERS = 1 << 17
+BATCH_CHARACTERS = 1 << 17
 """Encoded at a time: what is at work then stays near the core (7.5 million tokens/s; 5.1 in one go of 4.8 million)."""
-LONG_WORDS = 1 << 16
+MAX_LONG_WORDS = 1 << 16
 """Longer words that are kept, in slots after the table's, found by a dictionary."""
-BITS = 19
+TABLE_BITS = 19
 """Of a slot's number. The table takes half as many words and then stays as it is."""
-FIRST_BYTES = np.array([(1 << 8 * n) - 1 for n in range(8)] + [2**64 - 1] * 8, dtype=np.uint64)
-LAST_BYTES = np.array([0] * 8 + [(1 << 8 * (n - 8)) - 1 for n in range(8, 16)], dtype=np.uint64)
+LOW_MASKS = np.array([(1 << 8 * n) - 1 for n in range(8)] + [2**64 - 1] * 8, dtype=np.uint64)
+HIGH_MASKS = np.array([0] * 8 + [(1 << 8 * (n - 8)) - 1 for n in range(8, 16)], dtype=np.uint64)
 """Masks by length of a word: of its first eight bytes, and of the rest."""
 
 
-class Words:
+class FastGpt2Encoder:
     """Encodes as a `tokenizers` byte-level BPE does whose pre-tokenizer is GPT-2's pattern, and nothing else."""
 
     def __init__(self, tokenizer: Fast) -> None:
-        self.model: Any = tokenizer.model
-        self.split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.letters = byte_letters()
-        self.kinds = np.full(0x110000, UNKNOWN, dtype=np.uint8)
+        self.bpe: Any = tokenizer.model
+        self.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.byte_chars = byte_to_char()
+        self.char_classes = np.full(0x110000, UNKNOWN, dtype=np.uint8)
         self._classify(np.arange(128))
-        size = 1 << BITS
-        self.first, self.last = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
-        self.place, self.count = np.zeros(size + LONG_WORDS, np.int64), np.zeros(size + LONG_WORDS, np.int64)
-        self.ids = np.zeros(1, np.int32)
-        self.used = 0
-        self.long: dict[bytes, int] = {}
+        size = 1 << TABLE_BITS
+        self.key_low, self.key_high = np.zeros(size, np.uint64), np.zeros(size, np.uint64)
+        self.token_starts, self.token_counts = (
+            np.zeros(size + MAX_LONG_WORDS, np.int64),
+            np.zeros(size + MAX_LONG_WORDS, np.int64),
+        )
+        self.token_ids = np.zeros(1, np.int32)
+        self.table_entries = 0
+        self.long_words: dict[bytes, int] = {}
 
     def encode(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Tokens of all documents, one after the other, and how many each has."""
-        parts = [self._encode(part) for part in _parts(documents)]
+        parts = [self._encode_batch(part) for part in _document_batches(documents)]
         if not parts:
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
         return np.concatenate([tokens for tokens, _ in parts]), np.concatenate([counts for _, counts in parts])
 
-    def _encode(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def _encode_batch(self, documents: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         text = "".join(documents)
         if not text:
             return np.zeros(0, np.int32), np.zeros(len(documents), np.int64)
@@ -61,7 +64,7 @@ class Words:
             points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         lengths = np.fromiter(map(len, documents), np.int64, len(documents))
         ends = np.cumsum(lengths)
-        begins = self._begins(points, ends - lengths)
+        begins = self._word_starts(points, ends - lengths)
         at_char = np.flatnonzero(begins)
         if len(data) == len(points):
             at_byte, total = at_char, len(data)
@@ -69,15 +72,15 @@ class Words:
             wide = 1 + (points > 0x7F).view(np.uint8) + (points > 0x7FF).view(np.uint8) + (points > 0xFFFF)
             offsets = np.cumsum(wide, dtype=np.int64)
             at_byte, total = offsets[at_char] - wide[at_char], int(offsets[-1])
-        slots, extra = self._find(data, at_byte, total)
-        return self._emit(slots, extra, np.searchsorted(at_char, ends))
+        slots, extra = self._find_slots(data, at_byte, total)
+        return self._gather_tokens(slots, extra, np.searchsorted(at_char, ends))
 
-    def _begins(self, points: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _word_starts(self, points: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Where words begin, by GPT-2's pattern; a document begins one too."""
-        kinds = self.kinds[points]
+        kinds = self.char_classes[points]
         if (kinds == UNKNOWN).any():
             self._classify(np.unique(points[kinds == UNKNOWN]))
-            kinds = self.kinds[points]
+            kinds = self.char_classes[points]
         begins = np.empty(len(points), np.bool_)
         begins[0] = True
         np.not_equal(kinds[1:], kinds[:-1], out=begins[1:])
@@ -90,10 +93,10 @@ class Words:
         begins[last] = True
         begins[last[points[last] == 0x20] + 1] = False
         begins |= edge[:-1]
-        self._contractions(points, begins, edge)
+        self._mark_contractions(points, begins, edge)
         return begins
 
-    def _contractions(self, points: NDArray[Any], begins: NDArray[np.bool_], edge: NDArray[np.bool_]) -> None:
+    def _mark_contractions(self, points: NDArray[Any], begins: NDArray[np.bool_], edge: NDArray[np.bool_]) -> None:
         """'s 't 'm 'd 're 've 'll, where a word begins with them, are words of their own."""
         at = np.flatnonzero((points == 0x27) & begins)
         at = at[at + 1 < len(points)]
@@ -118,59 +121,61 @@ class Words:
             character = chr(point)
             if 0xD800 <= point < 0xE000:
                 kind = OTHER
-            elif len(self.split.pre_tokenize_str(f"x{character}")) == 1:
+            elif len(self.pre_tokenizer.pre_tokenize_str(f"x{character}")) == 1:
                 kind = LETTER
-            elif len(self.split.pre_tokenize_str(f"1{character}")) == 1:
+            elif len(self.pre_tokenizer.pre_tokenize_str(f"1{character}")) == 1:
                 kind = NUMBER
             else:
-                kind = OTHER if len(self.split.pre_tokenize_str(f"!{character}")) == 1 else SPACE
-            self.kinds[point] = kind
+                kind = OTHER if len(self.pre_tokenizer.pre_tokenize_str(f"!{character}")) == 1 else SPACE
+            self.char_classes[point] = kind
 
-    def _find(self, data: bytes, at: NDArray[np.int64], total: int) -> tuple[NDArray[np.int64], dict[int, list[int]]]:
+    def _find_slots(
+        self, data: bytes, at: NDArray[np.int64], total: int
+    ) -> tuple[NDArray[np.int64], dict[int, list[int]]]:
         """The slot of each word; and, for words that have none (a negative slot), their tokens."""
         lengths = np.diff(at, append=total)
         padded = np.frombuffer(data + bytes(16), np.uint8)
         eights = np.ndarray((len(data) + 9,), "<u8", padded, strides=(1,))
-        short = np.minimum(lengths, LONGEST)
-        first = eights[at] & FIRST_BYTES[short]
-        last = (eights[at + 8] & LAST_BYTES[short]) | (lengths.astype(np.uint64) << np.uint64(56))
-        slots = self._look(first, last)
-        slots[lengths > LONGEST] = -2
+        short = np.minimum(lengths, MAX_TABLE_WORD_BYTES)
+        first = eights[at] & LOW_MASKS[short]
+        last = (eights[at + 8] & HIGH_MASKS[short]) | (lengths.astype(np.uint64) << np.uint64(56))
+        slots = self._lookup(first, last)
+        slots[lengths > MAX_TABLE_WORD_BYTES] = -2
         new = np.flatnonzero(slots == -1)
         if len(new):
-            self._learn(data, first[new], last[new], at[new], at[new] + lengths[new])
-            slots[new] = self._look(first[new], last[new])
+            self._insert(data, first[new], last[new], at[new], at[new] + lengths[new])
+            slots[new] = self._lookup(first[new], last[new])
         without = np.flatnonzero(slots < 0)
         spans = zip(at[without].tolist(), (at + lengths)[without].tolist(), strict=True)
         words = [data[start:end] for start, end in spans]
-        found = self._look_long(words)
+        found = self._lookup_long(words)
         if -1 in found:
-            self._learn_long(list(dict.fromkeys(word for word, slot in zip(words, found, strict=True) if slot < 0)))
-            found = self._look_long(words)
+            self._insert_long(list(dict.fromkeys(word for word, slot in zip(words, found, strict=True) if slot < 0)))
+            found = self._lookup_long(words)
         slots[without] = found
         rest = [which for which, slot in enumerate(found) if slot < 0]
-        return slots, {int(without[which]): self._tokens(words[which]) for which in rest}
+        return slots, {int(without[which]): self._apply_bpe(words[which]) for which in rest}
 
-    def _look(self, first: NDArray[np.uint64], last: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def _lookup(self, first: NDArray[np.uint64], last: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Slots by key; -1 where there is none. A slot that is taken by another sends on to the next."""
-        slots = self._slot(first, last)
-        wrong = np.flatnonzero((self.first[slots] != first) | (self.last[slots] != last))
+        slots = self._hash_slot(first, last)
+        wrong = np.flatnonzero((self.key_low[slots] != first) | (self.key_high[slots] != last))
         while len(wrong):
             here = slots[wrong]
-            empty = self.last[here] == 0
+            empty = self.key_high[here] == 0
             slots[wrong[empty]] = -1
             wrong = wrong[~empty]
-            here = (slots[wrong] + 1) & ((1 << BITS) - 1)
+            here = (slots[wrong] + 1) & ((1 << TABLE_BITS) - 1)
             slots[wrong] = here
-            wrong = wrong[(self.first[here] != first[wrong]) | (self.last[here] != last[wrong])]
+            wrong = wrong[(self.key_low[here] != first[wrong]) | (self.key_high[here] != last[wrong])]
         return slots
 
     @staticmethod
-    def _slot(first: Any, last: Any) -> Any:
+    def _hash_slot(first: Any, last: Any) -> Any:
         mixed = (first ^ (last * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xD6E8FEB86659FD93)
-        return (mixed >> np.uint64(64 - BITS)).astype(np.int64)
+        return (mixed >> np.uint64(64 - TABLE_BITS)).astype(np.int64)
 
-    def _learn(
+    def _insert(
         self,
         data: bytes,
         first: NDArray[np.uint64],
@@ -183,66 +188,68 @@ class Words:
         first, last = first[order], last[order]
         once = np.ones(len(order), np.bool_)
         once[1:] = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
-        once[np.cumsum(once) > (1 << BITS) // 2 - self.used] = False
+        once[np.cumsum(once) > (1 << TABLE_BITS) // 2 - self.table_entries] = False
         first, last, which = first[once], last[once], order[once]
         spans = zip(starts[which].tolist(), ends[which].tolist(), strict=True)
-        place, count = self._keep([self._tokens(data[start:end]) for start, end in spans])
-        self.used += len(which)
-        slots = self._slot(first, last)
+        place, count = self._append_tokens([self._apply_bpe(data[start:end]) for start, end in spans])
+        self.table_entries += len(which)
+        slots = self._hash_slot(first, last)
         left = np.arange(len(which))
         while len(left):
             # Of those that want the same free slot, one gets it; the others go on to the next.
-            free = left[self.last[slots[left]] == 0]
+            free = left[self.key_high[slots[left]] == 0]
             free = free[np.unique(slots[free], return_index=True)[1]]
             here = slots[free]
-            self.first[here], self.last[here] = first[free], last[free]
-            self.place[here], self.count[here] = place[free], count[free]
+            self.key_low[here], self.key_high[here] = first[free], last[free]
+            self.token_starts[here], self.token_counts[here] = place[free], count[free]
             left = np.setdiff1d(left, free, assume_unique=True)
-            slots[left] = (slots[left] + 1) & ((1 << BITS) - 1)
+            slots[left] = (slots[left] + 1) & ((1 << TABLE_BITS) - 1)
 
-    def _look_long(self, words: list[bytes]) -> list[int]:
-        return [self.long.get(word, -1) for word in words]
+    def _lookup_long(self, words: list[bytes]) -> list[int]:
+        return [self.long_words.get(word, -1) for word in words]
 
-    def _learn_long(self, words: list[bytes]) -> None:
-        words = words[: LONG_WORDS - len(self.long)]
-        begin = (1 << BITS) + len(self.long)
+    def _insert_long(self, words: list[bytes]) -> None:
+        words = words[: MAX_LONG_WORDS - len(self.long_words)]
+        begin = (1 << TABLE_BITS) + len(self.long_words)
         slots = range(begin, begin + len(words))
-        self.place[begin : slots.stop], self.count[begin : slots.stop] = self._keep(list(map(self._tokens, words)))
-        self.long.update(zip(words, slots, strict=True))
+        self.token_starts[begin : slots.stop], self.token_counts[begin : slots.stop] = self._append_tokens(
+            list(map(self._apply_bpe, words))
+        )
+        self.long_words.update(zip(words, slots, strict=True))
 
-    def _keep(self, tokens: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _append_tokens(self, tokens: list[list[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in `ids` each word's tokens are from now on, and how many."""
         count = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        place = len(self.ids) + np.cumsum(count) - count
-        self.ids = np.concatenate((self.ids, np.array([id for row in tokens for id in row], np.int32)))
+        place = len(self.token_ids) + np.cumsum(count) - count
+        self.token_ids = np.concatenate((self.token_ids, np.array([id for row in tokens for id in row], np.int32)))
         return place, count
 
-    def _tokens(self, word: bytes) -> list[int]:
-        return [token.id for token in self.model.tokenize(word.decode("latin-1").translate(self.letters))]
+    def _apply_bpe(self, word: bytes) -> list[int]:
+        return [token.id for token in self.bpe.tokenize(word.decode("latin-1").translate(self.byte_chars))]
 
-    def _emit(
+    def _gather_tokens(
         self, slots: NDArray[np.int64], extra: dict[int, list[int]], ends: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        count = self.count[slots]
+        count = self.token_counts[slots]
         for which, tokens in extra.items():
             count[which] = len(tokens)
         after = np.cumsum(count)
         total = int(after[-1])
         before = after - count
         # Words without a slot point anywhere here, even beyond the end; their tokens come next.
-        out = self.ids.take(np.repeat(self.place[slots] - before, count) + np.arange(total), mode="clip")
+        out = self.token_ids.take(np.repeat(self.token_starts[slots] - before, count) + np.arange(total), mode="clip")
         for which, tokens in extra.items():
             out[before[which] : after[which]] = tokens
         bounds = np.concatenate(([0], after))[ends]
         return out, np.diff(bounds, prepend=0)
 
 
-def _parts(documents: list[str]) -> Iterator[list[str]]:
+def _document_batches(documents: list[str]) -> Iterator[list[str]]:
     """So many that they have about CHARACTERS together, or a single longer one."""
     part: list[str] = []
     length = 0
     for document in documents:
-        if part and length + len(document) > CHARACTERS:
+        if part and length + len(document) > BATCH_CHARACTERS:
             yield part
             part, length = [], 0
         part.append(document)
@@ -251,7 +258,7 @@ def _parts(documents: list[str]) -> Iterator[list[str]]:
         yield part
 
 
-def byte_letters() -> dict[int, str]:
+def byte_to_char() -> dict[int, str]:
     """The printable letter that stands for each byte in GPT-2's vocabulary."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in own]

@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from trainyard.core.atomic_files import whole_file
+from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.data.prepare.worker_pool import ordered
-from trainyard.data.wikipedia.dump import PAGE_END, Batch, Dump, Place, batches
-from trainyard.data.wikipedia.progress import Job, State, save, shard_name
-from trainyard.data.wikipedia.wikitext import clean
+from trainyard.data.prepare.worker_pool import map_ordered
+from trainyard.data.wikipedia.dump import PAGE_END, DumpPosition, PageBatch, WikiDump, page_batches
+from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, save_state, shard_name
+from trainyard.data.wikipedia.wikitext import wikitext_to_text
 
-BATCH = 2 << 20
+BATCH_BYTES = 2 << 20
 """Bytes of XML for a worker at a time."""
-THREADS = 16
+MAX_THREADS = 16
 """At most so many unpack."""
-PAGE = b"<page>"
+PAGE_START = b"<page>"
 
-ARTICLES, BYTES = "articles", "bytes"
-REASONS = {
+ARTICLE_COUNT, BYTE_COUNT = "articles", "bytes"
+SKIP_REASONS = {
     "redirect": "redirects",
     "namespace": "in other namespaces",
     "model": "not wikitext",
@@ -40,112 +40,114 @@ REASONS = {
 """Why a page is no article, and how that is said."""
 
 
-class Bad(NamedTuple):
+class UnreadablePage(NamedTuple):
     """A page that could not be read."""
 
     path: Path
-    byte: int
+    xml_offset: int
     """Of the XML."""
-    why: str
+    reason: str
 
     def __str__(self) -> str:
-        return f"{self.path}: byte {self.byte} of its XML: {self.why}"
+        return f"{self.path}: byte {self.xml_offset} of its XML: {self.reason}"
 
 
-class Result(NamedTuple):
+class BatchResult(NamedTuple):
     """What a worker made of a batch."""
 
-    lines: bytes
+    json_lines: bytes
     counts: Counter[str]
-    bad: list[tuple[int, str]]
+    unreadable: list[tuple[int, str]]
     """Byte of the XML, and why."""
-    file: int
-    after: Place
-    read: int
-    broken: str
+    file_index: int
+    next_position: DumpPosition
+    file_bytes_read: int
+    error: str
 
 
-def extract(
-    dumps: Sequence[Dump],
+def extract_articles(
+    dumps: Sequence[WikiDump],
     output: Path,
-    job: Job,
-    state: State,
+    options: ExtractOptions,
+    state: ExtractState,
     workers: int,
-    bad: Callable[[Bad], None],
-    show: Callable[[int], None],
+    on_unreadable: Callable[[UnreadablePage], None],
+    on_progress: Callable[[int], None],
 ) -> None:
     """Write the rest of the shards. `bad` gets pages that cannot be read, and may raise; `show` gets the bytes of input
     that are done."""
     sizes = [dump.path.stat().st_size for dump in dumps]
     size = 0
     if not state.shards:
-        save(dumps, output, job, state)  # from here on these shards are known to be ours
+        save_state(dumps, output, options, state)  # from here on these shards are known to be ours
 
     def complete(shard: ExitStack) -> None:
         """It gets its name; then what is known of it is written down."""
         shard.close()
         state.shards += 1
-        save(dumps, output, job, state)
+        save_state(dumps, output, options, state)
 
     try:
         with ExitStack() as shard:
-            for result in ordered(partial(read_pages, job), _batches(dumps, job, state.place, workers), workers):
+            for result in map_ordered(
+                partial(parse_batch, options), _all_batches(dumps, options, state.place, workers), workers
+            ):
                 state.counts.update(result.counts)
-                state.place = result.after
-                path = dumps[result.file].path
-                for byte, why in result.bad:
-                    bad(Bad(path, byte, why))
-                if result.broken:
-                    count = state.counts[ARTICLES]
-                    raise UserError(f"{path}: {result.broken}; {count:,} articles before that were complete")
-                if result.lines:
+                state.place = result.next_position
+                path = dumps[result.file_index].path
+                for byte, why in result.unreadable:
+                    on_unreadable(UnreadablePage(path, byte, why))
+                if result.error:
+                    count = state.counts[ARTICLE_COUNT]
+                    raise UserError(f"{path}: {result.error}; {count:,} articles before that were complete")
+                if result.json_lines:
                     if not size:
-                        file = shard.enter_context(whole_file(output / shard_name(state.shards, job)))
-                    file.write(result.lines)
-                    size += result.counts[BYTES]
-                if size >= job.shard_size:
+                        file = shard.enter_context(atomic_file(output / shard_name(state.shards, options)))
+                    file.write(result.json_lines)
+                    size += result.counts[BYTE_COUNT]
+                if size >= options.shard_size:
                     complete(shard)
                     size = 0
-                show(sum(sizes[: result.file]) + result.read)
+                on_progress(sum(sizes[: result.file_index]) + result.file_bytes_read)
             state.finished = True
             if size:
                 complete(shard)
             else:
-                save(dumps, output, job, state)
+                save_state(dumps, output, options, state)
     except OSError as error:
         raise RunStopped(f"{output}: {error.strerror}; what is complete stays, and the same command goes on") from None
 
 
-def read_pages(job: Job, item: tuple[Dump, Batch]) -> Result:
+def parse_batch(job: ExtractOptions, item: tuple[WikiDump, PageBatch]) -> BatchResult:
     """The articles of a batch as JSON lines."""
     dump, batch = item
     counts: Counter[str] = Counter()
     lines: list[str] = []
     bad: list[tuple[int, str]] = []
-    at = batch.start
+    at = batch.xml_offset
     *pages, rest = batch.xml.split(PAGE_END)
     for page in pages:
-        start = page.rfind(PAGE)
-        bad += _without_end(page[: max(start, 0)], at)
+        start = page.rfind(PAGE_START)
+        bad += _unclosed_pages(page[: max(start, 0)], at)
         if start < 0:
             bad.append((at + len(page), "</page> without <page>"))
         else:
             try:
-                kind, line = read_page(page[start:] + PAGE_END, dump, job)
+                kind, line = parse_page(page[start:] + PAGE_END, dump, job)
                 counts[kind] += 1
                 lines.append(line)
             except (ElementTree.ParseError, ValueError) as error:
                 bad.append((at + start, str(error)))
         at += len(page) + len(PAGE_END)
-    bad += _without_end(rest, at)
+    bad += _unclosed_pages(rest, at)
     text = "".join(lines).encode()
-    counts["malformed"], counts[BYTES] = len(bad), len(text)
+    counts["malformed"], counts[BYTE_COUNT] = len(bad), len(text)
     if job.compress and text:
         text = gzip.compress(text, mtime=0)  # one member after the other is a file of gzip
-    return Result(text, counts, bad, batch.file, batch.after, batch.read, batch.broken)
+    return BatchResult(text, counts, bad, batch.file_index, batch.next_position, batch.file_bytes_read, batch.error)
 
 
-def read_page(xml: bytes, dump: Dump, job: Job) -> tuple[str, str]:
+def parse_page(xml: bytes, dump: WikiDump, job: ExtractOptions) -> tuple[str, str]:
     """ARTICLES and its line, or why it is no article."""
     page = ElementTree.fromstring(xml)
     title, number = page.findtext("title"), page.findtext("id")
@@ -162,27 +164,29 @@ def read_page(xml: bytes, dump: Dump, job: Job) -> tuple[str, str]:
     source = newest.findtext("text") or ""
     if source[:20].lstrip()[:9].lower() == "#redirect":
         return "redirect", ""
-    text = clean(source, dump.names)
+    text = wikitext_to_text(source, dump.namespaces)
     if len(text) < max(job.min_text, 1):
         return "short", ""
-    line = {"id": number, "url": f"{dump.base}?curid={number}", "title": title, "text": text}
-    return ARTICLES, json.dumps(line, ensure_ascii=False) + "\n"
+    line = {"id": number, "url": f"{dump.base_url}?curid={number}", "title": title, "text": text}
+    return ARTICLE_COUNT, json.dumps(line, ensure_ascii=False) + "\n"
 
 
-def _without_end(xml: bytes, at: int) -> list[tuple[int, str]]:
+def _unclosed_pages(xml: bytes, at: int) -> list[tuple[int, str]]:
     """Pages that begin here: none of them ends."""
-    return [(at + match.start(), "<page> without </page>") for match in re.finditer(PAGE, xml)]
+    return [(at + match.start(), "<page> without </page>") for match in re.finditer(PAGE_START, xml)]
 
 
-def _batches(dumps: Sequence[Dump], job: Job, place: Place, workers: int) -> Iterator[tuple[Dump, Batch]]:
+def _all_batches(
+    dumps: Sequence[WikiDump], job: ExtractOptions, place: DumpPosition, workers: int
+) -> Iterator[tuple[WikiDump, PageBatch]]:
     """From a place on. The first has no page: it makes the workers start before threads do, which unpack the rest."""
-    if place.file == len(dumps):
+    if place.file_index == len(dumps):
         return
-    yield dumps[place.file], Batch(place.file, place.page, b"", place, 0)
-    threads = min(workers // 2, THREADS)
-    for file in range(place.file, len(dumps)):
-        first = place if file == place.file else Place(file)
-        for batch in batches(dumps[file].path, first, min(BATCH, job.shard_size), threads):
+    yield dumps[place.file_index], PageBatch(place.file_index, place.xml_offset, b"", place, 0)
+    threads = min(workers // 2, MAX_THREADS)
+    for file in range(place.file_index, len(dumps)):
+        first = place if file == place.file_index else DumpPosition(file)
+        for batch in page_batches(dumps[file].path, first, min(BATCH_BYTES, job.shard_size), threads):
             yield dumps[file], batch
-            if batch.broken:
+            if batch.error:
                 return

@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainyard.core.atomic_files import write_whole
+from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
-from trainyard.data.wikipedia.dump import Dump, Place
+from trainyard.data.wikipedia.dump import DumpPosition, WikiDump
 
-PROGRESS = ".extract.json"
-LOCK = ".extract.lock"
-SHARD = re.compile(r"wiki_\d{5,}\.jsonl(?:\.gz)?")
+PROGRESS_FILE = ".extract.json"
+LOCK_FILE = ".extract.lock"
+SHARD_PATTERN = re.compile(r"wiki_\d{5,}\.jsonl(?:\.gz)?")
 
 
 @dataclass(frozen=True)
-class Job:
+class ExtractOptions:
     """What decides which bytes are written."""
 
     shard_size: int = 256 << 20
@@ -32,14 +32,14 @@ class Job:
     """Shards are .jsonl.gz."""
 
 
-START = Place()
+START_POSITION = DumpPosition()
 
 
 @dataclass
-class State:
+class ExtractState:
     """How far a run is. Its file has this as of the last complete shard."""
 
-    place: Place = START
+    place: DumpPosition = START_POSITION
     shards: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     """Articles, bytes of JSON, and pages skipped by reason."""
@@ -47,11 +47,11 @@ class State:
 
 
 @contextmanager
-def claimed(output: Path) -> Iterator[None]:
+def lock_output(output: Path) -> Iterator[None]:
     """The directory is there and no other run writes to it meanwhile. What a killed one left half-written is gone."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        lock = (output / LOCK).open("wb")
+        lock = (output / LOCK_FILE).open("wb")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written: {error.strerror}") from None
     with lock:
@@ -61,33 +61,35 @@ def claimed(output: Path) -> Iterator[None]:
             raise UserError(f"--output {output}: another run writes there; wait for it, or name another") from None
         except OSError:
             pass  # a file system without locks
-        for left in [*output.glob(".wiki_*.part"), *output.glob(f".{PROGRESS}.*.part")]:
+        for left in [*output.glob(".wiki_*.part"), *output.glob(f".{PROGRESS_FILE}.*.part")]:
             left.unlink()
         yield
 
 
-def begin(dumps: Sequence[Dump], output: Path, job: Job, restart: bool) -> State:
+def load_state(dumps: Sequence[WikiDump], output: Path, job: ExtractOptions, restart: bool) -> ExtractState:
     """Where a run goes on: at the beginning, after the last complete shard, or, finished, nowhere."""
-    progress = output / PROGRESS
-    there = sorted(path for path in output.iterdir() if SHARD.fullmatch(path.name))
+    progress = output / PROGRESS_FILE
+    there = sorted(path for path in output.iterdir() if SHARD_PATTERN.fullmatch(path.name))
     if restart:
         progress.unlink(missing_ok=True)
         for path in there:
             path.unlink()
-        return State()
+        return ExtractState()
     if not progress.exists():
         if there:
             raise UserError(
-                f"{output}: has {there[0].name}, but not {PROGRESS} beside it; --restart removes such files"
+                f"{output}: has {there[0].name}, but not {PROGRESS_FILE} beside it; --restart removes such files"
             )
-        return State()
+        return ExtractState()
     try:
         saved = json.loads(progress.read_text())
-        state = State(Place(*saved["place"]), int(saved["shards"]), Counter(saved["counts"]), saved["finished"])
+        state = ExtractState(
+            DumpPosition(*saved["place"]), int(saved["shards"]), Counter(saved["counts"]), saved["finished"]
+        )
         before = dict(saved["job"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{progress}: not what extract writes there; --restart begins anew") from None
-    other = [key.replace("_", " ") for key, value in _describe(dumps, job).items() if before.get(key) != value]
+    other = [key.replace("_", " ") for key, value in _describe_run(dumps, job).items() if before.get(key) != value]
     if other:
         raise UserError(f"{output}: was begun with other {', '.join(other)}; --restart begins anew")
     for number in range(state.shards):
@@ -96,16 +98,16 @@ def begin(dumps: Sequence[Dump], output: Path, job: Job, restart: bool) -> State
     return state
 
 
-def shard_name(number: int, job: Job) -> str:
+def shard_name(number: int, job: ExtractOptions) -> str:
     return f"wiki_{number:05d}.jsonl{'.gz' * job.compress}"
 
 
-def save(dumps: Sequence[Dump], output: Path, job: Job, state: State) -> None:
-    saved = {**vars(state), "job": _describe(dumps, job)}
-    write_whole(output / PROGRESS, json.dumps(saved, indent=1) + "\n")
+def save_state(dumps: Sequence[WikiDump], output: Path, job: ExtractOptions, state: ExtractState) -> None:
+    saved = {**vars(state), "job": _describe_run(dumps, job)}
+    atomic_write_text(output / PROGRESS_FILE, json.dumps(saved, indent=1) + "\n")
 
 
-def _describe(dumps: Sequence[Dump], job: Job) -> dict[str, Any]:
+def _describe_run(dumps: Sequence[WikiDump], job: ExtractOptions) -> dict[str, Any]:
     """All that must be the same for a run to go on."""
     stats = [(dump.path.name, dump.path.stat()) for dump in dumps]
     files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]

@@ -7,7 +7,7 @@ dropped with their arguments, citations and infoboxes above all.
 import re
 from collections.abc import Callable, Sequence
 
-PATTERNS = {
+TEXT_PATTERNS = {
     # what one reads: the templates that show it, in lower case; {1} is the first argument
     "{1}": "nowrap, nobr, no wrap, small, smaller, big, larger, em, strong, bold, italic, abbr, tooltip, vanchor, "
     "visible anchor, ill, interlanguage link, math, mvar, chem2, flag, flagcountry, angle bracket, angbr, sup, sub, "
@@ -38,13 +38,13 @@ PATTERNS = {
     "×": "times",
 }
 
-UNITS = {
+UNIT_NAMES = {
     "km2": "km²", "m2": "m²", "cm2": "cm²", "mi2": "sq mi", "sqmi": "sq mi", "sqkm": "km²", "sqft": "sq ft",
     "ft2": "sq ft", "sqm": "m²", "m3": "m³", "km3": "km³", "ft3": "cu ft", "cuft": "cu ft", "kph": "km/h",
     "km/h": "km/h", "C": "°C", "F": "°F", "K": "K", "acre": "acres", "mile": "miles", "foot": "feet", "LT": "long tons",
     "impgal": "imp gal", "USgal": "US gal", "nmi": "nautical miles", "kn": "knots",
 }  # fmt: skip
-RANGES = {
+RANGE_WORDS = {
     "to": " to ",
     "-": "–",
     "–": "–",
@@ -70,12 +70,12 @@ MONTHS = [
     "December",
 ]
 
-NAME = re.compile(r"[\w -]{1,40}")
-NUMBER = re.compile(r"[-−+]?[\d.,/ ]+(?:e[-+]?\d+)?", re.IGNORECASE)
-HOLE = re.compile(r"\{(\d)\}")
+ARGUMENT_NAME = re.compile(r"[\w -]{1,40}")
+NUMBER_PATTERN = re.compile(r"[-−+]?[\d.,/ ]+(?:e[-+]?\d+)?", re.IGNORECASE)
+PLACEHOLDER = re.compile(r"\{(\d)\}")
 
 
-class Arguments:
+class TemplateArguments:
     """What stands between the bars: by number, from 1 on, or by name. One that is not there is empty."""
 
     def __init__(self, parts: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ class Arguments:
         self.count = 0
         for part in parts:
             name, equals, value = part.partition("=")
-            if equals and NAME.fullmatch(name.strip()):
+            if equals and ARGUMENT_NAME.fullmatch(name.strip()):
                 self.values[name.strip()] = value.strip()
             else:
                 self.count += 1
@@ -96,37 +96,41 @@ class Arguments:
     def __getitem__(self, key: int | str) -> str:
         return self.values.get(str(key), "")
 
-    def plain(self) -> list[str]:
+    def positional(self) -> list[str]:
         """Those without a name, in order."""
         return [self[number] for number in range(1, self.count + 1)]
 
 
-Rule = Callable[[Arguments], str]
+TemplateRule = Callable[[TemplateArguments], str]
 
 
-def pattern(shown: str) -> Rule:
+def pattern_rule(shown: str) -> TemplateRule:
     """{{circa|1900}} shows "c. 1900", and {{circa}} "c."."""
 
-    def rule(arguments: Arguments) -> str:
-        return HOLE.sub(lambda hole: arguments[hole[1]], shown).strip(" ")
+    def rule(arguments: TemplateArguments) -> str:
+        return PLACEHOLDER.sub(lambda hole: arguments[hole[1]], shown).strip(" ")
 
-    return rule if HOLE.search(shown) else lambda _: shown
+    return rule if PLACEHOLDER.search(shown) else lambda _: shown
 
 
-def convert(arguments: Arguments) -> str:
+def convert(arguments: TemplateArguments) -> str:
     """{{convert|5|to|6|km|mi}}: "5 to 6 km". What it would be in another unit is left out."""
-    words = arguments.plain()
+    words = arguments.positional()
     shown, at = "", 0
-    while at < len(words) and NUMBER.fullmatch(words[at]):
+    while at < len(words) and NUMBER_PATTERN.fullmatch(words[at]):
         shown += words[at]
-        if at + 2 < len(words) and words[at + 1] in RANGES:
-            shown += RANGES[words[at + 1]]
+        if at + 2 < len(words) and words[at + 1] in RANGE_WORDS:
+            shown += RANGE_WORDS[words[at + 1]]
             at += 2
             continue
         if at + 1 < len(words):
-            shown += " " + UNITS.get(words[at + 1], words[at + 1])
+            shown += " " + UNIT_NAMES.get(words[at + 1], words[at + 1])
         # 5 ft 6 in
-        if at + 3 < len(words) and NUMBER.fullmatch(words[at + 2]) and not NUMBER.fullmatch(words[at + 3]):
+        if (
+            at + 3 < len(words)
+            and NUMBER_PATTERN.fullmatch(words[at + 2])
+            and not NUMBER_PATTERN.fullmatch(words[at + 3])
+        ):
             shown += " "
             at += 2
             continue
@@ -134,21 +138,21 @@ def convert(arguments: Arguments) -> str:
     return shown
 
 
-def fraction(arguments: Arguments) -> str:
+def fraction(arguments: TemplateArguments) -> str:
     """{{frac|2}}: 1/2; {{frac|3|4}}: 3/4; {{frac|1|3|4}}: 1 3/4."""
-    words = arguments.plain()
+    words = arguments.positional()
     shown = ("", "1/{0}", "{0}/{1}", "{0} {1}/{2}")[len(words)] if len(words) < 4 else ""
     return shown.format(*words)
 
 
-def value(arguments: Arguments) -> str:
+def format_value(arguments: TemplateArguments) -> str:
     """{{val|1.5|e=6|u=km}}: "1.5×10^6 km"."""
     power = f"×10^{arguments['e']}" if arguments["e"] else ""
     unit = arguments["u"] or arguments["ul"]
     return f"{arguments[1]}{power}{' ' + unit if unit else ''}" if arguments[1] else ""
 
 
-def as_of(arguments: Arguments) -> str:
+def as_of(arguments: TemplateArguments) -> str:
     """{{as of|2019|5|4}}: "As of 4 May 2019"."""
     year, month, day = arguments[1], arguments[2], arguments[3]
     if month.isdecimal() and 1 <= int(month) <= 12:
@@ -157,39 +161,39 @@ def as_of(arguments: Arguments) -> str:
     return " ".join(filter(None, (arguments["alt"] or first, *(() if arguments["alt"] else (day, month, year)))))
 
 
-def nihongo(arguments: Arguments) -> str:
+def nihongo(arguments: TemplateArguments) -> str:
     """{{nihongo|English|kanji|romaji}}: "English (kanji, romaji)"."""
     inside = ", ".join(filter(None, (arguments[2], arguments[3])))
     return " ".join(filter(None, (arguments[1], f"({inside})" if inside else "")))
 
 
-def last(arguments: Arguments) -> str:
+def last_argument(arguments: TemplateArguments) -> str:
     return arguments[arguments.count]
 
 
-def joined(arguments: Arguments) -> str:
-    return "".join(arguments.plain())
+def concatenate(arguments: TemplateArguments) -> str:
+    return "".join(arguments.positional())
 
 
-def listed(arguments: Arguments) -> str:
-    return ", ".join(filter(None, arguments.plain()))
+def comma_list(arguments: TemplateArguments) -> str:
+    return ", ".join(filter(None, arguments.positional()))
 
 
-RULES: dict[str, Rule] = {
-    name: pattern(shown) for shown, names in PATTERNS.items() for name in names.split(", ")
+TEMPLATE_RULES: dict[str, TemplateRule] = {
+    name: pattern_rule(shown) for shown, names in TEXT_PATTERNS.items() for name in names.split(", ")
 } | {
-    "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": value,
-    "as of": as_of, "nihongo": nihongo, "transl": last,
-    "transliteration": last, "chem": joined, "linktext": joined, "hlist": listed, "unbulleted list": listed,
+    "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": format_value,
+    "as of": as_of, "nihongo": nihongo, "transl": last_argument,
+    "transliteration": last_argument, "chem": concatenate, "linktext": concatenate, "hlist": comma_list, "unbulleted list": comma_list,
 }  # fmt: skip
 
 
-def show(name: str, arguments: Sequence[str]) -> str:
+def expand_template(name: str, arguments: Sequence[str]) -> str:
     """What one reads of a template; nothing of those that are not known."""
     key = name.strip().replace("_", " ").lower()
-    rule = RULES.get(key)
+    rule = TEMPLATE_RULES.get(key)
     if rule:
-        return rule(Arguments(arguments))
+        return rule(TemplateArguments(arguments))
     if key.startswith("lang-"):
-        return Arguments(arguments)[1]
+        return TemplateArguments(arguments)[1]
     return key.removeprefix("formatnum:").strip() if key.startswith("formatnum:") else ""

@@ -23,38 +23,38 @@ import psutil
 
 from trainyard.core.errors import UserError
 
-DEFAULT = "/var/tmp/neuron-compile-cache"
-URL = "NEURON_COMPILE_CACHE_URL"
+DEFAULT_DIR = "/var/tmp/neuron-compile-cache"
+URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 STATES = ("success", "failed", "locked", "empty")
 """success: compiled; failed: its failure is kept; locked: somebody compiles it, or did when killed; empty: collected
 and not compiled yet."""
-VERSION = re.compile(r"neuronxcc-(?P<version>.+)")
-MODULE = re.compile(r"MODULE_(?P<graph>[0-9a-f]+)\+(?P<flags>[0-9a-f]{8})")
-GRAPHS = ("model.hlo_module.pb", "model.hlo.pb")
-NO_FLAGS = "d41d8cd9"
-REMOVED = ".removed-"
-TAIL = 4000
+VERSION_DIR = re.compile(r"neuronxcc-(?P<version>.+)")
+MODULE_DIR = re.compile(r"MODULE_(?P<graph>[0-9a-f]+)\+(?P<flags>[0-9a-f]{8})")
+GRAPH_FILES = ("model.hlo_module.pb", "model.hlo.pb")
+NO_FLAGS_HASH = "d41d8cd9"
+TRASH_PREFIX = ".removed-"
+LOG_TAIL_BYTES = 4000
 """Bytes of a log that are kept."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class NeuronCacheEntry:
     path: Path
-    compiler: str
+    compiler_version: str
     """Version of neuronx-cc."""
-    graph: str
+    graph_hash: str
     """Hash of the graph."""
     flags_hash: str
     state: str
     """One of STATES."""
     flags: tuple[str, ...]
-    bytes: int
-    collected: float
+    size_bytes: int
+    collected_at: float
     """When its graph was written, in seconds since 1970; 0: there is none."""
-    changed: float
+    modified_at: float
     """When anything of it was written last."""
     locks: tuple[Path, ...]
-    log: str
+    log_tail: str
     """The end of model.log."""
 
     @property
@@ -62,7 +62,7 @@ class Entry:
         return self.path.name
 
 
-def directory(environ: Mapping[str, str] = os.environ) -> str:
+def cache_location(environ: Mapping[str, str] = os.environ) -> str:
     """Where neuronx-cc keeps what it compiles: --cache_dir of its flags wins over the variable. May be an s3:// URL."""
     words = environ.get("NEURON_CC_FLAGS", "").split()
     for number, word in enumerate(words):
@@ -71,34 +71,34 @@ def directory(environ: Mapping[str, str] = os.environ) -> str:
             found = value if equals else "".join(words[number + 1 : number + 2])
             if found:
                 return found
-    return environ.get(URL) or DEFAULT
+    return environ.get(URL_VARIABLE) or DEFAULT_DIR
 
 
-def entries(root: Path | str) -> list[Entry]:
+def list_entries(root: Path | str) -> list[NeuronCacheEntry]:
     """All of a cache, in the order of their names; what does not belong there is passed over."""
     if "://" in str(root):
         raise UserError(f"{root}: only directories can be looked into; copy it to one first")
     place = Path(root)
     if place.exists() and not place.is_dir():
         raise UserError(f"{root}: not a directory; a cache holds neuronxcc-VERSION directories")
-    found: list[Entry] = []
-    for version in _directories(place):
-        compiler = VERSION.fullmatch(version.name)
-        for path in _directories(version) if compiler else ():
-            module = MODULE.fullmatch(path.name)
+    found: list[NeuronCacheEntry] = []
+    for version in _subdirectories(place):
+        compiler = VERSION_DIR.fullmatch(version.name)
+        for path in _subdirectories(version) if compiler else ():
+            module = MODULE_DIR.fullmatch(path.name)
             if compiler and module:
                 found.append(_read(path, compiler["version"], module["graph"], module["flags"]))
     return found
 
 
-def _directories(path: Path) -> list[Path]:
+def _subdirectories(path: Path) -> list[Path]:
     try:
         return sorted(each for each in path.iterdir() if each.is_dir())
     except OSError:  # not there, gone in the meantime, or somebody else's
         return []
 
 
-def _read(path: Path, compiler: str, graph: str, flags_hash: str) -> Entry:
+def _read(path: Path, compiler: str, graph: str, flags_hash: str) -> NeuronCacheEntry:
     files: dict[str, os.stat_result] = {}
     with suppress(OSError):
         for each in path.iterdir():
@@ -106,18 +106,18 @@ def _read(path: Path, compiler: str, graph: str, flags_hash: str) -> Entry:
                 if each.is_file() and not each.is_symlink():
                     files[each.name] = each.stat()
     locks = tuple(path / name for name in sorted(files) if name.endswith(".lock"))
-    return Entry(
+    return NeuronCacheEntry(
         path=path,
-        compiler=compiler,
-        graph=graph,
+        compiler_version=compiler,
+        graph_hash=graph,
         flags_hash=flags_hash,
         state=_state(files.keys(), bool(locks)),
         flags=_flags(path / "compile_flags.json"),
-        bytes=sum(each.st_size for each in files.values()),
-        collected=next((files[name].st_mtime for name in GRAPHS if name in files), 0.0),
-        changed=max((each.st_mtime for each in files.values()), default=0.0),
+        size_bytes=sum(each.st_size for each in files.values()),
+        collected_at=next((files[name].st_mtime for name in GRAPH_FILES if name in files), 0.0),
+        modified_at=max((each.st_mtime for each in files.values()), default=0.0),
         locks=locks,
-        log=_tail(path / "model.log"),
+        log_tail=_tail(path / "model.log"),
     )
 
 
@@ -141,54 +141,63 @@ def _flags(path: Path) -> tuple[str, ...]:
 def _tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
     except OSError:
         return ""
 
 
-def problems(entry: Entry) -> list[str]:
+def entry_problems(entry: NeuronCacheEntry) -> list[str]:
     """What is not as a compiler leaves it."""
     names = {path.name for path in entry.path.iterdir()} if entry.path.is_dir() else set()
     neff = entry.path / "model.neff"
     found = {
         "failed before, and is not tried again": entry.state == "failed",
-        "no graph: it cannot be compiled again": not names.intersection(GRAPHS),
+        "no graph: it cannot be compiled again": not names.intersection(GRAPH_FILES),
         "model.neff without model.done: cut off": "model.neff" in names and "model.done" not in names,
         "model.done without model.neff": "model.done" in names and "model.neff" not in names,
         "model.neff is empty": "model.neff" in names and neff.stat().st_size == 0,
-        "flags, though its name says none": entry.flags_hash == NO_FLAGS and bool(entry.flags),
+        "flags, though its name says none": entry.flags_hash == NO_FLAGS_HASH and bool(entry.flags),
         "locked": bool(entry.locks) and entry.state != "success",
     }
     return [text for text, wrong in found.items() if wrong]
 
 
-def commands() -> list[str]:
+def running_commands() -> list[str]:
     """What runs on this host, one line each."""
     return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
 
 
-def stale(entry: Entry, minutes: float, running: Callable[[], list[str]] = commands) -> list[Path]:
+def stale_locks(
+    entry: NeuronCacheEntry, minutes: float, running: Callable[[], list[str]] = running_commands
+) -> list[Path]:
     """Locks that nobody holds: none that a process has locked, none younger than `minutes`, and none at all while a
     process on this host names the entry. A process on another host cannot be seen: its lock counts by age alone."""
-    old = [lock for lock in entry.locks if _age(lock) >= 60 * minutes and not _held(lock)]
+    old = [lock for lock in entry.locks if _age_s(lock) >= 60 * minutes and not _is_locked(lock)]
     return [] if not old or any(entry.key in line for line in running()) else old
 
 
 def clear_locks(
-    found: Iterable[Entry], minutes: float = 60, force: bool = False, running: Callable[[], list[str]] = commands
+    found: Iterable[NeuronCacheEntry],
+    minutes: float = 60,
+    force: bool = False,
+    running: Callable[[], list[str]] = running_commands,
 ) -> list[Path]:
     """Remove stale locks; with `force` all of them. Gives those that are gone."""
-    gone = [lock for entry in found for lock in (entry.locks if force else stale(entry, minutes, running))]
+    gone = [lock for entry in found for lock in (entry.locks if force else stale_locks(entry, minutes, running))]
     for lock in gone:
         lock.unlink(missing_ok=True)
     return gone
 
 
-def remove_failed(found: Iterable[Entry], running: Callable[[], list[str]] = commands) -> list[Entry]:
+def remove_failed(
+    found: Iterable[NeuronCacheEntry], running: Callable[[], list[str]] = running_commands
+) -> list[NeuronCacheEntry]:
     """Remove entries that hold a failure, so that their graphs are compiled again. One that is being compiled again
     just now stays. Gives those that are gone."""
-    gone = [entry for entry in found if entry.state == "failed" and len(stale(entry, 0, running)) == len(entry.locks)]
+    gone = [
+        entry for entry in found if entry.state == "failed" and len(stale_locks(entry, 0, running)) == len(entry.locks)
+    ]
     for entry in gone:
         _remove(entry.path)
     return gone
@@ -196,14 +205,14 @@ def remove_failed(found: Iterable[Entry], running: Callable[[], list[str]] = com
 
 def _remove(path: Path) -> None:
     """Out of sight in one move, then gone: a half-removed entry would look like another state."""
-    for left in path.parent.glob(f"{REMOVED}*"):
+    for left in path.parent.glob(f"{TRASH_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=REMOVED))
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
     os.replace(path, aside / path.name)
     shutil.rmtree(aside)
 
 
-def _age(path: Path) -> float:
+def _age_s(path: Path) -> float:
     """In seconds; what is gone is new."""
     try:
         return time.time() - path.stat().st_mtime
@@ -211,7 +220,7 @@ def _age(path: Path) -> float:
         return -1.0
 
 
-def _held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     """Whether a process has it locked, in either of the two ways that there are."""
     try:
         with lock.open("r+b") as file:

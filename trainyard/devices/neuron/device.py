@@ -13,119 +13,125 @@ from typing import Any
 import torch
 
 from trainyard.core.errors import UserError
-from trainyard.devices.base import Compiling, Copying, Device, Peak
+from trainyard.devices.base import CompileOptions, Device, HostCopy, PeakThroughput
 from trainyard.devices.neuron.environment import (
     CORES_VARIABLE,
-    START,
+    PROCESS_START_ENV,
     check_precision,
-    launch_of,
-    lnc_of,
+    merge_env,
     native_environment,
-    settled,
+    read_launch_info,
+    resolve_lnc,
 )
-from trainyard.devices.neuron.instance import OVERRIDE, Instance, find, version
-from trainyard.devices.neuron.topology import CHIPS, group_problem, rank_flops, rank_memory, rank_order
+from trainyard.devices.neuron.instance import PLATFORM_VARIABLE, TrainiumInstance, detect_instance, installed_version
+from trainyard.devices.neuron.topology import CHIPS, group_problem, rank_flops, rank_memory_bytes, rank_order
 
-OLDEST = (2, 13)
-NEEDS = (
+MIN_VERSION = (2, 13)
+REQUIREMENT = (
     "needs torch-neuronx 2.13.* or 2.14.* from AWS's own package index (Python 3.12 or later) on a trn2 or trn3; on a "
     "trn1: device.name=xla"
 )
 
 
-def obstacle(here: Instance, package: tuple[int, int] | None) -> str | None:
+def missing_requirement(instance: TrainiumInstance, package: tuple[int, int] | None) -> str | None:
     """Why there is no such device: by the machine, and by the torch-neuronx that is installed."""
-    if here.generation == "trn1":
+    if instance.generation == "trn1":
         return "this is a trn1, which TorchNeuron does not know; nearest: device.name=xla"
     if package is None:
-        return NEEDS
-    if package < OLDEST:
-        return f"torch-neuronx {package[0]}.{package[1]} is the older one for XLA; {NEEDS}"
-    if not here.chips:
-        return f"no chip here (/dev/neuron0 is missing); {NEEDS}"
-    if here.generation is None:
-        return f"this machine does not say which chip it has; set {OVERRIDE}=trn2 or trn3"
+        return REQUIREMENT
+    if package < MIN_VERSION:
+        return f"torch-neuronx {package[0]}.{package[1]} is the older one for XLA; {REQUIREMENT}"
+    if not instance.chips:
+        return f"no chip here (/dev/neuron0 is missing); {REQUIREMENT}"
+    if instance.generation is None:
+        return f"this machine does not say which chip it has; set {PLATFORM_VARIABLE}=trn2 or trn3"
     return None
 
 
-def neff_cache() -> Path:
+def neff_cache_dir() -> Path:
     """Compiled graphs. The package writes whole files and renames them, so hosts may share the directory."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trainyard" / "neff"
 
 
-class Neuron(Device):
+class NeuronDevice(Device):
     name = "neuron"
-    process_group = "neuron"
+    process_group_backend = "neuron"
     synchronous = False
-    logits_bytes = 1 << 28
-    traces_attention = True
+    max_logits_bytes = 1 << 28
+    decomposes_attention = True
 
-    def __init__(self, here: Instance | None = None) -> None:
-        self.here = here or find()
-        self.generation = self.here.generation or "trn2"
-        self.lnc = lnc_of(self.generation, None, os.environ)
-        self.options: dict[str, Any] = {"dynamic": False}  # an empty one torch.compile would not hand on
+    def __init__(self, instance: TrainiumInstance | None = None) -> None:
+        self.instance = instance or detect_instance()
+        self.generation = self.instance.generation or "trn2"
+        self.lnc = resolve_lnc(self.generation, None, os.environ)
+        self.backend_options: dict[str, Any] = {"dynamic": False}  # an empty one torch.compile would not hand on
 
     @classmethod
     def available(cls) -> bool:
-        return obstacle(find(), version("torch-neuronx")) is None
+        return missing_requirement(detect_instance(), installed_version("torch-neuronx")) is None
 
     @classmethod
-    def missing(cls) -> str:
-        return obstacle(find(), version("torch-neuronx")) or super().missing()
+    def unavailable_reason(cls) -> str:
+        return (
+            missing_requirement(detect_instance(), installed_version("torch-neuronx")) or super().unavailable_reason()
+        )
 
-    def ranks(self) -> int:
-        return self.here.chips * CHIPS[self.generation].cores // self.lnc
+    def max_local_ranks(self) -> int:
+        return self.instance.chips * CHIPS[self.generation].cores // self.lnc
 
     def describe(self) -> str:
-        memory = rank_memory(self.generation, self.lnc) / 2**30
-        return f"{self.here.name or self.generation}, a core of {memory:.0f} GiB (LNC {self.lnc})"
+        memory = rank_memory_bytes(self.generation, self.lnc) / 2**30
+        return f"{self.instance.instance_type or self.generation}, a core of {memory:.0f} GiB (LNC {self.lnc})"
 
-    def peak(self, dtype: torch.dtype) -> Peak | None:
+    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         kind = "fp32" if dtype == torch.float32 else "bf16"
-        return Peak(rank_flops(self.generation, self.lnc, kind), f"{self.generation} data sheet, dense, LNC {self.lnc}")
+        return PeakThroughput(
+            rank_flops(self.generation, self.lnc, kind), f"{self.generation} data sheet, dense, LNC {self.lnc}"
+        )
 
-    memory_kind = "trainium"
+    memory_model = "trainium"
 
-    def memory_peak(self) -> int:
+    def max_memory_allocated(self) -> int:
         """Of what the device has done so far: it counts as it works."""
         return int(_package().max_memory_allocated())
 
-    def order(self, tp: int, ranks: int) -> list[int] | None:
-        order = rank_order(self.generation, self.lnc, tp, ranks)
+    def rank_order(self, tp: int, world_size: int) -> list[int] | None:
+        order = rank_order(self.generation, self.lnc, tp, world_size)
         return None if order == sorted(order) else order
 
-    def takes(self, ranks: Sequence[int]) -> bool:
+    def supports_group(self, ranks: Sequence[int]) -> bool:
         return group_problem(self.generation, self.lnc, "all_reduce", ranks) is None
 
     @property
-    def maker(self) -> torch.device:
+    def init_device(self) -> torch.device:
         return torch.device("cpu")  # the chip's integers have 32 bits
 
     def architecture(self) -> str:
         return f"{self.generation}, LNC {self.lnc}"
 
-    def environment(self) -> dict[str, str]:
-        return settled(START, os.environ)
+    def rank_environment(self) -> dict[str, str]:
+        return merge_env(PROCESS_START_ENV, os.environ)
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
         check_precision(precision)
-        self.lnc = lnc_of(self.generation, lnc, os.environ)
-        if local_rank >= self.ranks():
-            raise UserError(f"local rank {local_rank}: this machine has {self.ranks()} cores, one for each rank")
-        launch = launch_of(os.environ)._replace(local_rank=local_rank)
-        wanted = native_environment(self.lnc, launch, str(neff_cache()), os.environ.get(CORES_VARIABLE))
-        os.environ |= settled(wanted, os.environ)
+        self.lnc = resolve_lnc(self.generation, lnc, os.environ)
+        if local_rank >= self.max_local_ranks():
+            raise UserError(
+                f"local rank {local_rank}: this machine has {self.max_local_ranks()} cores, one for each rank"
+            )
+        launch = read_launch_info(os.environ)._replace(local_rank=local_rank)
+        wanted = native_environment(self.lnc, launch, str(neff_cache_dir()), os.environ.get(CORES_VARIABLE))
+        os.environ |= merge_env(wanted, os.environ)
 
-    def compiling(self) -> Compiling:
-        return Compiling("neuron", self.options, static=True)
+    def compile_options(self) -> CompileOptions:
+        return CompileOptions("neuron", self.backend_options, static_shapes=True)
 
     def synchronize(self) -> None:
         _package().synchronize()
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         host.copy_(tensor, non_blocking=True)
         copied = _package().Event()
@@ -137,7 +143,7 @@ class Neuron(Device):
 
         return wait
 
-    def copy_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copying:
+    def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
         package = _package()
         stream = package.Stream()
         stream.wait_stream(package.current_stream())
@@ -145,7 +151,7 @@ class Neuron(Device):
             for tensor, host in pairs:
                 host.copy_(tensor, non_blocking=True)
             copied = stream.record_event()
-        return Copying(copied.synchronize, lambda: package.current_stream().wait_event(copied))
+        return HostCopy(copied.synchronize, lambda: package.current_stream().wait_event(copied))
 
 
 def _package() -> Any:

@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainyard.core.errors import UserError
-from trainyard.devices.neuron.topology import LNC, check_lnc
+from trainyard.devices.neuron.topology import LNC_CHOICES, check_lnc
 
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 CORES_VARIABLE = "NEURON_RT_VISIBLE_CORES"
 FLAGS_VARIABLE = "NEURON_CC_FLAGS"
 
-START = {"MALLOC_ARENA_MAX": "64"}
+PROCESS_START_ENV = {"MALLOC_ARENA_MAX": "64"}
 """Read by the C library when a process starts: without it many threads leave many half-empty arenas in host memory."""
 
-RUNTIME = {
+RUNTIME_ENV = {
     "NEURON_RT_EXEC_TIMEOUT": "600",  # seconds; by itself 30, less than a rank may wait for others that compile
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",  # precision.kind=bf16_sr rounds in the update, by numbers of our own
 }
-SEVERAL_HOSTS = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
+EFA_ENV = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1"}
 
-XLA = {
+XLA_ENV = {
     "PJRT_DEVICE": "NEURON",
     "XLA_USE_BF16": "0",  # we say which tensors are bf16; these two would take fp32 masters along
     "XLA_DOWNCAST_BF16": "0",
@@ -32,7 +32,7 @@ XLA = {
     "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",  # steps that wait in the runtime's queue; gone from Neuron 2.31
 }
 
-FLAGS = {
+PRECISION_FLAGS = {
     "fp32": ("--auto-cast=none",),
     "bf16": ("--auto-cast=none", "--enable-mixed-precision-accumulation"),
     "bf16_sr": ("--auto-cast=none", "--enable-mixed-precision-accumulation"),
@@ -40,59 +40,59 @@ FLAGS = {
 """Compiler flags by precision.kind: tensors have the types we gave them, sums of bf16 products are fp32."""
 
 
-class Launch(NamedTuple):
+class LaunchInfo(NamedTuple):
     """Where a process stands among all ranks, as its launcher told it."""
 
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
-    local_ranks: int = 1
+    local_world_size: int = 1
     """Ranks on this host."""
-    master: str = "localhost"
+    master_addr: str = "localhost"
     port: int = 0
     """Where ranks meet; 0: nowhere."""
 
     @property
     def hosts(self) -> int:
-        return -(-self.ranks // self.local_ranks)
+        return -(-self.ranks // self.local_world_size)
 
 
-def launch_of(environ: Mapping[str, str]) -> Launch:
+def read_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     """torchrun's variables, which our own launcher sets too. Without LOCAL_WORLD_SIZE all ranks are on one host."""
     names = {"rank": "RANK", "ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "port": "MASTER_PORT"}
     numbers: dict[str, int] = {}
     for field, name in names.items():
         if name in environ:
-            numbers[field] = _number(name, environ[name])
+            numbers[field] = _parse_int(name, environ[name])
     ranks = numbers.get("ranks", 1)
-    local = _number("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", str(ranks)))
-    return Launch(**numbers, local_ranks=max(local, 1), master=environ.get("MASTER_ADDR", "localhost"))
+    local = _parse_int("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    return LaunchInfo(**numbers, local_world_size=max(local, 1), master_addr=environ.get("MASTER_ADDR", "localhost"))
 
 
-def _number(name: str, value: str) -> int:
+def _parse_int(name: str, value: str) -> int:
     if not value.isdigit():
         raise UserError(f"{name}={value}: must be a number")
     return int(value)
 
 
-def lnc_of(generation: str, asked: int | None, environ: Mapping[str, str]) -> int:
+def resolve_lnc(generation: str, requested: int | None, environ: Mapping[str, str]) -> int:
     """Physical cores of a rank: device.lnc, else the environment's, else the usual."""
     found = environ.get(LNC_VARIABLE)
-    if asked is None:
-        lnc = LNC[generation][0] if found is None else _number(LNC_VARIABLE, found)
-    elif found not in (None, str(asked)):
-        raise UserError(f"{LNC_VARIABLE}={found}: device.lnc={asked} needs {asked}; leave one of them out")
+    if requested is None:
+        lnc = LNC_CHOICES[generation][0] if found is None else _parse_int(LNC_VARIABLE, found)
+    elif found not in (None, str(requested)):
+        raise UserError(f"{LNC_VARIABLE}={found}: device.lnc={requested} needs {requested}; leave one of them out")
     else:
-        lnc = asked
+        lnc = requested
     check_lnc(generation, lnc)
     return lnc
 
 
-def cores_of(visible: str | None, local_rank: int, local_ranks: int) -> str:
+def visible_core(visible: str | None, local_rank: int, local_ranks: int) -> str:
     """The core of one rank. `visible` is what the user has set: this rank's own core, or all that the ranks share."""
     if not visible:
         return str(local_rank)
-    cores = _listed(visible)
+    cores = _parse_core_list(visible)
     if len(cores) == 1:
         return visible
     if len(cores) < local_ranks:
@@ -100,7 +100,7 @@ def cores_of(visible: str | None, local_rank: int, local_ranks: int) -> str:
     return str(cores[local_rank])
 
 
-def _listed(visible: str) -> list[int]:
+def _parse_core_list(visible: str) -> list[int]:
     cores: list[int] = []
     for piece in visible.split(","):
         first, _, last = piece.strip().partition("-")
@@ -110,16 +110,16 @@ def _listed(visible: str) -> list[int]:
     return cores
 
 
-def _shared(launch: Launch, visible: str | None) -> dict[str, str]:
+def _common_environment(launch: LaunchInfo, visible: str | None) -> dict[str, str]:
     """What both runtimes read."""
-    several = SEVERAL_HOSTS if launch.hosts > 1 else {}
-    return RUNTIME | several | {CORES_VARIABLE: cores_of(visible, launch.local_rank, launch.local_ranks)}
+    several = EFA_ENV if launch.hosts > 1 else {}
+    return RUNTIME_ENV | several | {CORES_VARIABLE: visible_core(visible, launch.local_rank, launch.local_world_size)}
 
 
-def native_environment(lnc: int, launch: Launch, cache: str, visible: str | None = None) -> dict[str, str]:
+def native_environment(lnc: int, launch: LaunchInfo, cache: str, visible: str | None = None) -> dict[str, str]:
     """For torch-neuronx 2.13 and later. It finds its root address by itself, through the ranks' store."""
     return {
-        **_shared(launch, visible),
+        **_common_environment(launch, visible),
         LNC_VARIABLE: str(lnc),
         "TORCH_NEURONX_NEFF_CACHE_DIR": cache,  # by itself in /tmp; locks stay there, on a disk of this host
         "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1",  # a graph that does not compile is an error, not slow
@@ -127,23 +127,23 @@ def native_environment(lnc: int, launch: Launch, cache: str, visible: str | None
 
 
 def xla_environment(
-    generation: str, lnc: int, precision: str, launch: Launch, cache: str, visible: str | None = None
+    generation: str, lnc: int, precision: str, launch: LaunchInfo, cache: str, visible: str | None = None
 ) -> dict[str, str]:
     """For torch_xla with torch-neuronx up to 2.9. It tells its client about ranks under torchrun alone."""
     variables = {
-        **_shared(launch, visible),
-        **XLA,
+        **_common_environment(launch, visible),
+        **XLA_ENV,
         "NEURON_COMPILE_CACHE_URL": cache,
         FLAGS_VARIABLE: " ".join(compiler_flags(generation, lnc, precision)),
         "NEURON_PJRT_WORLD_SIZE": str(launch.ranks),
         "NEURON_PJRT_PROCESS_INDEX": str(launch.rank),
-        "PJRT_LOCAL_PROCESS_COUNT": str(launch.local_ranks),
+        "PJRT_LOCAL_PROCESS_COUNT": str(launch.local_world_size),
         "PJRT_LOCAL_PROCESS_RANK": str(launch.local_rank),
     }
-    if len(LNC[generation]) > 1:
+    if len(LNC_CHOICES[generation]) > 1:
         variables[LNC_VARIABLE] = str(lnc)
     if launch.ranks > 1 and launch.port:
-        variables["NEURON_RT_ROOT_COMM_ID"] = root_address(launch)
+        variables["NEURON_RT_ROOT_COMM_ID"] = root_comm_id(launch)
     return variables
 
 
@@ -151,25 +151,29 @@ def compiler_flags(generation: str, lnc: int, precision: str) -> list[str]:
     """Of neuronx-cc and its wrapper."""
     return [
         "--model-type=transformer",
-        *FLAGS[precision],
+        *PRECISION_FLAGS[precision],
         *(["--enable-saturate-infinity"] if generation == "trn1" else []),  # infinities become NaN there
-        *([f"--lnc={lnc}"] if len(LNC[generation]) > 1 else []),
+        *([f"--lnc={lnc}"] if len(LNC_CHOICES[generation]) > 1 else []),
         "--retry_failed_compilation",  # a failure is kept too, and would fail every later run
     ]
 
 
-def root_address(launch: Launch) -> str:
+def root_comm_id(launch: LaunchInfo) -> str:
     """Beside the port where ranks meet: the package's own choice is one fixed port for all runs of a host."""
-    host = f"[{launch.master}]" if ":" in launch.master and not launch.master.startswith("[") else launch.master
+    host = (
+        f"[{launch.master_addr}]"
+        if ":" in launch.master_addr and not launch.master_addr.startswith("[")
+        else launch.master_addr
+    )
     return f"{host}:{launch.port + 1}"
 
 
 def check_precision(precision: str) -> None:
-    if precision not in FLAGS:
+    if precision not in PRECISION_FLAGS:
         raise UserError(f"precision.kind={precision}: not on Trainium, whose 8-bit numbers are others; nearest: bf16")
 
 
-def settled(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+def merge_env(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """What to change in an environment: what the user has set stays. Compiler flags are put together, the user's last;
     a flag that the user gives replaces ours. The cores are this rank's part of what the user gave."""
     changes = {name: value for name, value in wanted.items() if name not in environ or name == CORES_VARIABLE}

@@ -5,21 +5,21 @@ For auditing a run where there is no such chip; it computes nothing. Never chose
 
 from collections.abc import Sequence
 
-from trainyard.devices.meta import Nowhere
-from trainyard.devices.neuron.device import Neuron
+from trainyard.devices.meta import MetaDevice
+from trainyard.devices.neuron.device import NeuronDevice
 from trainyard.devices.neuron.topology import group_problem, rank_order
 
 
-class OnPaper(Nowhere):
-    logits_bytes = Neuron.logits_bytes
-    traces_attention = Neuron.traces_attention
+class MetaTrainium(MetaDevice):
+    max_logits_bytes = NeuronDevice.max_logits_bytes
+    decomposes_attention = NeuronDevice.decomposes_attention
 
     def __init__(self, generation: str, lnc: int) -> None:
         self.generation, self.lnc = generation, lnc
 
-    def order(self, tp: int, ranks: int) -> list[int] | None:
-        order = rank_order(self.generation, self.lnc, tp, ranks)
+    def rank_order(self, tp: int, world_size: int) -> list[int] | None:
+        order = rank_order(self.generation, self.lnc, tp, world_size)
         return None if order == sorted(order) else order
 
-    def takes(self, ranks: Sequence[int]) -> bool:
+    def supports_group(self, ranks: Sequence[int]) -> bool:
         return group_problem(self.generation, self.lnc, "all_reduce", ranks) is None

@@ -18,30 +18,30 @@ from typing import NamedTuple
 from trainyard.core.errors import RunStopped, UserError
 
 TOOL = "neuron_parallel_compile"
-STEPS = 10
+TRACE_STEPS = 10
 """In which every graph appears."""
-SHORT = (
-    f"train.steps={STEPS}",
+SHORT_RUN_OVERRIDES = (
+    f"train.steps={TRACE_STEPS}",
     "checkpoint.every=0",
-    "checkpoint.minutes=0",
-    "checkpoint.final=false",
+    "checkpoint.every_minutes=0",
+    "checkpoint.export_hf=false",
     "log.name=precompile",
     "log.tensorboard=false",
 )
 """A training for its graphs alone; whatever it would write is worth nothing."""
-WAITING = re.compile(
+PROGRESS_LINE = re.compile(
     r"Current remaining items are (\d+), locked are (\d+), failed are (\d+), done are (\d+), total is (\d+)"
 )
-TOTALS = {
+TOTAL_LINES = {
     "graphs": re.compile(r"Total graphs: (\d+)"),
     "compiled": re.compile(r"Total successful compilations: (\d+)"),
     "failed": re.compile(r"Total failed compilations: (\d+)"),
 }
-REPORT = re.compile(r"\{\s*\"compilation_summary\"")
+REPORT_START = re.compile(r"\{\s*\"compilation_summary\"")
 
 
 @dataclass(frozen=True)
-class Waiting:
+class CompileProgress:
     """How far it is, as it says between two graphs."""
 
     remaining: int
@@ -52,7 +52,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Graph:
+class NeuronGraph:
     path: str
     compiled: bool
     retries: int
@@ -61,22 +61,22 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Report:
+class NeuronCompileReport:
     """How it ended. Without a single new graph it prints no totals: `graphs` is 0 then."""
 
     graphs: int
     compiled: int
     failed: int
-    each: tuple[Graph, ...]
+    results: tuple[NeuronGraph, ...]
 
     @property
     def failures(self) -> list[str]:
-        return [graph.path for graph in self.each if not graph.compiled]
+        return [graph.path for graph in self.results if not graph.compiled]
 
 
-def short_run(source: str, words: Sequence[str], ranks: int) -> list[str]:
+def short_train_command(source: str, overrides: Sequence[str], ranks: int) -> list[str]:
     """The training whose graphs are collected: the same file and overrides, a few steps, nothing saved."""
-    ours = [sys.executable, "-m", "trainyard", "train", source, *words, *SHORT]
+    ours = [sys.executable, "-m", "trainyard", "train", source, *overrides, *SHORT_RUN_OVERRIDES]
     return [*ours, "--nproc", str(ranks)] if ranks > 1 else ours
 
 
@@ -90,38 +90,38 @@ def compile_command(workers: int | None = None) -> list[str]:
     return [TOOL, "--command", "compile", *(["--num_parallel", str(workers)] if workers else [])]
 
 
-def waiting(line: str) -> Waiting | None:
-    found = WAITING.search(line)
-    return Waiting(*map(int, found.groups())) if found else None
+def parse_progress(line: str) -> CompileProgress | None:
+    found = PROGRESS_LINE.search(line)
+    return CompileProgress(*map(int, found.groups())) if found else None
 
 
-def parse(output: str) -> Report:
+def parse_report(output: str) -> NeuronCompileReport:
     """The last report of an output, which holds whatever else was printed around it."""
-    each = _each(output)
-    totals = {name: [int(number) for number in pattern.findall(output)] for name, pattern in TOTALS.items()}
+    each = _parse_graphs(output)
+    totals = {name: [int(number) for number in pattern.findall(output)] for name, pattern in TOTAL_LINES.items()}
     compiled = sum(graph.compiled for graph in each)
     counted = {"graphs": len(each), "compiled": compiled, "failed": len(each) - compiled}
     numbers = {name: found[-1] if found else counted[name] for name, found in totals.items()}
-    return Report(**numbers, each=each)
+    return NeuronCompileReport(**numbers, results=each)
 
 
-def _each(output: str) -> tuple[Graph, ...]:
+def _parse_graphs(output: str) -> tuple[NeuronGraph, ...]:
     """From the JSON, which is printed in the middle of a line of the log and may be broken off."""
-    for start in reversed([found.start() for found in REPORT.finditer(output)]):
+    for start in reversed([found.start() for found in REPORT_START.finditer(output)]):
         try:
             report, _ = json.JSONDecoder().raw_decode(output, start)
         except ValueError:
             continue
         if isinstance(report, dict) and isinstance(report.get("compilation_report"), dict):
-            return tuple(_graph(path, how) for path, how in report["compilation_report"].items())
+            return tuple(_parse_graph(path, how) for path, how in report["compilation_report"].items())
     return ()
 
 
-def _graph(path: str, how: object) -> Graph:
+def _parse_graph(path: str, how: object) -> NeuronGraph:
     said = how if isinstance(how, dict) else {}
     seconds = said.get("compile_time")
     retry = said.get("retry")
-    return Graph(
+    return NeuronGraph(
         path,
         said.get("status") is True,
         retry if isinstance(retry, int) else 0,
@@ -129,8 +129,8 @@ def _graph(path: str, how: object) -> Graph:
     )
 
 
-class Outcome(NamedTuple):
-    code: int
+class CommandResult(NamedTuple):
+    returncode: int
     output: str
 
 
@@ -138,17 +138,17 @@ def precompile(
     run: Sequence[str],
     workers: int | None = None,
     environ: Mapping[str, str] = os.environ,
-    see: Callable[[str], None] = lambda line: None,
-) -> Report:
+    on_line: Callable[[str], None] = lambda line: None,
+) -> NeuronCompileReport:
     """Collect the graphs of `run` and compile them; `see` gets each line of both as it comes."""
-    collected = execute(collect_command(run), environ, see)
-    if collected.code:
+    collected = run_command(collect_command(run), environ, on_line)
+    if collected.returncode:
         last = (collected.output.strip().splitlines() or ["it said nothing"])[-1]
-        raise RunStopped(f"collecting graphs: exit code {collected.code}; {last}")
-    return parse(execute(compile_command(workers), environ, see).output)
+        raise RunStopped(f"collecting graphs: exit code {collected.returncode}; {last}")
+    return parse_report(run_command(compile_command(workers), environ, on_line).output)
 
 
-def execute(command: Sequence[str], environ: Mapping[str, str], see: Callable[[str], None]) -> Outcome:
+def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None]) -> CommandResult:
     """One of the commands, to its end. An exception here, Ctrl-C, ends it and all that it started."""
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         raise UserError(f"{command[0]}: not installed; it comes with torch-neuronx 2.9.* on a trn1 (device.name=xla)")
@@ -167,8 +167,8 @@ def execute(command: Sequence[str], environ: Mapping[str, str], see: Callable[[s
         try:
             for line in process.stdout:
                 lines.append(line)
-                see(line.rstrip("\n"))
+                on_line(line.rstrip("\n"))
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)
             raise
-    return Outcome(process.returncode, "".join(lines))
+    return CommandResult(process.returncode, "".join(lines))

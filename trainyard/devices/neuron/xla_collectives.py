@@ -13,23 +13,23 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ReplicaGroups:
+class XlaCollectives:
     groups: list[list[int]]
     """All groups of one kind, of one size; every rank is in one of them."""
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        out: Tensor = _collectives().all_reduce(op, x, groups=self.groups, pin_layout=False)
+        out: Tensor = _xla_model().all_reduce(op, x, groups=self.groups, pin_layout=False)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
-        out: Tensor = _collectives().all_gather(x, 0, groups=self.groups, pin_layout=False)
+        out: Tensor = _xla_model().all_gather(x, 0, groups=self.groups, pin_layout=False)
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         size = len(self.groups[0])
-        out: Tensor = _collectives().reduce_scatter("sum", x, 1.0, 0, size, groups=self.groups, pin_layout=False)
+        out: Tensor = _xla_model().reduce_scatter("sum", x, 1.0, 0, size, groups=self.groups, pin_layout=False)
         return out
 
 
-def _collectives() -> Any:
+def _xla_model() -> Any:
     return import_module("torch_xla.core.xla_model")

@@ -7,19 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 2112
+MAX_PROGRAMS = 2112
 """That share the rows of a backward pass: 16 for each multiprocessor of an H200."""
-ROWS, COLUMNS, WARPS = 256, 32, 16
+BLOCK_ROWS, BLOCK_COLUMNS, NUM_WARPS = 256, 32, 16
 
 
-def shared(rows: int, programs: int = PROGRAMS) -> tuple[int, int]:
+def split_rows(rows: int, programs: int = MAX_PROGRAMS) -> tuple[int, int]:
     """Rows of each program, and how many programs that makes."""
     per = -(-rows // programs) if rows else 1
     return per, -(-rows // per)
 
 
 @triton.jit
-def _add_up_one(parts, total, columns, programs, step, at, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_column_sum(parts, total, columns, programs, step, at, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     mask = at < columns
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, programs, ROWS):
@@ -31,22 +31,29 @@ def _add_up_one(parts, total, columns, programs, step, at, COLUMNS: tl.constexpr
 
 
 @triton.jit
-def _add_up(parts, first, second, third, columns, programs, step, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_column_sums(parts, first, second, third, columns, programs, step, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     which = tl.program_id(1)
     parts += which * columns
     if which == 0:
-        _add_up_one(parts, first, columns, programs, step, at, COLUMNS, ROWS)
+        _add_column_sum(parts, first, columns, programs, step, at, COLUMNS, ROWS)
     elif which == 1:
-        _add_up_one(parts, second, columns, programs, step, at, COLUMNS, ROWS)
+        _add_column_sum(parts, second, columns, programs, step, at, COLUMNS, ROWS)
     else:
-        _add_up_one(parts, third, columns, programs, step, at, COLUMNS, ROWS)
+        _add_column_sum(parts, third, columns, programs, step, at, COLUMNS, ROWS)
 
 
-def add_up_(parts: Tensor, totals: Sequence[Tensor]) -> None:
+def add_column_sums_(partial_sums: Tensor, totals: Sequence[Tensor]) -> None:
     """Add fp32 parts [programs, k, columns] to k totals (three at most) in one kernel."""
-    programs, kinds, columns = parts.shape
+    programs, kinds, columns = partial_sums.shape
     three = [*totals, *[totals[0]] * (3 - len(totals))]
-    _add_up[(triton.cdiv(columns, COLUMNS), kinds)](
-        parts, *three, columns, programs, kinds * columns, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=WARPS
+    _add_column_sums[(triton.cdiv(columns, BLOCK_COLUMNS), kinds)](
+        partial_sums,
+        *three,
+        columns,
+        programs,
+        kinds * columns,
+        COLUMNS=BLOCK_COLUMNS,
+        ROWS=BLOCK_ROWS,
+        num_warps=NUM_WARPS,
     )

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK_VOCAB = 4096
 
 
 @triton.jit
-def _softmax_row(logits, labels, losses, columns, stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_row(logits, labels, losses, columns, stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     at = tl.arange(0, BLOCK)
@@ -39,10 +39,10 @@ def _softmax_row(logits, labels, losses, columns, stride, IGNORED: tl.constexpr,
         tl.store(logits + start + at, y.to(logits.dtype.element_ty), mask)
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+def cross_entropy_(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Loss of each row, fp32; `logits` [rows, words] become the gradient of their sum."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
-    _softmax_row[(len(logits),)](
-        logits, labels, losses, logits.shape[1], logits.stride(0), IGNORED=ignored, BLOCK=BLOCK, num_warps=8
+    _cross_entropy_row[(len(logits),)](
+        logits, labels, losses, logits.shape[1], logits.stride(0), IGNORED=ignore_index, BLOCK=BLOCK_VOCAB, num_warps=8
     )
     return losses

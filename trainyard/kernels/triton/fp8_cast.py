@@ -12,34 +12,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FLAT = 8192
+AMAX_BLOCK = 8192
 """Elements that a program of the tensor-wise maximum reads at a time."""
-STRIP = 64, 128
+ROW_AMAX_TILE = 64, 128
 """Rows that a program of the row-wise maximum owns, and columns that it reads at a time."""
-TILE, WARPS = (128, 128), 16
+CAST_TILE, CAST_NUM_WARPS = (128, 128), 16
 """Rows and columns that a program of the cast has at a time: 32 elements a thread, loads and stores of 16 bytes."""
-PROGRAMS = 1 << 30
+MAX_CAST_PROGRAMS = 1 << 30
 """Of the cast: with more tiles than that each does several, so that they share what comes before the first."""
 
 
 def amax(x: Tensor, most_P: Tensor) -> None:
     """Bits of the largest magnitude of each of P parts of a contiguous bf16 tensor. All P programs run at once."""
-    _amax[(len(most_P),)](x.view(torch.int16), most_P, x.numel(), BLOCK=FLAT, num_warps=8)
+    _amax_kernel[(len(most_P),)](x.view(torch.int16), most_P, x.numel(), BLOCK=AMAX_BLOCK, num_warps=8)
 
 
 def amax_rows(x_MD: Tensor, most_M: Tensor, most_D: Tensor) -> None:
     """Bits of the largest magnitude of each row and, unless `most_D` has no elements, of each column."""
     M, D = x_MD.shape
-    rows, columns = STRIP
+    rows, columns = ROW_AMAX_TILE
     strips = triton.cdiv(M, rows)
     parts_PD = most_M.new_empty(strips, len(most_D))
     x = x_MD.view(torch.int16)
-    _amax_rows[(strips,)](x, most_M, parts_PD, M, D, COLUMNS=len(most_D) > 0, ROWS=rows, BLOCK=columns, num_warps=4)
+    _amax_rows_kernel[(strips,)](
+        x, most_M, parts_PD, M, D, COLUMNS=len(most_D) > 0, ROWS=rows, BLOCK=columns, num_warps=4
+    )
     if len(most_D):
-        _amax_parts[(triton.cdiv(D, 32),)](parts_PD, most_D, strips, D, ROWS=64, BLOCK=32, num_warps=4)
+        _amax_columns_kernel[(triton.cdiv(D, 32),)](parts_PD, most_D, strips, D, ROWS=64, BLOCK=32, num_warps=4)
 
 
-def cast(
+def cast_to_fp8(
     x_MD: Tensor,
     most: Tensor,
     most_D: Tensor,
@@ -55,10 +57,10 @@ def cast(
     format's largest number."""
     M, D = x_MD.shape
     padded = len(out_MD) if out_MD.numel() else out_DM.shape[1]
-    rows, columns = TILE
+    rows, columns = CAST_TILE
     down, across = triton.cdiv(padded, rows), triton.cdiv(D, columns)
-    steps = max(1, min(16, down * across // PROGRAMS))
-    _cast[(triton.cdiv(down, steps) * across,)](
+    steps = max(1, min(16, down * across // MAX_CAST_PROGRAMS))
+    _cast_kernel[(triton.cdiv(down, steps) * across,)](
         x_MD,
         most,
         most_D,
@@ -78,12 +80,12 @@ def cast(
         ROWS=rows,
         COLUMNS=columns,
         CHUNK=512,
-        num_warps=WARPS,
+        num_warps=CAST_NUM_WARPS,
     )
 
 
 @triton.jit
-def _amax(x, parts, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _amax_kernel(x, parts, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     most = tl.zeros([BLOCK], tl.int32)
     first, step = tl.program_id(0).to(tl.int64) * BLOCK, tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(first, count, step):
@@ -93,7 +95,7 @@ def _amax(x, parts, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _amax_rows(  # type: ignore[no-untyped-def]
+def _amax_rows_kernel(  # type: ignore[no-untyped-def]
     x, rows, parts, M, D, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     strip = tl.program_id(0).to(tl.int64)
@@ -111,7 +113,7 @@ def _amax_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _amax_parts(parts, columns, strips, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _amax_columns_kernel(parts, columns, strips, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     most = tl.zeros([ROWS, BLOCK], tl.int32)
     for start in range(0, strips, ROWS):
@@ -122,7 +124,7 @@ def _amax_parts(parts, columns, strips, D, ROWS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _scale(bits, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _power_of_two_scale(bits, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
     """As `scales` in fp8.py."""
     exponent = TOP + 254 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(bits == 0, 127, tl.minimum(exponent, 253))
@@ -132,7 +134,7 @@ def _scale(bits, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _cast(  # type: ignore[no-untyped-def]
+def _cast_kernel(  # type: ignore[no-untyped-def]
     x,
     rows,
     columns,
@@ -167,11 +169,11 @@ def _cast(  # type: ignore[no-untyped-def]
         for start in range(0, parts, CHUNK):
             at = start + tl.arange(0, CHUNK)
             most = tl.maximum(most, tl.load(rows + at, at < parts, 0))
-        scale, back = _scale(tl.max(most, 0), TOP)
+        scale, back = _power_of_two_scale(tl.max(most, 0), TOP)
         if strip == 0:
             tl.store(inverse, back)
     elif TURNED:
-        scale_d, back = _scale(tl.load(columns + d, d < D, 0), TOP)
+        scale_d, back = _power_of_two_scale(tl.load(columns + d, d < D, 0), TOP)
         if first_m == 0:
             tl.store(inverse_columns + d, back, d < D)
     for _ in range(steps):
@@ -179,7 +181,7 @@ def _cast(  # type: ignore[no-untyped-def]
         tile = tl.load(x + local_m[:, None] * D + local_d[None, :], (m < M)[:, None] & (d < D)[None, :], 0.0)
         if AS_IS:
             if BY_ROW:
-                scale_m, back_m = _scale(tl.load(rows + m, m < M, 0), TOP)
+                scale_m, back_m = _power_of_two_scale(tl.load(rows + m, m < M, 0), TOP)
                 if first_d == 0:
                     tl.store(inverse + m, back_m, m < padded)
                 values = tile.to(tl.float32) * scale_m[:, None]

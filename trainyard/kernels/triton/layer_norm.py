@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainyard.kernels.triton.column_sums import shared
-from trainyard.kernels.triton.rng import keep_row
+from trainyard.kernels.triton.column_sums import split_rows
+from trainyard.kernels.triton.rng import row_keep_mask
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _layer_norm_forward(  # type: ignore[no-untyped-def]
         if HAS_BIAS:
             u += tl.load(y_bias + at, mask, 0.0).to(tl.float32)
         if DROPOUT:
-            u = tl.where(keep_row(first, second, site, row, at, threshold), u * kept, 0.0)
+            u = tl.where(row_keep_mask(first, second, site, row, at, threshold), u * kept, 0.0)
         rounded = (v + u).to(total.dtype.element_ty)
         tl.store(total + row * columns + at, rounded, mask)
         v = rounded.to(tl.float32)
@@ -67,7 +67,7 @@ def _layer_norm_backward(  # type: ignore[no-untyped-def]
             d += tl.load(d_total + place, mask, 0.0).to(tl.float32)
         tl.store(dx + place, d.to(dx.dtype.element_ty), mask)
         if DROPOUT:
-            d = tl.where(keep_row(first, second, site, row, at, threshold), d * kept, 0.0)
+            d = tl.where(row_keep_mask(first, second, site, row, at, threshold), d * kept, 0.0)
             tl.store(dy + place, d.to(dy.dtype.element_ty), mask)
         if HAS_BIAS:
             dyb += tl.where(mask, d, 0.0)
@@ -78,7 +78,7 @@ def _layer_norm_backward(  # type: ignore[no-untyped-def]
         tl.store(parts + 2 * columns + at, dyb, mask)
 
 
-def _warps(block: int) -> int:
+def _num_warps(block: int) -> int:
     return min(max(block // 1024, 1), 16)
 
 
@@ -104,7 +104,7 @@ def add_layer_norm(
     _layer_norm_forward[(rows,)](
         x, None if y is None else y.contiguous(), y_bias, weight, bias, first, second, site, round(p * 2**31),
         1 / (1 - p), total, out, mean, inverse, eps, columns, HAS_Y=y is not None, HAS_BIAS=y_bias is not None,
-        DROPOUT=first is not None, BLOCK=block, num_warps=_warps(block),
+        DROPOUT=first is not None, BLOCK=block, num_warps=_num_warps(block),
     )  # fmt: skip
     return total, out, mean, inverse
 
@@ -137,7 +137,7 @@ def layer_norm_backward(
     d_out, total = d_out.contiguous(), total.contiguous()
     columns = total.shape[-1]
     rows, block = total.numel() // columns, triton.next_power_of_2(columns)
-    per, programs = shared(rows)
+    per, programs = split_rows(rows)
     dx = torch.empty_like(total)
     dy = torch.empty_like(total) if first is not None else total.new_empty(0)
     parts = total.new_empty(programs, 3 if biased else 2, columns, dtype=torch.float32)
@@ -145,7 +145,7 @@ def layer_norm_backward(
         d_out, None if d_total is None else d_total.contiguous(), total, weight, first, second, site,
         round(p * 2**31), 1 / (1 - p), mean, inverse, dx, dy, parts, rows, per, columns,
         HAS_TOTAL=d_total is not None, AFTER=after, HAS_BIAS=biased, DROPOUT=first is not None, BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_num_warps(block),
     )  # fmt: skip
     return dx, dy, parts
 
@@ -167,5 +167,5 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
     dy = torch.empty_like(dx) if first is not None else total.new_empty(0)
-    _, programs = shared(total.numel() // total.shape[-1])
+    _, programs = split_rows(total.numel() // total.shape[-1])
     return dx, dy, total.new_empty(programs, 3 if biased else 2, total.shape[-1], dtype=torch.float32)

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainyard.kernels.triton.column_sums import shared
+from trainyard.kernels.triton.column_sums import split_rows
 
 
 @triton.jit
-def _norm_forward(x, y, weight, total, out, inverse, eps, columns, HAS_Y: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm_forward(x, y, weight, total, out, inverse, eps, columns, HAS_Y: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < columns
@@ -26,7 +26,7 @@ def _norm_forward(x, y, weight, total, out, inverse, eps, columns, HAS_Y: tl.con
 
 
 @triton.jit
-def _norm_backward(  # type: ignore[no-untyped-def]
+def _rms_norm_backward(  # type: ignore[no-untyped-def]
     d_out, d_total, x, weight, inverse, dx, parts, rows, per, columns, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0)
@@ -49,19 +49,19 @@ def _norm_backward(  # type: ignore[no-untyped-def]
     tl.store(parts + program.to(tl.int64) * columns + at, dw, mask)
 
 
-def _warps(block: int) -> int:
+def _num_warps(block: int) -> int:
     return min(max(block // 512, 1), 16)
 
 
 @torch.library.custom_op("trainyard::add_norm", mutates_args=())
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x + y (nothing where y is None), its norm, and one over its root mean square for each row."""
     x = x.contiguous()
     columns = x.shape[-1]
     rows, block = x.numel() // columns, triton.next_power_of_2(columns)
     out, inverse = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     total = x.new_empty(0) if y is None else torch.empty_like(x)
-    _norm_forward[(rows,)](
+    _rms_norm_forward[(rows,)](
         x,
         x if y is None else y.contiguous(),
         weight,
@@ -72,12 +72,12 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[T
         columns,
         HAS_Y=y is not None,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_num_warps(block),
     )
     return total, out, inverse
 
 
-@add_norm.register_fake
+@add_rms_norm.register_fake
 def _(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     like = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x.numel() // x.shape[-1]
@@ -86,16 +86,16 @@ def _(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("trainyard::norm_backward", mutates_args=())
-def norm_backward(
+def rms_norm_backward(
     d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradient of x (d_total added), and parts of the weight's, fp32 [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
     rows, block = x.numel() // columns, triton.next_power_of_2(columns)
-    per, programs = shared(rows)
+    per, programs = split_rows(rows)
     dx, parts = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
-    _norm_backward[(programs,)](
+    _rms_norm_backward[(programs,)](
         d_out,
         d_out if d_total is None else d_total.contiguous(),
         x,
@@ -108,13 +108,13 @@ def norm_backward(
         columns,
         HAS_TOTAL=d_total is not None,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_num_warps(block),
     )
     return dx, parts
 
 
-@norm_backward.register_fake
+@rms_norm_backward.register_fake
 def _(d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    _, programs = shared(x.numel() // x.shape[-1])
+    _, programs = split_rows(x.numel() // x.shape[-1])
     parts = x.new_empty(programs, 1, x.shape[-1], dtype=torch.float32)
     return torch.empty_like(x, memory_format=torch.contiguous_format), parts

@@ -22,7 +22,7 @@ def _rope_rotate(source, to, token, from_stride, to_stride, angle, cos, sin, hea
 
 
 @triton.jit
-def _rope_move(  # type: ignore[no-untyped-def]
+def _rope_kernel(  # type: ignore[no-untyped-def]
     q, k, v, to_q, to_k, to_v, cos, sin, angles, heads, kv, q_from, k_from, v_from, q_to, k_to, v_to,
     HALF: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def _launch(
     """Tensors are [tokens, ...] with rows of their own stride."""
     size = cos.shape[-1]
     half = size // 2
-    _rope_move[(sources[0].shape[0],)](
+    _rope_kernel[(sources[0].shape[0],)](
         *sources,
         *targets,
         cos,
@@ -61,20 +61,20 @@ def _launch(
     )
 
 
-def _parts(qkv: Tensor, heads: int, kv: int, size: int) -> list[Tensor]:
+def _split_qkv(qkv: Tensor, heads: int, kv: int, size: int) -> list[Tensor]:
     """Queries, keys and values where they lie in the rows of `qkv`."""
     flat = qkv.view(-1, qkv.shape[-1])
     return list(torch.split(flat, [heads * size, kv * size, kv * size], 1))
 
 
 @torch.library.custom_op("trainyard::rope", mutates_args=())
-def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int) -> tuple[Tensor, Tensor]:
+def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     """[B, T, (H + 2 G) K] to q [B, T, H, K] and k [B, T, G, K]."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     size = cos.shape[-1]
-    q, k = (qkv.new_empty(*qkv.shape[:2], count, size) for count in (heads, kv))
+    q, k = (qkv.new_empty(*qkv.shape[:2], count, size) for count in (heads, kv_heads))
     targets = [x.view(-1, x.shape[2] * size) for x in (q, k, k)]
-    _launch(_parts(qkv, heads, kv, size), targets, cos, sin, heads, kv, backward=False)
+    _launch(_split_qkv(qkv, heads, kv_heads, size), targets, cos, sin, heads, kv_heads, backward=False)
     return q, k
 
 
@@ -92,7 +92,7 @@ def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) 
     kv = dk.shape[2]
     d_qkv = dq.new_empty(batch, tokens, (heads + 2 * kv) * size)
     sources = [x.contiguous().view(-1, x.shape[2] * size) for x in (dq, dk, dv)]
-    _launch(sources, _parts(d_qkv, heads, kv, size), cos, sin, heads, kv, backward=True)
+    _launch(sources, _split_qkv(d_qkv, heads, kv, size), cos, sin, heads, kv, backward=True)
     return d_qkv
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+BLOCK_COLUMNS = 1024
 
 
 @triton.jit
@@ -40,7 +40,9 @@ def swiglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     columns = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], columns)
-    _swiglu_forward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK),)](x, out, columns, BLOCK=BLOCK)
+    _swiglu_forward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK_COLUMNS),)](
+        x, out, columns, BLOCK=BLOCK_COLUMNS
+    )
     return out
 
 
@@ -54,7 +56,9 @@ def swiglu_backward(d_out: Tensor, x: Tensor) -> Tensor:
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1] // 2
     dx = torch.empty_like(x)
-    _swiglu_backward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK),)](d_out, x, dx, columns, BLOCK=BLOCK)
+    _swiglu_backward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK_COLUMNS),)](
+        d_out, x, dx, columns, BLOCK=BLOCK_COLUMNS
+    )
     return dx
 
 

@@ -11,9 +11,9 @@ import yaml
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.plan.hardware.catalog import TABLE, Entry
+from trainyard.plan.hardware.catalog import CATALOG, CatalogEntry
 
-FORM = "NAME:COUNT, such as trn1.32xlarge:16, h200:8 or cpu:4; trn2.48xlarge:8:lnc1 for another LNC"
+HARDWARE_FORM = "NAME:COUNT, such as trn1.32xlarge:16, h200:8 or cpu:4; trn2.48xlarge:8:lnc1 for another LNC"
 
 
 @dataclass(frozen=True)
@@ -21,86 +21,86 @@ class Hardware:
     """So many of an entry, seen from one rank."""
 
     name: str
-    entry: Entry
+    entry: CatalogEntry
     count: int
     """Of what the entry counts: instances or devices."""
     lnc: int = 1
 
     @property
-    def per_device(self) -> int:
-        return self.entry.ranks[self.lnc]
+    def ranks_per_device(self) -> int:
+        return self.entry.ranks_per_device[self.lnc]
 
     @property
-    def node(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks of an instance."""
-        if self.entry.counted == "devices":
-            return min(self.count, self.entry.devices) * self.per_device
-        return self.entry.devices * self.per_device
+        if self.entry.count_unit == "devices":
+            return min(self.count, self.entry.devices) * self.ranks_per_device
+        return self.entry.devices * self.ranks_per_device
 
     @property
     def ranks(self) -> int:
-        return self.count * self.per_device * (1 if self.entry.counted == "devices" else self.entry.devices)
+        return self.count * self.ranks_per_device * (1 if self.entry.count_unit == "devices" else self.entry.devices)
 
     @property
     def instances(self) -> float:
         """That are paid for; a part of one where fewer devices are used."""
-        return self.count if self.entry.counted == "instances" else self.count / self.entry.devices
+        return self.count if self.entry.count_unit == "instances" else self.count / self.entry.devices
 
     @property
     def memory(self) -> int:
         """Bytes of one rank."""
-        return self.entry.memory // self.per_device
+        return self.entry.memory // self.ranks_per_device
 
-    def peak(self, kind: str) -> float:
+    def peak_flops(self, dtype: str) -> float:
         """Dense FLOP/s of one rank; kind: bf16, fp8 or fp32."""
-        rate: float = getattr(self.entry, kind)
-        return rate / self.per_device
+        rate: float = getattr(self.entry, dtype)
+        return rate / self.ranks_per_device
 
     @property
-    def bandwidth(self) -> float:
-        return self.entry.bandwidth / self.per_device
+    def memory_bandwidth(self) -> float:
+        return self.entry.memory_bandwidth / self.ranks_per_device
 
     @property
-    def link(self) -> float:
-        return self.entry.link / self.per_device
+    def link_bandwidth(self) -> float:
+        return self.entry.link_bandwidth / self.ranks_per_device
 
     def describe(self) -> str:
         if self.entry.kind == "cpu":
             return f"this machine's CPU, {self.ranks} rank{'s' * (self.ranks > 1)}"
-        lnc = f" at LNC {self.lnc}" if len(self.entry.ranks) > 1 else ""
+        lnc = f" at LNC {self.lnc}" if len(self.entry.ranks_per_device) > 1 else ""
         return f"{self.count} x {self.name}{lnc}, {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
-def hardware(word: str, table: dict[str, Entry] | None = None, probe: Any = None) -> Hardware:
+def parse_hardware(text: str, catalog: dict[str, CatalogEntry] | None = None, measure: Any = None) -> Hardware:
     """From NAME[:COUNT[:lncN]]. `probe` measures the CPU that is here: (ranks) to an entry."""
-    table = table or TABLE
-    name, *rest = word.split(":")
+    catalog = catalog or CATALOG
+    name, *rest = text.split(":")
     match = re.fullmatch(r"(\d+)(?::lnc(\d+))?", ":".join(rest) or "1")
     if not match or not int(match[1]):
-        raise UserError(f"--hardware {word}: not of the form {FORM}")
+        raise UserError(f"--hardware {text}: not of the form {HARDWARE_FORM}")
     count = int(match[1])
-    if name == "cpu" and probe:
-        return Hardware("cpu", probe(count), 1)
-    if name not in table:
-        near = difflib.get_close_matches(name, [*table, "cpu"], 1, 0.0)[0]
-        raise UserError(f"--hardware {name}: not known; nearest: {near}; here: {', '.join([*table, 'cpu'])}")
-    entry = table[name]
-    lnc = int(match[2]) if match[2] else next(iter(entry.ranks))
-    if lnc not in entry.ranks:
-        raise UserError(f"--hardware {word}: {name} has LNC {' or '.join(map(str, entry.ranks))}")
+    if name == "cpu" and measure:
+        return Hardware("cpu", measure(count), 1)
+    if name not in catalog:
+        near = difflib.get_close_matches(name, [*catalog, "cpu"], 1, 0.0)[0]
+        raise UserError(f"--hardware {name}: not known; nearest: {near}; here: {', '.join([*catalog, 'cpu'])}")
+    entry = catalog[name]
+    lnc = int(match[2]) if match[2] else next(iter(entry.ranks_per_device))
+    if lnc not in entry.ranks_per_device:
+        raise UserError(f"--hardware {text}: {name} has LNC {' or '.join(map(str, entry.ranks_per_device))}")
     return Hardware(name, entry, count, lnc)
 
 
-def needed(config: Config) -> str:
+def needed_hardware(config: Config) -> str:
     """What a file says it is meant for, as a word for `hardware`; the CPU that is here where it names nothing known."""
-    match = re.search(r"(\d+) x (\S+)", config.needs)
-    if match and match[2] in TABLE:
+    match = re.search(r"(\d+) x (\S+)", config.hardware)
+    if match and match[2] in CATALOG:
         return f"{match[2]}:{match[1]}"
     layout = config.layout
     return f"cpu:{layout.ranks or layout.tp * layout.pp * layout.cp}"
 
 
-def read_table(path: Path) -> dict[str, Entry]:
+def read_catalog(path: Path) -> dict[str, CatalogEntry]:
     """The table with a user's entries: names to fields; `like` names the entry that the rest comes from."""
     try:
         found = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
@@ -110,8 +110,8 @@ def read_table(path: Path) -> dict[str, Entry]:
         raise UserError(
             f"--hardware-file {path}: not a mapping of names to fields, such as my-h200: {{like: h200, price: 20}}"
         )
-    table = dict(TABLE)
-    known = {each.name: each for each in fields(Entry)}
+    table = dict(CATALOG)
+    known = {each.name: each for each in fields(CatalogEntry)}
     for name, values in found.items():
         like = values.pop("like", name)
         if like not in table:
@@ -120,11 +120,13 @@ def read_table(path: Path) -> dict[str, Entry]:
             if key not in known:
                 near = difflib.get_close_matches(key, [*known, "like"], 1, 0.0)[0]
                 raise UserError(f"--hardware-file {path}: {name}.{key}: unknown; nearest: {near}")
-            wanted = getattr(TABLE["h200"], key)
+            wanted = getattr(CATALOG["h200"], key)
             numeric = isinstance(wanted, int | float) and isinstance(value, int | float) and value > 0
             if not numeric and type(value) is not type(wanted):
                 raise UserError(f"--hardware-file {path}: {name}.{key}={value}: not a {type(wanted).__name__} above 0")
-        table[str(name)] = replace(table[like], **values, why={**table[like].why, **dict.fromkeys(values, str(path))})
+        table[str(name)] = replace(
+            table[like], **values, sources={**table[like].sources, **dict.fromkeys(values, str(path))}
+        )
     return table
 
 

@@ -6,20 +6,20 @@ from typing import Literal
 
 from trainyard.parallel.layout import Layout
 
-Action = tuple[Literal["forward", "backward", "free"], int]
+PipelineAction = tuple[Literal["forward", "backward", "free"], int]
 """What is done, and to which of the rank's stages, in the order in which a micro batch meets them."""
 
-ROUNDS = 4
+MAX_ROUNDS = 4
 """Of micro batches; after so many the order repeats itself."""
 
 
-def order(schedule: str, layout: Layout, pp: int) -> Iterator[Action]:
+def schedule_actions(schedule: str, layout: Layout, pp: int) -> Iterator[PipelineAction]:
     if layout.pp == 1:
         yield from (("forward", 0), ("backward", 0), ("free", 0))
         return
     rounds = max(1, layout.micro_batches // layout.pp)
     each = layout.micro_batches // rounds
-    count, stages = each * min(rounds, ROUNDS), layout.vpp
+    count, stages = each * min(rounds, MAX_ROUNDS), layout.vpp
     total = count * stages
     after = layout.pp - 1 - pp
     late = 0

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 
 from trainyard.config.schema import Config
-from trainyard.models import family
-from trainyard.models.flops import per_sample
+from trainyard.models import family_of
+from trainyard.models.flops import flops_per_sample
 from trainyard.plan.hardware.spec import Hardware
 
-HOUR = 3600.0
+HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     sequences_per_second: float
     tokens_per_second: float
     mfu_full: float
@@ -21,24 +21,24 @@ class Cost:
     days: float
     """To train.steps."""
     dollars: float | None
-    price: float | None
+    price_per_hour: float | None
     """Dollars an hour of one instance; None: not known."""
 
 
-def cost(config: Config, on: Hardware, seconds: float, price: float | None) -> Cost:
+def estimate_cost(config: Config, hardware: Hardware, seconds: float, price_per_hour: float | None) -> RunCost:
     """`price` in dollars an hour for an instance; None: the table's."""
     speed = config.train.global_batch / seconds
-    blueprint = family(config.model).blueprint(config.model)
-    flops = per_sample(config.model, blueprint, config.data.sequence, config.data.predictions)
-    peak = on.peak(config.precision.compute) * on.ranks
-    hours = seconds * config.train.steps / HOUR
-    each = on.entry.price if price is None else price
-    return Cost(
+    blueprint = family_of(config.model).blueprint(config.model)
+    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
+    peak = hardware.peak_flops(config.precision.compute_dtype) * hardware.ranks
+    hours = seconds * config.train.steps / HOUR_S
+    each = hardware.entry.price_per_hour if price_per_hour is None else price_per_hour
+    return RunCost(
         speed,
-        speed * config.data.sequence,
-        speed * flops.full / peak,
-        speed * flops.causal / peak,
+        speed * config.data.seq_len,
+        speed * flops.full_attention / peak,
+        speed * flops.causal_attention / peak,
         hours / 24,
-        None if each is None else hours * each * on.instances,
+        None if each is None else hours * each * hardware.instances,
         each,
     )

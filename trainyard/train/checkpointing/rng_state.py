@@ -10,30 +10,30 @@ from torch import Tensor
 
 from trainyard.devices import Device
 
-Kept = tuple[dict[str, Tensor], dict[str, str]]
+RngState = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors and texts of one rank."""
-TEXT = "RANDOM"
+RNG_TEXT_KEY = "RANDOM"
 
 
-def state(device: Device, rank: int) -> Kept:
-    states = {"host": torch.get_rng_state(), "device": device.random_state()}
+def capture_rng_state(device: Device, rank: int) -> RngState:
+    states = {"host": torch.get_rng_state(), "device": device.get_rng_state()}
     tensors = {f"random.{name}.{rank}": state for name, state in states.items() if state is not None}
     kind, keys, *rest = np.random.get_state()
     texts = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
-    return tensors, {TEXT: json.dumps(texts)}
+    return tensors, {RNG_TEXT_KEY: json.dumps(texts)}
 
 
-def restore(kept: Kept | None, device: Device, rank: int) -> None:
+def restore_rng_state(saved: RngState | None, device: Device, rank: int) -> None:
     """What a rank of this number had; nothing where the run had none."""
-    if not kept:
+    if not saved:
         return
-    tensors, texts = kept
+    tensors, texts = saved
     if (host := tensors.get(f"random.host.{rank}")) is not None:
         torch.set_rng_state(host)
     if (there := tensors.get(f"random.device.{rank}")) is not None:
-        device.set_random_state(there)
-    if TEXT in texts:
-        states = json.loads(texts[TEXT])
+        device.set_rng_state(there)
+    if RNG_TEXT_KEY in texts:
+        states = json.loads(texts[RNG_TEXT_KEY])
         kind, numbers, gauss = states["python"]
         random.setstate((kind, tuple(numbers), gauss))
         np.random.set_state(tuple(states["numpy"]))

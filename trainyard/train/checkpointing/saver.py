@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from trainyard import __version__
-from trainyard.checkpoint.io.safetensors_file import CODES
-from trainyard.checkpoint.io.storage import Place
+from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE
+from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.partition import Box, share_of_rows, written
-from trainyard.checkpoint.native.shard_file import Broken, write_shard
+from trainyard.checkpoint.native.partition import LocalSlice, owned_slices, shard_rows
+from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.devices import Device
@@ -33,57 +33,57 @@ from trainyard.parallel.mesh import Mesh, local_rank
 from trainyard.train.checkpointing import rng_state
 from trainyard.train.optim.optimizer import Optimizer
 
-PROBE = ".probe.part"
-SLACK = 2**20
+PROBE_FILE = ".probe.part"
+SLACK_BYTES = 2**20
 """Bytes that a checkpoint may need beyond its tensors, and for each rank."""
 
 
-class Words(NamedTuple):
+class SaveStatus(NamedTuple):
     """What a rank says of its saves with each step; summed, what all said."""
 
     due: float = 0.0
     """By rank 0's clock it is time for a checkpoint."""
-    written: float = 0.0
+    shard_written: float = 0.0
     """This rank's file is there."""
-    sealed: float = 0.0
+    committed: float = 0.0
     """The marker is there."""
     failed: float = 0.0
 
 
 @dataclass
-class Save:
+class PendingSave:
     step: int
-    place: Place
-    body: dict[str, Any]
-    started: float
-    stalled: float = 0.0
+    storage: Storage
+    metadata: dict[str, Any]
+    started_at: float
+    stall_s: float = 0.0
     """Seconds that the steps waited for it."""
-    own: dict[str, Tensor] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    rng_tensors: dict[str, Tensor] = field(default_factory=dict)
+    rng_texts: dict[str, str] = field(default_factory=dict)
     """Random generators of this rank."""
-    updates: Tensor = field(default_factory=lambda: torch.zeros(()))
-    skipped: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int32))
+    update_count: Tensor = field(default_factory=lambda: torch.zeros(()))
+    skip_counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int32))
     thread: threading.Thread | None = None
-    written: bool = False
-    sealed: bool = False
-    sealing: bool = False
-    bytes: int = 0
+    shard_written: bool = False
+    committed: bool = False
+    committing: bool = False
+    total_bytes: int = 0
     error: str = ""
-    note: str = ""
+    warning: str = ""
     """What went wrong after it was complete."""
 
     def join(self) -> None:
         if self.thread:
             self.thread.join()
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run_in_thread(self, work: Callable[[], None]) -> None:
         """In a thread of its own; what goes wrong is kept as one line."""
 
         def guarded() -> None:
             try:
                 work()
             except Exception as error:  # a thread's traceback would go nowhere
-                self.error = _line(error)
+                self.error = _error_line(error)
 
         self.thread = threading.Thread(target=guarded, daemon=True)
         self.thread.start()
@@ -92,244 +92,254 @@ class Save:
 @dataclass
 class Saver:
     config: Config
-    place: Place
+    storage: Storage
     blueprint: Blueprint
     optimizer: Optimizer
     device: Device
     mesh: Mesh
-    tell: Callable[[dict[str, Any]], None]
+    on_saved: Callable[[dict[str, Any]], None]
     """Called on every rank when a checkpoint is complete, with what there is to say of it."""
-    complain: Callable[[str], None]
+    warn: Callable[[str], None]
     """Called when one could not be written."""
-    current: Save | None = None
-    boxes: list[Box] = field(init=False)
-    memory: dict[str, Tensor] = field(init=False, default_factory=dict)
+    current: PendingSave | None = None
+    slices: list[LocalSlice] = field(init=False)
+    host_buffers: dict[str, Tensor] = field(init=False, default_factory=dict)
     """Host copies of what this rank writes, by kind."""
-    sent: dict[int, Save | None] = field(init=False, default_factory=dict)
+    reported: dict[int, PendingSave | None] = field(init=False, default_factory=dict)
     """Of which save this rank spoke at a step that has not been heard yet."""
-    last: float = field(init=False, default_factory=time.monotonic)
-    reached: int = field(init=False, default=0)
+    last_save_time: float = field(init=False, default_factory=time.monotonic)
+    last_step: int = field(init=False, default=0)
     """The newest step of this run, and the newest whose save was begun."""
-    begun: int = field(init=False, default=0)
+    last_saved_step: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.boxes = written(self.blueprint, self.mesh.layout, self.mesh.rank)
+        self.slices = owned_slices(self.blueprint, self.mesh.layout, self.mesh.layout_rank)
         optimizer = self.optimizer
-        ranks = self.config.checkpoint.window or self.mesh.layout.world
-        self.window = local_rank() // ranks
+        ranks = self.config.checkpoint.writers_per_host or self.mesh.layout.world_size
+        self.write_turn = local_rank() // ranks
         """When this rank's turn is: the ranks of a host take turns in so many windows."""
-        self.windows = max(self.mesh.collect(self.window)) + 1
-        self.rows = {"weights": optimizer.master, "first": optimizer.first, "second": optimizer.second}
+        self.write_turns = max(self.mesh.all_gather_object(self.write_turn)) + 1
+        self.state_buffers = {
+            "weights": optimizer.master_weights,
+            "first": optimizer.exp_avg,
+            "second": optimizer.exp_avg_sq,
+        }
 
     @cached_property
-    def table(self) -> checkpoint.Table:
+    def slice_table(self) -> checkpoint.ShardTable:
         """What all ranks write; takes seconds for thousands of them, once."""
-        return checkpoint.table_of(self.blueprint, self.mesh.layout)
+        return checkpoint.build_shard_table(self.blueprint, self.mesh.layout)
 
     @property
-    def needed(self) -> int:
+    def required_bytes(self) -> int:
         """Bytes of a whole checkpoint, all ranks together."""
-        each = sum(row.dtype.itemsize for row in self.rows.values())
-        return self.blueprint.parameters() * each + SLACK * (1 + self.mesh.layout.world)
+        each = sum(row.dtype.itemsize for row in self.state_buffers.values())
+        return self.blueprint.parameter_count() * each + SLACK_BYTES * (1 + self.mesh.layout.world_size)
 
-    def look_ahead(self) -> None:
+    def preflight(self) -> None:
         """Before the first step: can a checkpoint be written there at all?"""
         trouble = ""
-        if self.mesh.rank == 0:
+        if self.mesh.layout_rank == 0:
             try:
-                self.place.prepare()
-                checkpoint.clear(self.place)
-                with self.place.write(PROBE) as file:
+                self.storage.mkdir()
+                checkpoint.remove_incomplete(self.storage)
+                with self.storage.write(PROBE_FILE) as file:
                     file.write(b"1")
-                self.place.remove(PROBE)
-                self._room()
+                self.storage.remove(PROBE_FILE)
+                self._check_disk_space()
             except Exception as error:
-                trouble = _line(error)
-        for line in self.mesh.collect(trouble):
+                trouble = _error_line(error)
+        for line in self.mesh.all_gather_object(trouble):
             if line:
-                raise UserError(f"checkpoint.directory={self.place}: cannot be written: {line}")
+                raise UserError(f"checkpoint.directory={self.storage}: cannot be written: {line}")
 
-    def due(self, step: int, asked: bool) -> bool:
+    def save_due(self, step: int, clock_due: bool) -> bool:
         """Whether to save after this step; `asked`: rank 0's clock said so."""
         every = self.config.checkpoint.every
-        return asked or bool(every and step % every == 0)
+        return clock_due or bool(every and step % every == 0)
 
     def begin(self, step: int) -> None:
         """Copy the state as it is after `step` and start to write it. All ranks call this after the same step."""
         begun = time.monotonic()
         if self.current:
             self._wait()  # the one before took longer than the time between two
-        self.last, self.begun = time.monotonic(), step
+        self.last_save_time, self.last_saved_step = time.monotonic(), step
         body = {
             "step": step,
             "consumed_samples": step * self.config.train.global_batch,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"trainyard": __version__, "torch": version("torch")},
-            "kinds": {kind: CODES[row.dtype] for kind, row in self.rows.items()},
+            "kinds": {kind: CODE_BY_DTYPE[row.dtype] for kind, row in self.state_buffers.items()},
             "config": self.config.model_dump(mode="json"),
         }
-        save = Save(step, self.place / checkpoint.directory_name(step), body, begun)
-        if self.mesh.rank == 0:
+        save = PendingSave(step, self.storage / checkpoint.step_directory(step), body, begun)
+        if self.mesh.layout_rank == 0:
             try:
-                self._make_way(step)
+                self._prepare_directory(step)
             except Exception as error:
-                save.error = _line(error)
+                save.error = _error_line(error)
         self.current = save
-        if self._together(Words(failed=float(bool(save.error)))).failed:  # also: no file before its directory
-            self._give_up(save)
+        if self._all_reduce_status(
+            SaveStatus(failed=float(bool(save.error)))
+        ).failed:  # also: no file before its directory
+            self._abort(save)
             return
-        for number in range(self.windows):
-            last = number == self.windows - 1
-            if self.window == number:
-                save.run(partial(self._write, save, self._copy(save)))
+        for number in range(self.write_turns):
+            last = number == self.write_turns - 1
+            if self.write_turn == number:
+                save.run_in_thread(partial(self._write_shard, save, self._copy_to_host(save)))
                 if not last:
                     save.join()
-                    self.memory.clear()
+                    self.host_buffers.clear()
             if not last:
-                self._together(Words())
-        save.stalled += time.monotonic() - begun
+                self._all_reduce_status(SaveStatus())
+        save.stall_s += time.monotonic() - begun
         if self.config.checkpoint.blocking:
             self._wait()
 
-    def words(self, step: int) -> Words:
+    def step_status(self, step: int) -> SaveStatus:
         """What to say with this step."""
-        self.reached = step
-        save = self.sent[step] = self.current
-        minutes = self.config.checkpoint.minutes
-        due = bool(minutes) and self.mesh.rank == 0 and time.monotonic() - self.last > 60 * minutes
-        return self._of(save)._replace(due=float(due))
+        self.last_step = step
+        save = self.reported[step] = self.current
+        minutes = self.config.checkpoint.every_minutes
+        due = bool(minutes) and self.mesh.layout_rank == 0 and time.monotonic() - self.last_save_time > 60 * minutes
+        return self._status(save)._replace(due=float(due))
 
-    def heard(self, step: int, said: Words) -> None:
+    def on_step_status(self, step: int, status: SaveStatus) -> None:
         """What all ranks said with a step."""
-        if (save := self.sent.pop(step, None)) and save is self.current:
-            self._go_on(save, said)
+        if (save := self.reported.pop(step, None)) and save is self.current:
+            self._advance(save, status)
 
     def finish(self) -> None:
         """The run ends: a signal may have come when it was decided already not to save after the last step. Then wait
         for what is under way. All ranks call this together."""
-        if self.begun < self.reached:
-            self.begin(self.reached)
+        if self.last_saved_step < self.last_step:
+            self.begin(self.last_step)
         self._wait()
 
     def _wait(self) -> None:
         waiting = time.monotonic()
         while save := self.current:
             save.join()
-            save.stalled += time.monotonic() - waiting
+            save.stall_s += time.monotonic() - waiting
             waiting = time.monotonic()
-            self._go_on(save, self._together(self._of(save)))
+            self._advance(save, self._all_reduce_status(self._status(save)))
 
-    def _of(self, save: Save | None) -> Words:
+    def _status(self, save: PendingSave | None) -> SaveStatus:
         if not save:
-            return Words()
-        return Words(written=float(save.written), sealed=float(save.sealed), failed=float(bool(save.error)))
+            return SaveStatus()
+        return SaveStatus(
+            shard_written=float(save.shard_written), committed=float(save.committed), failed=float(bool(save.error))
+        )
 
-    def _go_on(self, save: Save, said: Words) -> None:
-        if said.failed:
+    def _advance(self, save: PendingSave, status: SaveStatus) -> None:
+        if status.failed:
             save.join()
-            self._give_up(save)
-        elif said.sealed:
+            self._abort(save)
+        elif status.committed:
             self.current = None
-            if save.note:
-                self.complain(save.note)
-            seconds = time.monotonic() - save.started
-            record = {"step": save.step, "checkpoint": str(save.place), "checkpoint_seconds": seconds}
-            self.tell({**record, "checkpoint_stall": save.stalled, "checkpoint_bytes": save.bytes})
-        elif said.written == self.mesh.layout.world and self.mesh.rank == 0 and not save.sealing:
-            save.sealing = True
-            save.run(partial(self._seal, save))
+            if save.warning:
+                self.warn(save.warning)
+            seconds = time.monotonic() - save.started_at
+            record = {"step": save.step, "checkpoint": str(save.storage), "checkpoint_seconds": seconds}
+            self.on_saved({**record, "checkpoint_stall": save.stall_s, "checkpoint_bytes": save.total_bytes})
+        elif status.shard_written == self.mesh.layout.world_size and self.mesh.layout_rank == 0 and not save.committing:
+            save.committing = True
+            save.run_in_thread(partial(self._commit, save))
 
-    def _copy(self, save: Save) -> Callable[[], None]:
+    def _copy_to_host(self, save: PendingSave) -> Callable[[], None]:
         """Start copying what this rank writes to host memory."""
-        save.own, save.texts = rng_state.state(self.device, self.mesh.rank)
-        counters = self.optimizer.updates, self.optimizer.skipped
-        save.updates, save.skipped = (self.device.host_memory(c.numel(), c.dtype).view(c.shape) for c in counters)
-        pairs = [(counters[0], save.updates), (counters[1], save.skipped)]
-        for kind, row in self.rows.items():
-            if kind not in self.memory:
-                size = sum(box.count for box in self.boxes)
-                self.memory[kind] = self.device.host_memory(size, row.dtype)
+        save.rng_tensors, save.rng_texts = rng_state.capture_rng_state(self.device, self.mesh.layout_rank)
+        counters = self.optimizer.update_count, self.optimizer.skip_counts
+        save.update_count, save.skip_counts = (
+            self.device.alloc_host_buffer(c.numel(), c.dtype).view(c.shape) for c in counters
+        )
+        pairs = [(counters[0], save.update_count), (counters[1], save.skip_counts)]
+        for kind, row in self.state_buffers.items():
+            if kind not in self.host_buffers:
+                size = sum(box.numel for box in self.slices)
+                self.host_buffers[kind] = self.device.alloc_host_buffer(size, row.dtype)
             at = 0
-            for box in self.boxes:
-                pairs.append((self._held(row, box), self.memory[kind][at : at + box.count].view(box.sizes)))
-                at += box.count
-        copying = self.device.copy_out(pairs)
+            for box in self.slices:
+                pairs.append((self._slice_view(row, box), self.host_buffers[kind][at : at + box.numel].view(box.sizes)))
+                at += box.numel
+        copying = self.device.start_host_copies(pairs)
 
         def fence() -> None:
             begun = time.monotonic()
             copying.fence()
-            save.stalled += time.monotonic() - begun
+            save.stall_s += time.monotonic() - begun
 
         self.optimizer.fence = fence
         return copying.wait
 
-    def _held(self, row: Tensor, box: Box) -> Tensor:
+    def _slice_view(self, row: Tensor, box: LocalSlice) -> Tensor:
         """A box in this rank's memory."""
-        mine = self.optimizer.view(row, box.name)
-        data = self.mesh.data
-        if self.optimizer.flat.shards == 1:
-            rows = share_of_rows(len(mine), data.size, data.rank)
+        mine = self.optimizer.shard_view(row, box.param)
+        data = self.mesh.dp_cp
+        if self.optimizer.flat.num_shards == 1:
+            rows = shard_rows(len(mine), data.size, data.rank)
             mine = mine[rows.start : rows.stop]
-        return mine[tuple(slice(at, at + size) for at, size in zip(box.at, box.sizes, strict=True))]
+        return mine[tuple(slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True))]
 
-    def _write(self, save: Save, wait: Callable[[], None]) -> None:
+    def _write_shard(self, save: PendingSave, wait: Callable[[], None]) -> None:
         wait()
         tensors: list[tuple[str, Sequence[int], Tensor]] = []
-        for kind in self.rows:
+        for kind in self.state_buffers:
             at = 0
-            for box in self.boxes:
-                piece = self.memory[kind][at : at + box.count].view(box.sizes)
-                tensors.append((checkpoint.key_of(kind, box.part), box.offsets, piece))
-                at += box.count
-        tensors += [(name, [0], tensor) for name, tensor in save.own.items()]
-        write_shard(save.place, checkpoint.file_name(self.mesh.rank), tensors, save.texts)
-        save.written = True
+            for box in self.slices:
+                piece = self.host_buffers[kind][at : at + box.numel].view(box.sizes)
+                tensors.append((checkpoint.tensor_key(kind, box.tensor_name), box.offsets, piece))
+                at += box.numel
+        tensors += [(name, [0], tensor) for name, tensor in save.rng_tensors.items()]
+        write_shard(save.storage, checkpoint.shard_name(self.mesh.layout_rank), tensors, save.rng_texts)
+        save.shard_written = True
 
-    def _seal(self, save: Save) -> None:
-        body = {**save.body, "updates": int(save.updates), "skipped": save.skipped.tolist()}
-        save.bytes = checkpoint.seal(save.place, self.table, body)
+    def _commit(self, save: PendingSave) -> None:
+        body = {**save.metadata, "updates": int(save.update_count), "skipped": save.skip_counts.tolist()}
+        save.total_bytes = checkpoint.commit(save.storage, self.slice_table, body)
         try:
-            checkpoint.prune(self.place, save.step, self.config.checkpoint.keep)
+            checkpoint.prune_checkpoints(self.storage, save.step, self.config.checkpoint.keep)
         except Exception as error:
-            save.note = f"old checkpoints in {self.place} could not be removed: {_line(error)}"
-        save.sealed = True
+            save.warning = f"old checkpoints in {self.storage} could not be removed: {_error_line(error)}"
+        save.committed = True
 
-    def _make_way(self, step: int) -> None:
+    def _prepare_directory(self, step: int) -> None:
         """Clear away what kills have left over, make the directory, see that there is room."""
-        checkpoint.clear(self.place)
-        place = self.place / checkpoint.directory_name(step)
-        if checkpoint.is_complete(self.place, step):
+        checkpoint.remove_incomplete(self.storage)
+        place = self.storage / checkpoint.step_directory(step)
+        if checkpoint.is_committed(self.storage, step):
             try:
                 with checkpoint.Checkpoint(place) as there:
-                    there.check(there.files)
-            except Broken:  # resuming passed over it
-                checkpoint.remove(self.place, step)
+                    there.verify(there.files)
+            except CorruptCheckpoint:  # resuming passed over it
+                checkpoint.remove_checkpoint(self.storage, step)
             else:
                 raise UserError(f"{place}: is there already; it stays as it is")
-        self._room()
-        place.prepare()
+        self._check_disk_space()
+        place.mkdir()
 
-    def _room(self) -> None:
-        free = self.place.free()
-        if free is not None and free < self.needed:
+    def _check_disk_space(self) -> None:
+        free = self.storage.free_bytes()
+        if free is not None and free < self.required_bytes:
             raise UserError(
-                f"{self.place}: a checkpoint needs {self.needed / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free"
+                f"{self.storage}: a checkpoint needs {self.required_bytes / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free"
             )
 
-    def _give_up(self, save: Save) -> None:
+    def _abort(self, save: PendingSave) -> None:
         self.current = None
-        line = next(filter(None, self.mesh.collect(save.error)))
+        line = next(filter(None, self.mesh.all_gather_object(save.error)))
         text = f"checkpoint of step {save.step} was not written: {line}"
         if self.config.checkpoint.on_failure == "stop":
             raise RunStopped(f"{text} (checkpoint.on_failure=stop)")
-        self.complain(text)
+        self.warn(text)
 
-    def _together(self, words: Words) -> Words:
-        said = torch.tensor(words, dtype=torch.float32, device=self.device.handle)
-        return Words(*self.mesh.everyone.sum(said).tolist())
+    def _all_reduce_status(self, status: SaveStatus) -> SaveStatus:
+        said = torch.tensor(status, dtype=torch.float32, device=self.device.torch_device)
+        return SaveStatus(*self.mesh.world.all_reduce_sum(said).tolist())
 
 
-def _line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"

@@ -5,33 +5,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainyard.core.counter_rng import key32, row32
+from trainyard.core.counter_rng import key32, row_seeds
 from trainyard.models.blueprint import Blueprint
-from trainyard.parallel.flat_buffer import Flat
+from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.process_group import Group
 
 
-class Piece(NamedTuple):
+class RoundingRange(NamedTuple):
     """A stretch of a parameter with global row and column numbers: what stochastic rounding draws by."""
 
     weight: Tensor
     """[rows, columns] view."""
     site: Tensor
-    row: Tensor
-    column: Tensor
+    row_ids: Tensor
+    column_ids: Tensor
 
-    def rows(self, key: Tensor) -> tuple[Tensor, Tensor]:
+    def row_bits(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """The random words of each row; `key` is the step's."""
-        first, second = row32(key, self.row, torch.zeros_like(self.row))
+        first, second = row_seeds(key, self.row_ids, torch.zeros_like(self.row_ids))
         return first[:, None], second[:, None]
 
 
-def pieces(weights: Tensor, name: str, blueprint: Blueprint, tp: Group, flat: Flat, shard: int) -> list[Piece]:
+def rounding_ranges(
+    weights: Tensor, name: str, blueprint: Blueprint, tp: Group, flat: FlatBuffer, shard: int
+) -> list[RoundingRange]:
     """This rank's rows of a parameter in the flat shard `weights`, cut where parts begin."""
-    span, mine = flat.spans[name], flat.rows(name, shard)
+    span, mine = flat.spans[name], flat.shard_row_range(name, shard)
     matrix = len(span.shape) > 1  # a vector is one row of the table
     out, start = [], 0
-    slices = blueprint.slices(name, tp.size, tp.rank)
+    slices = blueprint.tp_slices(name, tp.size, tp.rank)
     for held in slices:
         # The last one's include rows of padding, zeros that stay zeros: all ranks then have the same shapes.
         rows = held.stop - held.start if held.dim == 0 and held is not slices[-1] else span.shape[0] - start
@@ -40,9 +42,9 @@ def pieces(weights: Tensor, name: str, blueprint: Blueprint, tp: Group, flat: Fl
         start += rows
         if first >= end:
             continue
-        at = span.at + (first - mine.start) * span.width
-        shape = (end - first, span.width) if matrix else (1, end - first)
-        view = weights[at : at + (end - first) * span.width].view(shape)
+        at = span.shard_start + (first - mine.start) * span.row_size
+        shape = (end - first, span.row_size) if matrix else (1, end - first)
+        view = weights[at : at + (end - first) * span.row_size].view(shape)
         row, column = (torch.arange(n, dtype=torch.int32, device=weights.device) for n in shape)
         if matrix:
             row = row + (skipped + (held.start if held.dim == 0 else 0))
@@ -50,5 +52,5 @@ def pieces(weights: Tensor, name: str, blueprint: Blueprint, tp: Group, flat: Fl
         else:
             column = column + (held.start + skipped)
         site = torch.tensor(key32("rounding", held.name)[0], dtype=torch.int32, device=weights.device)
-        out.append(Piece(view, site, row, column))
+        out.append(RoundingRange(view, site, row, column))
     return out

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from trainyard.core.counter_rng import cell32
+from trainyard.core.counter_rng import element_bits
 
 
-def moments(
+def adam_moments(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
@@ -39,7 +39,7 @@ def adamw_(
     eps: float,
 ) -> None:
     """In place; nothing changes where `ok` is false. `weight` is the copy of `master` in the compute dtype."""
-    new_first, new_second, update = moments(gradient, first, second, scale, correct, beta1, beta2, eps)
+    new_first, new_second, update = adam_moments(gradient, first, second, scale, correct, beta1, beta2, eps)
     new = torch.where(ok, master - lr * (update + decay * master), master)
     first.copy_(torch.where(ok, new_first, first))
     second.copy_(torch.where(ok, new_second, second))
@@ -48,7 +48,7 @@ def adamw_(
         weight.copy_(new)
 
 
-def adamw_rounded_(
+def adamw_stochastic_rounding_(
     weight: Tensor,
     rows: tuple[Tensor, Tensor],
     site: Tensor,
@@ -66,15 +66,15 @@ def adamw_rounded_(
     eps: float,
 ) -> None:
     """AdamW on bf16 weights without a master copy: the new value is rounded up or down at random, right on average."""
-    new_first, new_second, update = moments(gradient, first, second, scale, correct, beta1, beta2, eps)
+    new_first, new_second, update = adam_moments(gradient, first, second, scale, correct, beta1, beta2, eps)
     old = weight.float()
-    new = round_to_bf16(old - lr * (update + decay * old), rows, site, column)
+    new = stochastic_round_to_bf16(old - lr * (update + decay * old), rows, site, column)
     first.copy_(torch.where(ok, new_first, first))
     second.copy_(torch.where(ok, new_second, second))
     weight.copy_(torch.where(ok, new, weight))
 
 
-def round_to_bf16(x: Tensor, rows: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
+def stochastic_round_to_bf16(x: Tensor, rows: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
     """Stochastic rounding of an fp32 matrix, by the random numbers of its global rows and columns."""
-    noise = cell32(rows, site, column) & 0xFFFF
+    noise = element_bits(rows, site, column) & 0xFFFF
     return ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32).bfloat16()

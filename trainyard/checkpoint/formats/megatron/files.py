@@ -11,16 +11,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from trainyard.checkpoint.io.torch_file import Lazy, open_pickle
+from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.core.errors import UserError
 
-LATEST = "latest_checkpointed_iteration.txt"
-FILES = ("model_optim_rng.pt", "model_optim_rng.ckpt")
-RANK = re.compile(r"(mp|tp)_rank_(\d+)(?:_(?:pp_rank_)?(\d+))?")
-CONTAINERS = re.compile(r"^((model|module|language_model|embedding|encoder|transformer|decoder)\.)+")
-BUFFERS = re.compile(r"(inv_freq|masked_bias|_extra_state)$")
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+CHECKPOINT_FILES = ("model_optim_rng.pt", "model_optim_rng.ckpt")
+RANK_DIRECTORY = re.compile(r"(mp|tp)_rank_(\d+)(?:_(?:pp_rank_)?(\d+))?")
+CONTAINER_PREFIX = re.compile(r"^((model|module|language_model|embedding|encoder|transformer|decoder)\.)+")
+NON_WEIGHT_BUFFERS = re.compile(r"(inv_freq|masked_bias|_extra_state)$")
 """What files hold besides weights."""
-RENAMED = {
+NAME_ALIASES = {
     "final_norm.": "final_layernorm.",
     ".attention.": ".self_attention.",
     ".input_norm.": ".input_layernorm.",
@@ -47,12 +47,12 @@ class MegatronFiles:
 
 
 @dataclass(frozen=True)
-class Opened:
+class MegatronRankFile:
     path: Path
-    said: Mapping[str, Any]
+    args: Mapping[str, Any]
     """The stored arguments."""
     version: float
-    chunks: list[dict[str, Lazy]]
+    chunks: list[dict[str, LazyTensor]]
     """Tensors of each virtual stage, by name."""
 
 
@@ -60,24 +60,24 @@ def find_megatron(path: str | Path) -> MegatronFiles | None:
     """What a root, an iteration's directory, a rank's directory or one of the files stand for; None: not Megatron's."""
     path = Path(path).expanduser()
     if path.is_file():
-        if RANK.fullmatch(path.parent.name):
-            return _grid(path.parent.parent, path.name)
-        return MegatronFiles({(0, 0): path}, 1, 1) if path.name in FILES else None
+        if RANK_DIRECTORY.fullmatch(path.parent.name):
+            return _find_rank_files(path.parent.parent, path.name)
+        return MegatronFiles({(0, 0): path}, 1, 1) if path.name in CHECKPOINT_FILES else None
     if not path.is_dir():
         return None
-    for name in FILES:
+    for name in CHECKPOINT_FILES:
         if (path / name).is_file():
             return find_megatron(path / name)
-        if found := _grid(path, name):
+        if found := _find_rank_files(path, name):
             return found
-    return _newest(path)
+    return _latest_iteration(path)
 
 
-def _grid(directory: Path, name: str) -> MegatronFiles | None:
+def _find_rank_files(directory: Path, name: str) -> MegatronFiles | None:
     """The files called `name` of all ranks in an iteration's directory."""
     grid, pattern = {}, "mp_rank_{:02d}"
     for entry in sorted(directory.iterdir()):
-        if (match := RANK.fullmatch(entry.name)) and (entry / name).is_file():
+        if (match := RANK_DIRECTORY.fullmatch(entry.name)) and (entry / name).is_file():
             grid[int(match[2]), int(match[3] or 0)] = entry / name
             if match[3]:
                 pattern = "tp_rank_{:02d}_pp_rank_{:03d}" if match[1] == "tp" else "mp_rank_{:02d}_{:03d}"
@@ -90,9 +90,9 @@ def _grid(directory: Path, name: str) -> MegatronFiles | None:
     return MegatronFiles(grid, tp, pp)
 
 
-def _newest(root: Path) -> MegatronFiles | None:
+def _latest_iteration(root: Path) -> MegatronFiles | None:
     """The iteration that the text file names; where its directory is gone, the newest that is whole."""
-    text = (root / LATEST).read_text(errors="replace").strip() if (root / LATEST).is_file() else None
+    text = (root / LATEST_FILE).read_text(errors="replace").strip() if (root / LATEST_FILE).is_file() else None
     iterations = sorted((each for each in root.glob("iter_*") if each.is_dir()), reverse=True)
     if text is None and not iterations:
         return None
@@ -102,7 +102,7 @@ def _newest(root: Path) -> MegatronFiles | None:
             raise UserError(f"{named}: a distributed checkpoint (torch_dist); save it with --ckpt-format torch")
         if found := find_megatron(named):
             return found
-    problem = f"{root / LATEST}: " + ("no such file" if text is None else f"names {text}, which is not there")
+    problem = f"{root / LATEST_FILE}: " + ("no such file" if text is None else f"names {text}, which is not there")
     for directory in iterations:
         try:
             found = find_megatron(directory)
@@ -114,8 +114,8 @@ def _newest(root: Path) -> MegatronFiles | None:
     raise UserError(f"{problem}; no iteration here is whole")
 
 
-def open_file(path: Path) -> Opened:
-    held = open_pickle(path, inert=True)  # upstream's arguments have classes of its own among them
+def open_rank_file(path: Path) -> MegatronRankFile:
+    held = open_torch_file(path, allow_stubs=True)  # upstream's arguments have classes of its own among them
     if not isinstance(held, dict):
         raise UserError(f"{path}: not a Megatron checkpoint: a {type(held).__name__} where a dict was expected")
     virtual = sorted((key for key in held if re.fullmatch(r"model\d+", str(key))), key=lambda key: int(key[5:]))
@@ -132,17 +132,17 @@ def open_file(path: Path) -> Opened:
             f"{path}: checkpoint_version={version}{why}; 0, 2.0 and 3.0 are read; load and save it in Megatron"
         )
     said = held["args"] if isinstance(held.get("args"), dict) else held
-    return Opened(path, said, float(version), [dict(_flat(held[key])) for key in keys])
+    return MegatronRankFile(path, said, float(version), [dict(_flatten_tensors(held[key])) for key in keys])
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Lazy]]:
+def _flatten_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, LazyTensor]]:
     """Tensors of nested dicts by dotted name, in the spelling of the tables."""
-    if isinstance(tree, Lazy):
-        name = CONTAINERS.sub("", prefix[:-1])
-        for theirs, ours in RENAMED.items():
+    if isinstance(tree, LazyTensor):
+        name = CONTAINER_PREFIX.sub("", prefix[:-1])
+        for theirs, ours in NAME_ALIASES.items():
             name = name.replace(theirs, ours)
-        if not BUFFERS.search(name):
+        if not NON_WEIGHT_BUFFERS.search(name):
             yield name, tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten_tensors(value, f"{prefix}{key}.")

@@ -19,48 +19,56 @@ from pathlib import Path
 import torch
 
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
-from trainyard.checkpoint.formats.nxd.infer_layout import Hints, infer, with_kv_order
-from trainyard.checkpoint.formats.nxd.layout import NxdLayout, Rank
-from trainyard.checkpoint.formats.nxd.names import STYLES
-from trainyard.checkpoint.formats.nxd.validate import Files, Held, check_names, differing, reader
-from trainyard.checkpoint.formats.tensor_map import Scattered, Stored, Weights, put_together, shapes_of
-from trainyard.checkpoint.io.async_io import Lanes, ahead, all_together
-from trainyard.checkpoint.io.storage import new_directory
-from trainyard.checkpoint.io.torch_file import Lazy, open_pickle
-from trainyard.checkpoint.io.torch_writer import PickleWriter, XserWriter
-from trainyard.config.model_schema import LlamaModel
-from trainyard.core.atomic_files import sync_directory, whole_directory, write_whole
+from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank
+from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
+from trainyard.checkpoint.formats.nxd.validate import (
+    RankFiles,
+    RankTensors,
+    check_tensors,
+    find_mismatched_copy,
+    index_reader,
+)
+from trainyard.checkpoint.formats.tensor_map import ShardedWeights, StoredTensor, WeightSource, assemble, unfused_shapes
+from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch, run_parallel
+from trainyard.checkpoint.io.storage import resolve_new_directory
+from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
+from trainyard.config.model_schema import LlamaConfig
+from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
-from trainyard.models import AnyModel
+from trainyard.models import AnyModelConfig
 
-NOW = re.compile(r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
-ONCE = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
-Progress = Callable[[int], None]
+CURRENT_FILE_NAME = re.compile(
+    r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt"
+)
+OLD_FILE_NAME = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
+ProgressCallback = Callable[[int], None]
 """Called with the bytes of each tensor written."""
 
 
 @dataclass(frozen=True)
-class NxdFound:
+class NxdFiles:
     root: Path
     """The directory that the files are in."""
-    files: dict[Rank, Path]
+    files: dict[PpTpRank, Path]
     """In the order of ranks."""
     xser: bool
     """Some tensors are in files of their own."""
-    skipped: tuple[str, ...] = ()
+    unfinished_tags: tuple[str, ...] = ()
     """Tags beside it that were never finished."""
 
 
-def find_nxd(path: Path) -> NxdFound | None:
+def find_nxd(path: Path) -> NxdFiles | None:
     """The checkpoint in `path`: a directory of files, a tag with one in it, or the newest finished tag."""
     if not path.is_dir():
         return None
-    if found := _files_in(path):
+    if found := _find_rank_files(path):
         return found
     if _is_tag(path):
         if (path / "checkpoint").exists() and not (path / "done").exists():
             raise UserError(f"{path}: saving was interrupted (no done file); give {path / 'model'} to read it anyway")
-        return _files_in(path / "model")
+        return _find_rank_files(path / "model")
     tags = [tag for tag in sorted(path.iterdir()) if tag.is_dir() and _is_tag(tag)]
     if not tags:
         return None
@@ -70,132 +78,146 @@ def find_nxd(path: Path) -> NxdFound | None:
         raise UserError(
             f"{path}: no finished checkpoint (no done file in {', '.join(skipped)}); give one of them itself"
         )
-    newest = _files_in(max(finished, key=lambda tag: (tag / "done").stat().st_mtime_ns) / "model")
-    return newest and replace(newest, skipped=skipped)
+    newest = _find_rank_files(max(finished, key=lambda tag: (tag / "done").stat().st_mtime_ns) / "model")
+    return newest and replace(newest, unfinished_tags=skipped)
 
 
-class NxdWeights(Scattered[Rank]):
+class NxdWeights(ShardedWeights[PpTpRank]):
     """Weights in an NxD checkpoint, and the layout that it turned out to have."""
 
-    def __init__(self, model: LlamaModel, layout: NxdLayout, files: Files, held: Held) -> None:
-        super().__init__(model, held, reader(files), lambda rank, name: files[rank][name].dtype)
+    def __init__(self, model: LlamaConfig, layout: NxdLayout, files: RankFiles, tensors: RankTensors) -> None:
+        super().__init__(model, tensors, index_reader(files), lambda rank, name: files[rank][name].dtype)
         self.layout = layout
 
 
-def open_nxd(path: Path, model: AnyModel, hints: Hints | None = None, verify: bool = False) -> NxdWeights:
+def open_nxd(
+    path: Path, model: AnyModelConfig, hints: LayoutHints | None = None, verify_copies: bool = False
+) -> NxdWeights:
     """The weights at `path`; `hints` are fields of NxdLayout that the user gave.
 
     `verify` also reads every copy of what several ranks hold, and wants them equal.
     """
-    llama, found, hints = _llama(model), _find(path), hints or {}
-    files = {rank: read_state(file) for rank, file in found.files.items()}
+    llama, found, hints = _require_llama(model), _require_nxd(path), hints or {}
+    files = {rank: read_rank_file(file) for rank, file in found.files.items()}
     shapes = {rank: {name: lazy.shape for name, lazy in state.items()} for rank, state in files.items()}
-    where, parts = str(found.root), shapes_of(llama)
-    layout = infer(where, llama, shapes, hints)
-    embedding, head = STYLES[layout.style].embedding, STYLES[layout.style].output
+    where, parts = str(found.root), unfused_shapes(llama)
+    layout = infer_layout(where, llama, shapes, hints)
+    embedding, head = NAME_TABLES[layout.style].embedding, NAME_TABLES[layout.style].output
 
-    def held() -> Held:
-        for rank, stored in nxd_layout.stored(llama, layout).items():
+    def held() -> RankTensors:
+        for rank, stored in nxd_layout.rank_tensors(llama, layout).items():
             for each in stored:
-                if each.name != head or head in files[rank] or not llama.tied:  # NxD has a tied head twice, others once
+                if (
+                    each.name != head or head in files[rank] or not llama.tie_embeddings
+                ):  # NxD has a tied head twice, others once
                     yield rank, each
 
     def agree(way: NxdLayout, layer: int) -> bool:
-        (pp,) = (pp for pp in range(way.pp) if layer in nxd_layout.layers_of(llama, way, pp))
-        groups = nxd_layout.attention_inputs(llama, way, layer)
-        return not differing(files, (((pp, tp), each) for group in groups for tp, each in enumerate(group)), parts)
+        (pp,) = (pp for pp in range(way.pp) if layer in nxd_layout.pp_rank_layers(llama, way, pp))
+        groups = nxd_layout.qkv_tensors(llama, way, layer)
+        return not find_mismatched_copy(
+            files, (((pp, tp), each) for group in groups for tp, each in enumerate(group)), parts
+        )
 
-    check_names(found.files, files, held(), parts)
-    layout = with_kv_order(where, llama, layout, hints, agree)
-    copies = held() if verify else (pair for pair in held() if llama.tied and pair[1].name in (embedding, head))
-    if name := differing(files, copies, parts):
-        why = "tied: true does not hold for it" if name == head and llama.tied else "its ranks have drifted apart"
+    check_tensors(found.files, files, held(), parts)
+    layout = infer_kv_order(where, llama, layout, hints, agree)
+    copies = (
+        held()
+        if verify_copies
+        else (pair for pair in held() if llama.tie_embeddings and pair[1].name in (embedding, head))
+    )
+    if name := find_mismatched_copy(files, copies, parts):
+        why = (
+            "tied: true does not hold for it"
+            if name == head and llama.tie_embeddings
+            else "its ranks have drifted apart"
+        )
         raise UserError(f"{where}: {name} is not the same wherever it is held; {why}")
     return NxdWeights(llama, layout, files, held())
 
 
 def write_nxd(
     directory: Path,
-    weights: Weights,
+    weights: WeightSource,
     layout: NxdLayout,
     dtype: torch.dtype | None = None,
     xser: bool = False,
-    progress: Progress = lambda size: None,
-    also: Callable[[Path], None] = lambda directory: None,
+    progress: ProgressCallback = lambda size: None,
+    write_extra_files: Callable[[Path], None] = lambda directory: None,
 ) -> None:
     """Write `directory`/model/... as NxD's save_checkpoint does; each tensor in `dtype`, or the one it has. `also` puts
     other files beside model/ before it is complete."""
-    model = _llama(weights.model)
-    nxd_layout.check(model, layout)
-    parts = shapes_of(model)
-    with _new_checkpoint(directory) as folder:
+    model = _require_llama(weights.model)
+    nxd_layout.check_layout(model, layout)
+    parts = unfused_shapes(model)
+    with _atomic_checkpoint(directory) as folder:
         for pp in range(layout.pp):
-            with _writers([folder / _file(tp, pp) for tp in range(layout.tp)], xser) as writers:
+            with _open_writers([folder / _rank_file_name(tp, pp) for tp in range(layout.tp)], xser) as writers:
                 held = [
                     (writer, each)
-                    for group in nxd_layout.tensors(model, layout, pp)
+                    for group in nxd_layout.stage_tensors(model, layout, pp)
                     for writer, each in zip(writers, group, strict=True)
                 ]
-                made = ahead(partial(_made, each, parts, weights, dtype) for _, each in held)
-                with Lanes() as lanes:
+                made = prefetch(partial(_assemble_as, each, parts, weights, dtype) for _, each in held)
+                with OrderedWorkers() as lanes:
                     for number, ((writer, each), tensor) in enumerate(zip(held, made, strict=True)):
-                        lanes.put(number % layout.tp, partial(writer.add, each.name, tensor))
+                        lanes.submit(number % layout.tp, partial(writer.add, each.name, tensor))
                         progress(tensor.nbytes)
-        also(folder.parent)
+        write_extra_files(folder.parent)
 
 
-def repack_nxd(path: Path, directory: Path, xser: bool, progress: Progress = lambda size: None) -> None:
+def repack_nxd(path: Path, directory: Path, xser: bool, progress: ProgressCallback = lambda size: None) -> None:
     """The same tensors in the other kind of file (xser or not), and in today's layout; no model is needed for that."""
-    found = _find(path)
-    with _new_checkpoint(directory) as folder:
+    found = _require_nxd(path)
+    with _atomic_checkpoint(directory) as folder:
         for (pp, tp), file in found.files.items():
-            with _writers([folder / _file(tp, pp)], xser) as (writer,):
-                for name, lazy in read_state(file).items():
+            with _open_writers([folder / _rank_file_name(tp, pp)], xser) as (writer,):
+                for name, lazy in read_rank_file(file).items():
                     tensor = lazy.read()
                     writer.add(name, tensor)
                     progress(tensor.nbytes)
 
 
-def read_state(path: Path) -> dict[str, Lazy]:
+def read_rank_file(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a rank's file by name, on their own or under `model`."""
-    state = open_pickle(path, inert=True)  # old ones have a run's arguments beside the weights
+    state = open_torch_file(path, allow_stubs=True)  # old ones have a run's arguments beside the weights
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
     tensors = state.items() if isinstance(state, dict) else ()
-    held = {name: lazy for name, lazy in tensors if isinstance(name, str) and isinstance(lazy, Lazy)}
+    held = {name: lazy for name, lazy in tensors if isinstance(name, str) and isinstance(lazy, LazyTensor)}
     if not held:
         raise UserError(f"{path}: holds no tensors by name; a rank's state dict was expected, bare or under 'model'")
     return held
 
 
-def _made(
-    each: Stored, parts: Mapping[str, tuple[int, ...]], weights: Weights, dtype: torch.dtype | None
+def _assemble_as(
+    stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    return put_together(each, parts, weights).to(dtype)
+    return assemble(stored, shapes, weights).to(dtype)
 
 
-def _find(path: Path) -> NxdFound:
+def _require_nxd(path: Path) -> NxdFiles:
     found = find_nxd(path)
     if found is None:
-        raise UserError(f"{path}: no NxD checkpoint here; wanted model/{_file(0, 0)} or the like")
+        raise UserError(f"{path}: no NxD checkpoint here; wanted model/{_rank_file_name(0, 0)} or the like")
     return found
 
 
-def _llama(model: AnyModel) -> LlamaModel:
-    if not isinstance(model, LlamaModel):
+def _require_llama(model: AnyModelConfig) -> LlamaConfig:
+    if not isinstance(model, LlamaConfig):
         raise UserError(f"model.family={model.family}: NxD checkpoints hold Llama models here; use family: llama")
     return model
 
 
 def _is_tag(path: Path) -> bool:
     model = path / "model"
-    return model.is_dir() and any(NOW.fullmatch(file.name) for file in model.iterdir())
+    return model.is_dir() and any(CURRENT_FILE_NAME.fullmatch(file.name) for file in model.iterdir())
 
 
-def _files_in(folder: Path) -> NxdFound | None:
-    files: dict[Rank, Path] = {}
+def _find_rank_files(folder: Path) -> NxdFiles | None:
+    files: dict[PpTpRank, Path] = {}
     for path in sorted(folder.iterdir()):  # the first data-parallel rank comes first; others have the same weights
-        match = NOW.fullmatch(path.name) or ONCE.fullmatch(path.name)
+        match = CURRENT_FILE_NAME.fullmatch(path.name) or OLD_FILE_NAME.fullmatch(path.name)
         if not match:
             continue
         if int(match.groupdict().get("ep") or 0):
@@ -212,22 +234,22 @@ def _files_in(folder: Path) -> NxdFound | None:
         more = " and others" if len(missing) > 4 else ""
         raise UserError(f"{folder}: {len(missing)} of {len(grid)} ranks are missing: {names}{more}")
     xser = any(file.with_name(f"{file.name}.tensors").is_dir() for file in files.values())
-    return NxdFound(folder, {rank: files[rank] for rank in grid}, xser)
+    return NxdFiles(folder, {rank: files[rank] for rank in grid}, xser)
 
 
-def _file(tp: int, pp: int) -> str:
+def _rank_file_name(tp: int, pp: int) -> str:
     return f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
 
 
 @contextmanager
-def _writers(paths: list[Path], xser: bool) -> Iterator[list[PickleWriter | XserWriter]]:
+def _open_writers(paths: list[Path], xser: bool) -> Iterator[list[TorchFileWriter | XserWriter]]:
     """A file for each path, all finished when the block ends well, all gone when it does not."""
-    made: list[PickleWriter | XserWriter] = []
+    made: list[TorchFileWriter | XserWriter] = []
     try:
         for path in paths:
-            made.append(XserWriter(path) if xser else PickleWriter(path))
+            made.append(XserWriter(path) if xser else TorchFileWriter(path))
         yield made
-        all_together(writer.close for writer in made)
+        run_parallel(writer.close for writer in made)
     except BaseException:
         for writer in made:
             writer.abandon()
@@ -235,12 +257,12 @@ def _writers(paths: list[Path], xser: bool) -> Iterator[list[PickleWriter | Xser
 
 
 @contextmanager
-def _new_checkpoint(directory: Path) -> Iterator[Path]:
+def _atomic_checkpoint(directory: Path) -> Iterator[Path]:
     """A folder for model files; when the block ends well, it is `directory`/model, marked complete."""
-    with whole_directory(new_directory(directory)) as part:
-        write_whole(part / "checkpoint", "1")
+    with atomic_directory(resolve_new_directory(directory)) as part:
+        atomic_write_text(part / "checkpoint", "1")
         folder = part / "model"
         folder.mkdir()
         yield folder
-        sync_directory(folder)
-        write_whole(part / "done", "1")
+        fsync_directory(folder)
+        atomic_write_text(part / "done", "1")

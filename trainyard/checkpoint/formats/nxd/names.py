@@ -6,26 +6,26 @@ A table for each style, since nothing else differs between them. A tensor may ho
 from dataclasses import dataclass
 from typing import Literal
 
-Qkv = Literal["separate", "coalesced", "qkv_linear", "fused"]
-Style = Literal["hf", "megatron"]
+QkvKind = Literal["separate", "coalesced", "qkv_linear", "fused"]
+NameStyle = Literal["hf", "megatron"]
 
 
 @dataclass(frozen=True)
-class Table:
+class NameTable:
     """Names of one style: outside the layers, then after the layer's prefix. A name may hold several matrices."""
 
     embedding: str
     norm: str
     output: str
-    layer: str
+    layer_prefix: str
     attention_output: str
     down: str
-    qkv: dict[Qkv, tuple[tuple[str, str], ...]]
+    qkv: dict[QkvKind, tuple[tuple[str, str], ...]]
     gate_up: dict[bool, tuple[tuple[str, tuple[str, ...]], ...]]
 
 
-STYLES: dict[Style, Table] = {
-    "hf": Table(
+NAME_TABLES: dict[NameStyle, NameTable] = {
+    "hf": NameTable(
         "model.embed_tokens.weight",
         "model.norm.weight",
         "lm_head.weight",
@@ -43,7 +43,7 @@ STYLES: dict[Style, Table] = {
             False: (("mlp.gate_proj.weight", ("gate",)), ("mlp.up_proj.weight", ("up",))),
         },
     ),
-    "megatron": Table(
+    "megatron": NameTable(
         "language_model.embedding.word_embeddings.weight",
         "language_model.encoder.final_layernorm.weight",
         "language_model.output_layer.weight",
@@ -57,4 +57,4 @@ STYLES: dict[Style, Table] = {
         {True: (("mlp.dense_h_to_4h.weight", ("gate", "up")),)},
     ),
 }
-NORMS = {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
+NORM_NAMES = {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}

@@ -16,36 +16,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.nxd.files import NOW, find_nxd
-from trainyard.checkpoint.formats.nxd.layout import Rank
-from trainyard.checkpoint.formats.tensor_map import Region, everything
-from trainyard.checkpoint.io.torch_file import Lazy, open_pickle
+from trainyard.checkpoint.formats.nxd.files import CURRENT_FILE_NAME, find_nxd
+from trainyard.checkpoint.formats.nxd.layout import PpTpRank
+from trainyard.checkpoint.formats.tensor_map import TensorIndex, full_index
+from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.core.errors import UserError, one_line
 
-ONCE = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)")
-MASTERS = "sharded_master_weights"
-MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
+OLD_OPTIMIZER_NAME = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)")
+MASTER_WEIGHTS_KEY = "sharded_master_weights"
+MOMENT_KEYS = {"first": "exp_avg", "second": "exp_avg_sq"}
 """What the files call them."""
 
 
 @dataclass(frozen=True)
-class OptimizerFound:
+class OptimizerFiles:
     root: Path
     """The directory that the files are in."""
-    files: dict[Rank, tuple[Path, ...]]
+    files: dict[PpTpRank, tuple[Path, ...]]
     """For each rank of the model's files those of its data-parallel ranks, in order."""
 
 
-def find_optimizer(path: Path) -> OptimizerFound | None:
+def find_optimizer(path: Path) -> OptimizerFiles | None:
     """The optimizer's files of the checkpoint in `path`, which may be all that find_nxd takes; None: it has none."""
     model = find_nxd(path)
     if model is None:
         return None
     tag = model.root.parent
-    for folder, names in ((tag / "optim", (NOW, ONCE)), (tag, (ONCE,)), (model.root, (ONCE,))):
-        files = _files_in(folder, names)
+    for folder, names in (
+        (tag / "optim", (CURRENT_FILE_NAME, OLD_OPTIMIZER_NAME)),
+        (tag, (OLD_OPTIMIZER_NAME,)),
+        (model.root, (OLD_OPTIMIZER_NAME,)),
+    ):
+        files = _find_files(folder, names)
         if files:
-            return OptimizerFound(folder, _whole(folder, files, list(model.files)))
+            return OptimizerFiles(folder, _complete_grid(folder, files, list(model.files)))
     if other := sorted(file.name for file in (tag / "optim").glob("*")):
         raise UserError(
             f"{tag / 'optim'}: has {other[0]}, but no dp_rank_00_tp_rank_00_pp_rank_00.pt; what use_zero1_dcp or "
@@ -55,19 +59,19 @@ def find_optimizer(path: Path) -> OptimizerFound | None:
 
 
 @dataclass(frozen=True)
-class Share:
+class OptimizerShard:
     """What one file holds, parameters in the optimizer's order."""
 
     path: Path
     shapes: list[tuple[int, ...]]
     """Of the rank's whole parameters, without padding."""
-    tensors: dict[str, list[Lazy]]
+    tensors: dict[str, list[LazyTensor]]
     """Its rows of the first and second moments, and of the master weights ("weights") if they were saved."""
     updates: int
 
 
-def read_share(path: Path) -> Share:
-    state = open_pickle(path, inert=True)
+def read_optimizer_shard(path: Path) -> OptimizerShard:
+    state = open_torch_file(path, allow_stubs=True)
     try:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         states = state["base_state"] if "base_state" in state else state["state"]  # without ZeRO-1 there is no base
@@ -75,17 +79,17 @@ def read_share(path: Path) -> Share:
         if missing or not numbers:
             what = f"no state for {len(missing)} of its {len(numbers)} parameters"
             raise UserError(f"{path}: holds {what}; it was saved before the first update, or some were frozen")
-        tensors = {kind: [states[number][name] for number in numbers] for kind, name in MOMENTS.items()}
-        if MASTERS in state:
-            tensors["weights"] = [state[MASTERS][number] for number in numbers]
-        if not all(isinstance(each, Lazy) for held in tensors.values() for each in held):
+        tensors = {kind: [states[number][name] for number in numbers] for kind, name in MOMENT_KEYS.items()}
+        if MASTER_WEIGHTS_KEY in state:
+            tensors["weights"] = [state[MASTER_WEIGHTS_KEY][number] for number in numbers]
+        if not all(isinstance(each, LazyTensor) for held in tensors.values() for each in held):
             raise TypeError("something else where a tensor should be")
         shapes = [state["shape_info"][number] for number in numbers] if "base_state" in state else None
-        return Share(
+        return OptimizerShard(
             path,
             [tuple(shape) for shape in shapes] if shapes else [each.shape for each in tensors["first"]],
             tensors,
-            _number(states[numbers[0]]["step"]),
+            _as_int(states[numbers[0]]["step"]),
         )
     except UserError:
         raise
@@ -94,12 +98,12 @@ def read_share(path: Path) -> Share:
         raise UserError(f"{path}: not the state of an Adam optimizer as NxD saves it: {what}") from None
 
 
-class Rows(Lazy):
+class RowShardedTensor(LazyTensor):
     """A tensor of which several files have an equal number of rows each; what is beyond `shape` is padding."""
 
-    def __init__(self, files: Sequence[Lazy], shape: tuple[int, ...]) -> None:
+    def __init__(self, files: Sequence[LazyTensor], shape: tuple[int, ...]) -> None:
         self._files, self._shape = files, shape
-        self._each = rows_of_each(shape, len(files))
+        self._rows_per_file = rows_per_file(shape, len(files))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,22 +113,22 @@ class Rows(Lazy):
     def dtype(self) -> torch.dtype:
         return self._files[0].dtype
 
-    def read(self, region: Region | None = None) -> Tensor:
-        rows, *rest = region or everything(self._shape)
+    def read(self, index: TensorIndex | None = None) -> Tensor:
+        rows, *rest = index or full_index(self._shape)
         out = []
-        for number in range(rows.start // self._each, -(-rows.stop // self._each)):
-            begin = number * self._each
-            inside = slice(max(rows.start - begin, 0), min(rows.stop - begin, self._each))
+        for number in range(rows.start // self._rows_per_file, -(-rows.stop // self._rows_per_file)):
+            begin = number * self._rows_per_file
+            inside = slice(max(rows.start - begin, 0), min(rows.stop - begin, self._rows_per_file))
             out.append(self._files[number].read((inside, *rest)))
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def rows_of_each(shape: tuple[int, ...], files: int) -> int:
+def rows_per_file(shape: tuple[int, ...], files: int) -> int:
     return -(-shape[0] // files)
 
 
-def _files_in(folder: Path, names: Sequence[re.Pattern[str]]) -> dict[Rank, dict[int, Path]]:
-    files: dict[Rank, dict[int, Path]] = {}
+def _find_files(folder: Path, names: Sequence[re.Pattern[str]]) -> dict[PpTpRank, dict[int, Path]]:
+    files: dict[PpTpRank, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = next(filter(None, (name.fullmatch(path.name) for name in names)), None)
         if not match:  # so it is with the .tensors and .info.pt of xser
@@ -136,7 +140,9 @@ def _files_in(folder: Path, names: Sequence[re.Pattern[str]]) -> dict[Rank, dict
     return files
 
 
-def _whole(folder: Path, files: dict[Rank, dict[int, Path]], ranks: list[Rank]) -> dict[Rank, tuple[Path, ...]]:
+def _complete_grid(
+    folder: Path, files: dict[PpTpRank, dict[int, Path]], ranks: list[PpTpRank]
+) -> dict[PpTpRank, tuple[Path, ...]]:
     """All of them in order, if there is one for each rank of the model and of data parallelism."""
     if extra := sorted(set(files) - set(ranks)):
         pp, tp = extra[0]
@@ -150,6 +156,6 @@ def _whole(folder: Path, files: dict[Rank, dict[int, Path]], ranks: list[Rank]) 
     return {rank: tuple(files[rank][d] for d in range(dp)) for rank in ranks}
 
 
-def _number(value: Any) -> int:
+def _as_int(value: Any) -> int:
     """A step: some optimizers keep a number, some a tensor of one."""
-    return int(value.read().item() if isinstance(value, Lazy) else value)
+    return int(value.read().item() if isinstance(value, LazyTensor) else value)

@@ -6,47 +6,47 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.hf import BUFFERS
-from trainyard.checkpoint.formats.nxd.layout import Rank
-from trainyard.checkpoint.formats.tensor_map import Region, Stored, everything, stored_shape
-from trainyard.checkpoint.io.torch_file import Lazy
+from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
+from trainyard.checkpoint.formats.nxd.layout import PpTpRank
+from trainyard.checkpoint.formats.tensor_map import StoredTensor, TensorIndex, full_index, stored_shape
+from trainyard.checkpoint.io.torch_file import LazyTensor
 from trainyard.core.errors import UserError
 
-Files = Mapping[Rank, Mapping[str, Lazy]]
-Held = Iterable[tuple[Rank, Stored]]
-Parts = Mapping[str, tuple[int, ...]]
+RankFiles = Mapping[PpTpRank, Mapping[str, LazyTensor]]
+RankTensors = Iterable[tuple[PpTpRank, StoredTensor]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 
-def reader(files: Files) -> Callable[[Rank, str, Region], Tensor]:
+def index_reader(files: RankFiles) -> Callable[[PpTpRank, str, TensorIndex], Tensor]:
     return lambda rank, name, region: files[rank][name].read(region)
 
 
-def check_names(paths: Mapping[Rank, Path], files: Files, held: Held, parts: Parts) -> None:
+def check_tensors(paths: Mapping[PpTpRank, Path], files: RankFiles, tensors: RankTensors, shapes: TensorShapes) -> None:
     """All that is held is there in the right shape, and nothing else."""
-    wanted: dict[Rank, dict[str, Stored]] = {rank: {} for rank in files}
-    for rank, each in held:
+    wanted: dict[PpTpRank, dict[str, StoredTensor]] = {rank: {} for rank in files}
+    for rank, each in tensors:
         wanted[rank][each.name] = each
     for rank, names in wanted.items():
         missing = [name for name in names if name not in files[rank]]
-        extra = [name for name in files[rank] if name not in names and not BUFFERS.search(name)]
+        extra = [name for name in files[rank] if name not in names and not IGNORED_BUFFERS.search(name)]
         if missing or extra:
             what = f"{missing[0]} is missing" if missing else f"{extra[0]} has no place in this model"
             counts = f"({len(missing)} missing, {len(extra)} unknown)"
             raise UserError(f"{paths[rank]}: does not fit the model: {what} {counts}")
         for name, each in names.items():
-            shape, right = list(files[rank][name].shape), list(stored_shape(each, parts))
+            shape, right = list(files[rank][name].shape), list(stored_shape(each, shapes))
             if shape != right:
                 raise UserError(f"{paths[rank]}: does not fit the model: {name} is {shape}, wanted {right}")
 
 
-def differing(files: Files, held: Held, parts: Parts) -> str | None:
+def find_mismatched_copy(files: RankFiles, tensors: RankTensors, shapes: TensorShapes) -> str | None:
     """The name of a tensor that holds a piece with other bits than an earlier tensor with the same piece."""
-    read = reader(files)
-    seen: dict[object, tuple[Rank, str, Region]] = {}
-    for rank, each in held:
+    read = index_reader(files)
+    seen: dict[object, tuple[PpTpRank, str, TensorIndex]] = {}
+    for rank, each in tensors:
         at = 0
-        for piece in each.pieces:
-            region = list(everything(stored_shape(each, parts)))
+        for piece in each.ranges:
+            region = list(full_index(stored_shape(each, shapes)))
             region[each.dim] = slice(at, at + piece.stop - piece.start)
             at = region[each.dim].stop
             here = (rank, each.name, tuple(region))

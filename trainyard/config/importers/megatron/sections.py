@@ -6,14 +6,14 @@
 from math import ceil
 from typing import Any
 
-from trainyard.config.importers.key_table import plain
-from trainyard.config.importers.known_models import GPT2_VOCAB, vocab_of
-from trainyard.config.importers.nxdt.data import blend
+from trainyard.config.importers.key_table import format_value
+from trainyard.config.importers.known_models import GPT2_VOCAB, vocab_size_from_file
+from trainyard.config.importers.nxdt.data import parse_blend
 from trainyard.core.errors import UserError
 
-Said = dict[str, Any]
-Ours = dict[str, Any]
-NEEDED: dict[str, dict[str, object]] = {
+Flags = dict[str, Any]
+ConfigKeys = dict[str, Any]
+FAMILY_FLAGS: dict[str, dict[str, object]] = {
     "llama": {"--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True},
     "gpt": {
         "--normalization": "LayerNorm",
@@ -21,11 +21,11 @@ NEEDED: dict[str, dict[str, object]] = {
         "--disable-bias-linear": False,
     },
 }
-STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
-GPT2 = "GPT2BPETokenizer"
+DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
+GPT2_TOKENIZER = "GPT2BPETokenizer"
 
 
-def model(said: Said, warn: list[str]) -> dict[str, Any]:
+def model_section(said: Flags, warn: list[str]) -> dict[str, Any]:
     family = "llama" if said.get("swiglu") else "gpt"
     rope = said.get("use-rotary-position-embeddings") or said.get("no-position-embedding")
     found: dict[str, object] = {
@@ -33,24 +33,24 @@ def model(said: Said, warn: list[str]) -> dict[str, Any]:
         "--position-embedding-type": "rope" if rope else said.get("position-embedding-type", "learned_absolute"),
         "--disable-bias-linear": bool(said.get("disable-bias-linear")),
     }
-    for name, wanted in NEEDED[family].items():
+    for name, wanted in FAMILY_FLAGS[family].items():
         if found[name] != wanted:
             raise UserError(
-                f"{name}={plain(found[name])}: {'with' if family == 'llama' else 'without'} --swiglu only "
-                f"{plain(wanted)} is there ({family}); nearest: {plain(wanted)}"
+                f"{name}={format_value(found[name])}: {'with' if family == 'llama' else 'without'} --swiglu only "
+                f"{format_value(wanted)} is there ({family}); nearest: {format_value(wanted)}"
             )
     hidden, heads = said.get("hidden-size"), said.get("num-attention-heads")
     out: dict[str, Any] = {
         "family": family,
-        "vocab": _vocab(said),
+        "vocab": _vocab_size(said),
         "hidden": hidden,
         "layers": said.get("num-layers"),
         "heads": heads,
         "ffn": said.get("ffn-hidden-size") or (4 * hidden if hidden else None),
-        "max_positions": said.get("max-position-embeddings") or _sequence(said),
+        "max_positions": said.get("max-position-embeddings") or _seq_len(said),
         "init_std": said.get("init-method-std"),
         "norm_eps": said.get("norm-epsilon", said.get("layernorm-epsilon")),
-        "tied": not said.get("untie-embeddings-and-output-weights"),
+        "tie_embeddings": not said.get("untie-embeddings-and-output-weights"),
     }
     dropout = {name: said.get(f"{name}-dropout", 0.1) for name in ("hidden", "attention")}
     wide = said.get("kv-channels")
@@ -63,7 +63,7 @@ def model(said: Said, warn: list[str]) -> dict[str, Any]:
             "kv_heads": groups,
             "head_dim": wide,
             "rope_theta": said.get("rotary-base"),
-            "rope_scaling": _rope(said),
+            "rope_scaling": _rope_scaling(said),
         }
     else:
         if groups not in (None, heads):
@@ -81,31 +81,31 @@ def model(said: Said, warn: list[str]) -> dict[str, Any]:
     return {name: value for name, value in out.items() if value is not None}
 
 
-def _rope(said: Said) -> dict[str, Any] | None:
+def _rope_scaling(said: Flags) -> dict[str, Any] | None:
     factor = said.get("rotary-seq-len-interpolation-factor")
     if said.get("use-rope-scaling"):
         return {"kind": "llama3", "factor": said.get("rope-scaling-factor", 8.0)}
     return {"kind": "linear", "factor": factor} if factor else None
 
 
-def _vocab(said: Said) -> int | None:
+def _vocab_size(said: Flags) -> int | None:
     if said.get("vocab-size"):
         return int(said["vocab-size"])
     for name in ("vocab-file", "tokenizer-model"):
-        if said.get(name) and (found := vocab_of(said[name])):
+        if said.get(name) and (found := vocab_size_from_file(said[name])):
             return found
-    return GPT2_VOCAB if said.get("tokenizer-type", GPT2) == GPT2 else None
+    return GPT2_VOCAB if said.get("tokenizer-type", GPT2_TOKENIZER) == GPT2_TOKENIZER else None
 
 
-def _sequence(said: Said) -> int | None:
+def _seq_len(said: Flags) -> int | None:
     sequence: int | None = said.get("seq-length") or said.get("encoder-seq-length")
     return sequence
 
 
-def train(said: Said, ranks: int | None) -> Ours:
+def train_keys(said: Flags, ranks: int | None) -> ConfigKeys:
     """Batch sizes, steps, and the optimizer."""
     micro = said.get("micro-batch-size") or 1
-    batch = said.get("global-batch-size") or micro * _data_parallel(said, ranks)
+    batch = said.get("global-batch-size") or micro * _data_parallel_size(said, ranks)
     if said.get("optimizer", "adam") != "adam":
         raise UserError(f"--optimizer={said['optimizer']}: not there; nearest: adam")
     if said.get("lr") is None:
@@ -118,14 +118,14 @@ def train(said: Said, ranks: int | None) -> Ours:
         "optimizer.kind": "adamw",  # Megatron-LM's adam decays apart from the gradient
         "optimizer.lr": said["lr"],
         "optimizer.weight_decay": said.get("weight-decay", 0.01),
-        "optimizer.clip": said.get("clip-grad", 1.0),
+        "optimizer.max_grad_norm": said.get("clip-grad", 1.0),
         "optimizer.beta1": said.get("adam-beta1", 0.9),
         "optimizer.beta2": said.get("adam-beta2", 0.999),
         "optimizer.eps": said.get("adam-eps", 1e-8),
     }
 
 
-def _data_parallel(said: Said, ranks: int | None) -> int:
+def _data_parallel_size(said: Flags, ranks: int | None) -> int:
     axes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
     size = 1
     for axis in axes:
@@ -133,7 +133,7 @@ def _data_parallel(said: Said, ranks: int | None) -> int:
     return max((ranks or 1) // size, 1)
 
 
-def _steps(said: Said, what: str, batch: int) -> int | None:
+def _steps(said: Flags, what: str, batch: int) -> int | None:
     """`--WHAT-iters`, or as many as `--WHAT-samples` make."""
     steps, samples = said.get(f"{what}-iters"), said.get(f"{what}-samples")
     if what == "train" and not steps and not samples:
@@ -141,41 +141,45 @@ def _steps(said: Said, what: str, batch: int) -> int | None:
     return steps if steps else ceil(samples / max(batch, 1)) if samples else None
 
 
-def schedule(said: Said) -> Ours:
+def schedule_keys(said: Flags) -> ConfigKeys:
     style = said.get("lr-decay-style", "linear")
-    if style not in STYLES:
-        raise UserError(f"--lr-decay-style={plain(style)}: not one of {', '.join(STYLES)}; nearest: cosine")
+    if style not in DECAY_STYLES:
+        raise UserError(
+            f"--lr-decay-style={format_value(style)}: not one of {', '.join(DECAY_STYLES)}; nearest: cosine"
+        )
     batch = said.get("global-batch-size") or 1
     decay = _steps(said, "lr-decay", batch)
     whole = decay or _steps(said, "train", batch) or 0
     warmup, fraction = _steps(said, "lr-warmup", batch), said.get("lr-warmup-fraction")
-    out: Ours = {
-        "schedule.kind": STYLES[style],
-        "schedule.warmup": round(fraction * whole) if fraction else warmup or 0,
-        "schedule.floor": said.get("min-lr", 0.0),
+    out: ConfigKeys = {
+        "schedule.kind": DECAY_STYLES[style],
+        "schedule.warmup_steps": round(fraction * whole) if fraction else warmup or 0,
+        "schedule.min_lr": said.get("min-lr", 0.0),
     }
     decay = said.get("lr-wsd-decay-iters") if style == "WSD" else decay
     return out | ({"schedule.decay_steps": decay} if decay else {})
 
 
-def precision(said: Said, environment: bool, warn: list[str]) -> Ours:
+def precision_keys(said: Flags, environment: bool, warn: list[str]) -> ConfigKeys:
     fp8 = "hybrid" if said.get("fp8-hybrid") else said.get("fp8-format")
     if fp8 not in (None, "hybrid"):
-        raise UserError(f"--fp8-format={plain(fp8)}: gradients are e5m2 or bf16 here; nearest: hybrid")
+        raise UserError(f"--fp8-format={format_value(fp8)}: gradients are e5m2 or bf16 here; nearest: hybrid")
     if fp8:
         return {"precision.kind": "fp8"}
     if said.get("bf16"):
-        return {"precision.kind": "bf16"} | ({"precision.reduce": "bf16"} if said.get("grad-reduce-in-bf16") else {})
+        return {"precision.kind": "bf16"} | (
+            {"precision.reduce_dtype": "bf16"} if said.get("grad-reduce-in-bf16") else {}
+        )
     if environment:
         warn.append("XLA_USE_BF16=1: bf16 weights with stochastic rounding, as it means on Trainium")
-        gradients = {"precision.gradients": "fp32"} if said.get("accumulate-allreduce-grads-in-fp32") else {}
+        gradients = {"precision.grad_dtype": "fp32"} if said.get("accumulate-allreduce-grads-in-fp32") else {}
         return {"precision.kind": "bf16_sr", **gradients}
     return {"precision.kind": "fp32"}
 
 
-def layout(said: Said, ranks: int | None) -> Ours:
+def layout_keys(said: Flags, ranks: int | None) -> ConfigKeys:
     tp, pp = said.get("tensor-model-parallel-size", 1), said.get("pipeline-model-parallel-size", 1)
-    out: Ours = {
+    out: ConfigKeys = {
         "layout.tp": tp,
         "layout.pp": pp,
         "layout.cp": said.get("context-parallel-size", 1),
@@ -193,40 +197,42 @@ def layout(said: Said, ranks: int | None) -> Ours:
     return out | ({"layout.ranks": ranks} if ranks else {})
 
 
-def recompute(said: Said) -> Ours:
+def recompute_keys(said: Flags) -> ConfigKeys:
     kind = said.get("recompute-granularity")
     if kind not in (None, "full", "selective"):
-        raise UserError(f"--recompute-granularity={plain(kind)}: not full or selective; nearest: selective")
+        raise UserError(f"--recompute-granularity={format_value(kind)}: not full or selective; nearest: selective")
     method = said.get("activations-checkpoint-method")
     if method not in (None, "uniform"):
-        raise UserError(f"--activations-checkpoint-method={plain(method)}: every block is alike here; nearest: uniform")
+        raise UserError(
+            f"--activations-checkpoint-method={format_value(method)}: every block is alike here; nearest: uniform"
+        )
     if kind == "full" or method or said.get("checkpoint-activations"):
         return {"recompute.kind": "full"}
     return {"recompute.kind": "attention" if kind or said.get("recompute-activations") else "none"}
 
 
-def data(said: Said) -> Ours:
+def data_keys(said: Flags) -> ConfigKeys:
     """Data, tokenizer and evaluation."""
-    sequence = _sequence(said)
+    sequence = _seq_len(said)
     if sequence is None:
         raise UserError("--seq-length: missing; wanted: tokens of a sample")
     resets = [bool(said.get(f"reset-{name}")) for name in ("position-ids", "attention-mask")]
     if any(resets) and not all(resets):
         raise UserError(
-            "--reset-position-ids, --reset-attention-mask: only both together (data.separate); nearest: both"
+            "--reset-position-ids, --reset-attention-mask: only both together (data.document_mask); nearest: both"
         )
     split = said.get("split", "969,30,1").replace(" ", "")
-    paths, weights = blend(said.get("data-path") or None, "--data-path")
+    paths, weights = parse_blend(said.get("data-path") or None, "--data-path")
     cyclic = said.get("dataloader-type", "single") != "single"
-    out: Ours = {
+    out: ConfigKeys = {
         "data.source": "tokens",
-        "data.sequence": sequence,
+        "data.seq_len": sequence,
         "data.paths": paths,
         "data.weights": weights,
         "data.order": "shuffled" if cyclic or (len(paths) > 1 and not weights) else "megatron",
         "data.split": split,
-        "data.separate": all(resets),
-        "data.mask_ends": bool(said.get("eod-mask-loss")),
+        "data.document_mask": all(resets),
+        "data.mask_eod_loss": bool(said.get("eod-mask-loss")),
     }
     words, merges, named = said.get("vocab-file"), said.get("merge-file"), said.get("tokenizer-model")
     if words and merges:
@@ -240,10 +246,10 @@ def data(said: Said) -> Ours:
     return out
 
 
-def keeping(said: Said, warn: list[str]) -> Ours:
+def checkpoint_and_log_keys(said: Flags, warn: list[str]) -> ConfigKeys:
     """Checkpoints and logs."""
     save, load = said.get("save-xser") or said.get("save"), said.get("load-xser") or said.get("load")
-    out: Ours = {
+    out: ConfigKeys = {
         "checkpoint.every": said.get("save-interval", 0),
         "checkpoint.keep": 1 if said.get("keep-last-checkpoint-only") else 0,
         "checkpoint.resume": "auto" if load and load == save else "none",
@@ -253,10 +259,10 @@ def keeping(said: Said, warn: list[str]) -> Ours:
     if save:
         out["checkpoint.directory"] = save
     if load and load != save:
-        out["checkpoint.start"] = load
+        out["checkpoint.init_from"] = load
         if not said.get("finetune"):
             warn.append(
-                f"--load={plain(load)}: its weights are taken; the optimizer's state and the step of Megatron-LM's "
+                f"--load={format_value(load)}: its weights are taken; the optimizer's state and the step of Megatron-LM's "
                 "checkpoints are not"
             )
     return out

@@ -7,35 +7,35 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config.hf_config import from_hf
-from trainyard.config.importers.key_table import plain, there
-from trainyard.config.importers.known_models import GPT2_VOCAB, known, vocab_of
+from trainyard.config.importers.key_table import find_path, format_value
+from trainyard.config.importers.known_models import GPT2_VOCAB, find_known_model, vocab_size_from_file
 from trainyard.core.errors import UserError
 
-Said = dict[str, Any]
-NEEDED: dict[str, dict[str, object]] = {
+NxdtKeys = dict[str, Any]
+FAMILY_KEYS: dict[str, dict[str, object]] = {
     "llama": {"normalization": "rmsnorm", "position_embedding_type": "rope", "has_bias": False},
     "gpt": {"normalization": "layernorm", "position_embedding_type": "learned_absolute", "has_bias": True},
 }
 """What our families are, in their words."""
-FAMILY = {"swiglu": "llama", "gelu": "gpt"}
-DEFAULTS = {"normalization": "layernorm", "position_embedding_type": "learned_absolute", "has_bias": True}
-GIVE = "or give the keys, such as model.vocab=32000"
+ACTIVATION_FAMILY = {"swiglu": "llama", "gelu": "gpt"}
+NXDT_DEFAULTS = {"normalization": "layernorm", "position_embedding_type": "learned_absolute", "has_bias": True}
+OVERRIDE_HINT = "or give the keys, such as model.vocab=32000"
 
 
-def hugging_face(said: Said, directory: Path, warn: list[str]) -> tuple[dict[str, Any], str]:
+def hf_model_section(said: NxdtKeys, directory: Path, warn: list[str]) -> tuple[dict[str, Any], str]:
     """Our model section, and where its missing keys would come from."""
     named = said.get("model.model_config")
     own = {
-        "layers": _size(said, "model.num_layers"),
-        "hidden": _size(said, "model.hidden_size"),
-        "rope_theta": _theta(said.get("model.rope_theta")),
+        "layers": _size_or_none(said, "model.num_layers"),
+        "hidden": _size_or_none(said, "model.hidden_size"),
+        "rope_theta": _rope_theta(said.get("model.rope_theta")),
         "max_positions": said.get("model.max_position_embeddings"),
     }
     own = {key: value for key, value in own.items() if value is not None}
     if "mixtral" in str(said.get("name", "")).lower():
         raise UserError(f"name={said['name']}: mixture of experts: models are dense here; nearest: a Llama")
     hint = ""
-    path = _found(named, directory)
+    path = _find_config_json(named, directory)
     if path:
         model: dict[str, Any] = from_hf(path).model_dump(mode="json")
         if model["family"] != "llama":
@@ -43,15 +43,15 @@ def hugging_face(said: Said, directory: Path, warn: list[str]) -> tuple[dict[str
         if own.get("hidden", model["hidden"]) != model["hidden"]:
             model["head_dim"] = None  # hidden / heads, there as here
     else:
-        shape = known(own)
+        shape = find_known_model(own)
         missing = "vocab_size, num_attention_heads, num_key_value_heads, intermediate_size"
-        hint = f"model.model_config={plain(named)} is not there and would bring {missing}; put it there, {GIVE}"
-        model = shape.model() if shape else {"family": "llama"}
+        hint = f"model.model_config={format_value(named)} is not there and would bring {missing}; put it there, {OVERRIDE_HINT}"
+        model = shape.model_section() if shape else {"family": "llama"}
         if shape:
             layers = own.get("layers", shape.layers)
             cut = f", with {layers} of {shape.layers} layers" if layers != shape.layers else ""
             warn.append(
-                f"model.model_config={plain(named)}: not there; sizes are those of {shape.name}{cut} (vocab="
+                f"model.model_config={format_value(named)}: not there; sizes are those of {shape.name}{cut} (vocab="
                 f"{shape.vocab}, heads={shape.heads}, kv_heads={shape.kv_heads}, ffn={shape.ffn}, rope_scaling="
                 f"{'llama3' if shape.rope_scaling else 'none'}); put the file there to be sure"
             )
@@ -61,26 +61,26 @@ def hugging_face(said: Said, directory: Path, warn: list[str]) -> tuple[dict[str
     return model | {"scaled_init": False} | ({} if fused is None else {"fuse_qkv": fused}), hint
 
 
-def megatron(said: Said, warn: list[str]) -> tuple[dict[str, Any], str]:
+def megatron_model_section(said: NxdtKeys, warn: list[str]) -> tuple[dict[str, Any], str]:
     """Our model section, and where its missing keys would come from."""
     activation = said.get("model.activation") or "gelu"
-    family = FAMILY.get(activation)
+    family = ACTIVATION_FAMILY.get(activation)
     if family is None:
-        raise UserError(f"model.activation={activation}: not one of {', '.join(FAMILY)}; nearest: swiglu")
-    for name, wanted in NEEDED[family].items():
+        raise UserError(f"model.activation={activation}: not one of {', '.join(ACTIVATION_FAMILY)}; nearest: swiglu")
+    for name, wanted in FAMILY_KEYS[family].items():
         found = said.get(f"model.{name}")
-        found = DEFAULTS[name] if found is None else found
+        found = NXDT_DEFAULTS[name] if found is None else found
         if found != wanted:
             raise UserError(
-                f"model.{name}={plain(found)}: with activation={activation} only {plain(wanted)} is there ({family}); "
-                f"nearest: {plain(wanted)}"
+                f"model.{name}={format_value(found)}: with activation={activation} only {format_value(wanted)} is there ({family}); "
+                f"nearest: {format_value(wanted)}"
             )
     heads, hidden = said.get("model.num_attention_heads"), said.get("model.hidden_size")
     tied = said.get("model.share_embeddings_and_output_weights")
     scaled = said.get("model.use_scaled_init_method")
     model: dict[str, Any] = {
         "family": family,
-        "vocab": _vocab(said),
+        "vocab": _vocab_size(said),
         "hidden": hidden,
         "layers": said.get("model.num_layers"),
         "heads": heads,
@@ -89,18 +89,21 @@ def megatron(said: Said, warn: list[str]) -> tuple[dict[str, Any], str]:
         "init_std": said.get("model.init_method_std"),
         "norm_eps": said.get("model.layernorm_epsilon"),
         "scaled_init": True if scaled is None else scaled,
-        "tied": True if tied is None else tied,
+        "tie_embeddings": True if tied is None else tied,
     }
     model |= _llama(said, heads, hidden) if family == "llama" else _gpt(said, heads, hidden)
     model = {key: value for key, value in model.items() if value is not None}
-    if "vocab" not in model and (shape := known(model)):
+    if "vocab" not in model and (shape := find_known_model(model)):
         model["vocab"] = shape.vocab
         warn.append(f"vocab={shape.vocab} is that of {shape.name}: the tokenizer that says it is not here")
     where = said.get("data.tokenizer.type") or said.get("data.tokenizer.model")
-    return model, f"the vocabulary is the tokenizer's (data.tokenizer: {plain(where)}); put it there, {GIVE}"
+    return (
+        model,
+        f"the vocabulary is the tokenizer's (data.tokenizer: {format_value(where)}); put it there, {OVERRIDE_HINT}",
+    )
 
 
-def _llama(said: Said, heads: int | None, hidden: int | None) -> dict[str, Any]:
+def _llama(said: NxdtKeys, heads: int | None, hidden: int | None) -> dict[str, Any]:
     for name in ("hidden_dropout", "attention_dropout", "ffn_dropout"):
         if said.get(f"model.{name}"):
             raise UserError(f"model.{name}={said[f'model.{name}']}: Llama has no dropout here; nearest: 0.0")
@@ -109,12 +112,12 @@ def _llama(said: Said, heads: int | None, hidden: int | None) -> dict[str, Any]:
     return {
         "kv_heads": said.get("model.num_kv_heads") or heads,
         "head_dim": said.get("model.kv_channels"),
-        "rope_theta": _theta(base * stretch),
+        "rope_theta": _rope_theta(base * stretch),
         "rope_scaling": {"kind": "linear", "factor": float(factor)} if factor != 1 else None,
     }
 
 
-def _gpt(said: Said, heads: int | None, hidden: int | None) -> dict[str, Any]:
+def _gpt(said: NxdtKeys, heads: int | None, hidden: int | None) -> dict[str, Any]:
     kv = said.get("model.num_kv_heads")
     if kv not in (None, heads):
         raise UserError(f"model.num_kv_heads={kv}: GPT has a key and value head for each of {heads}; nearest: {heads}")
@@ -131,28 +134,28 @@ def _gpt(said: Said, heads: int | None, hidden: int | None) -> dict[str, Any]:
     }
 
 
-def _vocab(said: Said) -> int | None:
+def _vocab_size(said: NxdtKeys) -> int | None:
     tokenizer = "data.tokenizer."
     for name in ("vocab_file", "type", "model"):
         path = said.get(tokenizer + name)
-        if path and (found := vocab_of(path)):
+        if path and (found := vocab_size_from_file(path)):
             return found
     return GPT2_VOCAB if said.get(tokenizer + "type") == "GPT2BPETokenizer" else None
 
 
-def _found(named: str | None, directory: Path) -> Path | None:
+def _find_config_json(named: str | None, directory: Path) -> Path | None:
     """The config.json, as named or beside the file that names it."""
     if named is None:
         raise UserError("model.model_config: missing; wanted: the path of a Hugging Face config.json")
-    path = there(named, within=directory)
-    return there(path / "config.json") if path and path.is_dir() else path
+    path = find_path(named, relative_to=directory)
+    return find_path(path / "config.json") if path and path.is_dir() else path
 
 
-def _size(said: Said, name: str) -> int | None:
+def _size_or_none(said: NxdtKeys, name: str) -> int | None:
     """-1 leaves it to config.json."""
     value = said.get(name)
     return None if value == -1 else value
 
 
-def _theta(value: float | None) -> float | None:
+def _rope_theta(value: float | None) -> float | None:
     return None if value in (None, -1) else float(value or 0)

@@ -5,12 +5,12 @@ import re
 from pathlib import PurePath
 from typing import Any
 
-from trainyard.config.importers.key_table import plain, run_name
+from trainyard.config.importers.key_table import format_value, run_name
 from trainyard.core.errors import UserError
 
-Said = dict[str, Any]
-Ours = dict[str, Any]
-STRATEGY, CALLBACK = "distributed_strategy.", "exp_manager.checkpoint_callback_params."
+NxdtKeys = dict[str, Any]
+ConfigKeys = dict[str, Any]
+STRATEGY_PREFIX, CALLBACK_PREFIX = "distributed_strategy.", "exp_manager.checkpoint_callback_params."
 SCHEDULES = {
     "CosineAnnealing": "cosine",
     "LinearAnnealingWithWarmUp": "linear",
@@ -18,7 +18,7 @@ SCHEDULES = {
     "WarmupPolicy": "constant",
     "WarmupHoldPolicy": "constant",
 }
-PARTS = {
+RECOMPUTE_MODULES = {
     "CoreAttention": "core_attention",
     "LlamaAttention": "attention",
     "ParallelAttention": "attention",
@@ -30,7 +30,7 @@ PARTS = {
     "MixedFusedLayerNorm": "norm",
 }
 """Their module classes, by our parts of a block."""
-KINDS = {
+PRECISION_KINDS = {
     "bf16SR": "bf16_sr",
     "fp32": "fp32",
     "autocast": "bf16",
@@ -38,30 +38,33 @@ KINDS = {
     "mixed_precisionSR": "bf16",
     "mixed_precision_SR": "bf16",
 }
-LONG_SEQUENCE = 8192
+LONG_SEQ_LEN = 8192
 """From here on, activations_checkpoint_recompute_mlp (of their older files) counts."""
 
 
-def layout(said: Said, warn: list[str]) -> Ours:
-    tp, cp = said.get(STRATEGY + "tensor_model_parallel_size") or 1, said.get(STRATEGY + "context_parallel_size") or 1
-    zero1 = said.get(STRATEGY + "zero1")
-    out: Ours = {
+def layout_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
+    tp, cp = (
+        said.get(STRATEGY_PREFIX + "tensor_model_parallel_size") or 1,
+        said.get(STRATEGY_PREFIX + "context_parallel_size") or 1,
+    )
+    zero1 = said.get(STRATEGY_PREFIX + "zero1")
+    out: ConfigKeys = {
         "layout.zero": 1 if zero1 or zero1 is None else 0,
-        "layout.sequence_parallel": bool(said.get(STRATEGY + "sequence_parallel")) and tp != 1,
+        "layout.sequence_parallel": bool(said.get(STRATEGY_PREFIX + "sequence_parallel")) and tp != 1,
     }
     if said.get("trainer.devices") and said.get("trainer.num_nodes"):
         out["layout.ranks"] = said["trainer.devices"] * said["trainer.num_nodes"]
     if cp > 1:
-        out["layout.context"] = "all_gather"
+        out["layout.cp_method"] = "all_gather"
         warn.append(f"context_parallel_size={cp}: keys and values are gathered; NxDT sends them round in a ring")
     cuts = said.get("model.pipeline_cuts")
     if cuts:
         numbers = [re.search(r"(\d{1,9})$", str(cut)) for cut in cuts]
         if not all(numbers):
-            raise UserError(f"model.pipeline_cuts={plain(cuts)}: not names of layers, such as model.layers.18")
-        out["layout.cuts"] = [int(number[1]) for number in numbers if number]
-    stages = (said.get(STRATEGY + "pipeline_model_parallel_size") or 1) * (
-        said.get(STRATEGY + "virtual_pipeline_model_parallel_size") or 1
+            raise UserError(f"model.pipeline_cuts={format_value(cuts)}: not names of layers, such as model.layers.18")
+        out["layout.pipeline_cuts"] = [int(number[1]) for number in numbers if number]
+    stages = (said.get(STRATEGY_PREFIX + "pipeline_model_parallel_size") or 1) * (
+        said.get(STRATEGY_PREFIX + "virtual_pipeline_model_parallel_size") or 1
     )
     layers = said.get("model.num_layers") or stages
     if not cuts and stages > 1 and layers % stages:
@@ -72,27 +75,27 @@ def layout(said: Said, warn: list[str]) -> Ours:
     return out
 
 
-def precision(said: Said, warn: list[str]) -> Ours:
+def precision_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
     kind = said.get("precision.type")
     if kind == "manual":
-        return _manual(said)
-    if kind not in KINDS:
-        raise UserError(f"precision.type={plain(kind)}: not one of {', '.join([*KINDS, 'manual'])}")
-    if KINDS[kind] == "bf16" and said.get(STRATEGY + "zero1") is False:
+        return _manual_precision(said)
+    if kind not in PRECISION_KINDS:
+        raise UserError(f"precision.type={format_value(kind)}: not one of {', '.join([*PRECISION_KINDS, 'manual'])}")
+    if PRECISION_KINDS[kind] == "bf16" and said.get(STRATEGY_PREFIX + "zero1") is False:
         warn.append(f"precision.type={kind}: NxDT keeps no fp32 master weights without zero1; here they are kept")
-    return {"precision.kind": KINDS[kind]}
+    return {"precision.kind": PRECISION_KINDS[kind]}
 
 
-def _manual(said: Said) -> Ours:
+def _manual_precision(said: NxdtKeys) -> ConfigKeys:
     def on(name: str) -> bool:
         return str(said.get(f"precision.{name}", "0")) == "1"
 
     gradients = "fp32" if said.get("precision.fp32_grad_acc") else "bf16"
     if not (on("xla_use_bf16") or on("xla_downcast_bf16")):
         return {"precision.kind": "fp32"}
-    out: Ours = {"precision.gradients": gradients}
+    out: ConfigKeys = {"precision.grad_dtype": gradients}
     if said.get("precision.fp32_grads_cc"):
-        out["precision.reduce"] = "fp32"
+        out["precision.reduce_dtype"] = "fp32"
     if said.get("precision.master_weights"):
         return out | {"precision.kind": "bf16"}
     if on("neuron_rt_stochastic_rounding_en"):
@@ -103,16 +106,16 @@ def _manual(said: Said) -> Ours:
     )
 
 
-def optimizer(said: Said, warn: list[str]) -> Ours:
+def optimizer_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
     name, decay = said.get("model.optim.name"), said.get("model.optim.weight_decay")
     decay = 0.01 if decay is None else decay
     if name not in ("adamw", "adamw_fp32OptState") and not (name == "adam" and decay == 0):
-        raise UserError(f"model.optim.name={plain(name)}: not adamw or adamw_fp32OptState; nearest: adamw")
+        raise UserError(f"model.optim.name={format_value(name)}: not adamw or adamw_fp32OptState; nearest: adamw")
     if said.get("model.optim.lr") is None:
         raise UserError("model.optim.lr: missing; wanted: the peak learning rate")
     betas = said.get("model.optim.betas") or [0.9, 0.999]
     if len(betas) != 2 or not all(isinstance(each, int | float) for each in betas):
-        raise UserError(f"model.optim.betas={plain(betas)}: not two numbers; nearest: [0.9, 0.95]")
+        raise UserError(f"model.optim.betas={format_value(betas)}: not two numbers; nearest: [0.9, 0.95]")
     eps = said.get("model.optim.eps")
     return {
         "optimizer.kind": "adamw",
@@ -121,22 +124,24 @@ def optimizer(said: Said, warn: list[str]) -> Ours:
         "optimizer.beta1": betas[0],
         "optimizer.beta2": betas[1],
         "optimizer.eps": 1e-8 if eps is None else eps,
-        "optimizer.clip": said.get("trainer.gradient_clip_val") or 0.0,
+        "optimizer.max_grad_norm": said.get("trainer.gradient_clip_val") or 0.0,
     }
 
 
-def schedule(said: Said, warn: list[str]) -> Ours:
+def schedule_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
     sched = "model.optim.sched."
     name, steps = said.get(sched + "name"), said.get("trainer.max_steps") or 0
     if name is None:
         return {"schedule.kind": "constant"}
     if name not in SCHEDULES:
-        raise UserError(f"{sched}name={plain(name)}: not one of {', '.join(SCHEDULES)}; nearest: CosineAnnealing")
+        raise UserError(
+            f"{sched}name={format_value(name)}: not one of {', '.join(SCHEDULES)}; nearest: CosineAnnealing"
+        )
     ratio, warmup = said.get(sched + "warmup_ratio"), said.get(sched + "warmup_steps")
     warmup = int(ratio * steps) if ratio and warmup is None else warmup or 0
-    out: Ours = {"schedule.kind": SCHEDULES[name], "schedule.warmup": warmup}
+    out: ConfigKeys = {"schedule.kind": SCHEDULES[name], "schedule.warmup_steps": warmup}
     if name in ("CosineAnnealing", "WarmupAnnealing"):
-        out["schedule.floor"] = said.get(sched + "min_lr") or 0.0
+        out["schedule.min_lr"] = said.get(sched + "min_lr") or 0.0
     constant = said.get(sched + "constant_steps") or 0
     if name == "CosineAnnealing" and constant > 0:
         out["schedule.decay_steps"] = max(steps - constant, warmup, 1)
@@ -148,7 +153,7 @@ def schedule(said: Said, warn: list[str]) -> Ours:
     return out
 
 
-def recompute(said: Said, warn: list[str]) -> Ours:
+def recompute_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
     granularity = said.get("model.activations_checkpoint_granularity")
     flash = said.get("model.fusions.flash_attention") or said.get("model.fusions.ring_attention")
     classes = said.get("model.activations_checkpoint_recompute")
@@ -164,34 +169,36 @@ def recompute(said: Said, warn: list[str]) -> Ours:
             f"model.activations_checkpoint_granularity={granularity}: not selective, full or null; nearest: selective"
         )
     if classes is None:
-        long = (said.get("model.encoder_seq_length") or 0) >= LONG_SEQUENCE
+        long = (said.get("model.encoder_seq_length") or 0) >= LONG_SEQ_LEN
         both = said.get("model.activations_checkpoint_recompute_mlp") and long
         classes = ["CoreAttention", "LlamaMLP"] if both else ["CoreAttention"]
     for each in classes:
-        if not isinstance(each, str) or each not in PARTS:
-            raise UserError(f"model.activations_checkpoint_recompute={plain(each)}: not one of {', '.join(PARTS)}")
-    names = list(dict.fromkeys(PARTS[each] for each in classes))
+        if not isinstance(each, str) or each not in RECOMPUTE_MODULES:
+            raise UserError(
+                f"model.activations_checkpoint_recompute={format_value(each)}: not one of {', '.join(RECOMPUTE_MODULES)}"
+            )
+    names = list(dict.fromkeys(RECOMPUTE_MODULES[each] for each in classes))
     if names == ["core_attention"] or not names:
         return {"recompute.kind": "attention" if names else "none"}
-    return {"recompute.kind": "parts", "recompute.parts": names}
+    return {"recompute.kind": "selective", "recompute.modules": names}
 
 
-def checkpoint(said: Said, warn: list[str]) -> Ours:
-    keep, every = said.get(CALLBACK + "save_top_k"), said.get(CALLBACK + "every_n_train_steps") or 0
+def checkpoint_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
+    keep, every = said.get(CALLBACK_PREFIX + "save_top_k"), said.get(CALLBACK_PREFIX + "every_n_train_steps") or 0
     made = said.get("exp_manager.create_checkpoint_callback")
     saves = keep != 0 and (made or made is None)
-    out: Ours = {"checkpoint.every": every if saves else 0}
-    if saves and (span := said.get(CALLBACK + "train_time_interval")):
-        out["checkpoint.minutes"] = _minutes(span)
+    out: ConfigKeys = {"checkpoint.every": every if saves else 0}
+    if saves and (span := said.get(CALLBACK_PREFIX + "train_time_interval")):
+        out["checkpoint.every_minutes"] = _minutes(span)
     if keep:
         out["checkpoint.keep"] = max(keep, 0)  # -1: all, for which ours is 0
     out["checkpoint.resume"] = "auto" if said.get("exp_manager.resume_if_exists") else "none"
     path = said.get("exp_manager.resume_from_checkpoint")
     if path:
-        out["checkpoint.start"] = path
+        out["checkpoint.init_from"] = path
         if not said.get("model.weight_init_only"):
             warn.append(
-                f"exp_manager.resume_from_checkpoint={plain(path)}: its weights are taken; for the optimizer's state "
+                f"exp_manager.resume_from_checkpoint={format_value(path)}: its weights are taken; for the optimizer's state "
                 "and the step too: trainyard convert SRC DST --to native, then checkpoint.resume=DST"
             )
     return out
@@ -200,11 +207,11 @@ def checkpoint(said: Said, warn: list[str]) -> Ours:
 def _minutes(span: dict[str, Any]) -> float:
     units = {"days": 1440.0, "hours": 60.0, "minutes": 1.0, "seconds": 1 / 60}
     if not all(unit in units and isinstance(count, int | float) for unit, count in span.items()):
-        raise UserError(f"{CALLBACK}train_time_interval={plain(span)}: not numbers of {', '.join(units)}")
+        raise UserError(f"{CALLBACK_PREFIX}train_time_interval={format_value(span)}: not numbers of {', '.join(units)}")
     return sum(units[unit] * count for unit, count in span.items())
 
 
-def log(said: Said) -> Ours:
+def log_keys(said: NxdtKeys) -> ConfigKeys:
     whole = said.get("exp_manager.explicit_log_dir") or said.get("exp_manager.exp_log_dir")
     if whole:
         path = PurePath(whole)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from trainyard.core.errors import UserError
 
-EXPANDS = re.compile(r"\$\(\(|\$\(|\$\{|\$(?=[\w@*#?$!-])|`")
-NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
-OPERATORS = re.compile(r"&&|\|\||;;|\|&|&>>|&>|<<<|<<-?|>>|[<>](?:&\d?)?|[;&|()\n]")
+EXPANSION = re.compile(r"\$\(\(|\$\(|\$\{|\$(?=[\w@*#?$!-])|`")
+PARAMETER_NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
+OPERATOR = re.compile(r"&&|\|\||;;|\|&|&>>|&>|<<<|<<-?|>>|[<>](?:&\d?)?|[;&|()\n]")
 
 
-class Piece(NamedTuple):
+class WordSegment(NamedTuple):
     """A stretch of a word, as it stands in the text."""
 
     text: str
@@ -23,17 +23,17 @@ class Piece(NamedTuple):
     """Spaces in its value make several words (outside quotes)."""
 
 
-class Word(NamedTuple):
-    pieces: tuple[Piece, ...]
+class ShellWord(NamedTuple):
+    segments: tuple[WordSegment, ...]
     line: int
-    operator: bool = False
+    is_operator: bool = False
 
     @property
     def raw(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(piece.text for piece in self.segments)
 
 
-def words_of(text: str, where: str) -> Iterator[Word]:
+def split_words(text: str, source: str) -> Iterator[ShellWord]:
     place, line, here = 0, 1, ""
     while place < len(text):
         if text.startswith("\\\n", place):
@@ -43,9 +43,9 @@ def words_of(text: str, where: str) -> Iterator[Word]:
         elif text[place] == "#":
             end = text.find("\n", place)
             place = end if end >= 0 else len(text)
-        elif found := OPERATORS.match(text, place):
+        elif found := OPERATOR.match(text, place):
             place = found.end()
-            yield Word((Piece(found[0], False, False),), line, True)
+            yield ShellWord((WordSegment(found[0], False, False),), line, True)
             if found[0] in ("<<", "<<-"):
                 ends = re.compile(r"[ \t]*[\"']?([\w.-]+)").match(text, place)
                 here = ends[1] if ends else ""
@@ -56,63 +56,63 @@ def words_of(text: str, where: str) -> Iterator[Word]:
                     place, here = body.end() if body else len(text), ""
         else:
             start = place
-            word, place = _word(text, place, line, where)
+            word, place = _read_word(text, place, line, source)
             line += text.count("\n", start, place)
             number = word.raw.isdigit() and place < len(text) and text[place] in "<>"
             if not number:
                 yield word
 
 
-def _word(text: str, place: int, line: int, where: str) -> tuple[Word, int]:
+def _read_word(text: str, place: int, line: int, where: str) -> tuple[ShellWord, int]:
     """One word from `place` on, quotes taken off."""
-    pieces: list[Piece] = []
-    while place < len(text) and not (text[place] in " \t\r" or OPERATORS.match(text, place)):
+    pieces: list[WordSegment] = []
+    while place < len(text) and not (text[place] in " \t\r" or OPERATOR.match(text, place)):
         each = text[place]
         if text.startswith("\\\n", place):
             break
         if each == "\\":
-            pieces.append(Piece(text[place + 1 : place + 2], False, False))
+            pieces.append(WordSegment(text[place + 1 : place + 2], False, False))
             place += 2
         elif each == "'":
             end = text.find("'", place + 1)
             if end < 0:
                 raise UserError(f"{where}:{line}: a quote is not closed")
-            pieces.append(Piece(text[place + 1 : end], False, False))
+            pieces.append(WordSegment(text[place + 1 : end], False, False))
             place = end + 1
         elif each == '"':
             place += 1
-            pieces.append(Piece("", False, False))
+            pieces.append(WordSegment("", False, False))
             while place < len(text) and text[place] != '"':
-                piece, place = piece_of(text, place, '"\\', False, line, where)
+                piece, place = read_segment(text, place, '"\\', False, line, where)
                 pieces.append(piece)
             if place >= len(text):
                 raise UserError(f"{where}:{line}: a quote is not closed")
             place += 1
         else:
-            piece, place = piece_of(text, place, "\"'\\ \t\r\n;&|()<>", True, line, where)
+            piece, place = read_segment(text, place, "\"'\\ \t\r\n;&|()<>", True, line, where)
             pieces.append(piece)
-    return Word(tuple(pieces), line), place
+    return ShellWord(tuple(pieces), line), place
 
 
-def piece_of(text: str, place: int, ends: str, splits: bool, line: int, where: str) -> tuple[Piece, int]:
+def read_segment(text: str, place: int, ends: str, splits: bool, line: int, source: str) -> tuple[WordSegment, int]:
     """An expansion, or plain text up to the next one or to one of `ends`."""
     if text[place] == "\\":
         follows = text[place + 1 : place + 2]
         plain = "" if follows == "\n" else follows if follows in '"\\$`' else "\\" + follows
-        return Piece(plain, False, False), place + 2
-    if found := EXPANDS.match(text, place):
-        end = _end(text, place, found[0], line, where)
-        return Piece(text[place:end], True, splits), end
+        return WordSegment(plain, False, False), place + 2
+    if found := EXPANSION.match(text, place):
+        end = _expansion_end(text, place, found[0], line, source)
+        return WordSegment(text[place:end], True, splits), end
     end = place + 1
-    while end < len(text) and text[end] not in ends and not EXPANDS.match(text, end):
+    while end < len(text) and text[end] not in ends and not EXPANSION.match(text, end):
         end += 1
-    return Piece(text[place:end], False, splits), end
+    return WordSegment(text[place:end], False, splits), end
 
 
-def _end(text: str, place: int, opening: str, line: int, where: str) -> int:
+def _expansion_end(text: str, place: int, opening: str, line: int, where: str) -> int:
     """Where an expansion ends."""
     if opening == "$":
-        found = NAME.match(text, place + 1)
+        found = PARAMETER_NAME.match(text, place + 1)
         return found.end() if found else place + 1
     if opening == "`":
         end = text.find("`", place + 1) + 1

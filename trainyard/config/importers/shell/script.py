@@ -10,94 +10,96 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from trainyard.config.importers.shell.lexer import Word, piece_of, words_of
+from trainyard.config.importers.shell.lexer import ShellWord, read_segment, split_words
 from trainyard.core.errors import UserError
 
-UNKNOWN = "\0"
+UNKNOWN_MARK = "\0"
 """Stands in a word on both sides of the name of what is not known."""
-LONGEST = 1_000_000
-CLOSES = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
-CLOSES |= {"{": "}", "(": ")"}
-KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "eval", "sudo", "env", *CLOSES, *CLOSES.values()}
+MAX_CHARS = 1_000_000
+BLOCK_ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
+BLOCK_ENDS |= {"{": "}", "(": ")"}
+KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "eval", "sudo", "env", *BLOCK_ENDS, *BLOCK_ENDS.values()}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-BRACED = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", re.S)
-SUMS = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod}
+PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", re.S)
+ARITHMETIC_OPS = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod}
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     words: list[str]
     line: int
     variables: dict[str, list[str]]
     """As they were when it would have run."""
 
 
-def commands(text: str, given: Mapping[str, str], where: str) -> Iterator[Command]:
+def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator[ShellCommand]:
     """Every command of a script, expanded. `given` variables are what they are, whatever the script assigns."""
-    if len(text) > LONGEST:
-        raise UserError(f"{where}: {len(text)} characters; not a launch script")
-    variables = {name: [value] for name, value in given.items()}
+    if len(text) > MAX_CHARS:
+        raise UserError(f"{source}: {len(text)} characters; not a launch script")
+    variables = {name: [value] for name, value in preset.items()}
     inside: list[str] = []
-    for before, statement in _statements(words_of(text.replace(UNKNOWN, ""), where)):
+    for before, statement in _statements(split_words(text.replace(UNKNOWN_MARK, ""), source)):
         while statement and statement[0].raw in KEYWORDS:
-            if statement[0].raw in CLOSES:
-                inside.append(CLOSES[statement[0].raw])
+            if statement[0].raw in BLOCK_ENDS:
+                inside.append(BLOCK_ENDS[statement[0].raw])
             elif inside and inside[-1] == statement[0].raw:
                 inside.pop()
             statement = statement[1:]
         if statement and statement[0].raw in ("export", "declare", "local", "readonly", "typeset"):
             statement = [word for word in statement[1:] if not word.raw.startswith("-")]
-        rest = _assign(statement, variables, given, certain=not inside and before not in ("&&", "||"))
+        rest = _assign(statement, variables, preset, certain=not inside and before not in ("&&", "||"))
         if rest:
-            expanded = [each for word in rest for each in _expand(word, variables)]
-            yield Command(expanded, rest[0].line, dict(variables))
+            expanded = [each for word in rest for each in _expand_word(word, variables)]
+            yield ShellCommand(expanded, rest[0].line, dict(variables))
 
 
 def _assign(
-    statement: list[Word], variables: dict[str, list[str]], given: Mapping[str, str], certain: bool
-) -> list[Word]:
+    statement: list[ShellWord], variables: dict[str, list[str]], given: Mapping[str, str], certain: bool
+) -> list[ShellWord]:
     """Make the assignments that a statement begins with; what is left is a command."""
-    while statement and (found := ASSIGNMENT.match(statement[0].raw)) and statement[0].pieces[0].text[: found.end()]:
+    while statement and (found := ASSIGNMENT.match(statement[0].raw)) and statement[0].segments[0].text[: found.end()]:
         name, more = found[1], found[2]
         first, statement = statement[0], statement[1:]
-        if statement and statement[0].operator and statement[0].raw == "(":
-            end = next((n for n, word in enumerate(statement) if word.operator and word.raw == ")"), len(statement))
-            value = [each for word in statement[1:end] if not word.operator for each in _expand(word, variables)]
+        if statement and statement[0].is_operator and statement[0].raw == "(":
+            end = next((n for n, word in enumerate(statement) if word.is_operator and word.raw == ")"), len(statement))
+            value = [
+                each for word in statement[1:end] if not word.is_operator for each in _expand_word(word, variables)
+            ]
             statement = statement[end + 1 :]
         else:
-            value = [" ".join(_expand(_cut(first, found.end()), variables, split=False))]
+            value = [" ".join(_expand_word(_drop_prefix(first, found.end()), variables, split=False))]
         if certain and name not in given:
             before = variables.get(name, []) if more else []
             variables[name] = before + value if len(value) != 1 or len(before) > 1 else ["".join([*before, *value])]
-            if sum(map(len, variables[name])) + len(variables[name]) > LONGEST:
-                raise UserError(f"line {first.line}: {name} grows beyond {LONGEST} characters; not a launch script")
+            if sum(map(len, variables[name])) + len(variables[name]) > MAX_CHARS:
+                raise UserError(f"line {first.line}: {name} grows beyond {MAX_CHARS} characters; not a launch script")
     return statement
 
 
-def _cut(word: Word, count: int) -> Word:
+def _drop_prefix(word: ShellWord, count: int) -> ShellWord:
     """A word without its first characters."""
     pieces = []
-    for piece in word.pieces:
+    for piece in word.segments:
         pieces.append(piece._replace(text=piece.text[count:]))
         count = max(count - len(piece.text), 0)
-    return word._replace(pieces=tuple(pieces))
+    return word._replace(segments=tuple(pieces))
 
 
-def _statements(words: Iterator[Word]) -> Iterator[tuple[str, list[Word]]]:
+def _statements(words: Iterator[ShellWord]) -> Iterator[tuple[str, list[ShellWord]]]:
     """Words between operators, and the operator before them. Parentheses after `NAME=` belong to it; what a redirection
     names is left out."""
-    out: list[Word] = []
+    out: list[ShellWord] = []
     before = ""
     array = skip = False
     for word in words:
         if array:
             out.append(word)
-            array = not (word.operator and word.raw == ")")
-        elif word.operator and word.raw == "(" and out and ASSIGNMENT.fullmatch(out[-1].raw):
+            array = not (word.is_operator and word.raw == ")")
+        elif word.is_operator and word.raw == "(" and out and ASSIGNMENT.fullmatch(out[-1].raw):
             out.append(word)
             array = True
-        elif word.operator and (word.raw[0] in "<>" or word.raw in ("&>", "&>>")):
+        elif word.is_operator and (word.raw[0] in "<>" or word.raw in ("&>", "&>>")):
             skip = not word.raw[-1].isdigit()
-        elif word.operator:
+        elif word.is_operator:
             yield before, out
             before, out, skip = word.raw, ([word] if word.raw in "()" else []), False
         elif skip:
@@ -107,12 +109,12 @@ def _statements(words: Iterator[Word]) -> Iterator[tuple[str, list[Word]]]:
     yield before, out
 
 
-def _expand(word: Word, variables: Mapping[str, list[str]], split: bool = True) -> list[str]:
+def _expand_word(word: ShellWord, variables: Mapping[str, list[str]], split: bool = True) -> list[str]:
     """The words that a word becomes."""
     out = [""]
     empty = True
-    for piece in word.pieces:
-        values = expanded(piece.text, variables) if piece.expands else [piece.text]
+    for piece in word.segments:
+        values = expand_parameter(piece.text, variables) if piece.expands else [piece.text]
         if piece.expands and piece.splits and split:
             values = [each for value in values for each in re.split(r"[ \t\n]+", value) if each]
         if not values:
@@ -123,14 +125,14 @@ def _expand(word: Word, variables: Mapping[str, list[str]], split: bool = True) 
     return [] if empty and out == [""] and split else out
 
 
-def expanded(text: str, variables: Mapping[str, list[str]], depth: int = 0) -> list[str]:
+def expand_parameter(text: str, variables: Mapping[str, list[str]], depth: int = 0) -> list[str]:
     """The value of `$X`, `${...}`, `$((...))`; a command's output is never known."""
     if text.startswith("$(("):
-        return [_sum(text[3:-2], variables)]
+        return [_arithmetic(text[3:-2], variables)]
     inner = text[2:-1] if text.startswith("${") else text[1:] if text.startswith("$") and text[1:2] != "(" else ""
-    found = BRACED.fullmatch(inner)
+    found = PARAMETER.fullmatch(inner)
     if not found or depth > 20:
-        return [_unknown(text)]
+        return [_mark_unknown(text)]
     name, every, operator, default = found.groups()
     value = variables.get(name)
     if value is not None and (value != [""] or operator in ("-", "=")):
@@ -139,22 +141,22 @@ def expanded(text: str, variables: Mapping[str, list[str]], depth: int = 0) -> l
         pieces = []
         place = 0
         while place < len(default):
-            piece, place = piece_of(default, place, "\\", False, 0, name)
-            pieces += expanded(piece.text, variables, depth + 1) if piece.expands else [piece.text]
+            piece, place = read_segment(default, place, "\\", False, 0, name)
+            pieces += expand_parameter(piece.text, variables, depth + 1) if piece.expands else [piece.text]
         return ["".join(pieces).strip("\"'")]
     if value is not None or name in "@*":
         return [] if every or name in "@*" else [""]
-    return [_unknown(name)]
+    return [_mark_unknown(name)]
 
 
-def _unknown(text: str) -> str:
+def _mark_unknown(text: str) -> str:
     """With spaces that do not split words."""
-    return UNKNOWN + re.sub(r"\s", "\u00a0", text[:40]) + UNKNOWN
+    return UNKNOWN_MARK + re.sub(r"\s", "\u00a0", text[:40]) + UNKNOWN_MARK
 
 
-def _sum(text: str, variables: Mapping[str, list[str]]) -> str:
+def _arithmetic(text: str, variables: Mapping[str, list[str]]) -> str:
     """Whole numbers and + - * / % between them, divided as bash does."""
-    unknown = _unknown(f"$(({text}))")
+    unknown = _mark_unknown(f"$(({text}))")
 
     def number(found: re.Match[str]) -> str:
         value = "".join(variables.get(found[1], ["?"]))
@@ -170,7 +172,7 @@ def _sum(text: str, variables: Mapping[str, list[str]]) -> str:
                 return number
             case ast.UnaryOp(ast.USub(), operand):
                 return -value(operand)
-            case ast.BinOp(left, operator, right) if type(operator) in SUMS:
+            case ast.BinOp(left, operator, right) if type(operator) in ARITHMETIC_OPS:
                 a, b = value(left), value(right)
                 if isinstance(operator, ast.Add | ast.Sub | ast.Mult):
                     return a + b if isinstance(operator, ast.Add) else a - b if isinstance(operator, ast.Sub) else a * b
