@@ -1,25 +1,40 @@
-# The two commands: `make train` and `make test`. Both set up what they need, on a machine that has never seen us.
-# `make test-xla` tests the path for Trainium1 in an environment of its own (docs/xla.md).
-.PHONY: train test test-xla check lock clean
+# `make train` and `make test` set up everything they need on a machine that has never seen this project.
+#   make test       lint, types and the fast tier of the tests (under ten minutes on two cores)
+#   make test-all   every test, the nightly ones included
+#   make test-part  one part of the nightly tests: make test-part PART=3/10
+#   make test-xla   the Trainium1 path on torch_xla, in an environment of its own
+.PHONY: train test test-all test-part test-xla check fast prepare lock clean
+
+PYTEST = .venv/bin/python -m pytest -n auto --maxprocesses=4 --dist loadgroup
 
 train:
 	@scripts/prepare run
 	@.venv/bin/trainyard train $(ARGS)
 
-test: check
-	@.venv/bin/python -m pytest $(ARGS)
+test: prepare
+	@$(MAKE) --no-print-directory -j2 check fast
+
+fast: prepare
+	@$(PYTEST) $(ARGS)
+
+test-all: prepare check
+	@TRAINYARD_EXAMPLES=1 $(PYTEST) --nightly $(ARGS)
+
+test-part: prepare
+	@TRAINYARD_EXAMPLES=1 $(PYTEST) --nightly-part $(PART) $(ARGS)
 
 test-xla:
 	@start=$$(scripts/xla_environment) && "$$start" -m pytest tests/xla $(ARGS)
 
-check:
-	@scripts/prepare test
+check: prepare
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 
-lock:
+prepare:
 	@scripts/prepare test
+
+lock: prepare
 	@.venv/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[test,lint]' 'torch==2.13.0'
 	@.venv/bin/python scripts/lock.py
 

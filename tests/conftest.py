@@ -3,7 +3,9 @@
 import hashlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests make their own models; nothing is downloaded
 os.environ.setdefault("COLUMNS", "200")
@@ -20,6 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LEFT_OUT = pytest.StashKey[int]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the nightly tests too")
     parser.addoption("--nightly-part", metavar="K/N", help="run only the K-th of N parts of the nightly tests")
@@ -30,36 +35,48 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--nightly-part")
     if part:
         index, count = (int(number) for number in part.split("/"))
-        kept = [item for item in items if _is_nightly(item) and _bucket(item, count) == index % count]
+        selected = [item for item in items if _is_nightly(item) and _part_of(item, count) == index % count]
     elif config.getoption("--nightly") or any("::" in argument for argument in config.args):
-        return
+        selected = items[:]
     else:
-        kept = [item for item in items if not _is_nightly(item)]
-    left_out = [item for item in items if item not in set(kept)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        selected = [item for item in items if not _is_nightly(item)]
+    config.stash[LEFT_OUT] = len(items) - len(selected)
+    items[:] = selected
 
 
 def _is_nightly(item: pytest.Item) -> bool:
     return item.get_closest_marker("nightly") is not None
 
 
-def _bucket(item: pytest.Item, count: int) -> int:
-    """Which part a test is in. A pool of ranks or a compile cache serves a whole file, so that files stay together."""
+def _part_of(item: pytest.Item, count: int) -> int:
     return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:4], "big") % count
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # an xdist worker: tell the controller, which collects no tests itself
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+class _XdistHooks:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_XdistHooks())
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    stats = terminalreporter.stats
-    deselected = len(stats.get("deselected", []))
-    reasons: dict[str, int] = {}
-    for report in stats.get("skipped", []):
-        reason = str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "?"
-        reasons[reason] = reasons.get(reason, 0) + 1
-    skipped = [f"{count} skipped ({reason})" for reason, count in sorted(reasons.items())]
-    nightly = [f"{deselected} nightly tests (make test-all runs them)"] if deselected else []
-    terminalreporter.write_line("Left out: " + ("; ".join(nightly + skipped) or "nothing"))
+    """One line that says what this run did not run, and why."""
+    reasons = Counter(
+        str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "no reason given"
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    left_out = config.stash.get(LEFT_OUT, 0)
+    lines = [f"{left_out} nightly tests (make test-all runs them)"] if left_out else []
+    lines += [f"{count} skipped ({reason})" for reason, count in sorted(reasons.items())]
+    terminalreporter.write_line("Left out: " + ("; ".join(lines) or "nothing"))
 
 
 @pytest.fixture(autouse=True)
