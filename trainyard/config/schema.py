@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, field_validator, model_validator
 
-from trainyard import devices
 from trainyard.config.base import Section, nearest_multiples
 from trainyard.config.model_schema import BertConfig, ModelSection, PositiveInt
+from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 FunctionPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
@@ -347,16 +347,16 @@ class DeviceSection(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in devices.DEVICE_NAMES:
-            raise ValueError(f"not one of {', '.join(devices.DEVICE_NAMES)}; nearest: {devices.DEVICE_NAMES[0]}")
+        if name not in DEVICE_NAMES:
+            raise ValueError(f"not one of {', '.join(DEVICE_NAMES)}; nearest: {DEVICE_NAMES[0]}")
         return name
 
     @field_validator("attention")
     @classmethod
     def _some_device_has(cls, attention: str) -> str:
-        if attention not in devices.ATTENTION_KERNELS:
+        if attention not in ATTENTION_KERNELS:
             raise ValueError(
-                f"not one of {', '.join(devices.ATTENTION_KERNELS)}; nearest: {devices.ATTENTION_KERNELS[0]}"
+                f"not one of {', '.join(ATTENTION_KERNELS)}; nearest: {ATTENTION_KERNELS[0]}"
             )
         return attention
 

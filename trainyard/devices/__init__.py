@@ -1,18 +1,17 @@
-"""One small file per device. Nothing outside this package names one."""
+"""One small file per device; no other package names a device.
 
-from trainyard.core.errors import UserError
-from trainyard.devices.base import CompileOptions, Device, PeakThroughput
-from trainyard.devices.cpu import CpuDevice
-from trainyard.devices.cuda import CudaDevice
-from trainyard.devices.meta import MetaDevice, as_fake
-from trainyard.devices.neuron.device import NeuronDevice
-from trainyard.devices.neuron.xla_device import XlaDevice
+Exports load on first use, so that importing devices.names (to check a config) does not import torch.
+"""
 
-DEVICES: tuple[type[Device], ...] = (CudaDevice, NeuronDevice, XlaDevice, CpuDevice)
-"""In the order in which `auto` prefers them."""
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-DEVICE_NAMES = ("auto", *(device.name for device in DEVICES))
-ATTENTION_KERNELS = ("auto", *(name for device in DEVICES for name in device.attention_kernels))
+from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
+
+if TYPE_CHECKING:
+    from trainyard.devices.base import CompileOptions, Device, PeakThroughput
+    from trainyard.devices.meta import MetaDevice, as_fake
+    from trainyard.devices.registry import DEVICES, select
 
 __all__ = [
     "ATTENTION_KERNELS",
@@ -26,12 +25,18 @@ __all__ = [
     "select",
 ]
 
+_EXPORTS = {
+    "DEVICES": "registry",
+    "CompileOptions": "base",
+    "Device": "base",
+    "MetaDevice": "meta",
+    "PeakThroughput": "base",
+    "as_fake": "meta",
+    "select": "registry",
+}
 
-def select(name: str) -> Device:
-    """The device called `name`; `auto` takes the best that this machine has."""
-    here = [device for device in DEVICES if device.available()]
-    for device in here:
-        if name in ("auto", device.name):
-            return device()
-    why = next((device.unavailable_reason() for device in DEVICES if device.name == name), "not known")
-    raise UserError(f"device.name={name}: {why}; here: {', '.join(device.name for device in here)}, auto")
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'trainyard.devices' has no attribute {name!r}")
+    return getattr(import_module(f"trainyard.devices.{_EXPORTS[name]}"), name)
