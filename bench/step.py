@@ -83,12 +83,12 @@ def transformers_step(config: Config, compiled: bool, device: torch.device) -> S
         full = torch.full_like(tokens, -100)
         for row in range(len(tokens)):
             used = labels[row] != -100
-            full[row, batch["places"][row][used].long()] = labels[row][used]
+            full[row, batch["masked_positions"][row][used].long()] = labels[row][used]
         inputs |= {
-            "attention_mask": batch["mask"].long(),
-            "token_type_ids": batch["segments"].long(),
+            "attention_mask": batch["attention_mask"].long(),
+            "token_type_ids": batch["segment_ids"].long(),
             "labels": full,
-            "next_sentence_label": batch["next_sentence"].long(),
+            "next_sentence_label": batch["next_sentence_labels"].long(),
         }
     else:
         inputs |= {"labels": tokens}

@@ -36,8 +36,8 @@ def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> No
     batch["tokens"] = batch["tokens"] % 60 + 1
     tokens = batch["tokens"].long()
     if family == "bert":
-        out = theirs(input_ids=tokens, attention_mask=batch["mask"], token_type_ids=batch["segments"].long())
-        logits = out.prediction_logits.gather(1, batch["places"].long().unsqueeze(-1).expand(-1, -1, 128))
+        out = theirs(input_ids=tokens, attention_mask=batch["attention_mask"], token_type_ids=batch["segment_ids"].long())
+        logits = out.prediction_logits.gather(1, batch["masked_positions"].long().unsqueeze(-1).expand(-1, -1, 128))
     else:
         logits = theirs(input_ids=tokens).logits
     for model in (ours, trainer.model.eval()):
@@ -55,7 +55,7 @@ def test_a_run_starts_from_a_directory(tmp_path: Path) -> None:
     again = Trainer(
         configs.tiny_config(changed, **sections, data=text, checkpoint={"init_from": str(first.exported_weights)})
     )
-    batch = {**again.loader.batch(0), "key": torch.zeros(2, dtype=torch.int32)}
+    batch = {**again.loader.batch(0), "rng_key": torch.zeros(2, dtype=torch.int32)}
     total, count = again.loss_fn.terms(again.model(batch), batch)["lm"]
     _, model = load_model(first.exported_weights, "cpu")
     expected, _ = again.loss_fn.terms(model(batch), batch)["lm"]

@@ -116,8 +116,8 @@ def test_labels_that_count_nowhere_stay_so(tmp_path: Path) -> None:
         [-100, 3, 4, -100],
         [6, 7, -100, -100],
     ]
-    save(tmp_path / "mask", {"input_ids": ids, "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]]})
-    assert ArrowDataset([tmp_path / "mask"], 4).samples(np.arange(2))["labels"].tolist() == [
+    save(tmp_path / "attention_mask", {"input_ids": ids, "attention_mask": [[1, 1, 1, 1], [1, 1, 1, 0]]})
+    assert ArrowDataset([tmp_path / "attention_mask"], 4).samples(np.arange(2))["labels"].tolist() == [
         [2, 3, 4, -100],
         [6, 7, -100, -100],
     ]
@@ -138,10 +138,10 @@ def test_documents_are_kept_apart_as_other_sources_do(lengths: list[int], sequen
     columns = {"input_ids": wanted["tokens"], "labels": wanted["tokens"], "attention_mask": mask}
     with TemporaryDirectory() as directory:
         with ArrowDatasetWriter(Path(directory) / "x", COLUMNS) as writer:
-            writer.add({**columns, "position_ids": wanted["positions"]})
+            writer.add({**columns, "position_ids": wanted["position_ids"]})
         found = ArrowDataset([Path(directory) / "x"], sequence, True).samples(np.arange(whole - 1))
         assert found.keys() == wanted.keys()
-        for name in ("tokens", "documents", "positions"):
+        for name in ("tokens", "document_ids", "position_ids"):
             assert np.array_equal(found[name], wanted[name])
         assert np.array_equal(found["labels"][:, :-1], wanted["labels"][:, :-1])
 

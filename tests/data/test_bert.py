@@ -87,15 +87,15 @@ def batch(recipe: BertOptions, found: TokenizedText, chunk: int = 0) -> Batch:
     records = make_samples(found, recipe, load_bert_tokenizer(recipe.tokenizer)[1], chunk)
     bits = {
         name: np.unpackbits(records[name], axis=1, count=recipe.seq_len).astype(np.int32)
-        for name in ("mask", "segments")
+        for name in ("attention_mask", "segment_ids")
     }
     return {**{name: records[name].astype(np.int32) for name in records.dtype.names if name not in bits}, **bits}
 
 
 def unmasked(found: Batch) -> NDArray[np.int32]:
     tokens = found["tokens"].copy()
-    rows, columns = np.nonzero(found["places"])
-    tokens[rows, found["places"][rows, columns]] = found["labels"][rows, columns]
+    rows, columns = np.nonzero(found["masked_positions"])
+    tokens[rows, found["masked_positions"][rows, columns]] = found["labels"][rows, columns]
     return tokens
 
 
@@ -113,7 +113,7 @@ def made(
 
 def test_samples_are_two_segments_between_special_tokens(vocab: TokenizerSpec) -> None:
     found = batch(BertOptions(vocab, 64, 10, dupe_factor=3), text())
-    tokens, mask, segments = unmasked(found), found["mask"], found["segments"]
+    tokens, mask, segments = unmasked(found), found["attention_mask"], found["segment_ids"]
     lengths = mask.sum(1)
     assert (np.diff(mask, axis=1) <= 0).all()
     assert (tokens[:, 0] == 2).all()
@@ -133,7 +133,7 @@ def test_samples_are_two_segments_between_special_tokens(vocab: TokenizerSpec) -
 def test_a_true_pair_is_one_run_of_text_and_a_random_one_is_of_two_documents(vocab: TokenizerSpec) -> None:
     found = batch(BertOptions(vocab, 64, 10, dupe_factor=4), text())
     checked = 0
-    for row, length, apart in zip(unmasked(found), found["mask"].sum(1), found["next_sentence"], strict=True):
+    for row, length, apart in zip(unmasked(found), found["attention_mask"].sum(1), found["next_sentence_labels"], strict=True):
         first, second = np.flatnonzero(row == 3)
         a, b = row[1:first] - 5, row[first + 1 : second] - 5
         assert (np.diff(a) == 1).all()
@@ -181,7 +181,7 @@ def test_half_of_the_pairs_are_random(vocab: TokenizerSpec) -> None:
 
 def test_one_document_in_ten_gives_short_samples(vocab: TokenizerSpec) -> None:
     lengths = [
-        batch(BertOptions(vocab, 128, 20, short_seq_prob=short), text(), 1)["mask"].sum(1) for short in (0.0, 0.1, 1.0)
+        batch(BertOptions(vocab, 128, 20, short_seq_prob=short), text(), 1)["attention_mask"].sum(1) for short in (0.0, 0.1, 1.0)
     ]
     below = [(each < 90).mean() for each in lengths]
     assert below[0] < 0.2 < below[1] < 0.5 < below[2]
@@ -194,13 +194,13 @@ def test_a_document_alone_has_true_pairs_only(vocab: TokenizerSpec) -> None:
     )
     found = batch(BertOptions(vocab, 64, 10), alone)
     assert len(found["tokens"]) > 2
-    assert not found["next_sentence"].any()
+    assert not found["next_sentence_labels"].any()
 
 
 @pytest.mark.parametrize("whole_word", [False, True])
 def test_masks_are_fifteen_percent_in_three_kinds(vocab: TokenizerSpec, whole_word: bool) -> None:
     found = batch(BertOptions(vocab, 128, 20, short_seq_prob=0.2, dupe_factor=20, whole_word_mask=whole_word), text())
-    places, labels, lengths = found["places"], found["labels"], found["mask"].sum(1)
+    places, labels, lengths = found["masked_positions"], found["labels"], found["attention_mask"].sum(1)
     counts = (places > 0).sum(1)
     wanted = np.clip(np.rint(0.15 * lengths), 1, 20)
     assert (counts <= wanted).all()
@@ -231,7 +231,7 @@ def test_pieces_of_a_word_are_masked_together(vocab: TokenizerSpec) -> None:
     found, inside = batch(recipe, text()), load_bert_tokenizer(vocab)[1].inside
     assert inside[5:].mean() == pytest.approx(1 / 3)
     tokens = unmasked(found)
-    for row, places in zip(tokens, found["places"], strict=True):
+    for row, places in zip(tokens, found["masked_positions"], strict=True):
         chosen = set(places[places > 0].tolist())
         for at in range(2, 64):
             if inside[row[at]] and row[at - 1] >= 5:
@@ -323,7 +323,7 @@ def test_text_files_and_bad_lines(vocab: TokenizerSpec, tmp_path: Path) -> None:
     assert counts.documents == 6
     assert [(each.path, each.location) for each in wrong] == [(bad, "line 2"), (bad, "line 3")]
     source = BertHdf5Dataset([tmp_path / "out" / "x_training_00000.hdf5"], 64, 10)
-    assert source.samples(np.arange(len(source)))["next_sentence"].any()
+    assert source.samples(np.arange(len(source)))["next_sentence_labels"].any()
 
 
 def test_what_cannot_be_made_is_said(vocab: TokenizerSpec, tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ def test_the_built_in_text_is_the_same_everywhere() -> None:
 def test_masked_pairs_are_what_bert_expects() -> None:
     config = configs.tiny_config("bert", data={"seq_len": 32, "max_predictions": 5})
     batch = SyntheticSentencePairs(config).samples(np.arange(200, dtype=np.int64))
-    tokens, mask, places, labels = (batch[name] for name in ("tokens", "mask", "places", "labels"))
-    assert tokens.shape == mask.shape == batch["segments"].shape == (200, 32)
+    tokens, mask, places, labels = (batch[name] for name in ("tokens", "attention_mask", "masked_positions", "labels"))
+    assert tokens.shape == mask.shape == batch["segment_ids"].shape == (200, 32)
     assert places.shape == labels.shape == (200, 5)
     counted = labels != -100
     assert (counted.sum(1) >= 1).all()
@@ -135,8 +135,8 @@ def test_masked_pairs_are_what_bert_expects() -> None:
         used = places[row][counted[row]]
         assert len(set(used)) == len(used)
         assert (mask[row][used] == 1).all()
-    assert 0.35 < batch["next_sentence"].mean() < 0.65
-    assert (batch["segments"][mask == 0] == 0).all()
+    assert 0.35 < batch["next_sentence_labels"].mean() < 0.65
+    assert (batch["segment_ids"][mask == 0] == 0).all()
 
 
 @pytest.mark.parametrize("source", ["text", "synthetic"])
@@ -145,5 +145,5 @@ def test_separate_documents_reach_the_batch(source: str) -> None:
         data={"source": source, "document_mask": True, "seq_len": 64}, model={**configs.LLAMA, "vocab": 260}
     )
     samples = build_datasets(config)[0].samples(np.arange(20))
-    assert 0 < samples["documents"].max() < 20
-    assert samples["positions"].max() < 64
+    assert 0 < samples["document_ids"].max() < 20
+    assert samples["position_ids"].max() < 64

@@ -55,7 +55,7 @@ def save(path: Path, found: Arrays, **options: Any) -> Path:
 
 def plainly(paths: list[Path]) -> Arrays:
     """As the reference's loader does it: a row of labels for all tokens."""
-    rows: dict[str, list[Any]] = {"tokens": [], "segments": [], "mask": [], "labels": [], "next_sentence": []}
+    rows: dict[str, list[Any]] = {"tokens": [], "segment_ids": [], "attention_mask": [], "labels": [], "next_sentence_labels": []}
     for path in paths:
         with h5py.File(path) as file:
             found = {name: file[name][:] for name in file}
@@ -66,20 +66,20 @@ def plainly(paths: list[Path]) -> Arrays:
             count = zeros[0] if len(zeros) else len(places)
             labels[places[:count]] = found["masked_lm_ids"][number][:count]
             rows["tokens"].append(found["input_ids"][number])
-            rows["segments"].append(found["segment_ids"][number])
-            rows["mask"].append(found["input_mask"][number])
+            rows["segment_ids"].append(found["segment_ids"][number])
+            rows["attention_mask"].append(found["input_mask"][number])
             rows["labels"].append(labels)
-            rows["next_sentence"].append(found["next_sentence_labels"][number])
+            rows["next_sentence_labels"].append(found["next_sentence_labels"][number])
     return {name: np.stack(each) for name, each in rows.items()}
 
 
 def as_plain(batch: dict[str, NDArray[np.int32]]) -> Arrays:
     """Labels at places, as labels of all tokens."""
     labels = np.full(batch["tokens"].shape, -100)
-    for row, (places, here) in enumerate(zip(batch["places"], batch["labels"], strict=True)):
+    for row, (places, here) in enumerate(zip(batch["masked_positions"], batch["labels"], strict=True)):
         assert ((here == -100) == (places == 0)).all()
         labels[row, places[places > 0]] = here[places > 0]
-    return {**{name: batch[name] for name in ("tokens", "segments", "mask", "next_sentence")}, "labels": labels}
+    return {**{name: batch[name] for name in ("tokens", "segment_ids", "attention_mask", "next_sentence_labels")}, "labels": labels}
 
 
 def same(one: Arrays, other: Arrays) -> bool:
@@ -114,7 +114,7 @@ def test_files_are_read_as_the_reference_reads_them(tmp_path: Path, options: dic
 def test_large_vocabularies_and_more_places_than_the_file_has(tmp_path: Path) -> None:
     path = save(tmp_path / "x.hdf5", arrays(20, vocab=200_000))
     batch = BertHdf5Dataset([path], SEQUENCE, 7).samples(np.arange(20))
-    assert batch["places"].shape == batch["labels"].shape == (20, 7)
+    assert batch["masked_positions"].shape == batch["labels"].shape == (20, 7)
     assert same(as_plain(batch), plainly([path]))
 
 
@@ -122,7 +122,7 @@ def test_what_follows_the_first_zero_does_not_count(tmp_path: Path) -> None:
     found = arrays(1)
     found["masked_lm_positions"][0], found["masked_lm_ids"][0] = [3, 0, 5, 6], [10, 11, 12, 13]
     batch = BertHdf5Dataset([save(tmp_path / "x.hdf5", found)], SEQUENCE, PREDICTIONS).samples(np.arange(1))
-    assert batch["places"].tolist() == [[3, 0, 0, 0]]
+    assert batch["masked_positions"].tolist() == [[3, 0, 0, 0]]
     assert batch["labels"].tolist() == [[10, -100, -100, -100]]
 
 
@@ -130,18 +130,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     records = np.zeros(5000, record_dtype(512, 80, VOCAB))
     draw = np.random.default_rng(0)
     records["tokens"], records["labels"] = draw.integers(1, VOCAB, (5000, 512)), draw.integers(1, VOCAB, (5000, 80))
-    records["places"] = np.arange(1, 81)
-    records["mask"], records["next_sentence"] = 255, draw.integers(0, 2, 5000)
+    records["masked_positions"] = np.arange(1, 81)
+    records["attention_mask"], records["next_sentence_labels"] = 255, draw.integers(0, 2, 5000)
     blocks = np.split(records, [1, 1, 700, 701, 3000])
     write_samples(tmp_path / "x.hdf5", iter(blocks), BertShape(5000, 512, 80))
     with h5py.File(tmp_path / "x.hdf5") as file:
         assert np.array_equal(file["input_ids"][:], records["tokens"])
         assert np.array_equal(file["masked_lm_ids"][:], records["labels"])
     batch = BertHdf5Dataset([tmp_path / "x.hdf5"], 512, 80).samples(np.arange(5000))
-    for name in ("tokens", "labels", "places", "next_sentence"):
+    for name in ("tokens", "labels", "masked_positions", "next_sentence_labels"):
         assert np.array_equal(batch[name], records[name])
-    assert batch["mask"].all()
-    assert not batch["segments"].any()
+    assert batch["attention_mask"].all()
+    assert not batch["segment_ids"].any()
 
 
 def test_unpacked_once_and_again_when_a_file_changes(tmp_path: Path) -> None:
@@ -285,10 +285,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Arrays
     path = where / "whole.hdf5"
     found = arrays(40)
     records = np.zeros(40, record_dtype(SEQUENCE, PREDICTIONS, VOCAB))
-    records["tokens"], records["next_sentence"] = found["input_ids"], found["next_sentence_labels"]
-    records["places"], records["labels"] = found["masked_lm_positions"], found["masked_lm_ids"]
-    records["mask"] = np.packbits(found["input_mask"].astype(bool), axis=1)
-    records["segments"] = np.packbits(found["segment_ids"].astype(bool), axis=1)
+    records["tokens"], records["next_sentence_labels"] = found["input_ids"], found["next_sentence_labels"]
+    records["masked_positions"], records["labels"] = found["masked_lm_positions"], found["masked_lm_ids"]
+    records["attention_mask"] = np.packbits(found["input_mask"].astype(bool), axis=1)
+    records["segment_ids"] = np.packbits(found["segment_ids"].astype(bool), axis=1)
     write_samples(path, [records], BertShape(40, SEQUENCE, PREDICTIONS))
     return where, path.read_bytes(), plainly([path])
 

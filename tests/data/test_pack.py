@@ -141,8 +141,8 @@ def test_what_is_packed_is_what_training_reads(tmp_path: Path) -> None:
     found = ArrowDataset([tmp_path / "out"], 4, document_mask=True).samples(np.arange(3))
     assert found["tokens"].tolist() == [[5, 6, 7, 3], [8, 3, 9, 10], [11, 12, 13, 3]]
     assert found["labels"].tolist() == [[6, 7, 3, -100], [3, 9, 10, -100], [12, 13, 3, -100]]
-    assert found["documents"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
-    assert found["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 3]]
+    assert found["document_ids"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert found["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 3]]
 
 
 def test_sequences_that_do_not_lie_in_order_are_read_by_their_places(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_an_epoch_has_every_token_once_however_it_is_divided(
     labels, tokens = [], []
     for step in range(epoch * count // batch, -(-(epoch + 1) * count // batch)):
         parts = [loader.batch(step, slice(r * batch // ranks, (r + 1) * batch // ranks)) for r in range(ranks)]
-        index = step * batch + np.concatenate([part["sample"] for part in parts])
+        index = step * batch + np.concatenate([part["sample_ids"] for part in parts])
         here = (index >= epoch * count) & (index < (epoch + 1) * count)
         labels.append(np.concatenate([part["labels"] for part in parts])[here])
         tokens.append(np.concatenate([part["tokens"] for part in parts])[here])
@@ -87,11 +87,11 @@ def test_documents_are_told_apart(sizes: list[int], sequence: int, separate: boo
                 assert token == next_token - 1
             if separate and next_token <= total:
                 first = max(begins[own[token]], number * sequence)
-                assert sample["positions"][place] == token - first
-                assert (sample["documents"][place] == sample["documents"][max(place - 1, 0)]) == (
+                assert sample["position_ids"][place] == token - first
+                assert (sample["document_ids"][place] == sample["document_ids"][max(place - 1, 0)]) == (
                     first != token or place == 0
                 )
-    assert ("documents" in sample) == separate
+    assert ("document_ids" in sample) == separate
 
 
 @given(LENGTHS, st.integers(1, 25), st.integers(1, 60), st.integers(0, 2**31))

@@ -43,8 +43,8 @@ def hdf5(directory: Path) -> dict[str, Any]:
     samples = np.zeros(30, record_dtype(16, 4, 128))
     rng = np.random.RandomState(0)
     samples["tokens"] = rng.randint(4, 128, (30, 16))
-    samples["labels"], samples["places"] = rng.randint(4, 128, (30, 4)), [1, 3, 5, 7]
-    samples["mask"], samples["next_sentence"] = 0xFF, rng.randint(0, 2, 30)
+    samples["labels"], samples["masked_positions"] = rng.randint(4, 128, (30, 4)), [1, 3, 5, 7]
+    samples["attention_mask"], samples["next_sentence_labels"] = 0xFF, rng.randint(0, 2, 30)
     write_hdf5(directory / "x_training_00000.hdf5", [samples], BertShape(30, 16, 4))
     return {"source": "hdf5", "paths": [str(directory / "*_training_*.hdf5")], "max_predictions": 4}
 

@@ -45,7 +45,7 @@ def _without_job(which: Callable[[ReplicaSync, Group], bool]) -> Any:
         real(self, sums)
         self.jobs = kept
 
-    return patch.object(ReplicaSync, "sum", broken)
+    return patch.object(ReplicaSync, "sum_gradients", broken)
 
 
 def _data_not_summed() -> Any:
@@ -57,7 +57,7 @@ def _data_not_summed() -> Any:
             self.flat.scatter_to_shards(bucket, self.gradients, dealt)
             self.reduced_grads[bucket.shard_range] = dealt[self.group.rank]
 
-    quiet = patch.object(GradientReducer, "arrived", lambda self, name: None)
+    quiet = patch.object(GradientReducer, "on_grad_ready", lambda self, name: None)
     return _both(patch.object(GradientReducer, "finish", broken), quiet)
 
 
@@ -75,7 +75,7 @@ def _mean_of_means() -> Any:
         counts = x.shape == (2,) and bool((x > 1).all())  # what the step asks ahead: masked words and pairs
         return x * self.size if counts and self.size > 1 else real(self, x)
 
-    return patch.object(Group, "sum", broken)
+    return patch.object(Group, "all_reduce_sum", broken)
 
 
 def _copies_counted_in_norm() -> Any:
@@ -85,14 +85,14 @@ def _copies_counted_in_norm() -> Any:
         self.replica_weight = torch.ones_like(self.replica_weight)
         return real(self, squares)
 
-    return patch.object(ReplicaSync, "together", broken)
+    return patch.object(ReplicaSync, "reduce_norms", broken)
 
 
 def _dropout_by_rank() -> Any:
     real = TransformerStage.draws
 
     def broken(self: TransformerStage, batch: models.Batch) -> Any:
-        return real(self, {**batch, "sample": batch["sample"] + _rank()})
+        return real(self, {**batch, "sample_ids": batch["sample_ids"] + _rank()})
 
     return patch.object(TransformerStage, "draws", broken)
 
@@ -124,7 +124,7 @@ def _rank_dependent_init() -> Any:
     def broken(blueprint: Any, seed: int, *rest: Any) -> Any:
         return real(blueprint, seed + _rank(), *rest)
 
-    return patch.object(trainer, "initial", broken)
+    return patch.object(trainer, "initial_values", broken)
 
 
 def _batch_shifted() -> Any:
@@ -140,7 +140,7 @@ def _batch_shifted() -> Any:
 
 def _traced() -> Any:
     """No error: attention in plain operations over gathered keys."""
-    return patch.object(CpuDevice, "traces_attention", True)
+    return patch.object(CpuDevice, "decomposes_attention", True)
 
 
 PLANT: dict[str, Callable[[], Any]] = {
@@ -157,6 +157,6 @@ PLANT: dict[str, Callable[[], Any]] = {
     "softmax-of-own-words": _softmax_of_own_words,
     "rank-dependent-init": _rank_dependent_init,
     "batch-shifted": _batch_shifted,
-    "gathered-out-of-order": lambda: _both(_traced(), patch.object(CoreAttention, "_seen", lambda *_: None)),
+    "gathered-out-of-order": lambda: _both(_traced(), patch.object(CoreAttention, "_visible_keys", lambda *_: None)),
     "traced": _traced,
 }

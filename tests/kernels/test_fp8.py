@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.kernels import fp8_linear
 from trainyard.kernels.fp8_linear import Amax, Fp8Matrix, Fp8Options, fp8_linear, fp8_linear_reference
 from trainyard.models.output import ModelOutput
-from trainyard.train.cross_entropy import IGNORE_INDEX, DenseHeadGemm, Fp8HeadGemm, chunked_cross_entropy
+from trainyard.train.cross_entropy import DenseHeadGemm, Fp8HeadGemm, chunked_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

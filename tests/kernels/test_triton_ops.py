@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainyard.core.counter_rng import key32, row_seeds
-from trainyard.kernels.reference import Kernels, RowDrops
+from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counter_rng import DropoutRng, key32, row_seeds
+from trainyard.kernels.reference import Kernels
 from trainyard.kernels.triton.column_sums import add_column_sums_
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models.output import ModelOutput
-from trainyard.train.cross_entropy import IGNORE_INDEX, torch_chunk_loss
+from trainyard.train.cross_entropy import torch_chunk_loss
 from trainyard.train.optim.optimizer import accumulate_into
 from trainyard.train.optim.update_rules import adamw_, adamw_stochastic_rounding_
 
@@ -52,11 +53,11 @@ def compare(function: str, dtype: torch.dtype, tensors: list[Tensor], *rest: obj
         close(x.grad, y.grad.to(dtype), dtype)
 
 
-def row_drops(p: float) -> RowDrops | None:
+def row_drops(p: float) -> DropoutRng | None:
     """For rows [2, 7]."""
     key, site = (torch.tensor(key32(word), dtype=torch.int32, device=DEVICE) for word in ("key", "site"))
     numbers = torch.arange(14, dtype=torch.int32, device=DEVICE).view(2, 7)
-    return RowDrops(p, *row_seeds(key, numbers, numbers * 3), site[0]) if p else None
+    return DropoutRng(p, *row_seeds(key, numbers, numbers * 3), site[0]) if p else None
 
 
 @DTYPES

@@ -20,7 +20,7 @@ from trainyard.parallel.tensor_parallel import ContextAxis, TensorAxis
 
 def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> Draw:
     key = torch.tensor(key32(0, "step", step), dtype=torch.int32)
-    batch = {"key": key, "sample": torch.tensor(samples, dtype=torch.int32)}
+    batch = {"rng_key": key, "sample_ids": torch.tensor(samples, dtype=torch.int32)}
     return make_draw(batch, torch.tensor(tokens, dtype=torch.int32))
 
 

@@ -98,7 +98,7 @@ def ours(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> tuple[Any,
 def batch_for(family: str) -> dict[str, Tensor]:
     torch.manual_seed(2)
     tokens = torch.randint(1, 97, (3, 24), dtype=torch.int32)  # 0 is padding to transformers' BERT
-    batch = {"tokens": tokens, "sample": torch.arange(3, dtype=torch.int32), "key": torch.zeros(2, dtype=torch.int32)}
+    batch = {"tokens": tokens, "sample_ids": torch.arange(3, dtype=torch.int32), "rng_key": torch.zeros(2, dtype=torch.int32)}
     if family != "bert":
         labels = torch.randint(0, 97, (3, 24), dtype=torch.int32)
         labels[0, :5] = -100
@@ -111,11 +111,11 @@ def batch_for(family: str) -> dict[str, Tensor]:
     tokens[2, 20:] = 0
     segments = (torch.arange(24) > 10).int().expand(3, 24).contiguous()
     return batch | {
-        "places": places,
+        "masked_positions": places,
         "labels": labels,
-        "mask": mask,
-        "segments": segments,
-        "next_sentence": torch.tensor([0, 1, 1]),
+        "attention_mask": mask,
+        "segment_ids": segments,
+        "next_sentence_labels": torch.tensor([0, 1, 1]),
     }
 
 
@@ -128,16 +128,16 @@ def reference_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -
         return logits, cross_entropy(logits.flatten(0, 1), batch["labels"].long().flatten(), ignore_index=-100)
     full = torch.full((3, 24), -100)
     for row in range(3):
-        for place, label in zip(batch["places"][row].tolist(), batch["labels"][row].tolist(), strict=True):
+        for place, label in zip(batch["masked_positions"][row].tolist(), batch["labels"][row].tolist(), strict=True):
             full[row, place] = label
     out = model(
         input_ids=tokens,
-        attention_mask=batch["mask"].long(),
-        token_type_ids=batch["segments"].long(),
+        attention_mask=batch["attention_mask"].long(),
+        token_type_ids=batch["segment_ids"].long(),
         labels=full,
-        next_sentence_label=batch["next_sentence"],
+        next_sentence_label=batch["next_sentence_labels"],
     )
-    places = batch["places"].long().unsqueeze(-1).expand(-1, -1, out.prediction_logits.shape[-1])
+    places = batch["masked_positions"].long().unsqueeze(-1).expand(-1, -1, out.prediction_logits.shape[-1])
     return out.prediction_logits.gather(1, places), out.loss
 
 

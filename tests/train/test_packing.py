@@ -19,7 +19,7 @@ from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models import Batch
 from trainyard.train import micro_batches
 from trainyard.train.cuda_graphs import MAX_GRAPHS, CudaGraphRunner
-from trainyard.train.micro_batches import ROUND, padding_free_micro_batches
+from trainyard.train.micro_batches import PACKED_LENGTH_MULTIPLE, padding_free_micro_batches
 
 HERE = devices.select("auto")
 """Where there is no GPU kernels run on the CPU, in an interpreter."""
@@ -31,12 +31,12 @@ def batch_of(lengths: list[int], sequence: int, places: int) -> Batch:
     number = torch.arange(count * sequence, dtype=torch.int32).view(count, sequence) + 1
     return {
         "tokens": number * mask,
-        "segments": mask * (number % 2),
-        "mask": mask,
-        "places": torch.stack([torch.randint(0, length, (places,), dtype=torch.int32) for length in lengths]),
+        "segment_ids": mask * (number % 2),
+        "attention_mask": mask,
+        "masked_positions": torch.stack([torch.randint(0, length, (places,), dtype=torch.int32) for length in lengths]),
         "labels": torch.randint(0, 9, (count, places), dtype=torch.int32),
-        "next_sentence": torch.randint(0, 2, (count,), dtype=torch.int32),
-        "sample": torch.arange(100, 100 + count, dtype=torch.int32),
+        "next_sentence_labels": torch.randint(0, 2, (count,), dtype=torch.int32),
+        "sample_ids": torch.arange(100, 100 + count, dtype=torch.int32),
     }
 
 
@@ -49,31 +49,31 @@ def test_packing_loses_and_invents_nothing(case: tuple[int, list[int]]) -> None:
     assert len(parts) == len(lengths) // micro
     seen: list[int] = []
     for part in parts:
-        starts = part["starts"].tolist()
+        starts = part["cu_seqlens"].tolist()
         assert len(starts) == micro + 1
-        assert part["tokens"].shape[1] % ROUND == 0
-        assert part["tokens"].shape[1] - starts[-1] < ROUND
+        assert part["tokens"].shape[1] % PACKED_LENGTH_MULTIPLE == 0
+        assert part["tokens"].shape[1] - starts[-1] < PACKED_LENGTH_MULTIPLE
         assert not part["tokens"][0, starts[-1] :].any()
         for s, (begin, end) in enumerate(pairwise(starts)):
-            sample = int(part["sample"][0, begin])
+            sample = int(part["sample_ids"][0, begin])
             row = sample - 100
             seen.append(row)
             assert end - begin == lengths[row]
             assert torch.equal(part["tokens"][0, begin:end], batch["tokens"][row, : end - begin])
-            assert torch.equal(part["segments"][0, begin:end], batch["segments"][row, : end - begin])
-            assert part["positions"][0, begin:end].tolist() == list(range(end - begin))
-            assert set(part["sample"][0, begin:end].tolist()) == {sample}
-            places = part["places"].view(micro, -1)[s].long()
-            assert torch.equal(part["tokens"][0, places], batch["tokens"][row, batch["places"][row].long()])
+            assert torch.equal(part["segment_ids"][0, begin:end], batch["segment_ids"][row, : end - begin])
+            assert part["position_ids"][0, begin:end].tolist() == list(range(end - begin))
+            assert set(part["sample_ids"][0, begin:end].tolist()) == {sample}
+            places = part["masked_positions"].view(micro, -1)[s].long()
+            assert torch.equal(part["tokens"][0, places], batch["tokens"][row, batch["masked_positions"][row].long()])
             assert torch.equal(part["labels"][s], batch["labels"][row])
-            assert part["next_sentence"][s] == batch["next_sentence"][row]
+            assert part["next_sentence_labels"][s] == batch["next_sentence_labels"][row]
     assert sorted(seen) == list(range(len(lengths)))
 
 
 def test_micro_batches_get_about_as_many_tokens() -> None:
     torch.manual_seed(1)
     lengths = torch.randint(10, 100, (256,)).tolist()
-    totals = [int(part["starts"][-1]) for part in padding_free_micro_batches(batch_of(lengths, 100, 2), 32)]
+    totals = [int(part["cu_seqlens"][-1]) for part in padding_free_micro_batches(batch_of(lengths, 100, 2), 32)]
     assert max(totals) - min(totals) < 100
     assert max(totals) - min(totals) < 0.03 * max(totals)
 
@@ -89,8 +89,8 @@ def small(model: dict[str, Any]) -> Config:
 
 
 def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    monkeypatch.setattr(type(HERE), "kernels", lambda self, own: kernels())
-    monkeypatch.setattr(micro_batches, "ROUND", 16)
+    monkeypatch.setattr(type(HERE), "kernels", lambda self, fused: kernels())
+    monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 16)
     trainer = Trainer(config)
     for model in trainer.models:
         model.train()
@@ -154,7 +154,7 @@ def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.M
         config = configs.tiny_config(
             configs.TINY_MODELS[family], train={"micro_batch": 2, "global_batch": 4}, compile={"cuda_graphs": replay}
         )
-        monkeypatch.setattr(CpuDevice, "records", replay)
+        monkeypatch.setattr(CpuDevice, "supports_graphs", replay)
         trainer = Trainer(config)
         for model in trainer.models:
             model.train()
@@ -166,8 +166,8 @@ def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph without a break, forward and backward, packed samples of any length included."""
-    monkeypatch.setattr(type(HERE), "kernels", lambda self, own: TritonKernels())
-    monkeypatch.setattr(micro_batches, "ROUND", 16)
+    monkeypatch.setattr(type(HERE), "kernels", lambda self, fused: TritonKernels())
+    monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 16)
     losses = []
     for compiled in (False, True):
         trainer = Trainer(small(configs.TINY_MODELS[family]))

@@ -81,7 +81,7 @@ def _trace(config: Config, model: models.TransformerStage, device: XlaDevice) ->
     weights = models.assign_parameters(model, lambda name: placeholder(shapes[name], compute))
     rows = (config.train.micro_batch, config.data.seq_len // config.layout.cp)
     batch = {name: placeholder(rows, torch.int32) for name in ("tokens", "labels")}
-    batch |= {"sample": placeholder(rows[:1], torch.int32), "key": placeholder((2,), torch.int32)}
+    batch |= {"sample_ids": placeholder(rows[:1], torch.int32), "rng_key": placeholder((2,), torch.int32)}
     between = (rows[0], rows[1] // (model.tp.size if model.tp.sequence_parallel else 1), config.model.hidden)
     given = None if model.is_first else placeholder(between, compute).requires_grad_()
     output = model(batch, given)

@@ -69,12 +69,12 @@ def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
     everywhere = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
     batch = {
         "tokens": tokens.int(),
-        "key": torch.zeros(2, dtype=torch.int32),
-        "sample": torch.zeros(1, dtype=torch.int32),
+        "rng_key": torch.zeros(2, dtype=torch.int32),
+        "sample_ids": torch.zeros(1, dtype=torch.int32),
         # For BERT: every segment, no padding, logits at every place.
-        "segments": everywhere.remainder(getattr(weights.model, "segments", 1)),
-        "mask": torch.ones_like(everywhere),
-        "places": everywhere,
+        "segment_ids": everywhere.remainder(getattr(weights.model, "segments", 1)),
+        "attention_mask": torch.ones_like(everywhere),
+        "masked_positions": everywhere,
     }
     output = model(batch)
     assert isinstance(output, ModelOutput)

@@ -87,8 +87,8 @@ class TransformerStage(nn.Module):
 
     def token_positions(self, batch: Batch) -> Tensor:
         """Global places of this rank's tokens in their sequence, [T]; of a packed batch [1, N]."""
-        if "starts" in batch:
-            return batch["positions"]
+        if "cu_seqlens" in batch:
+            return batch["position_ids"]
         return self.cp.token_positions(batch["tokens"].shape[1], self.cp_rank)
 
     def draws(self, batch: Batch) -> tuple[Draw, Draw]:

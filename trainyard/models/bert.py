@@ -65,12 +65,12 @@ class Bert(TransformerStage):
 
     def block_inputs(self, batch: Batch) -> tuple[Draw, Draw, Tensor | PackedSequences | None]:
         """`mask` is 0 at padding, which is a document of its own. A packed batch has none."""
-        packed = PackedSequences(batch["starts"], self.max_seq_len) if "starts" in batch else None
-        return *self.draws(batch), packed or batch.get("mask")
+        packed = PackedSequences(batch["cu_seqlens"], self.max_seq_len) if "cu_seqlens" in batch else None
+        return *self.draws(batch), packed or batch.get("attention_mask")
 
     def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | PackedSequences | None) -> Tensor:
         position, segment = (
-            self.tp.local_tokens(x, self.tp_rank) for x in (self.token_positions(batch), batch["segments"])
+            self.tp.local_tokens(x, self.tp_rank) for x in (self.token_positions(batch), batch["segment_ids"])
         )
         x_BTD = self.embedding(batch["tokens"]) + self.position(position) + self.segment(segment)
         return self.dropout(self.embedding_norm(x_BTD)[1], own)
@@ -84,9 +84,9 @@ class Bert(TransformerStage):
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         """`places` [B, P] are the masked positions. All ranks repeat the heads but for the product with the words."""
         x_BTD = self.tp.gather_tokens(x_BTD)
-        first_BD = x_BTD[0].index_select(0, batch["starts"][:-1]) if "starts" in batch else x_BTD[:, 0]
+        first_BD = x_BTD[0].index_select(0, batch["cu_seqlens"][:-1]) if "cu_seqlens" in batch else x_BTD[:, 0]
         first_BD = F.tanh(self.pooler(first_BD))
-        return self.make_output(self.mlm(x_BTD, batch["places"]), self.embedding, self.mlm.bias, self.nsp(first_BD))
+        return self.make_output(self.mlm(x_BTD, batch["masked_positions"]), self.embedding, self.mlm.bias, self.nsp(first_BD))
 
 
 def blueprint(c: BertConfig) -> Blueprint:

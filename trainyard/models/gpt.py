@@ -74,11 +74,11 @@ class Gpt(TransformerStage):
         self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
 
     def block_inputs(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
-        return *self.draws(batch), batch.get("documents")
+        return *self.draws(batch), batch.get("document_ids")
 
     def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
         position = self.tp.local_tokens(
-            batch["positions"] if "positions" in batch else self.token_positions(batch), self.tp_rank
+            batch["position_ids"] if "position_ids" in batch else self.token_positions(batch), self.tp_rank
         )
         return self.dropout(self.embedding(batch["tokens"]) + self.position(position), own)
 

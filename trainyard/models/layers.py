@@ -29,8 +29,8 @@ class Draw(NamedTuple):
 def make_draw(batch: Batch, place_T: Tensor) -> Draw:
     """`sample` are places in the global batch (of samples or, packed, of each token's sample) and tokens' places are
     global too, so no layout changes a mask."""
-    sample = batch["sample"]
-    return Draw(*row_seeds(batch["key"], sample if sample.dim() > 1 else sample[:, None], place_T))
+    sample = batch["sample_ids"]
+    return Draw(*row_seeds(batch["rng_key"], sample if sample.dim() > 1 else sample[:, None], place_T))
 
 
 class PackedSequences(NamedTuple):

@@ -84,9 +84,9 @@ class Llama(TransformerStage):
         self.register_buffer("frequency", rope_frequencies(c), persistent=False)
 
     def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        position = batch["positions"][:, None] if "positions" in batch else self.token_positions(batch)
+        position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
         angle_TK = torch.cat([position.float().unsqueeze(-1) * self.frequency] * 2, -1)
-        return angle_TK.cos(), angle_TK.sin(), batch.get("documents")
+        return angle_TK.cos(), angle_TK.sin(), batch.get("document_ids")
 
     def embed(self, batch: Batch, *shared: Tensor | None) -> Tensor:
         return self.embedding(batch["tokens"])

@@ -73,7 +73,7 @@ class Pipeline:
     def run(self, batch: dict[str, Tensor], backward: bool) -> None:
         """All micro batches of a batch, forward and (if asked for) backward."""
         arguments = (batch["tokens"],) if self.has_first_stage else ()
-        target = batch["sample"] if self.has_last_stage else None  # only its rows are counted
+        target = batch["sample_ids"] if self.has_last_stage else None  # only its rows are counted
         if backward:
             self.schedule.step(*arguments, target=target, return_outputs=False, **batch)
         else:

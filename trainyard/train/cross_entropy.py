@@ -13,12 +13,12 @@ from torch import Tensor
 
 from trainyard.compat import add_matmul_
 from trainyard.compile.compile_blocks import CompileFn
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.kernels.fp8_linear import SIZE_MULTIPLE, Fp8Options, compute_amax, matmul, quantize
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ModelOutput
 from trainyard.parallel.tensor_parallel import TensorAxis
 
-IGNORE_INDEX = -100
 MAX_LOGITS_BYTES = 1 << 25
 """fp32 logits held at a time unless the device asks for another size; but never fewer than LEAST tokens' worth."""
 MIN_CHUNK_TOKENS = 256

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.models import Batch, ModelOutput
-from trainyard.train.cross_entropy import IGNORE_INDEX, chunked_cross_entropy
+from trainyard.train.cross_entropy import chunked_cross_entropy
 from trainyard.train.user_functions import check_sum_and_count
 
 LossTerms = dict[str, tuple[Tensor, Tensor]]
@@ -57,7 +58,7 @@ class BertLoss:
         self.head_loss = head
 
     def label_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"mlm": count_labels(batch["labels"]), "nsp": count_labels(batch["next_sentence"])}
+        return {"mlm": count_labels(batch["labels"]), "nsp": count_labels(batch["next_sentence_labels"])}
 
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
         counts = self.label_counts(batch)
@@ -65,7 +66,7 @@ class BertLoss:
         # Compared with each answer's number, not looked up: torch's own looks up by 64-bit integers only.
         scores = F.log_softmax(output.next_sentence.float(), -1)
         answer = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
-        nsp = -torch.where(answer == batch["next_sentence"][:, None], scores, 0.0).sum()
+        nsp = -torch.where(answer == batch["next_sentence_labels"][:, None], scores, 0.0).sum()
         return {"mlm": (self.head_loss(output, batch["labels"]), counts["mlm"]), "nsp": (nsp, counts["nsp"])}
 
 

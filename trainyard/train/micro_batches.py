@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.models import Batch
-from trainyard.train.cross_entropy import IGNORE_INDEX
 
 PACKED_LENGTH_MULTIPLE = 512
 """Tokens of a packed micro batch come in multiples of this."""
-TOKEN_FIELDS = ("tokens", "segments", "mask", "positions", "documents")
+TOKEN_FIELDS = ("tokens", "segment_ids", "attention_mask", "position_ids", "document_ids")
 """Entries with a value for each token; labels too, except where `places` says what they belong to."""
 
 
@@ -25,20 +25,20 @@ def context_parallel_shard(batch: Batch, size: int, rank: int) -> Batch:
     if size == 1:
         return batch
     chunk = batch["tokens"].shape[1] // (2 * size)
-    names = TOKEN_FIELDS if "places" in batch else (*TOKEN_FIELDS, "labels")
+    names = TOKEN_FIELDS if "masked_positions" in batch else (*TOKEN_FIELDS, "labels")
     out = dict(batch)
     for name in names:
         if name in batch:
             chunks = batch[name].chunk(2 * size, 1)
             out[name] = torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), 1)
-    if "places" in batch:
+    if "masked_positions" in batch:
         # Masked places that other ranks hold count there; the shape stays. The first token decides on the pair.
-        where, within = batch["places"] // chunk, batch["places"] % chunk
+        where, within = batch["masked_positions"] // chunk, batch["masked_positions"] % chunk
         low, high = where == rank, where == 2 * size - 1 - rank
-        out["places"] = torch.where(low, within, torch.where(high, within + chunk, 0))
+        out["masked_positions"] = torch.where(low, within, torch.where(high, within + chunk, 0))
         out["labels"] = torch.where(low | high, batch["labels"], IGNORE_INDEX)
         if rank:
-            out["next_sentence"] = torch.full_like(batch["next_sentence"], IGNORE_INDEX)
+            out["next_sentence_labels"] = torch.full_like(batch["next_sentence_labels"], IGNORE_INDEX)
     return out
 
 
@@ -48,7 +48,7 @@ def padding_free_micro_batches(batch: Batch, micro_batch: int) -> list[Batch]:
     Samples are dealt out by length, so that micro batches have about as many tokens: which sample is in which changes
     no number. The row's length is a multiple of ROUND, filled up with tokens that no sample has.
     """
-    used = batch["mask"].bool()
+    used = batch["attention_mask"].bool()
     lengths = used.sum(1)
     count = len(lengths) // micro_batch
     order = lengths.argsort(descending=True, stable=True).view(micro_batch, count)
@@ -57,7 +57,7 @@ def padding_free_micro_batches(batch: Batch, micro_batch: int) -> list[Batch]:
 
 
 def _remove_padding(batch: Batch) -> Batch:
-    used = batch["mask"].bool()
+    used = batch["attention_mask"].bool()
     starts = torch.zeros(len(used) + 1, dtype=torch.int32)
     starts[1:] = used.sum(1).cumsum(0)
     total = int(starts[-1])
@@ -70,20 +70,20 @@ def _remove_padding(batch: Batch) -> Batch:
 
     positions = torch.arange(used.shape[1], dtype=torch.int32).expand(used.shape)
     place = used.cumsum(1, dtype=torch.int32) - 1  # among the tokens of its sample that are left
-    places = starts[:-1, None] + place.gather(1, batch["places"].long())
+    places = starts[:-1, None] + place.gather(1, batch["masked_positions"].long())
     return {
         "tokens": row(batch["tokens"]),
-        "segments": row(batch["segments"]),
-        "positions": row(positions),
-        "sample": row(batch["sample"][:, None].expand(used.shape)),
-        "starts": starts,
-        "places": places.view(1, -1),
+        "segment_ids": row(batch["segment_ids"]),
+        "position_ids": row(positions),
+        "sample_ids": row(batch["sample_ids"][:, None].expand(used.shape)),
+        "cu_seqlens": starts,
+        "masked_positions": places.view(1, -1),
         "labels": batch["labels"],
-        "next_sentence": batch["next_sentence"],
+        "next_sentence_labels": batch["next_sentence_labels"],
     }
 
 
 def split_micro_batches(batch: Batch, micro_batch: int) -> Iterator[Batch]:
-    total = len(batch["sample"])
+    total = len(batch["sample_ids"])
     for first in range(0, total, micro_batch):
         yield {name: tensor[first : first + micro_batch] for name, tensor in batch.items()}

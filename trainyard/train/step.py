@@ -118,7 +118,7 @@ class MicroBatchRunner:
                 return
 
             def work(micro: Batch) -> None:
-                part = loss_fn(self.models[0]({**micro, "key": rng_key}), micro)
+                part = loss_fn(self.models[0]({**micro, "rng_key": rng_key}), micro)
                 if backward:
                     part.backward()  # type: ignore[no-untyped-call]
 
@@ -141,7 +141,7 @@ class _StageModule(nn.Module):
         self.model = model
 
     def forward(self, x: Tensor, **micro: Tensor) -> Tensor:
-        output = self.model({**micro, "key": self.rng_key}, x)
+        output = self.model({**micro, "rng_key": self.rng_key}, x)
         return self.loss_fn(output, micro).reshape(1) if isinstance(output, ModelOutput) else output
 
 

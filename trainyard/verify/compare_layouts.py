@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from trainyard.config.schema import Config
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.parallel.attention_blocks import to_natural_order
 from trainyard.parallel.layout import Layout
-from trainyard.train.cross_entropy import IGNORE_INDEX
 from trainyard.train.lr_schedule import learning_rate
 from trainyard.train.micro_batches import TOKEN_FIELDS, context_parallel_shard
 from trainyard.train.optim.gather_full import gather_full_parameter
@@ -178,13 +178,13 @@ def _ranks_sharing_tokens(layout: Layout, dp: int) -> list[list[int]]:
 
 def _join_context_shards(pieces: list[Tensors], name: str) -> Tensor:
     """Context-parallel parts of one entry, back in order."""
-    cp, masked = len(pieces), "places" in pieces[0]
+    cp, masked = len(pieces), "masked_positions" in pieces[0]
     parts = [piece[name] for piece in pieces]
-    if cp == 1 or name == "sample":
+    if cp == 1 or name == "sample_ids":
         return parts[0]
     if name in TOKEN_FIELDS or not masked:
         return to_natural_order(torch.stack(parts), 1)
-    if name == "places":  # back from numbers within a rank to numbers in the sequence, where a label counts
+    if name == "masked_positions":  # back from numbers within a rank to numbers in the sequence, where a label counts
         chunk = pieces[0]["tokens"].shape[1] // 2
         back = [
             torch.where(part < chunk, part + rank * chunk, part + (2 * cp - 2 - rank) * chunk)

@@ -61,10 +61,10 @@ def record_dtype(sequence: int, predictions: int, vocab: int) -> np.dtype[np.voi
     fields = [
         ("tokens", token, (sequence,)),
         ("labels", token, (predictions,)),
-        ("places", "<u2", (predictions,)),
-        ("mask", "u1", (bits,)),
-        ("segments", "u1", (bits,)),
-        ("next_sentence", "u1"),
+        ("masked_positions", "<u2", (predictions,)),
+        ("attention_mask", "u1", (bits,)),
+        ("segment_ids", "u1", (bits,)),
+        ("next_sentence_labels", "u1"),
     ]
     return np.dtype(fields, align=True)
 
@@ -82,11 +82,11 @@ def write_samples(path: Path, blocks: Iterable[Records], shape: BertShape) -> No
         for block in _rechunk(blocks, rows):
             end = start + len(block)
             file["input_ids"][start:end] = block["tokens"]
-            file["input_mask"][start:end] = np.unpackbits(block["mask"], axis=1, count=shape.seq_len)
-            file["segment_ids"][start:end] = np.unpackbits(block["segments"], axis=1, count=shape.seq_len)
-            file["masked_lm_positions"][start:end] = block["places"]
+            file["input_mask"][start:end] = np.unpackbits(block["attention_mask"], axis=1, count=shape.seq_len)
+            file["segment_ids"][start:end] = np.unpackbits(block["segment_ids"], axis=1, count=shape.seq_len)
+            file["masked_lm_positions"][start:end] = block["masked_positions"]
             file["masked_lm_ids"][start:end] = block["labels"]
-            file["next_sentence_labels"][start:end] = block["next_sentence"]
+            file["next_sentence_labels"][start:end] = block["next_sentence_labels"]
             start = end
     assert start == shape.num_samples
     handle = os.open(path, os.O_RDONLY)
@@ -161,11 +161,11 @@ def to_records(found: Arrays, dtype: np.dtype[np.void]) -> Records:
     places, labels = found["masked_lm_positions"], found["masked_lm_ids"]
     counted = np.logical_and.accumulate(places != 0, axis=1)
     out["tokens"] = found["input_ids"]
-    out["places"][:, : places.shape[1]] = np.where(counted, places, 0)
+    out["masked_positions"][:, : places.shape[1]] = np.where(counted, places, 0)
     out["labels"][:, : places.shape[1]] = np.where(counted, labels, 0)
-    out["mask"] = np.packbits(found["input_mask"].astype(np.uint8), axis=1)
-    out["segments"] = np.packbits(found["segment_ids"].astype(np.uint8), axis=1)
-    out["next_sentence"] = found["next_sentence_labels"]
+    out["attention_mask"] = np.packbits(found["input_mask"].astype(np.uint8), axis=1)
+    out["segment_ids"] = np.packbits(found["segment_ids"].astype(np.uint8), axis=1)
+    out["next_sentence_labels"] = found["next_sentence_labels"]
     return out
 
 

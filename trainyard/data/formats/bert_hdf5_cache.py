@@ -68,16 +68,16 @@ class BertHdf5Dataset:
         found = self._record_bytes.take(indices, axis=0).view(self._record_dtype)[:, 0]
         shape = (len(indices), self.max_predictions)
         places, labels = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
-        count = found["places"].shape[1]
-        places[:, :count] = found["places"]
-        np.copyto(labels[:, :count], found["labels"], where=found["places"] > 0)
+        count = found["masked_positions"].shape[1]
+        places[:, :count] = found["masked_positions"]
+        np.copyto(labels[:, :count], found["labels"], where=found["masked_positions"] > 0)
         return {
             "tokens": found["tokens"].astype(np.int32),
-            "segments": np.unpackbits(found["segments"], axis=1, count=self.seq_len).astype(np.int32),
-            "mask": np.unpackbits(found["mask"], axis=1, count=self.seq_len).astype(np.int32),
-            "places": places,
+            "segment_ids": np.unpackbits(found["segment_ids"], axis=1, count=self.seq_len).astype(np.int32),
+            "attention_mask": np.unpackbits(found["attention_mask"], axis=1, count=self.seq_len).astype(np.int32),
+            "masked_positions": places,
             "labels": labels,
-            "next_sentence": found["next_sentence"].astype(np.int32),
+            "next_sentence_labels": found["next_sentence_labels"].astype(np.int32),
         }
 
 

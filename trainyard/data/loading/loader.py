@@ -53,7 +53,7 @@ class BatchLoader:
             numbers = first + place
             batch = self._collate(numbers % len(self.dataset), place)
             extra = torch.from_numpy(numbers >= len(self.dataset))
-            for name in ("labels", "next_sentence"):
+            for name in ("labels", "next_sentence_labels"):
                 if name in batch:
                     batch[name][extra] = -100
             yield batch
@@ -61,5 +61,5 @@ class BatchLoader:
     def _collate(self, numbers: NDArray[np.int64], place: NDArray[np.int64]) -> dict[str, Tensor]:
         arrays = self.dataset.samples(numbers)
         batch = {name: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)) for name, array in arrays.items()}
-        batch["sample"] = torch.from_numpy(place.astype(np.int32))
+        batch["sample_ids"] = torch.from_numpy(place.astype(np.int32))
         return batch

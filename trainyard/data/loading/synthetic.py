@@ -92,11 +92,11 @@ class SyntheticSentencePairs:
         row_BT[rows_B, place_BP[rows_B, columns_P]] = new_BP[rows_B, columns_P]
         found = {
             "tokens": row_BT,
-            "segments": second_BT & used_BT,
-            "mask": used_BT,
-            "places": place_BP,
+            "segment_ids": second_BT & used_BT,
+            "attention_mask": used_BT,
+            "masked_positions": place_BP,
             "labels": np.where(counted_BP, label_BP, -100),
-            "next_sentence": apart_B1[:, 0],
+            "next_sentence_labels": apart_B1[:, 0],
         }
         return {name: array.astype(np.int32) for name, array in found.items()}
 

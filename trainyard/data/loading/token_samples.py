@@ -138,4 +138,4 @@ def document_ids(begins: NDArray[np.bool_]) -> dict[str, NDArray[np.int32]]:
     begins[:, 0] = False
     place = np.arange(begins.shape[1], dtype=np.int32)
     first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    return {"documents": begins.cumsum(1, dtype=np.int32), "positions": (place - first).astype(np.int32)}
+    return {"document_ids": begins.cumsum(1, dtype=np.int32), "position_ids": (place - first).astype(np.int32)}

@@ -175,15 +175,15 @@ def _make_records(
     out = np.zeros(len(numbers), record_dtype(recipe.seq_len, recipe.max_predictions, vocabulary.size))
     rows, places = np.nonzero(chosen_BT)
     nth = chosen_BT.cumsum(1)[rows, places] - 1
-    out["places"][rows, nth] = places
+    out["masked_positions"][rows, nth] = places
     out["labels"][rows, nth] = row_BT[rows, places]
     what = draw.random(len(rows))
     random = vocabulary.words[(draw.random(len(rows)) * len(vocabulary.words)).astype(np.int64)]
     row_BT[rows, places] = np.where(what < 0.8, vocabulary.mask, np.where(what < 0.9, random, row_BT[rows, places]))
     out["tokens"] = row_BT
-    out["mask"] = np.packbits(used_BT, axis=1)
-    out["segments"] = np.packbits(used_BT & (at_T >= keep_a_B1 + 2), axis=1)
-    out["next_sentence"] = apart
+    out["attention_mask"] = np.packbits(used_BT, axis=1)
+    out["segment_ids"] = np.packbits(used_BT & (at_T >= keep_a_B1 + 2), axis=1)
+    out["next_sentence_labels"] = apart
     return out
 
 

@@ -1,0 +1,47 @@
+"""The batch: named tensors of one global or micro batch, on their way from the loader to the model and the loss."""
+
+from collections.abc import Callable
+from typing import TypedDict, cast
+
+from torch import Tensor
+
+
+class Batch(TypedDict, total=False):
+    """Fields of a batch, all int32. B samples, T tokens per sample, P predictions per sample.
+
+    Causal models have `tokens` and `labels` [B, T]. BERT adds the fields of masked sentence pairs, and its `labels`
+    are [B, P]. Micro batches without padding hold all their samples in one row: B is 1 and T the tokens of all.
+    """
+
+    tokens: Tensor
+    """[B, T] input token ids."""
+    labels: Tensor
+    """[B, T] next-token ids, or for BERT [B, P] ids at `masked_positions`. IGNORE_INDEX has no loss."""
+    sample_ids: Tensor
+    """[B] index of each sample within the global batch ([B, T] without padding). Dropout masks are a function of it."""
+    rng_key: Tensor
+    """[2] random key of the step; dropout masks are a function of it."""
+    document_ids: Tensor
+    """[B, T] document of each token within its sample. Tokens attend within their document only."""
+    position_ids: Tensor
+    """[B, T] position of each token within its document, or within its sample without padding."""
+    segment_ids: Tensor
+    """[B, T] BERT: 0 in the first segment of the pair and in padding, 1 in the second segment."""
+    attention_mask: Tensor
+    """[B, T] BERT: 1 for tokens, 0 for padding."""
+    masked_positions: Tensor
+    """[B, P] BERT: positions to predict; 0 fills up the list where `labels` is IGNORE_INDEX."""
+    next_sentence_labels: Tensor
+    """[B] BERT: 1 if the second segment comes from another document, 0 if it follows the first."""
+    cu_seqlens: Tensor
+    """[samples + 1] start of each sample in a row without padding, and the end of the last one."""
+
+
+def batch_tensors(batch: Batch) -> dict[str, Tensor]:
+    """The same object as a plain dictionary, for code that treats all fields alike."""
+    return cast(dict[str, Tensor], batch)
+
+
+def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """A batch with `function` applied to every field."""
+    return cast(Batch, {name: function(tensor) for name, tensor in batch_tensors(batch).items()})
