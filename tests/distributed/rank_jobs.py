@@ -51,13 +51,15 @@ def run(config: Config, own: bool) -> dict[str, Any]:
     }
 
 
-def stopped_on_one_rank(config: Config, rank: int, step: int) -> dict[str, Any]:
-    class Ask(Callback):
-        def on_step(self, trainer: TrainerView, step: int) -> None:
-            if torch.distributed.get_rank() == rank and step == step - 1:
-                trainer.stop.asked = True  # type: ignore[attr-defined]
+def stopped_on_one_rank(config: Config, rank: int, last_step: int) -> dict[str, Any]:
+    """Ask one rank to stop one step before `last_step`, the step at which all ranks must stop."""
 
-    summary = Trainer(config, callbacks=[Ask()]).run()
+    class RequestStop(Callback):
+        def on_step(self, trainer: TrainerView, step: int) -> None:
+            if torch.distributed.get_rank() == rank and step == last_step - 1:
+                trainer.stop_signal.requested = True  # type: ignore[attr-defined]
+
+    summary = Trainer(config, callbacks=[RequestStop()]).run()
     return {"steps": summary.steps, "interrupted": summary.interrupted}
 
 
@@ -131,8 +133,8 @@ def reordered(config: Config, order: list[int], any_order: bool = True) -> list[
     """Without `any_order`, torch makes groups in the order of numbers only."""
     keeps = any_order and compat.supports_unsorted_groups()
     with (
-        patch.object(CpuDevice, "order", lambda self, tp, ranks: order),
-        patch.object(compat, "keeps_order", lambda: keeps),
+        patch.object(CpuDevice, "rank_order", lambda self, tp, world_size: order),
+        patch.object(compat, "supports_unsorted_groups", lambda: keeps),
     ):
         found = record_training(config, 3)
     if torch.distributed.get_rank():
@@ -142,9 +144,7 @@ def reordered(config: Config, order: list[int], any_order: bool = True) -> list[
     return [str(finding) for finding in findings if not finding.ok]
 
 
-def dies(path: str) -> int:
-    """Crashes the first time on rank 1."""
-    if os.environ["RANK"] != "1" or Path(path).exists():
-        return int(os.environ["RANK"])
-    Path(path).touch()
-    os.abort()
+def abort_on_rank_1() -> int:
+    if os.environ["RANK"] == "1":
+        os.abort()
+    return 0

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support import configs
-from tests.support.pool import Pool, RankFailed
+from tests.support.pool import Pool, RankDied, RankFailed
 from trainyard.compat import supports_unsorted_groups
 from trainyard.devices.neuron.topology import rank_order
 
@@ -134,6 +134,6 @@ def test_the_pool_tells_what_failed(pool: Pool) -> None:
         )
 
 
-def test_a_crash_is_told_and_the_job_done_over(pool: Pool, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"died with -6; .*Fatal Python error: Aborted(.|\n)*in dies"):
-        assert pool.run("tests.distributed.rank_jobs:dies", (str(tmp_path / "once"),), 2) == [0, 1]
+def test_a_crash_of_a_rank_shows_where_it_was(pool: Pool) -> None:
+    with pytest.raises(RankDied, match=r"rank 1's process died with exit code -6; (.|\n)*in abort_on_rank_1"):
+        pool.run("tests.distributed.rank_jobs:abort_on_rank_1", (), 2)

@@ -242,7 +242,7 @@ def test_a_change_within_the_noise_is_not_taken() -> None:
 def test_attention_kernels_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     where = space()
     assert where.other_attention_kernels() == []
-    monkeypatch.setattr("trainyard.devices.Cpu.attentions", ("one", "two", "three"))
+    monkeypatch.setattr("trainyard.devices.CpuDevice.attention_kernels", ("one", "two", "three"))
     for own, others in (("auto", ["two", "three"]), ("three", ["auto", "two"]), ("one", ["auto", "two", "three"])):
         where.initial_choice[KEY_ATTENTION] = own
         assert where.other_attention_kernels() == others
@@ -251,7 +251,7 @@ def test_attention_kernels_are_those_of_the_device(monkeypatch: pytest.MonkeyPat
 def test_the_fastest_attention_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """By names that the schema knows, on a device that has them."""
     names = devices.ATTENTION_KERNELS[1:]
-    monkeypatch.setattr("trainyard.devices.Cpu.attentions", names)
+    monkeypatch.setattr("trainyard.devices.CpuDevice.attention_kernels", names)
     machine = Machine(memory=1e9)
     search = TuneSearch(space(fixed={KEY_COMPILE, KEY_MICRO_BATCH}))
     speed = {"auto": 1.0, names[1]: 1.1, names[2]: 1.3}
