@@ -209,7 +209,7 @@ RunOnce = Callable[..., RunRecord]
 def fork_server() -> Iterator[RunOnce]:
     """A call that forks a life and waits for its end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "from tests.checkpoint.killable_runs import serve; serve()"],
+        [sys.executable, "-c", "from tests.checkpoint.killable_runs import serve_requests; serve_requests()"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -124,7 +124,7 @@ def layouts(draw: st.DrawFn) -> str:
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]))
     words = [f"tp={tp}", f"pp={pp}", f"vpp={vpp}", f"cp={cp}", f"dp={dp if tp * cp * pp * dp <= 16 else 1}"]
     if pp == 2 and vpp == 1 and draw(st.booleans()):
-        words.append(f"cuts={draw(st.integers(0, 2))}")
+        words.append(f"pipeline_cuts={draw(st.integers(0, 2))}")
     return ",".join(draw(st.permutations(words)))
 
 
@@ -178,7 +178,7 @@ def words_of(layout: NxdLayout) -> str:
     for field in fields(layout):
         value = getattr(layout, field.name)
         if value != field.default:
-            out.append(f"{field.name}={':'.join(map(str, value)) if field.name == 'cuts' else value}")
+            out.append(f"{field.name}={':'.join(map(str, value)) if field.name == 'pipeline_cuts' else value}")
     return ",".join(out)
 
 
@@ -408,7 +408,7 @@ def source(tmp_path: Path) -> Path:
     ("form", "words", "says"),
     [
         ("nxd", "tp=3", "tp_size=3: does not divide heads=8"),
-        ("nxd", "tp", "--layout tp: nxd takes tp, pp, vpp, cuts, kv_multiplier, qkv"),
+        ("nxd", "tp", "--layout tp: nxd takes tp, pp, vpp, pipeline_cuts, kv_multiplier, qkv"),
         ("nxd", "dp=2", "--layout dp=2: nxd takes tp, pp"),
         ("nxd", "tp=x", "--layout tp=x: wanted a number from 1 up"),
         ("nxd", "tp=0", "--layout tp=0: wanted a number from 1 up"),
@@ -416,16 +416,16 @@ def source(tmp_path: Path) -> Path:
         ("nxd", "qkv=all", "--layout qkv=all: not one of separate, coalesced, qkv_linear, fused"),
         ("nxd", "kv_order=trn3", "--layout kv_order=trn3: not one of trn1, trn2"),
         ("nxd", "gate_up=maybe", "--layout gate_up=maybe: wanted true or false"),
-        ("nxd", "pp=2,cuts=3,7", "--layout 7: nxd takes tp"),
-        ("nxd", "pp=2,cuts=a", "--layout cuts=a: wanted layer numbers such as 3:7"),
-        ("nxd", "pp=2,cuts=3", r"pipeline_cuts=3: must be 1 rising"),
+        ("nxd", "pp=2,pipeline_cuts=3,7", "--layout 7: nxd takes tp"),
+        ("nxd", "pp=2,pipeline_cuts=a", "--layout pipeline_cuts=a: wanted layer numbers such as 3:7"),
+        ("nxd", "pp=2,pipeline_cuts=3", r"pipeline_cuts=3: must be 1 rising"),
         ("nxd", "pp=5", "5 stages for 4 layers"),
         ("native", "tp=3", r"layout.tp=3: does not divide model.heads=8.*nearest"),
-        ("native", "qkv=fused", "--layout qkv=fused: native takes tp, pp, vpp, cp, dp, cuts"),
+        ("native", "qkv=fused", "--layout qkv=fused: native takes tp, pp, vpp, cp, dp, pipeline_cuts"),
         ("native", "pp=5", r"layout.pp=5: pp x vpp = 5 stages for 4 layers"),
         ("native", "dp=0", "--layout dp=0: wanted a number from 1 up"),
         ("native", "vpp=2", "vpp=2: virtual stages need pp above 1"),
-        ("native", "pp=2,cuts=9", r"layout.pipeline_cuts=\[9\]"),
+        ("native", "pp=2,pipeline_cuts=9", r"layout.pipeline_cuts=\[9\]"),
         ("hf", "tp=2", "--layout tp=2: hf takes no layout"),
     ],
 )

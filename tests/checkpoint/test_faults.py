@@ -75,7 +75,7 @@ class Planted:
             found = usage(where)
             return found._replace(free=self.free()) if Path(where).is_relative_to(self.path) else found
 
-        patch.setattr(storage, "whole_file", full_file)
+        patch.setattr(storage, "atomic_file", full_file)
         patch.setattr(storage.shutil, "disk_usage", here)  # type: ignore[attr-defined]
 
     def free(self) -> int:
@@ -178,7 +178,7 @@ def test_the_command_ends_with_one_line_and_exit_code_1(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "marker")
 
-    monkeypatch.setattr(checkpoint, "seal", full)
+    monkeypatch.setattr(checkpoint, "commit", full)
     words = ["checkpoint.every=1", "checkpoint.on_failure=stop", f"log.directory={tmp_path}", "log.tensorboard=false"]
     monkeypatch.setattr(sys, "argv", ["trainyard", "train", "tiny-llama", "--smoke", *words])
     with pytest.raises(SystemExit) as ended:
@@ -245,7 +245,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_another_matter(
     def refused(place: LocalStorage, step: int) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{place}/{step}")
 
-    monkeypatch.setattr(checkpoint, "remove", refused)
+    monkeypatch.setattr(checkpoint, "remove_checkpoint", refused)
     where = tmp_path / "saved"
     said = train(checkpoint_config(tmp_path, directory=str(where), keep=3, on_failure="stop"))
     line = f"old checkpoints in {where} could not be removed: {where}/1: Permission denied"

@@ -136,7 +136,7 @@ def cases(draw: st.DrawFn) -> tuple[LlamaConfig, NxdLayout]:
     )
     if draw(st.booleans()) and pp > 1:
         places = st.lists(st.integers(0, layers - 2), min_size=pp * vpp - 1, max_size=pp * vpp - 1, unique=True)
-        layout = replace(layout, cuts=tuple(sorted(draw(places))))
+        layout = replace(layout, pipeline_cuts=tuple(sorted(draw(places))))
     assume(model.heads % layout.tp == 0)
     works = nxd_layout.valid_kv_multipliers(model, layout)
     assume(works)
@@ -185,8 +185,11 @@ def test_layers_that_are_left_over_go_to_the_last_stages() -> None:
         ({"kv_multiplier": 2}, "kv_size_multiplier=2: .* works: 1"),
         ({"kv_multiplier": 0}, "kv_size_multiplier=0: must be 1 or more"),
         ({"pp": 41, "vpp": 2}, "82 stages for 80 layers; at most 80"),
-        ({"pp": 2, "cuts": (3, 9)}, "pipeline_cuts=3, 9: must be 1 rising layer numbers up to 78.* even would be: 39"),
-        ({"pp": 3, "cuts": (9, 3)}, "pipeline_cuts=9, 3: must be 2 rising"),
+        (
+            {"pp": 2, "pipeline_cuts": (3, 9)},
+            "pipeline_cuts=3, 9: must be 1 rising layer numbers up to 78.* even would be: 39",
+        ),
+        ({"pp": 3, "pipeline_cuts": (9, 3)}, "pipeline_cuts=9, 3: must be 2 rising"),
         ({"style": "megatron"}, "qkv=separate: megatron style has none of that; it has coalesced and qkv_linear"),
         ({"style": "megatron", "qkv": "coalesced", "gate_up": False}, "use gate_up=True"),
         ({"tp": 8, "vocab": 128260}, "vocab=128260: must hold 128256 and divide by tp_size=8; least: 128256"),
@@ -345,7 +348,7 @@ def test_round_trips_bit_for_bit(case: tuple[LlamaConfig, NxdLayout], xser: bool
         found = open_nxd(out, model, {"by_head": layout.by_head}, verify_copies=True)
         same(found, weights)
         seen = replace(found.layout, kv_order=layout.kv_order)
-        assert seen == replace(layout, cuts=nxd_layout.stage_cuts(model, layout))
+        assert seen == replace(layout, pipeline_cuts=nxd_layout.stage_cuts(model, layout))
         if layout.kv_multiplier > 1 and model.num_kv_heads > 1:
             assert found.layout.kv_order == layout.kv_order
 
@@ -393,7 +396,7 @@ def test_any_pipeline_cuts_are_read(tmp_path: Path) -> None:
     found = open_nxd(out, weights.model)
     assert (found.layout.pp, found.layout.vpp, found.layout.pipeline_cuts) == (3, 1, (0, 3))
     same(found, weights)
-    same(open_nxd(out, weights.model, {"cuts": (0, 3), "pp": 3}), weights)
+    same(open_nxd(out, weights.model, {"pipeline_cuts": (0, 3), "pp": 3}), weights)
 
 
 def test_weights_are_written_in_the_dtype_asked_for(tmp_path: Path) -> None:

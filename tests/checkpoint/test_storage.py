@@ -84,7 +84,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("names"), UNDER),
     st.tuples(st.just("size"), UNDER, NAMES),
     st.tuples(st.just("read"), UNDER, NAMES, NUMBER, NUMBER).filter(lambda each: each[3] <= each[4]),
-    st.tuples(st.just("strips"), UNDER, NAMES, NUMBER, st.integers(1, 4), st.integers(4, 8), st.integers(1, 4)),
+    st.tuples(st.just("read_strided"), UNDER, NAMES, NUMBER, st.integers(1, 4), st.integers(4, 8), st.integers(1, 4)),
 )
 
 
@@ -272,8 +272,8 @@ def test_a_damaged_checkpoint_is_passed_over(urls: dict[str, str], tmp_path: Pat
 
 UPLOAD = """
 import os, signal, sys
-from trainyard.checkpoint.io.storage import open_place
-with open_place(sys.argv[1]).write("rank_00000.safetensors") as file:
+from trainyard.checkpoint.io.storage import open_storage
+with open_storage(sys.argv[1]).write("rank_00000.safetensors") as file:
     for _ in range(3):
         file.write(b"1" * 5 * 2**20)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -328,9 +328,9 @@ def test_a_store_that_does_not_answer_is_one_line_and_no_reason_to_begin_anew(
 WITHOUT = """
 import sys
 sys.modules["s3fs"] = None
-from trainyard.checkpoint.io.storage import open_place
+from trainyard.checkpoint.io.storage import open_storage
 try:
-    open_place("s3://yard/x")
+    open_storage("s3://yard/x")
 except ValueError as error:
     print(error)
 """

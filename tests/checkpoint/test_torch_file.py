@@ -322,7 +322,7 @@ def test_torch_reads_what_we_write(under: str | None, great: bool, tmp_path: Pat
     """`great`: with all sizes and places in 64 bits, as if files were greater than 4 GiB."""
     if great:
         monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
-        monkeypatch.setattr(torch_writer, "_GREAT", 90)
+        monkeypatch.setattr(torch_writer, "_ZIP64_BYTES", 90)
     path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
     state["turned"], state["cut"] = some(torch.float32, 4, 6).T, torch.arange(100)[7:9]
     writer = TorchFileWriter(path, root_key=under)

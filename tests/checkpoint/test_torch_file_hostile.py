@@ -97,7 +97,7 @@ def evils(mark: str) -> dict[str, Any]:
         "torch.storage._load_from_bytes": Calls(torch.storage._load_from_bytes, nested(Calls(eval, make))),
         "numpy.load": Calls(np.load, mark),
         "pathlib.PosixPath": Path(mark),
-        "trainyard.core.atomic_files.write_whole": Calls(atomic_files.atomic_write_text, mark, "text"),
+        "trainyard.core.atomic_files.atomic_write_text": Calls(atomic_files.atomic_write_text, mark, "text"),
         "tests.checkpoint.test_torch_file_hostile.Plain": Plain(),
         "tests.checkpoint.test_torch_file_hostile.Choice": Choice.ONE,
     }
@@ -211,7 +211,7 @@ def test_programs_that_are_no_values(name: str, tmp_path: Path) -> None:
 
 
 def test_what_unfolds_or_claims_to_be_great_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_limits, "MOST", 10_000)
+    monkeypatch.setattr(pickle_limits, "MAX_VALUES", 10_000)
     before = psutil.Process().memory_info().rss
     refused(archive(tmp_path / "a.pt", b")" + b"2\x86" * 60 + b"."), "more than 10000 values")
     refused(archive(tmp_path / "b.pt", b"]" + b"2]q\x00]" * 3000 + b"."), "more than 10000 opcodes")

@@ -82,7 +82,7 @@ def values(directory: Path) -> dict[str, Tensor]:
 
 
 def test_a_way_through_all_forms_is_checked(call: Call, hf: Path, tmp_path: Path) -> None:
-    layout = "tp=4,pp=2,cuts=0,qkv=qkv_linear,kv_multiplier=2,kv_order=trn2,vocab=64"
+    layout = "tp=4,pp=2,pipeline_cuts=0,qkv=qkv_linear,kv_multiplier=2,kv_order=trn2,vocab=64"
     out = well(call("convert", "hf", "nxd", "--to", "nxd", "--layout", layout, "--xser", "--check"))
     assert re.search(r"^hf: a Hugging Face directory, llama with [\d,]+ weights$", out, re.M)
     assert re.search(r"^nxd: [\d.]+ MiB in [\d.]+ s \([\d,]+ MiB/s\)$", out, re.M)
@@ -99,7 +99,7 @@ def test_a_way_through_all_forms_is_checked(call: Call, hf: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "layout", ["style=megatron,qkv=qkv_linear,by_head=false", "pp=1,vpp=2,cuts=1", "tp=2,vocab=128"]
+    "layout", ["style=megatron,qkv=qkv_linear,by_head=false", "pp=1,vpp=2,pipeline_cuts=1", "tp=2,vocab=128"]
 )
 def test_what_the_files_do_not_show_is_no_hindrance_to_the_check(layout: str, call: Call, hf: Path) -> None:
     assert ZERO.search(well(call("convert", "hf", "nxd", "--to", "nxd", "--layout", layout, "--check")))

@@ -33,7 +33,7 @@ LAYOUT_CHOICES: dict[str, tuple[str, ...]] = {
     "kv_order": get_args(KvOrder),
     "style": get_args(NameStyle),
 }
-NATIVE_LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "dp", "cuts")
+NATIVE_LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "dp", "pipeline_cuts")
 ProgressCallback = Callable[[int], None]
 
 
@@ -51,7 +51,7 @@ class ConversionTarget:
 
 
 def parse_layout(target_format: TargetFormat, text: str, flag: str = "--layout") -> dict[str, Any]:
-    """`tp=8,pp=4,cuts=3:7` to values by name, each checked."""
+    """`tp=8,pp=4,pipeline_cuts=3:7` to values by name, each checked."""
     known = (
         NATIVE_LAYOUT_KEYS
         if target_format == "native"
@@ -167,7 +167,7 @@ def _target_config(weights: WeightSource, sizes: Mapping[str, Any], ranks: int) 
             "data": {"source": "synthetic", "seq_len": model.max_positions, "max_predictions": 1},
             "train": {"steps": 1, "global_batch": ranks},
         }
-    return parse({**data, "layout": {"pipeline_cuts" if key == "cuts" else key: value for key, value in sizes.items()}})
+    return parse({**data, "layout": dict(sizes)})
 
 
 def _parse_value(flag: str, key: str, value: str) -> Any:
@@ -177,10 +177,10 @@ def _parse_value(flag: str, key: str, value: str) -> Any:
         return value
     if key in ("gate_up", "by_head"):
         return parse_bool(f"{flag} {key}", value)
-    if re.fullmatch(r"\d{1,9}(:\d{1,9})*" if key == "cuts" else r"0*[1-9]\d{0,8}", value):
-        return tuple(int(each) for each in value.split(":")) if key == "cuts" else int(value)
+    if re.fullmatch(r"\d{1,9}(:\d{1,9})*" if key == "pipeline_cuts" else r"0*[1-9]\d{0,8}", value):
+        return tuple(int(each) for each in value.split(":")) if key == "pipeline_cuts" else int(value)
     raise UserError(
-        f"{flag} {key}={value}: wanted {'layer numbers such as 3:7' if key == 'cuts' else 'a number from 1 up'}"
+        f"{flag} {key}={value}: wanted {'layer numbers such as 3:7' if key == 'pipeline_cuts' else 'a number from 1 up'}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`trainyard convert`: a checkpoint from anywhere, to where it is wanted."""
+"""`trainyard convert`: convert a checkpoint to another format or layout."""
 
 import time
 from pathlib import Path
@@ -10,8 +10,7 @@ import typer
 
 from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
-from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, parse_layout, total_bytes
-from trainyard.checkpoint.convert import convert_checkpoint as carry_over
+from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
 from trainyard.checkpoint.formats.tensor_map import unfused_shapes
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.cli.console import ProgressDisplay
@@ -19,49 +18,51 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import RunStopped, UserError
 
+UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
+"""Layout properties that NxD files do not reveal."""
+
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint; which form it has is found out.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory that is new.")],
-    to: Annotated[Literal["hf", "nxd", "native"], typer.Option("--to", help="The form to write.")] = "hf",
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint; its format is detected.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="New output directory.")],
+    to: Annotated[Literal["hf", "nxd", "native"], typer.Option("--to", help="Output format.")] = "hf",
     layout: Annotated[
-        str, typer.Option("--layout", metavar="KEY=VALUE,...", help="nxd, native: how it is cut, such as tp=8,pp=4.")
+        str, typer.Option("--layout", metavar="KEY=VALUE,...", help="nxd, native: output layout, such as tp=8,pp=4.")
     ] = "",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option("--dtype", help="Default: as the source has it.")
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option("--dtype", help="Default: that of the source.")
     ] = None,
-    xser: Annotated[bool, typer.Option("--xser", help="nxd: each tensor in a file of its own.")] = False,
+    xser: Annotated[bool, typer.Option("--xser", help="nxd: one file per tensor.")] = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="Hugging Face config.json, for a source that has none."),
+        typer.Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one."),
     ] = None,
     source_layout: Annotated[
         str,
         typer.Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What an NxD source may not show: kv_order, by_head."
+            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files may not reveal: kv_order, by_head."
         ),
     ] = "",
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="native: leave the optimizer's state behind.")
-    ] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="native: omit the optimizer state.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Run both sides and print the largest logit difference.")
+        bool, typer.Option("--check", help="Run both models and print the largest logit difference.")
     ] = False,
 ) -> int:
-    """Bring a checkpoint of any known form to Hugging Face's, NxD's or our own, at any layout, tensor by tensor.
+    """Convert a checkpoint to Hugging Face, NxD or native format, at any layout, one tensor at a time.
 
-    Read are: our checkpoints and runs, at URLs too; Hugging Face directories (safetensors, .bin, sharded or not); NxD
-    and NxDT, old and new, xser or not; Megatron-LM iter_*/mp_rank_*; optimum-neuron's shards; one .pt file of weights.
-    Foreign pickles are read as data: nothing in them runs.
+    Reads native checkpoints and run directories (also URLs); Hugging Face directories (safetensors, .bin, sharded or
+    not); NxD and NxDT, old and new, xser or not; Megatron-LM iter_*/mp_rank_*; optimum-neuron shards; one .pt file of
+    weights. Foreign pickles are parsed as data; nothing in them executes.
 
-    --layout for nxd: tp, pp, vpp, cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear, fused), gate_up,
-    kv_order (trn1, trn2), style (hf, megatron), by_head, vocab. For native: tp, pp, vpp, cp, dp, cuts.
+    --layout keys for nxd: tp, pp, vpp, pipeline_cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear,
+    fused), gate_up, kv_order (trn1, trn2), style (hf, megatron), by_head, vocab. For native: tp, pp, vpp, cp, dp,
+    pipeline_cuts.
 
     Examples:
 
       trainyard convert runs/my-run hf-model
 
-      trainyard convert hf-model nxd-model --to nxd --layout tp=32,pp=8,kv_order=trn2 --xser --check
+      trainyard convert hf-model nxd-model --to nxd --layout tp=32,pp=8 --check
 
       trainyard convert nxd/step_1000 hf-model --config config.json
 
@@ -69,50 +70,49 @@ def convert(
     """
     hints = parse_layout("nxd", source_layout, "--source-layout")
     opened = open_weights(source, from_hf(config) if config else None, hints)
-    wanted = ConversionTarget(to, parse_layout(to, layout), DTYPE_CHOICES[dtype] if dtype else None, xser, weights_only)
+    spec = ConversionTarget(to, parse_layout(to, layout), DTYPE_CHOICES[dtype] if dtype else None, xser, weights_only)
     if xser and to != "nxd":
-        raise UserError(f"--xser: goes with --to nxd, not {to}")
+        raise UserError(f"--xser: requires --to nxd, not {to}")
     for note in opened.notes:
         print(f"note: {note}")
-    run_conversion(opened, source, target, wanted)
+    run_conversion(opened, source, target, spec)
     if check:
-        check_logits(opened, target, wanted)
+        check_logits(opened, target, spec)
     return 0
 
 
-def run_conversion(opened: OpenedCheckpoint, source: str | Path, target: Path, wanted: ConversionTarget) -> None:
-    """Convert, with a bar, and say what was done."""
-    weights = models.family_of(opened.weights.model).blueprint(opened.weights.model).parameter_count()
-    print(
-        f"{source}: {FORMAT_DESCRIPTIONS[opened.format]}, {opened.weights.model.family} with {weights:,} weights",
-        flush=True,
-    )
-    if wanted.format == "native":
-        kept = opened.open_state and not wanted.weights_only
-        print("with the optimizer's state" if kept else "weights alone: resume with checkpoint.weights_only=true")
-    total, done, start = total_bytes(opened, wanted), 0, time.monotonic()
-    one_by_one = Lock()  # files are written by several threads
-    with ProgressDisplay("convert") as screen, interrupt_on_terminate():
+def run_conversion(opened: OpenedCheckpoint, source: str | Path, target: Path, spec: ConversionTarget) -> None:
+    """Convert with a progress bar and print a summary."""
+    model = opened.weights.model
+    weights = models.family_of(model).blueprint(model).parameter_count()
+    print(f"{source}: {FORMAT_DESCRIPTIONS[opened.format]}, {model.family} with {weights:,} weights", flush=True)
+    if spec.format == "native":
+        with_state = opened.open_state and not spec.weights_only
+        print("with optimizer state" if with_state else "weights only: resume with checkpoint.weights_only=true")
+    total, done, start = total_bytes(opened, spec), 0, time.monotonic()
+    lock = Lock()  # several threads write files
+    with ProgressDisplay("convert") as progress, interrupt_on_terminate():
 
-        def wrote(count: int) -> None:
+        def on_bytes(count: int) -> None:
             nonlocal done
-            with one_by_one:
+            with lock:
                 done += count
-                screen.update(done, total)
+                progress.update(done, total)
 
-        carry_over(opened, Path(source), target, wanted, wrote)
+        convert_checkpoint(opened, Path(source), target, spec, on_bytes)
     seconds = max(time.monotonic() - start, 1e-9)
     print(f"{target}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
 
 
-def check_logits(opened: OpenedCheckpoint, target: Path, wanted: ConversionTarget) -> None:
+def check_logits(opened: OpenedCheckpoint, target: Path, spec: ConversionTarget) -> None:
+    """Print the largest logit difference between source and target; any difference without rounding is an error."""
     weights = opened.weights
-    unseen = {key: wanted.layout[key] for key in ("kv_order", "by_head") if key in wanted.layout}  # all else shows
-    found = compare_logits(weights, open_weights(target, weights.model, unseen).weights)
-    print(f"largest logit difference {found.max_difference:.3g} (logits up to {found.max_logit:.3g})", flush=True)
+    hints = {key: spec.layout[key] for key in UNRECORDED_LAYOUT_KEYS if key in spec.layout}
+    result = compare_logits(weights, open_weights(target, weights.model, hints).weights)
+    print(f"largest logit difference {result.max_difference:.3g} (logits up to {result.max_logit:.3g})", flush=True)
     dtypes = {weights.dtype(part) for part in unfused_shapes(weights.model)}
-    kept = wanted.dtype is None or all(torch.promote_types(each, wanted.dtype) == wanted.dtype for each in dtypes)
-    if found.max_difference > 0 and kept:
+    exact = spec.dtype is None or all(torch.promote_types(dtype, spec.dtype) == spec.dtype for dtype in dtypes)
+    if result.max_difference > 0 and exact:
         raise RunStopped(
-            f"{target}: not the model that {opened.format} holds; nothing was rounded, so this is a defect"
+            f"{target}: differs from the {opened.format} source although nothing was rounded; this is a bug"
         )

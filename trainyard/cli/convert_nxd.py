@@ -1,6 +1,6 @@
-"""`trainyard convert-nxd`: NxD's converter by its own flags, so that scripts written for it go on working.
+"""`trainyard convert-nxd`: the flags of NxD's checkpoint_converter.py, so that existing scripts keep working.
 
-Its booleans take a word, and any word but the empty one was true there, `False` included. Here they mean what they say.
+Boolean flags take a value. The reference treats any non-empty value as true, even `False`; here `False` means false.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Typer passes all arguments through to argparse, which accepts the reference's flag syntax."""
 DIRECTIONS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
 RENAMED_DIRECTIONS = {
     "convert_from_full_model": "convert_from_full_state",
     "convert_to_full_model": "convert_to_full_state",
 }
-"""What older scripts call two of them."""
+"""Names that older versions of the reference use."""
 
 
 class ConverterArgumentParser(argparse.ArgumentParser):
@@ -36,100 +37,103 @@ class ConverterArgumentParser(argparse.ArgumentParser):
 
 
 def convert_nxd(context: typer.Context) -> int:
-    """The same with the flags of NxD's checkpoint_converter.py."""
+    """Convert checkpoints with the flags of NxD's checkpoint_converter.py."""
     flags = build_parser().parse_args(context.args)
-    chosen = {name for name in (*DIRECTIONS, *RENAMED_DIRECTIONS) if getattr(flags, name)}
-    directions = {RENAMED_DIRECTIONS.get(name, name) for name in chosen}
+    selected = {name for name in (*DIRECTIONS, *RENAMED_DIRECTIONS) if getattr(flags, name)}
+    directions = {RENAMED_DIRECTIONS.get(name, name) for name in selected}
     if len(directions) != 1:
-        raise UserError(f"convert-nxd: one of --{', --'.join(DIRECTIONS)} is needed, not {len(directions)}")
+        raise UserError(f"convert-nxd: exactly one of --{', --'.join(DIRECTIONS)} is needed, not {len(directions)}")
     (direction,) = directions
     _reject_unsupported(flags)
     if direction in ("convert_from_xser", "convert_to_xser"):
-        with ProgressDisplay("convert") as screen, interrupt_on_terminate():
-            screen.update(0, 0)
+        with ProgressDisplay("convert") as progress, interrupt_on_terminate():
+            progress.update(0, 0)
             repack_nxd(flags.input_dir, flags.output_dir, xser=direction == "convert_to_xser")
         print(f"{flags.output_dir}: {'' if direction == 'convert_to_xser' else 'no '}xser")
         return 0
     model = from_hf(flags.config) if flags.config else None
     if model and flags.n_layers and flags.n_layers != model.layers:
         raise UserError(f"--n_layers {flags.n_layers}: {flags.config} has {model.layers} layers")
-    given = _layout_from_flags(flags, model.num_kv_heads == model.heads if model else False)
+    layout = _layout_from_flags(flags, model.num_kv_heads == model.heads if model else False)
     if direction == "convert_from_full_state":
         opened = open_weights(flags.input_dir, model)
-        run_conversion(opened, flags.input_dir, flags.output_dir, ConversionTarget("nxd", given, xser=flags.save_xser))
+        run_conversion(opened, flags.input_dir, flags.output_dir, ConversionTarget("nxd", layout, xser=flags.save_xser))
     else:
-        known = {key: value for key, value in given.items() if key not in ("qkv", "gate_up") and value not in (1, ())}
+        hints = {key: value for key, value in layout.items() if key not in ("qkv", "gate_up") and value not in (1, ())}
         if not flags.model_style:
-            del known["style"]  # its files show
-        opened = open_weights(flags.input_dir, model, known)
+            del hints["style"]  # the files reveal it
+        opened = open_weights(flags.input_dir, model, hints)
         _write_full_state(opened, flags.output_dir)
     return 0
 
 
 def build_parser() -> ConverterArgumentParser:
-    out = ConverterArgumentParser(prog="trainyard convert-nxd", description=__doc__, allow_abbrev=False)
+    parser = ConverterArgumentParser(prog="trainyard convert-nxd", description=__doc__, allow_abbrev=False)
 
-    def flag(name: str, words: str, **rest: Any) -> None:
-        out.add_argument(f"--{name}", help=words, **rest)
+    def flag(name: str, description: str, **options: Any) -> None:
+        parser.add_argument(f"--{name}", help=description, **options)
 
-    def switch(name: str, words: str) -> None:
-        flag(name, words, nargs="?", const=True, default=False, type=_parse_bool)
+    def switch(name: str, description: str) -> None:
+        flag(name, description, nargs="?", const=True, default=False, type=_parse_bool)
 
-    flag("input_dir", "a file or directory of weights; for NxD's, its model directory", type=Path)
-    flag("output_dir", "a directory that is new", type=Path, required=True)
+    flag("input_dir", "file or directory with weights; for NxD checkpoints, the model directory", type=Path)
+    flag("output_dir", "new output directory", type=Path, required=True)
     flag("hw_backend", "order of repeated kv heads", choices=("trn1", "trn2"), required=True)
     flag("config", "Hugging Face config.json", type=Path)
     flag("model_key", "key of the weights in a file", default="model")
-    for name, words in (
+    for name, description in (
         ("tp_size", "tensor-parallel ranks"),
         ("pp_size", "pipeline ranks"),
-        ("ep_size", "expert ranks: 1"),
-        ("virtual_pp_size", "virtual stages a rank"),
-        ("kv_size_multiplier", "how often kv heads are repeated"),
+        ("ep_size", "expert-parallel ranks; must be 1"),
+        ("virtual_pp_size", "virtual stages per rank"),
+        ("kv_size_multiplier", "number of copies of each kv head"),
     ):
-        flag(name, words, type=int, default=1)
+        flag(name, description, type=int, default=1)
     flag("n_layers", "checked against --config", type=int, default=0)
-    flag("pipeline_cuts", "last layer of each stage but the last, such as 9,19,29", default="")
-    flag("model_style", "names of tensors (default: hf)", choices=("hf", "megatron"))
-    switch("coalesce_qkv", "q, k and v in one matrix (as many kv heads as heads)")
+    flag("pipeline_cuts", "last layer of each stage except the last, such as 9,19,29", default="")
+    flag("model_style", "tensor names (default: hf)", choices=("hf", "megatron"))
+    switch("coalesce_qkv", "q, k and v in one matrix (requires as many kv heads as heads)")
     switch("qkv_linear", "q, k and v of NxD's GQA layer")
-    switch("fuse_qkv", "the same, in one matrix")
-    switch("load_xser", "found out from the files; accepted")
-    switch("save_xser", "each tensor in a file of its own")
+    switch("fuse_qkv", "like qkv_linear, in one matrix")
+    switch("load_xser", "accepted and ignored: detected from the files")
+    switch("save_xser", "one file per tensor")
     switch("pad_attn_heads", "not supported")
     flag("i_tp_round_factor", "not supported", type=int, default=0)
-    flag("hf_model_name", "not supported: nothing is downloaded here")
-    flag("nxdt_yaml_config", "not supported: give --config")
-    for name in (*DIRECTIONS, *RENAMED_DIRECTIONS):
-        switch(
-            name, f"as --{RENAMED_DIRECTIONS[name]}" if name in RENAMED_DIRECTIONS else "what to do: one of these four"
-        )
-    return out
+    flag("hf_model_name", "not supported: trainyard downloads nothing")
+    flag("nxdt_yaml_config", "not supported: use --config")
+    for name in DIRECTIONS:
+        switch(name, "direction; exactly one of these four")
+    for name, current in RENAMED_DIRECTIONS.items():
+        switch(name, f"same as --{current}")
+    return parser
 
 
-def _parse_bool(word: str) -> bool:
+def _parse_bool(value: str) -> bool:
     try:
-        return parse_bool("", word or "false")
+        return parse_bool("", value or "false")
     except UserError:
-        raise argparse.ArgumentTypeError(f"{word}: wanted true or false") from None
+        raise argparse.ArgumentTypeError(f"{value}: expected true or false") from None
 
 
-def _layout_from_flags(flags: argparse.Namespace, all_heads: bool) -> dict[str, Any]:
-    """What the flags say of an NxD layout. Gate and up are one matrix in NxD's Llama, always."""
+def _layout_from_flags(flags: argparse.Namespace, is_mha: bool) -> dict[str, Any]:
+    """Return the NxD layout that the flags describe. NxD's Llama always fuses gate and up.
+
+    `is_mha` is true if the model has as many kv heads as heads.
+    """
     qkv = "fused" if flags.fuse_qkv else "qkv_linear" if flags.qkv_linear else "separate"
-    if flags.coalesce_qkv or (flags.model_style == "megatron" and all_heads):
+    if flags.coalesce_qkv or (flags.model_style == "megatron" and is_mha):
         qkv = "coalesced"
     elif flags.model_style == "megatron":
         qkv = "qkv_linear"
     try:
-        cuts = tuple(int(word) for word in flags.pipeline_cuts.split(",") if word)
+        cuts = tuple(int(layer) for layer in flags.pipeline_cuts.split(",") if layer)
     except ValueError:
-        raise UserError(f"--pipeline_cuts {flags.pipeline_cuts}: wanted layer numbers such as 9,19,29") from None
+        raise UserError(f"--pipeline_cuts {flags.pipeline_cuts}: expected layer numbers such as 9,19,29") from None
     return {
         "tp": flags.tp_size,
         "pp": flags.pp_size,
         "vpp": flags.virtual_pp_size,
-        "cuts": cuts,
+        "pipeline_cuts": cuts,
         "kv_multiplier": flags.kv_size_multiplier,
         "kv_order": flags.hw_backend,
         "style": flags.model_style or "hf",
@@ -139,22 +143,22 @@ def _layout_from_flags(flags: argparse.Namespace, all_heads: bool) -> dict[str, 
 
 
 def _reject_unsupported(flags: argparse.Namespace) -> None:
-    for name, plain, instead in (
+    for name, default, reason in (
         ("ep_size", 1, "experts are not supported"),
         ("i_tp_round_factor", 0, "padding of the MLP is not supported"),
         ("pad_attn_heads", False, "padding of heads is not supported"),
-        ("hf_model_name", None, "nothing is downloaded here; give --input_dir"),
-        ("nxdt_yaml_config", None, "give --config config.json"),
-        ("model_key", "model", "weights are looked for under model, or bare"),
+        ("hf_model_name", None, "trainyard downloads nothing; use --input_dir"),
+        ("nxdt_yaml_config", None, "use --config config.json"),
+        ("model_key", "model", "weights must be under the key model, or at the top level"),
     ):
-        if (value := getattr(flags, name)) != plain:
-            raise UserError(f"--{name} {value}: {instead}")
+        if (value := getattr(flags, name)) != default:
+            raise UserError(f"--{name} {value}: {reason}")
     if not flags.input_dir:
         raise UserError("--input_dir: missing")
 
 
 def _write_full_state(opened: OpenedCheckpoint, directory: Path) -> None:
-    """One file of Hugging Face weights, as NxD's converter leaves it."""
+    """Write one file of Hugging Face weights, like NxD's converter."""
     final = resolve_new_directory(directory)
     final.mkdir(exist_ok=True)
     writer = TorchFileWriter(final / "checkpoint.pt")

@@ -35,7 +35,7 @@ SIZE_ARGS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_hea
 def check_model(model: SupportedModel, first_file: MegatronRankFile, layers: int) -> None:
     """Shapes alone do not tell how many heads there are."""
     said = dict(first_file.args)
-    keys = {**SIZE_ARGS, **({"num_query_groups": "kv"} if said.get("group_query_attention") else {})}
+    keys = {**SIZE_ARGS, **({"num_query_groups": "num_kv_heads"} if said.get("group_query_attention") else {})}
     for key, ours in keys.items():
         if said.get(key, getattr(model, ours)) != getattr(model, ours):
             raise UserError(f"{first_file.path}: {key}={said[key]}, but the model has {ours}={getattr(model, ours)}")

@@ -50,7 +50,6 @@ FLAG_NAMES = {
     "tp": "tp_size",
     "pp": "pp_size",
     "vpp": "virtual_pp_size",
-    "cuts": "pipeline_cuts",
     "kv_multiplier": "kv_size_multiplier",
     "kv_order": "hw_backend",
     "style": "model_style",
