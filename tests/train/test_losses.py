@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_iter
 from tests.support import configs
 from trainyard.core.errors import UserError
 from trainyard.models.output import ModelOutput
-from trainyard.train import cross_entropy as vocab_cross_entropy
-from trainyard.train import losses
+from trainyard.train import decisions, losses
 from trainyard.train.cross_entropy import chunked_cross_entropy
 from trainyard.train.user_functions import check_sum_and_count, import_function
 
@@ -30,7 +29,7 @@ def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [7, 25, 1000])
 def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool) -> None:
-    monkeypatch.setattr(vocab_cross_entropy, "MIN_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(decisions, "MIN_CHUNK_TOKENS", chunk_tokens)
     h, w, b, labels = case(bias=bias)
     inputs = [x for x in (h, w, b) if x is not None]
     own = chunked_cross_entropy(ModelOutput(h, w, b), labels, logits_bytes=1)
@@ -45,7 +44,7 @@ def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_token
 
 
 def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab_cross_entropy, "MIN_CHUNK_TOKENS", 8)
+    monkeypatch.setattr(decisions, "MIN_CHUNK_TOKENS", 8)
     h, w, _, labels = case(tokens=400, dtype=torch.bfloat16)
     own = chunked_cross_entropy(ModelOutput(h, w), labels, logits_bytes=1)
     assert own.dtype == torch.float32

@@ -2,3 +2,10 @@
 
 IGNORE_INDEX = -100
 """Label of positions without a loss, as in torch.nn.functional.cross_entropy."""
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+MAX_REDUCTION_PROGRAMS = 2112
+"""Most programs among which a Triton backward kernel divides its rows: 16 for each multiprocessor of an H200. Each
+leaves an fp32 partial sum of the gradient of every vector that the rows share."""

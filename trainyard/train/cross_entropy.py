@@ -18,10 +18,10 @@ from trainyard.kernels.fp8_linear import SIZE_MULTIPLE, Fp8Options, compute_amax
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ModelOutput
 from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.train.decisions import loss_chunk_tokens
 
 MAX_LOGITS_BYTES = 1 << 25
-"""fp32 logits held at a time unless the device asks for another size; but never fewer than LEAST tokens' worth."""
-MIN_CHUNK_TOKENS = 256
+"""fp32 logits that exist at one time, unless the device asks for another size."""
 
 SoftmaxFn = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
 ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput], Tensor]
@@ -96,7 +96,7 @@ def chunked_cross_entropy(
     """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time, and each
     tensor-parallel rank has only its own words' logits."""
     hidden = output.hidden_for_head().flatten(0, -2)
-    size = max(MIN_CHUNK_TOKENS, logits_bytes // (4 * output.weight.shape[0]))
+    size = loss_chunk_tokens(hidden.shape[0], output.weight.shape[0], logits_bytes)
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden,
         output.weight,
@@ -184,11 +184,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         output: ModelOutput,
         chunk_loss: ChunkLossFn,
         products: Callable[[Tensor, Tensor | None], HeadGemm],
-        most: int,
+        size: int,
         train: bool,
     ) -> Tensor:
         tokens, vocab = hidden.shape[0], weight.shape[0]
-        size = -(-tokens // -(-tokens // most))  # all chunks of one size but perhaps the last
         # GPUs are slow with matrices of odd sizes, and in fp8 refuse them: words are added that no softmax sees.
         gap = -vocab % SIZE_MULTIPLE
         if gap:

@@ -41,6 +41,7 @@ from trainyard.train.checkpointing.resume import check_compatible, find_resume_p
 from trainyard.train.checkpointing.rng_state import restore_rng_state
 from trainyard.train.checkpointing.saver import Saver, SaveStatus
 from trainyard.train.cross_entropy import make_head_loss
+from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
 from trainyard.train.lr_schedule import learning_rate
@@ -165,11 +166,7 @@ class Trainer:
         )
         # One fixed order: split (build), shard, recompute, compile. The last two change `forward` alone, so that hooks
         # around a block stay outside.
-        packs = (
-            kernels.has_varlen_attention
-            and config.model.family == "bert"
-            and self.layout.pp == self.layout.cp == self.layout.tp == 1
-        )
+        packs = packs_batches(config, self.layout, kernels.has_varlen_attention)
         for model in self.models:
             model.max_seq_len = config.data.seq_len
             recompute.apply_recompute(list(model.layers.children()), config.recompute)

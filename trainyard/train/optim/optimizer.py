@@ -28,6 +28,7 @@ from trainyard.models.blueprint import Blueprint, layer_index
 from trainyard.parallel.flat_buffer import FlatBuffer, GradientReducer, WeightGatherer
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
+from trainyard.train.decisions import fuses_wgrad, zero_stage
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.train.optim.stochastic_rounding import RoundingRange, rounding_ranges
 from trainyard.train.optim.update_rules import (
@@ -58,7 +59,7 @@ class Optimizer:
         """`models` are this rank's stages of the pipeline; a parameter that two of them have is one."""
         self.config, self.precision, self.seed = config.optimizer, config.precision, config.train.seed
         self.models, self.mesh = models, mesh
-        self.zero_stage = config.layout.zero if mesh.dp_cp.size > 1 else 0
+        self.zero_stage = zero_stage(config, mesh.dp_cp.size)
         self.stochastic_rounding = self.precision.kind == "bf16_sr"
         found = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
         self.names = sorted(found, key=lambda name: not blueprint.spec(name).weight_decay)
@@ -103,15 +104,7 @@ class Optimizer:
         self.fsdp_states: list[FsdpState] = []
         kernels = kernels or Kernels()
         if self.zero_stage < 2:
-            # A compiler, and a schedule that takes backward apart, want gradients as tensors; and so do the products
-            # of sequence parallelism and of fp8, which are not plain ones.
-            direct = (
-                kernels.fused_wgrad
-                and compiler is None
-                and config.layout.pipeline_schedule == "1f1b"
-                and not (mesh.tp.size > 1 and config.layout.sequence_parallel)
-                and self.precision.kind != "fp8"
-            )
+            direct = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compiler is not None)
             self._own_memory(blueprint, travel, kernels.wgrad_buffers if direct else None)
         else:
             from trainyard.parallel import fsdp
