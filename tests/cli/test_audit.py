@@ -22,9 +22,9 @@ def test_a_clean_run(tmp_path: Path) -> None:
     done = run(*SMALL, "--workers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("1 rank of trn1, LNC 1, 16 GiB a rank: tensor 1 x pipeline 1")
+    assert lines[0].startswith("1 rank of trn1, LNC 1, 16 GiB per rank: tensor 1 x pipeline 1")
     assert lines[1].startswith("traced of each of 1 stage: 2 steps of 2 micro batches")
-    assert "GiB at its peak" in lines[2]
+    assert "peak " in lines[2]
     assert lines[-1] == "clean"
     assert list(tmp_path.iterdir()) == []
 
@@ -37,15 +37,15 @@ def test_a_violation_is_told_with_its_line_and_its_fix(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     (violation,) = [each for each in found["violations"] if each["rule"] == "operators"]
     assert (violation["file"], violation["line"]) == ("mine.py", 3)
-    assert "aten.sort" in violation["what"]
+    assert "aten.sort" in violation["description"]
     assert found["memory_limit_bytes"] == 16 << 30
-    assert found["stages"][0]["peak"] > found["stages"][0]["kept"] > 0
+    assert found["stages"][0]["peak_bytes"] > found["stages"][0]["steady_bytes"] > 0
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     for words, said in (
         (["no-such-recipe"], "no such file or recipe"),
-        (["tiny-llama", "--hardware", "trn9"], "--hardware trn9: not known; here: trn1, trn2, trn3"),
+        (["tiny-llama", "--hardware", "trn9"], "--hardware trn9: unknown; known: trn1, trn2, trn3"),
         (["llama2-7b", "layout.ranks=33"], "needs a multiple of 8 ranks"),
         ([*SMALL, "train.loss=nowhere:loss", "--workers", "1"], "cannot import nowhere"),
     ):

@@ -47,13 +47,13 @@ def test_what_a_plan_uses_is_what_the_fit_gives(name: str, key: str) -> None:
 
 def test_the_held_out_run_does_not_touch_its_own_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fit_efficiency("trn1", without=2)
-    changed = (*TRN1_RUNS[:2], replace(TRN1_RUNS[2], speed=1.0), *TRN1_RUNS[3:])
+    changed = (*TRN1_RUNS[:2], replace(TRN1_RUNS[2], sequences_per_second=1.0), *TRN1_RUNS[3:])
     monkeypatch.setitem(RUN_SETS, "trn1", changed)
     assert fit_efficiency("trn1", without=2) == before
     assert fit_efficiency("trn1") != before
 
 
-@pytest.mark.parametrize("run", [*TRN1_RUNS, *H200_RUNS], ids=lambda run: f"{run.on}-{run.name}")
+@pytest.mark.parametrize("run", [*TRN1_RUNS, *H200_RUNS], ids=lambda run: f"{run.hardware_name}-{run.name}")
 def test_nothing_is_faster_than_its_peaks(run: PublishedRun) -> None:
     """At peak rates no run is slower than it was measured; and the parts of a step add up to it."""
     assert predicted_speed(run, Efficiency()) > run.sequences_per_second

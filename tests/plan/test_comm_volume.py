@@ -38,7 +38,7 @@ LIMIT = 300.0
 """Seconds for one trace; most take three."""
 VOTES = int(supports_zero_bubble())
 """In the first step of a pipeline neighbours greet each other; since torch 2.13 to ask whether shapes are fixed."""
-GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
+GROUPS = ("tp", "cp", "pp", "dp_cp", "dp_cp_tp", "world", "kv_replicas", "tied_embedding")
 
 
 # What is sent.
@@ -252,8 +252,8 @@ def test_totals_of_llama_2_7b(traces: Traces) -> None:
     """The recipe as it is: 32 layers, 16 micro batches of 4096 tokens, each matrix over 8 ranks."""
     total = summed(extrapolated(traces[SEVEN, 0, 1], 1, traces[SEVEN, 0, 3], 3, 16))
     held = (2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)) // 8 + (2 * 32 + 1) * 4096
-    assert total["data", 16, "reduce_scatter", "float32"] == (15, 4 * held)
-    assert total["data", 16, "all_gather", "bfloat16"] == (15, 2 * held)
+    assert total["dp_cp", 16, "reduce_scatter", "float32"] == (15, 4 * held)
+    assert total["dp_cp", 16, "all_gather", "bfloat16"] == (15, 2 * held)
     for kind, each in (("all_gather", 6), ("reduce_scatter", 4)):
         times = 16 * (32 * each + 2)
         assert total["tp", 8, kind, "bfloat16"] == (times, times * 2 * 4096 * 4096)
@@ -263,8 +263,8 @@ def test_totals_of_llama_3_70b(traces: Traces) -> None:
     """A stage in the middle: 10 of 80 layers, 8 micro batches of 8192 tokens; a rank has one of 8 kv heads."""
     total = summed(traces[SEVENTY, STAGE, 8])
     held = 10 * ((2 * 8192 * 8192 + 3 * 8192 * 28672) // 32 + 2 * 128 * 8192 + 2 * 8192)
-    assert total["data", 2, "reduce_scatter", "float32"] == (6, 4 * held)
-    assert total["data", 2, "all_gather", "bfloat16"] == (6, 2 * held)
+    assert total["dp_cp", 2, "reduce_scatter", "float32"] == (6, 4 * held)
+    assert total["dp_cp", 2, "all_gather", "bfloat16"] == (6, 2 * held)
     assert total["tp", 32, "all_gather", "bfloat16"] == (8 * 10 * 6, 8 * 10 * 6 * 2 * 8192 * 8192)
     assert total["tp", 32, "reduce_scatter", "bfloat16"] == (8 * 10 * 4, 8 * 10 * 4 * 2 * 8192 * 8192)
     for kind in ("send", "receive"):

@@ -50,8 +50,8 @@ def test_a_wrong_word_is_answered_in_one_line(word: str, says: str) -> None:
 def test_every_number_has_a_source() -> None:
     for entry in CATALOG.values():
         assert entry.sources["all"]
-        assert entry.sources["hop"] == entry.sources["jump"] == "guess"
-        assert (entry.price_per_hour is None) == (entry.sources["price"] == "none found")
+        assert entry.sources["link_latency"] == entry.sources["network_latency"] == "guess"
+        assert (entry.price_per_hour is None) == (entry.sources["price_per_hour"] == "none found")
         assert set(entry.sources) <= {"all", *(field.name for field in fields(CatalogEntry))}
 
 
@@ -65,11 +65,11 @@ def test_recipes_name_hardware_with_as_many_ranks(recipe: str) -> None:
 
 def test_a_file_adds_and_changes_entries(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("ours: {like: h200, price: 12.5, network: 50000000000}\nh100: {price: 1}\n")
+    path.write_text("ours: {like: h200, price_per_hour: 12.5, network_bandwidth: 50000000000}\nh100: {price_per_hour: 1}\n")
     table = read_catalog(path)
     assert table["ours"].price_per_hour == 12.5
     assert table["ours"].bf16_flops == CATALOG["h200"].bf16_flops
-    assert table["ours"].sources["price"] == str(path)
+    assert table["ours"].sources["price_per_hour"] == str(path)
     assert table["h100"].price_per_hour == 1
     assert CATALOG["h100"].price_per_hour != 1
 
@@ -78,9 +78,9 @@ def test_a_file_adds_and_changes_entries(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("ours: {like: h300}", "like=h300"),
-        ("ours: {price: 3}", "like=ours"),
-        ("h200: {prize: 3}", "nearest: price"),
-        ("h200: {price: cheap}", "price=cheap"),
+        ("ours: {price_per_hour: 3}", "like=ours"),
+        ("h200: {price: 3}", "nearest: price_per_hour"),
+        ("h200: {price_per_hour: cheap}", "price_per_hour=cheap"),
         ("- h200", "mapping"),
         ("h200: {", "cannot be read"),
     ],

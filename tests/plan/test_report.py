@@ -73,7 +73,7 @@ def test_what_does_not_fit_fails_with_a_fix_that_fits(capsys: pytest.CaptureFixt
     words = ["llama2-7b", "train.micro_batch=16"]
     out = told(capsys, *words, code=2)
     assert not out["fits"]
-    line = next(each["line"] for each in out["problems"] if each["fatal"])
+    line = next(each["message"] for each in out["problems"] if each["fatal"])
     fix = line.split("nearest: ")[1].split(" (")[0].split()
     assert told(capsys, *words, *fix)["fits"]
 
@@ -81,7 +81,7 @@ def test_what_does_not_fit_fails_with_a_fix_that_fits(capsys: pytest.CaptureFixt
 def test_refused_groups_fail_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     out = told(capsys, "llama2-7b", code=2, on="trn2.48xlarge:2")
     assert "layout.tp=8: not supported on trn2 with LNC 2; nearest: 4 or 16" in [
-        each["line"] for each in out["problems"]
+        each["message"] for each in out["problems"]
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_ring_is_planned_as_trainium_does_it(capsys: pytest.CaptureFixture[str
         for context in ("all_gather", "ring")
     )
     assert ring["step"] == gathered["step"]
-    (line,) = {each["line"] for each in ring["problems"]} - {each["line"] for each in gathered["problems"]}
+    (line,) = {each["message"] for each in ring["problems"]} - {each["message"] for each in gathered["problems"]}
     assert line.startswith("layout.cp_method=ring: Trainium gathers keys and values instead")
     assert not any(each["fatal"] for each in ring["problems"])
 
@@ -106,18 +106,18 @@ def test_a_layout_that_cannot_be_is_one_line() -> None:
 def test_a_full_disk_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"checkpoint.directory={tmp_path}", "checkpoint.every=1", "checkpoint.keep=1000000"]
     out = told(capsys, "tiny-llama", *words, on="h200:1")
-    lines = [each["line"] for each in out["problems"]]
+    lines = [each["message"] for each in out["problems"]]
     assert any(line.startswith("disk: 1000001 checkpoints") and "checkpoint.keep=" in line for line in lines)
 
 
 def test_copies_of_a_checkpoint_must_fit_into_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small-host.yaml"
-    file.write_text(f"trn1.32xlarge: {{host: {8 * 2**30}}}\n")
+    file.write_text(f"trn1.32xlarge: {{host_memory: {8 * 2**30}}}\n")
     out = told(capsys, "llama2-7b", hardware_file=file, code=2)
-    line = next(each["line"] for each in out["problems"] if each["line"].startswith("host memory"))
+    line = next(each["message"] for each in out["problems"] if each["message"].startswith("host memory"))
     window = line.split("nearest: ")[1]
     kept = told(capsys, "llama2-7b", window, hardware_file=file)
-    assert not any(each["line"].startswith("host memory") for each in kept["problems"])
+    assert not any(each["message"].startswith("host memory") for each in kept["problems"])
 
 
 @pytest.mark.parametrize(("steps", "said"), [(5, False), (100, True)])
@@ -126,7 +126,7 @@ def test_short_data_is_told(tmp_path: Path, steps: int, said: bool, capsys: pyte
         writer.add(np.ones(64 * 100 + 1, np.uint16), np.array([64 * 100 + 1], np.int32), np.array([1], np.int64))
     words = ["data.source=tokens", f"data.paths=[{tmp_path}/x]", "data.seq_len=64", "data.validation_fraction=0.0"]
     words += ["evaluate.every=0", f"train.steps={steps}"]
-    lines = [each["line"] for each in told(capsys, "tiny-llama", *words, on="h200:1")["problems"]]
+    lines = [each["message"] for each in told(capsys, "tiny-llama", *words, on="h200:1")["problems"]]
     assert [line for line in lines if "1,600 samples wanted, data.paths has 100: 16.0 times round" in line] == lines[
         :said
     ]

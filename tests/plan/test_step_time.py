@@ -61,7 +61,7 @@ def test_virtual_stages_and_better_schedules_shrink_the_bubble() -> None:
 def test_a_group_on_one_instance_never_touches_the_network() -> None:
     layout = Layout(tp=32, pp=2, dp=8, micro_batches=1)
     inside = message_time(Message("tp", 32, "all_gather", "bfloat16", 2**20), layout, ON)
-    across = message_time(Message("data", 8, "all_gather", "bfloat16", 2**20), layout, ON)
+    across = message_time(Message("dp_cp", 8, "all_gather", "bfloat16", 2**20), layout, ON)
     assert inside.network == 0 < inside.link
     assert across.link == 0 < across.network
     # Eight ranks, one on each instance: all 32 ranks of an instance send at once, and share its network.
@@ -71,10 +71,10 @@ def test_a_group_on_one_instance_never_touches_the_network() -> None:
 def test_a_sum_is_a_scatter_and_a_gather() -> None:
     layout = Layout(tp=8, dp=64)
     parts = [
-        message_time(Message("data", 64, kind, "float32", 2**20), layout, ON)
+        message_time(Message("dp_cp", 64, kind, "float32", 2**20), layout, ON)
         for kind in ("reduce_scatter", "all_gather")
     ]
-    whole = message_time(Message("data", 64, "all_reduce", "float32", 2**20), layout, ON)
+    whole = message_time(Message("dp_cp", 64, "all_reduce", "float32", 2**20), layout, ON)
     assert whole.network == pytest.approx(sum(part.network for part in parts))
     assert whole.link == pytest.approx(sum(part.link for part in parts))
 

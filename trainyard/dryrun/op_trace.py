@@ -23,7 +23,7 @@ from trainyard.dryrun.meta_ops import FUSED_ADAMW, TraceAborted, run_on_meta, te
 from trainyard.dryrun.source_lines import SourceLocation, SourceLocator
 from trainyard.parallel.mesh import Mesh
 
-MESH_GROUPS = ("tp", "cp", "pp", "data", "stage", "everyone", "copies", "tied")
+MESH_GROUPS = ("tp", "cp", "pp", "dp_cp", "dp_cp_tp", "world", "kv_replicas", "tied_embedding")
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 HOST_TO_DEVICE_OPS = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 """What brings a tensor of the host's to the device."""

@@ -149,8 +149,8 @@ H200_RUNS = (
 )
 RUN_SETS = {"trn1": TRN1_RUNS, "h200": H200_RUNS}
 FITTED_CONSTANTS = {
-    "trn1": (("product", "attention"), ("memory",), ("link",), ("network",)),
-    "h200": (("product",), ("attention",), ("memory",)),
+    "trn1": (("matmul", "attention"), ("memory",), ("link",), ("network",)),
+    "h200": (("matmul",), ("attention",), ("memory",)),
 }
 """The constants of each set that are fitted; names in one bracket are one constant."""
 

@@ -26,7 +26,7 @@ MIN_SPEEDUP = 1.02
 """Times faster that a change must make a step to be worth a line."""
 MAX_SUGGESTIONS = 3
 """Lines of what to try."""
-COMPUTE_COMPONENTS = ("products", "attention")
+COMPUTE_COMPONENTS = ("matmul", "attention")
 BOTTLENECK_NAMES = {
     "compute": "compute (matrix products and attention)",
     "memory": "memory bandwidth (norms, activations, losses)",

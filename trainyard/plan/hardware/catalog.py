@@ -74,7 +74,7 @@ def trainium_entry(
     chip = CHIPS[generation]
     sizes = (chip.bf16_flops, chip.fp8_flops, chip.fp32_flops, chip.memory_bytes)
     ranks = {lnc: chip.cores // lnc for lnc in LNC_CHOICES[generation]}
-    sources = {"all": "aws", "hop": "guess", "jump": "guess", "price": "none found", **why}
+    sources = {"all": "aws", "link_latency": "guess", "network_latency": "guess", "price_per_hour": "none found", **why}
     rates = (memory_bandwidth, link_bandwidth, network_bandwidth)
     return CatalogEntry(
         "trainium",
@@ -96,11 +96,11 @@ def gpu_entry(
     why = {
         "all": "nvidia",
         "memory": "seen",
-        "network": "ec2: EFA, 3,200 Gbit/s",
-        "host": "ec2",
-        "price": price_source,
-        "hop": "guess",
-        "jump": "guess",
+        "network_bandwidth": "ec2: EFA, 3,200 Gbit/s",
+        "host_memory": "ec2",
+        "price_per_hour": price_source,
+        "link_latency": "guess",
+        "network_latency": "guess",
     }
     rates = (memory_bandwidth, 450 * GB, 400 * GB)
     return CatalogEntry(
@@ -123,10 +123,10 @@ P5_PRICE_SOURCE = "p5.48xlarge on demand, us-east-1, 2026-11-09 (datareceipts/da
 P5E_PRICE_SOURCE = "p5e.48xlarge as a capacity block, us-east-2, 2024-12 (aws.amazon.com/ec2/capacityblocks/pricing)"
 TRN1_BANDWIDTHS, TRN2_BANDWIDTHS, TRN3_BANDWIDTHS = (820 * GIB, 384 * GB), (2.9 * TB, 1024 * GB), (4.9 * TB, 2560 * GB)
 """Memory bandwidth and NeuronLink of a chip."""
-TRN2_3XLARGE_SOURCES = {"network": "guess: its share of trn2.48xlarge", "host": "guess: its share of trn2.48xlarge"}
+TRN2_3XLARGE_SOURCES = {"network_bandwidth": "guess: its share of trn2.48xlarge", "host_memory": "guess: its share of trn2.48xlarge"}
 TRN2U_SOURCES = {"all": "aws: UltraServer of four; the 256 GB/s a chip between them are not modelled apart"}
-TRN3_SOURCES = {"network": "guess: 200 Gbit/s a chip, as trn2", "host": "guess: as trn2u"}
-TRN1_SOURCES = {"price": TRN1_PRICE_SOURCE}
+TRN3_SOURCES = {"network_bandwidth": "guess: 200 Gbit/s a chip, as trn2", "host_memory": "guess: as trn2u"}
+TRN1_SOURCES = {"price_per_hour": TRN1_PRICE_SOURCE}
 CATALOG: dict[str, CatalogEntry] = {
     "trn1.2xlarge": trainium_entry(
         "trn1", 1, *TRN1_BANDWIDTHS, 25e9 / 8, 32 * GIB, price_per_hour=1.34, why=TRN1_SOURCES

@@ -36,8 +36,8 @@ def measure_cpu(ranks: int) -> CatalogEntry:
     linked = _measure_link() if ranks > 1 else (COPY_BYTES / copied, 0.0)
     link, hop = linked or DEFAULT_LINK
     memory = psutil.virtual_memory().total
-    why = {"all": "measured now", "price": "none found"}
-    why |= dict.fromkeys(("link", "network", "hop"), "measured now" if linked else "guess")
+    why = {"all": "measured now", "price_per_hour": "none found"}
+    why |= dict.fromkeys(("link_bandwidth", "network_bandwidth", "link_latency"), "measured now" if linked else "guess")
     return CatalogEntry(
         "cpu",
         devices=1,

@@ -53,7 +53,7 @@ class Hardware:
 
     def peak_flops(self, dtype: str) -> float:
         """Dense FLOP/s of one rank; kind: bf16, fp8 or fp32."""
-        rate: float = getattr(self.entry, dtype)
+        rate: float = getattr(self.entry, f"{dtype}_flops")
         return rate / self.ranks_per_device
 
     @property
@@ -108,7 +108,7 @@ def read_catalog(path: Path) -> dict[str, CatalogEntry]:
         raise UserError(f"--hardware-file {path}: cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
         raise UserError(
-            f"--hardware-file {path}: not a mapping of names to fields, such as my-h200: {{like: h200, price: 20}}"
+            f"--hardware-file {path}: not a mapping of names to fields, such as my-h200: {{like: h200, price_per_hour: 20}}"
         )
     table = dict(CATALOG)
     known = {each.name: each for each in fields(CatalogEntry)}

@@ -28,13 +28,13 @@ MIN_CHUNK_TOKENS = 256
 """Tokens of a chunk of logits, at the least."""
 GROUP_AXES = {
     "tp": "tp",
-    "copies": "tp",
+    "kv_replicas": "tp",
     "cp": "cp",
     "pp": "pp",
-    "tied": "pp",
-    "data": "dp",
-    "stage": "all",
-    "everyone": "all",
+    "tied_embedding": "pp",
+    "dp_cp": "dp",
+    "dp_cp_tp": "all",
+    "world": "all",
 }
 """The axis of a layout that each group belongs to."""
 
@@ -101,8 +101,8 @@ def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) 
     held = local_params(config.model, layout.tp, this.stages)
     (_add_data_parallel if config.layout.zero < 2 or this.shards == 1 else _add_fsdp)(this, held)
     terms = 0 if config.train.loss else 2 if isinstance(config.model, BertConfig) else 1
-    this.add("data", this.shards, "all_reduce", "float32", terms)  # labels that count
-    this.add("everyone", layout.world_size, "all_reduce", "float32", 2 * max(terms, 1) + STATUS_VALUES)
+    this.add("dp_cp", this.shards, "all_reduce", "float32", terms)  # labels that count
+    this.add("world", layout.world_size, "all_reduce", "float32", 2 * max(terms, 1) + STATUS_VALUES)
     return this.counts
 
 
@@ -193,11 +193,11 @@ def _add_data_parallel(this: _RankMessages, params: dict[str, LocalParam]) -> No
     flat = _flat_buffer(this, params, shards if zero else 1)
     for bucket in flat.buckets:
         if not zero:
-            this.add("data", shards, "all_reduce", travel, bucket.full_range.stop - bucket.full_range.start)
+            this.add("dp_cp", shards, "all_reduce", travel, bucket.full_range.stop - bucket.full_range.start)
             continue
         size = shards * (bucket.shard_range.stop - bucket.shard_range.start)
-        this.add("data", shards, "reduce_scatter", travel, size)
-        this.add("data", shards, "all_gather", this.compute, size)
+        this.add("dp_cp", shards, "reduce_scatter", travel, size)
+        this.add("dp_cp", shards, "all_gather", this.compute, size)
     _add_replicated_params(this, params, flat, DTYPE_NAMES[config.precision.grad_accum_dtype])
 
 
@@ -219,8 +219,8 @@ def _add_fsdp(this: _RankMessages, params: dict[str, LocalParam]) -> None:
         )
         twice = 1 + (config.layout.zero == 3)
         for size, times, gathers in ((whole(rows["block"]), len(stage.layers), twice), (whole(ends), 1, 1)):
-            this.add("data", shards, "all_gather", this.compute, size, once * times * gathers)
-            this.add("data", shards, "reduce_scatter", travel, size, once * times)
+            this.add("dp_cp", shards, "all_gather", this.compute, size, once * times * gathers)
+            this.add("dp_cp", shards, "reduce_scatter", travel, size, once * times)
     kept = "bfloat16" if config.precision.kind == "bf16_sr" else "float32"
     _add_replicated_params(this, params, _flat_buffer(this, params, shards), kept)
 
@@ -241,18 +241,18 @@ def _add_replicated_params(this: _RankMessages, params: dict[str, LocalParam], f
     for name, each in params.items():
         row, rows, width = each.spec, flat.shard_row_range(name, shard), prod(each.shape[1:])
         if row.pipeline_stage == "both":
-            sums["tied"] += len(rows) * width
+            sums["tied_embedding"] += len(rows) * width
         if row.tp_dim is None:
             sums["tp"] += len(rows) * width * (this.config.layout.sequence_parallel and not row.replicated_compute)
             continue
         for count, holders in _replicated_rows(each, flat.spans[name].shard_rows, len(rows)):
-            sums["copies" if holders == layout.kv_replication else "tp"] += count * width
+            sums["kv_replicas" if holders == layout.kv_replication else "tp"] += count * width
     this.add("tp", layout.tp, "all_reduce", dtype, sums["tp"])
-    this.add("copies", layout.kv_replication, "all_reduce", dtype, sums["copies"])
+    this.add("kv_replicas", layout.kv_replication, "all_reduce", dtype, sums["kv_replicas"])
     ends = {0, layout.stage_owner(layout.pp * layout.vpp - 1)}
-    this.add("tied", len(ends) if this.pp in ends else 1, "all_reduce", dtype, sums["tied"])
+    this.add("tied_embedding", len(ends) if this.pp in ends else 1, "all_reduce", dtype, sums["tied_embedding"])
     # Each parameter's norm (LAMB: of its gradient, of itself and of its update), then the norm of all.
-    group, ranks = ("stage", layout.tp * this.shards) if flat.num_shards > 1 else ("tp", layout.tp)
+    group, ranks = ("dp_cp_tp", layout.tp * this.shards) if flat.num_shards > 1 else ("tp", layout.tp)
     this.add(group, ranks, "all_reduce", "float32", len(flat.spans), 3 if this.config.optimizer.kind == "lamb" else 1)
     this.add("pp", layout.pp, "all_reduce", "float32", 1)
 

@@ -152,7 +152,7 @@ def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealT
     if message.kind == "receive" and hardware.entry.kind != "trainium":
         return IdealTime()
     stage = layout.tp * layout.cp * layout.dp
-    apart = {"cp": layout.tp, "data": layout.tp, "pp": stage, "tied": stage}.get(message.group, 1)
+    apart = {"cp": layout.tp, "dp_cp": layout.tp, "pp": stage, "tied_embedding": stage}.get(message.group, 1)
     one = message.kind in ("send", "receive")
     ranks = 2 if one else message.group_size
     inside = max(min(ranks, hardware.ranks_per_node // apart), 1)
@@ -178,7 +178,7 @@ def _pipeline_rank_time(
     work = micro_batch_time(config, layout, pp, hardware)
     count = layout.micro_batches
     parts = {
-        name: count * getattr(work, name) / getattr(efficiency, name) for name in ("product", "attention", "memory")
+        name: count * getattr(work, name) / getattr(efficiency, name) for name in ("matmul", "attention", "memory")
     }
     wires = traffic_by_axis(config, layout, pp, hardware)
     axes = {
@@ -196,7 +196,7 @@ def _pipeline_rank_time(
     # and 3 in every micro batch. The published Trainium runs did one after the other.
     overlaps = sum(parts.values()) / (1 if config.layout.zero >= 2 else count) if hardware.entry.kind == "gpu" else 0.0
     sends = {"tp": axes["tp"], "cp": axes["cp"] - spare, "pp": axes["pp"]}
-    named = {"products": parts["product"], "attention": parts["attention"], "memory": parts["memory"]}
+    named = {"matmul": parts["matmul"], "attention": parts["attention"], "memory": parts["memory"]}
     return named | sends, once, {"cp": spare}, overlaps
 
 
