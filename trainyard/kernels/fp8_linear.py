@@ -1,18 +1,19 @@
-"""A linear whose matrix products are in fp8: y = x W^T, and in backward dx = dy W and dW = dy^T x.
+"""A linear layer whose matrix products are in fp8: y = x W^T, and in backward dx = dy W and dW = dy^T x.
 
-x and W go to e4m3 and dy to e5m2, each multiplied by a scale that comes from its own largest value at each use: without
-a history a run resumes exactly. Scales are powers of two. Multiplying by one rounds nothing, so another largest value
-(of another micro batch, of another rank's share) changes only what lies under the smallest normal number of the format,
-and results depend on the layout as little as in bf16. Where an inf or nan goes in, nan comes out.
+x and W are quantized to e4m3 and dy to e5m2. Each use computes its scale from the current amax: without an amax history
+a run resumes exactly. Scales are powers of two, so scaling itself never rounds. A different amax (another micro batch,
+another rank's shard) therefore changes only values below the smallest normal number of the format, and results depend
+on the layout as little as in bf16. An inf or nan in the input gives nan in the output.
 
-`linear` casts by Triton kernels and multiplies by cuBLAS; `linear_plain` is the same in plain torch, for any device.
+`fp8_linear` quantizes with Triton kernels and multiplies with cuBLAS; `fp8_linear_reference` is the same in plain
+torch, for any device.
 
-Bytes: a cast reads 2 of each element for the maximum, 2 again, and writes 1 for each of two layouts. x is kept for
-backward in e4m3, 1 byte instead of 2. W is not kept but cast anew in backward, by the maximum that forward found: that
-reads 2 bytes of a weight and writes 1. To keep it would take 1 byte of each weight for each micro batch under way, and
-save 2 of the 8 that move.
+Memory traffic: quantizing reads 2 bytes per element for the amax, 2 again for the cast, and writes 1 for each of two
+layouts. x is saved for backward in e4m3, 1 byte per element instead of 2. W is not saved but quantized again in
+backward with the amax of forward: 2 bytes read and 1 written per weight. Saving it would take 1 byte per weight for
+each micro batch in flight and avoid 2 of the 8 bytes that move.
 
-Shapes: M tokens, D features in, N features out, P parts.
+Shapes: M tokens, D input features, N output features, P amax blocks.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -24,56 +25,58 @@ from trainyard.compat import scaled_mm
 from trainyard.core.errors import UserError
 
 FAST_ACCUM_BACKWARD = False
-"""Whether backward's products add up in short accumulators, as `Fp8.fast` says for forward's."""
+"""True if the products of backward use the short accumulators that `Fp8Options.fast_accum` selects for forward."""
 SIZE_MULTIPLE = 16
-"""Of this are the sizes of fp8 matrices; tokens are padded to it."""
+"""Sizes of fp8 matrices are multiples of this; tokens are padded."""
 MAX_AMAX_BLOCKS, AMAX_BLOCK_ELEMENTS = 1024, 8192
-"""At most so many maxima of a tensor, of at least so many elements each."""
+"""A tensor-wise amax has at most this many blocks, of at least this many elements each."""
 MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""The largest number of a format is 1.75 * 2^TOP."""
+"""Exponent of the largest number of a format, which is 1.75 * 2^exponent."""
 
 
 class Fp8Options(NamedTuple):
+    """How a linear layer uses fp8."""
+
     scaling: Literal["tensor", "row"] = "tensor"
-    """One scale for a tensor, or one for each row of a product's left operand and for each column of its right one."""
+    """One scale per tensor, or one per row of a product's left operand and per column of its right operand."""
     grad_format: Literal["e5m2", "bf16"] = "e5m2"
-    """What dy is multiplied as. With bf16 the products of backward are in bf16, and x is kept as it came."""
+    """Format of dy. With bf16 the products of backward are in bf16, and x is saved unquantized."""
     fast_accum: bool = True
-    """Whether the tensor cores add up forward's products in their own short accumulators."""
+    """True if forward accumulates in the tensor cores' short accumulators."""
 
 
 class Amax(NamedTuple):
-    """The largest magnitudes of a matrix as bits of fp32, in int32."""
+    """Largest magnitudes of a matrix, as the bits of fp32 in int32."""
 
     rows: Tensor
-    """[M], or by tensor [P] maxima of parts of it, whatever the parts. The kernel that makes a matrix may give these: a
-    few hundred, as each program of the cast reads them all."""
+    """[M] per row, or [P] maxima of any blocks that cover the tensor. The kernel that produces a matrix may supply
+    these; a few hundred at most, as each program of the cast reads them all."""
     columns: Tensor
-    """[D], or [0] if nobody asked."""
+    """[D] per column, or [0] if not requested."""
 
 
 class Fp8Matrix(NamedTuple):
-    """A matrix [R, S] in fp8 whose rows are what a product sums over, and its inverse scales, [R] or [1]."""
+    """A matrix [R, S] in fp8, contracted along its rows, with its inverse scales, [R] or [1]."""
 
     values: Tensor
     inverse_scale: Tensor
 
 
 def fp8_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options) -> Tensor:
-    """F.linear of bf16 [..., D] on a device with fp8 products, with any number of tokens."""
+    """F.linear of bf16 [..., D], for any number of tokens, on a device with fp8 matrix products."""
     return _linear(x, weight_ND, bias_N, fp8, False)
 
 
 def fp8_linear_reference(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options) -> Tensor:
-    """`linear` of bf16 or fp32 on any device: the same numbers, but that products are summed in fp32."""
+    """`fp8_linear` for bf16 or fp32 on any device: the same numbers, except that products accumulate in fp32."""
     return _linear(x, weight_ND, bias_N, fp8, True)
 
 
-def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options, plain: bool) -> Tensor:
+def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options, reference: bool) -> Tensor:
     N, D = weight_ND.shape
     if N % SIZE_MULTIPLE or D % SIZE_MULTIPLE:
-        raise UserError(f"a matrix of {N} x {D} on this rank: fp8 products take multiples of {SIZE_MULTIPLE} only")
-    y_MN = _Fp8Linear.apply(x.reshape(-1, D), weight_ND, bias_N, *fp8, plain)  # type: ignore[no-untyped-call]
+        raise UserError(f"this rank's {N} x {D} matrix: fp8 needs both sizes to be multiples of {SIZE_MULTIPLE}")
+    y_MN = _Fp8Linear.apply(x.reshape(-1, D), weight_ND, bias_N, *fp8, reference)  # type: ignore[no-untyped-call]
     return y_MN.view(*x.shape[:-1], N)
 
 
@@ -85,61 +88,68 @@ class _Fp8Linear(torch.autograd.Function):
         weight_ND: Tensor,
         bias_N: Tensor | None,
         scaling: str,
-        gradients: str,
-        fast: bool,
-        plain: bool,
+        grad_format: str,
+        fast_accum: bool,
+        reference: bool,
     ) -> Tensor:
         x_MD, weight_ND = x_MD.contiguous(), weight_ND.contiguous()
-        by_row, eight = scaling == "row", gradients == "e5m2"
-        for_x, for_weight = (needed and eight for needed in ctx.needs_input_grad[:2])
-        most_x = compute_amax(x_MD, by_row, for_weight, plain)
-        most_weight = compute_amax(weight_ND, by_row, for_x, plain)
-        x, turned_x = quantize(x_MD, most_x, torch.float8_e4m3fn, by_row, plain, transposed=for_weight)
-        weight, _ = quantize(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain)
-        ctx.how = by_row, eight, plain
+        per_row, fp8_grads = scaling == "row", grad_format == "e5m2"
+        needs_dx, needs_dw = (needed and fp8_grads for needed in ctx.needs_input_grad[:2])
+        amax_x = compute_amax(x_MD, per_row, needs_dw, reference)
+        amax_weight = compute_amax(weight_ND, per_row, needs_dx, reference)
+        x, x_transposed = quantize(x_MD, amax_x, torch.float8_e4m3fn, per_row, reference, transposed=needs_dw)
+        weight, _ = quantize(weight_ND, amax_weight, torch.float8_e4m3fn, per_row, reference)
+        ctx.how = per_row, fp8_grads, reference
         ctx.dtypes = weight_ND.dtype, None if bias_N is None else bias_N.dtype
-        if eight:
-            ctx.save_for_backward(*turned_x, *(most_weight if for_x else (None, None)), weight_ND if for_x else None)
+        if fp8_grads:
+            ctx.save_for_backward(
+                *x_transposed, *(amax_weight if needs_dx else (None, None)), weight_ND if needs_dx else None
+            )
         else:
             needs_x, needs_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x_MD if needs_weight else None, weight_ND if needs_x else None)
-        return matmul(x, weight, bias_N, fast, plain, x_MD.dtype)[: x_MD.shape[0]]
+        return matmul(x, weight, bias_N, fast_accum, reference, x_MD.dtype)[: x_MD.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy_MN = grads[0].contiguous()
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        by_row, eight, plain = ctx.how
+        needs_dx, needs_dw, needs_d_bias, *_ = ctx.needs_input_grad
+        per_row, fp8_grads, reference = ctx.how
         weight_dtype, bias_dtype = ctx.dtypes
         dx = d_weight = None
-        if not eight:
+        if not fp8_grads:
             x_MD, weight_ND = ctx.saved_tensors
-            dx = dy_MN @ weight_ND if for_x else None
-            d_weight = dy_MN.t() @ x_MD if for_weight else None
-        elif for_x or for_weight:
-            x_values, x_inverse, most, most_columns, weight_ND = ctx.saved_tensors
-            most_dy = compute_amax(dy_MN, by_row, for_weight, plain)
-            dy, turned_dy = quantize(dy_MN, most_dy, torch.float8_e5m2, by_row, plain, for_x, for_weight)
-            if for_x:
-                most_weight = Amax(most, most_columns)
-                _, weight = quantize(weight_ND, most_weight, torch.float8_e4m3fn, by_row, plain, False, True)
-                dx = matmul(dy, weight, None, FAST_ACCUM_BACKWARD, plain, dy_MN.dtype)[: dy_MN.shape[0]]
-            if for_weight:
+            dx = dy_MN @ weight_ND if needs_dx else None
+            d_weight = dy_MN.t() @ x_MD if needs_dw else None
+        elif needs_dx or needs_dw:
+            x_values, x_inverse_scale, amax, weight_amax_columns, weight_ND = ctx.saved_tensors
+            amax_dy = compute_amax(dy_MN, per_row, needs_dw, reference)
+            dy, dy_transposed = quantize(dy_MN, amax_dy, torch.float8_e5m2, per_row, reference, needs_dx, needs_dw)
+            if needs_dx:
+                amax_weight = Amax(amax, weight_amax_columns)
+                _, weight = quantize(weight_ND, amax_weight, torch.float8_e4m3fn, per_row, reference, False, True)
+                dx = matmul(dy, weight, None, FAST_ACCUM_BACKWARD, reference, dy_MN.dtype)[: dy_MN.shape[0]]
+            if needs_dw:
                 d_weight = matmul(
-                    turned_dy, Fp8Matrix(x_values, x_inverse), None, FAST_ACCUM_BACKWARD, plain, weight_dtype
+                    dy_transposed,
+                    Fp8Matrix(x_values, x_inverse_scale),
+                    None,
+                    FAST_ACCUM_BACKWARD,
+                    reference,
+                    weight_dtype,
                 )
-        d_bias = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if for_bias else None
+        d_bias = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if needs_d_bias else None
         return dx, d_weight, d_bias, None, None, None, None
 
 
 def compute_amax(x_MD: Tensor, per_row: bool, columns: bool = False, reference: bool = False) -> Amax:
-    """For the tensor, or for each row and if asked for each column."""
+    """Amax of the tensor, or of each row and, with `columns`, of each column."""
     if not reference:
         return Amax(*fp8_amax(x_MD, per_row, columns))
-    size = x_MD.detach().abs()
-    rows = size.amax(1) if per_row else size.amax().view(1)
-    nothing = size.new_empty(0)
-    return Amax(_abs_bits(rows), _abs_bits(size.amax(0) if per_row and columns else nothing))
+    magnitude = x_MD.detach().abs()
+    rows = magnitude.amax(1) if per_row else magnitude.amax().view(1)
+    empty = magnitude.new_empty(0)
+    return Amax(_abs_bits(rows), _abs_bits(magnitude.amax(0) if per_row and columns else empty))
 
 
 def quantize(
@@ -151,23 +161,24 @@ def quantize(
     direct: bool = True,
     transposed: bool = False,
 ) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """To fp8 [M, D] and, `turned`, [D, M], M padded unless plain. What is not asked for is empty."""
+    """Quantize to fp8: [M, D] if `direct`, [D, M] if `transposed`; the other is empty. M is padded, except in the
+    reference."""
     if not reference:
-        out_MD, out_DM, inverse, inverse_D = fp8_cast(x_MD, *amax, dtype, per_row, direct, transposed)
-        return Fp8Matrix(out_MD, inverse), Fp8Matrix(out_DM, inverse_D if per_row else inverse)
-    nothing = x_MD.new_empty(0, dtype=dtype)
-    scale, inverse = power_of_two_scales(amax.rows, dtype)
-    scale_D, inverse_D = power_of_two_scales(amax.columns, dtype) if per_row else (scale, inverse)
-    out_MD = (x_MD.float() * scale[:, None]).to(dtype) if direct else nothing
+        out_MD, out_DM, inverse_scale, inverse_scale_D = fp8_cast(x_MD, *amax, dtype, per_row, direct, transposed)
+        return Fp8Matrix(out_MD, inverse_scale), Fp8Matrix(out_DM, inverse_scale_D if per_row else inverse_scale)
+    empty = x_MD.new_empty(0, dtype=dtype)
+    scale, inverse_scale = power_of_two_scales(amax.rows, dtype)
+    scale_D, inverse_scale_D = power_of_two_scales(amax.columns, dtype) if per_row else (scale, inverse_scale)
+    out_MD = (x_MD.float() * scale[:, None]).to(dtype) if direct else empty
     if not transposed:
-        return Fp8Matrix(out_MD, inverse), Fp8Matrix(nothing, inverse)
-    return Fp8Matrix(out_MD, inverse), Fp8Matrix((x_MD.float() * scale_D).to(dtype).t(), inverse_D)
+        return Fp8Matrix(out_MD, inverse_scale), Fp8Matrix(empty, inverse_scale)
+    return Fp8Matrix(out_MD, inverse_scale), Fp8Matrix((x_MD.float() * scale_D).to(dtype).t(), inverse_scale_D)
 
 
 def matmul(
     left: Fp8Matrix, right: Fp8Matrix, bias: Tensor | None, fast_accum: bool, reference: bool, dtype: torch.dtype
 ) -> Tensor:
-    """left right^T + bias, rounded once."""
+    """left @ right^T + bias, rounded once."""
     if not reference:
         return fp8_matmul(*left, *right, bias, fast_accum)
     y = left.values.float() @ right.values.float().t()
@@ -176,80 +187,90 @@ def matmul(
 
 
 def power_of_two_scales(bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest power of two that keeps a magnitude within the format, and its inverse, both normal in fp32: so 2^126
-    at most. 1 for a magnitude of 0, nan for inf and nan."""
+    """Return the largest power of two that keeps a magnitude within the format, and its inverse.
+
+    Both are normal in fp32, hence 2^126 at most. The scale is 1 for a magnitude of 0 and nan for inf and nan.
+    """
     exponent = MAX_EXPONENT[dtype] + 254 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()
     exponent = torch.where(bits == 0, 127, exponent.clamp(max=253))
     finite = bits < 0x7F800000
-    scale, inverse = (torch.where(finite, power << 23, 0x7FC00000) for power in (exponent, 254 - exponent))
-    return scale.int().view(torch.float32), inverse.int().view(torch.float32)
+    scale, inverse_scale = (torch.where(finite, power << 23, 0x7FC00000) for power in (exponent, 254 - exponent))
+    return scale.int().view(torch.float32), inverse_scale.int().view(torch.float32)
 
 
-def _abs_bits(size: Tensor) -> Tensor:
-    return size.float().view(torch.int32) & 0x7FFFFFFF
+def _abs_bits(magnitude: Tensor) -> Tensor:
+    return magnitude.float().view(torch.int32) & 0x7FFFFFFF
 
 
 @torch.library.custom_op("trainyard::fp8_amax", mutates_args=())
-def fp8_amax(x_MD: Tensor, by_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """`Most` of a bf16 matrix."""
+def fp8_amax(x_MD: Tensor, per_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """`Amax` of a bf16 matrix."""
     from trainyard.kernels.triton import fp8_cast as kernels
 
     assert x_MD.dtype == torch.bfloat16
-    most, most_D = _empty_amax(x_MD, by_row, columns)
-    if by_row:
-        kernels.amax_rows(x_MD.contiguous(), most, most_D)
+    amax, amax_D = _empty_amax(x_MD, per_row, columns)
+    if per_row:
+        kernels.amax_rows(x_MD.contiguous(), amax, amax_D)
     else:
-        kernels.amax(x_MD.contiguous(), most)
-    return most, most_D
+        kernels.amax(x_MD.contiguous(), amax)
+    return amax, amax_D
 
 
 @torch.library.custom_op("trainyard::fp8_cast", mutates_args=())
 def fp8_cast(
-    x_MD: Tensor, most: Tensor, most_D: Tensor, dtype: torch.dtype, by_row: bool, as_is: bool, turned: bool
+    x_MD: Tensor, amax: Tensor, amax_D: Tensor, dtype: torch.dtype, per_row: bool, direct: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A bf16 matrix as it lies and transposed, and the inverse scales of both (by tensor: the first for both)."""
+    """Quantize a bf16 matrix, direct and transposed; also return the inverse scales of both (with one scale per tensor,
+    the first serves both)."""
     from trainyard.kernels.triton import fp8_cast as kernels
 
     assert x_MD.dtype == torch.bfloat16
-    out = _empty_cast(x_MD, dtype, by_row, as_is, turned)
-    kernels.cast_to_fp8(x_MD.contiguous(), most, most_D, *out, MAX_EXPONENT[dtype], by_row)
+    out = _empty_cast(x_MD, dtype, per_row, direct, transposed)
+    kernels.cast_to_fp8(x_MD.contiguous(), amax, amax_D, *out, MAX_EXPONENT[dtype], per_row)
     return out
 
 
-@torch.library.custom_op("trainyard::fp8_multiply", mutates_args=())
+@torch.library.custom_op("trainyard::fp8_matmul", mutates_args=())
 def fp8_matmul(
-    left: Tensor, left_inverse: Tensor, right: Tensor, right_inverse: Tensor, bias: Tensor | None, fast: bool
+    left: Tensor,
+    left_inverse_scale: Tensor,
+    right: Tensor,
+    right_inverse_scale: Tensor,
+    bias: Tensor | None,
+    fast_accum: bool,
 ) -> Tensor:
-    """left right^T + bias in bf16. Opaque, so that a compiled model multiplies by the same kernel as an eager one."""
-    return scaled_mm(left, right.t(), left_inverse[:, None], right_inverse[None, :], bias, fast)
+    """left @ right^T + bias in bf16. A custom op, so that a compiled model uses the same kernel as an eager one."""
+    return scaled_mm(left, right.t(), left_inverse_scale[:, None], right_inverse_scale[None, :], bias, fast_accum)
 
 
 @fp8_amax.register_fake
-def _empty_amax(x_MD: Tensor, by_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
+def _empty_amax(x_MD: Tensor, per_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
     M, D = x_MD.shape
-    parts = M if by_row else min(MAX_AMAX_BLOCKS, -(-M * D // AMAX_BLOCK_ELEMENTS))
-    most = x_MD.new_empty(parts, dtype=torch.int32)
-    return most, most.new_empty(D if by_row and columns else 0)
+    count = M if per_row else min(MAX_AMAX_BLOCKS, -(-M * D // AMAX_BLOCK_ELEMENTS))
+    amax = x_MD.new_empty(count, dtype=torch.int32)
+    return amax, amax.new_empty(D if per_row and columns else 0)
 
 
 @fp8_cast.register_fake
-def _(x: Tensor, _most: Tensor, _most_D: Tensor, dtype: torch.dtype, by_row: bool, as_is: bool, turned: bool) -> Any:
-    return _empty_cast(x, dtype, by_row, as_is, turned)
+def _(
+    x: Tensor, _amax: Tensor, _amax_D: Tensor, dtype: torch.dtype, per_row: bool, direct: bool, transposed: bool
+) -> Any:
+    return _empty_cast(x, dtype, per_row, direct, transposed)
 
 
 def _empty_cast(
-    x_MD: Tensor, dtype: torch.dtype, by_row: bool, as_is: bool, turned: bool
+    x_MD: Tensor, dtype: torch.dtype, per_row: bool, direct: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, D = x_MD.shape
-    padded = -(-M // SIZE_MULTIPLE) * SIZE_MULTIPLE
+    padded_M = -(-M // SIZE_MULTIPLE) * SIZE_MULTIPLE
     return (
-        x_MD.new_empty((padded, D) if as_is else (0, D), dtype=dtype),
-        x_MD.new_empty((D, padded) if turned else (D, 0), dtype=dtype),
-        x_MD.new_empty(1 if not by_row else padded if as_is else 0, dtype=torch.float32),
-        x_MD.new_empty(D if by_row and turned else 0, dtype=torch.float32),
+        x_MD.new_empty((padded_M, D) if direct else (0, D), dtype=dtype),
+        x_MD.new_empty((D, padded_M) if transposed else (D, 0), dtype=dtype),
+        x_MD.new_empty(1 if not per_row else padded_M if direct else 0, dtype=torch.float32),
+        x_MD.new_empty(D if per_row and transposed else 0, dtype=torch.float32),
     )
 
 
 @fp8_matmul.register_fake
-def _(left: Tensor, _left_inverse: Tensor, right: Tensor, *_: Any) -> Tensor:
+def _(left: Tensor, _left_inverse_scale: Tensor, right: Tensor, *_: Any) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[0], dtype=torch.bfloat16)

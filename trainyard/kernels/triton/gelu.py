@@ -1,7 +1,7 @@
-"""GELU of a product and its bias, exact (by the error function) or by tanh.
+"""GELU(x + bias), exact (error function) or with the tanh approximation.
 
-The error function is a polynomial times one exponential, within 1.5e-7 everywhere (Abramowitz and Stegun 7.1.26): the
-libraries' own has branches and takes longer than the memory.
+The error function is a polynomial times one exponential, within 1.5e-7 everywhere (Abramowitz and Stegun 7.1.26). The
+library version has branches and takes longer than the memory traffic.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainyard.kernels.triton.column_sums import MAX_PROGRAMS, split_rows
+from trainyard.core.constants import MAX_REDUCTION_PROGRAMS
+from trainyard.kernels.triton.column_sums import split_rows
 
 
 class GeluTile(NamedTuple):
+    """How many elements a program handles at a time, and how wide the tile may be."""
+
     elements: int
     max_columns: int
-    """At most."""
     num_warps: int
 
     def shape_for(self, columns: int) -> tuple[int, int]:
-        """Rows and columns of one where there are so many columns."""
+        """Rows and columns of a tile for a matrix with this many columns."""
         width = min(triton.next_power_of_2(columns), self.max_columns)
         return self.elements // width, width
 
@@ -31,7 +33,7 @@ FORWARD_TILE, BACKWARD_TILE = GeluTile(8192, 1024, 8), GeluTile(1024, 512, 8)
 
 @triton.jit
 def _normal_cdf(x):  # type: ignore[no-untyped-def]
-    """The normal distribution up to x, and exp(-x^2 / 2)."""
+    """The normal CDF at x, and exp(-x^2 / 2)."""
     t = 1 / (1 + 0.2316418882 * tl.abs(x))
     e = tl.exp2(x * x * -0.7213475204444817)
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))) * e
@@ -40,67 +42,77 @@ def _normal_cdf(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tanh_gate(x):  # type: ignore[no-untyped-def]
-    """The share of x that GELU's approximation lets through, and the derivative of what it takes a sigmoid of."""
-    share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return share, 1.5957691216057308 * (1 + 0.134145 * x * x)
+    """The gate of the tanh approximation, sigmoid(z(x)) (GELU(x) = x * gate), and dz/dx."""
+    gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return gate, 1.5957691216057308 * (1 + 0.134145 * x * x)
 
 
 @triton.jit
-def _tile_mask(rows, columns, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    return (tl.arange(0, ROWS) < rows)[:, None] & (at < columns)[None, :]
+def _tile_mask(rows, columns, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (tl.arange(0, ROWS) < rows)[:, None] & (column < columns)[None, :]
 
 
 @triton.jit
 def _gelu_forward(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    begin = tl.program_id(0).to(tl.int64) * ROWS
-    mask = _tile_mask(rows - begin, columns, at, ROWS, COLUMNS)
-    place = tl.arange(0, ROWS)[:, None] * columns + at[None, :]  # within 32 bits, unlike the tile's own place
-    v = tl.load(x + begin * columns + place, mask, 0.0).to(tl.float32)
-    v += tl.load(bias + at, at < columns, 0.0).to(tl.float32)[None, :]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    mask = _tile_mask(rows - first_row, columns, column, ROWS, COLUMNS)
+    offset = tl.arange(0, ROWS)[:, None] * columns + column[None, :]  # fits 32 bits, unlike the offset of the tile
+    v = tl.load(x + first_row * columns + offset, mask, 0.0).to(tl.float32)
+    v += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
     if TANH:
-        share, _ = _tanh_gate(v)
+        gate, _ = _tanh_gate(v)
     else:
-        share, _ = _normal_cdf(v)
-    tl.store(out + begin * columns + place, (v * share).to(out.dtype.element_ty), mask)
+        gate, _ = _normal_cdf(v)
+    tl.store(out + first_row * columns + offset, (v * gate).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
 def _gelu_backward(  # type: ignore[no-untyped-def]
-    d_out, x, bias, dx, parts, rows, per, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    d_out,
+    x,
+    bias,
+    dx,
+    partial_sums,
+    rows,
+    rows_per_program,
+    columns,
+    TANH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < columns
-    b = tl.load(bias + at, inside, 0.0).to(tl.float32)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = column < columns
+    b = tl.load(bias + column, column_mask, 0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    place = tl.arange(0, ROWS)[:, None] * columns + at[None, :]
-    begin = program.to(tl.int64) * per
-    end = tl.minimum(begin + per, rows)
-    for start in range(begin, end, ROWS):
-        mask = _tile_mask(end - start, columns, at, ROWS, COLUMNS)
-        d = tl.load(d_out + start * columns + place, mask, 0.0).to(tl.float32)
-        v = tl.load(x + start * columns + place, mask, 0.0).to(tl.float32) + b[None, :]
+    offset = tl.arange(0, ROWS)[:, None] * columns + column[None, :]
+    first_row = program.to(tl.int64) * rows_per_program
+    end = tl.minimum(first_row + rows_per_program, rows)
+    for start in range(first_row, end, ROWS):
+        mask = _tile_mask(end - start, columns, column, ROWS, COLUMNS)
+        d = tl.load(d_out + start * columns + offset, mask, 0.0).to(tl.float32)
+        v = tl.load(x + start * columns + offset, mask, 0.0).to(tl.float32) + b[None, :]
         if TANH:
-            share, slope = _tanh_gate(v)
-            g = share + v * share * (1 - share) * slope
+            gate, slope = _tanh_gate(v)
+            g = gate + v * gate * (1 - gate) * slope
         else:
-            share, e = _normal_cdf(v)
-            g = share + 0.3989422804014327 * v * e
+            gate, e = _normal_cdf(v)
+            g = gate + 0.3989422804014327 * v * e
         d = d * g
-        tl.store(dx + start * columns + place, d.to(dx.dtype.element_ty), mask)
+        tl.store(dx + start * columns + offset, d.to(dx.dtype.element_ty), mask)
         total += d
-    tl.store(parts + program.to(tl.int64) * columns + at, tl.sum(total, 0), inside)
+    tl.store(partial_sums + program.to(tl.int64) * columns + column, tl.sum(total, 0), column_mask)
 
 
 @torch.library.custom_op("trainyard::gelu", mutates_args=())
 def gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     x = x.contiguous()
     out, columns = torch.empty_like(x), x.shape[-1]
-    rows, (tall, wide) = x.numel() // columns, FORWARD_TILE.shape_for(columns)
-    grid = triton.cdiv(rows, tall), triton.cdiv(columns, wide)
+    rows, (tile_rows, tile_columns) = x.numel() // columns, FORWARD_TILE.shape_for(columns)
+    grid = triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)
     _gelu_forward[grid](
-        x, bias, out, rows, columns, TANH=tanh, ROWS=tall, COLUMNS=wide, num_warps=FORWARD_TILE.num_warps
+        x, bias, out, rows, columns, TANH=tanh, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=FORWARD_TILE.num_warps
     )
     return out
 
@@ -111,34 +123,34 @@ def _(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 
 def _backward_split(rows: int, columns: int) -> tuple[int, int]:
-    """Of the backward pass: rows of each, and how many share them. A strip of columns has its own."""
-    strips = -(-columns // BACKWARD_TILE.shape_for(columns)[1])
-    return split_rows(rows, max(MAX_PROGRAMS // strips, 1))
+    """Rows per program and programs of the backward pass, for each tile of columns."""
+    tiles_across = -(-columns // BACKWARD_TILE.shape_for(columns)[1])
+    return split_rows(rows, max(MAX_REDUCTION_PROGRAMS // tiles_across, 1))
 
 
 @torch.library.custom_op("trainyard::gelu_backward", mutates_args=())
 def gelu_backward(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of x, and parts of the bias's, fp32 [programs, 1, columns]."""
+    """Return the gradient of x and the partial sums of the bias gradient, fp32 [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
-    rows, (tall, wide) = x.numel() // columns, BACKWARD_TILE.shape_for(columns)
-    per, programs = _backward_split(rows, columns)
-    dx, parts = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
-    _gelu_backward[(programs, triton.cdiv(columns, wide))](
+    rows, (tile_rows, tile_columns) = x.numel() // columns, BACKWARD_TILE.shape_for(columns)
+    rows_per_program, programs = _backward_split(rows, columns)
+    dx, partial_sums = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
+    _gelu_backward[(programs, triton.cdiv(columns, tile_columns))](
         d_out,
         x,
         bias,
         dx,
-        parts,
+        partial_sums,
         rows,
-        per,
+        rows_per_program,
         columns,
         TANH=tanh,
-        ROWS=tall,
-        COLUMNS=wide,
+        ROWS=tile_rows,
+        COLUMNS=tile_columns,
         num_warps=BACKWARD_TILE.num_warps,
     )
-    return dx, parts
+    return dx, partial_sums
 
 
 @gelu_backward.register_fake

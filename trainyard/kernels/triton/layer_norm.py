@@ -1,4 +1,7 @@
-"""LayerNorm of x + dropout(y + bias), one pass over memory each way. Dropout's bits are made where they are used."""
+"""LayerNorm of x + dropout(y + bias), one pass over memory forward and one backward.
+
+The kernels compute the dropout bits themselves: reading a mask would cost more memory traffic.
+"""
 
 import torch
 import triton
@@ -11,71 +14,71 @@ from trainyard.kernels.triton.rng import row_keep_mask
 
 @triton.jit
 def _layer_norm_forward(  # type: ignore[no-untyped-def]
-    x, y, y_bias, weight, bias, first, second, site, threshold, kept, total, out, mean, inverse, eps, columns,
+    x, y, y_bias, weight, bias, seed0, seed1, site, threshold, keep_scale, total, out, mean, rstd, eps, columns,
     HAS_Y: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    mask = at < columns
-    v = tl.load(x + row * columns + at, mask, 0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    mask = column < columns
+    v = tl.load(x + row * columns + column, mask, 0.0).to(tl.float32)
     if HAS_Y:
-        u = tl.load(y + row * columns + at, mask, 0.0).to(tl.float32)
+        u = tl.load(y + row * columns + column, mask, 0.0).to(tl.float32)
         if HAS_BIAS:
-            u += tl.load(y_bias + at, mask, 0.0).to(tl.float32)
+            u += tl.load(y_bias + column, mask, 0.0).to(tl.float32)
         if DROPOUT:
-            u = tl.where(row_keep_mask(first, second, site, row, at, threshold), u * kept, 0.0)
+            u = tl.where(row_keep_mask(seed0, seed1, site, row, column, threshold), u * keep_scale, 0.0)
         rounded = (v + u).to(total.dtype.element_ty)
-        tl.store(total + row * columns + at, rounded, mask)
+        tl.store(total + row * columns + column, rounded, mask)
         v = rounded.to(tl.float32)
     m = tl.sum(v, 0) / columns
     v = tl.where(mask, v - m, 0.0)
     r = 1 / tl.sqrt(tl.sum(v * v, 0) / columns + eps)
     tl.store(mean + row, m)
-    tl.store(inverse + row, r)
-    w = tl.load(weight + at, mask, 0.0).to(tl.float32)
-    b = tl.load(bias + at, mask, 0.0).to(tl.float32)
-    tl.store(out + row * columns + at, (v * r * w + b).to(out.dtype.element_ty), mask)
+    tl.store(rstd + row, r)
+    w = tl.load(weight + column, mask, 0.0).to(tl.float32)
+    b = tl.load(bias + column, mask, 0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (v * r * w + b).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
 def _layer_norm_backward(  # type: ignore[no-untyped-def]
-    d_out, d_total, total, weight, first, second, site, threshold, kept, mean, inverse, dx, dy, parts, rows, per,
-    columns, HAS_TOTAL: tl.constexpr, AFTER: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    d_out, d_total, total, weight, seed0, seed1, site, threshold, keep_scale, mean, rstd, dx, dy, partial_sums, rows,
+    rows_per_program, columns, HAS_TOTAL: tl.constexpr, POST_NORM: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    mask = at < columns
-    w = tl.load(weight + at, mask, 0.0).to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    mask = column < columns
+    w = tl.load(weight + column, mask, 0.0).to(tl.float32)
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
     dyb = tl.zeros((BLOCK,), tl.float32)
-    begin = program.to(tl.int64) * per
-    for row in range(begin, tl.minimum(begin + per, rows)):
-        place = row * columns + at
-        g = tl.load(d_out + place, mask, 0.0).to(tl.float32)
-        if HAS_TOTAL and AFTER:
-            g += tl.load(d_total + place, mask, 0.0).to(tl.float32)
-        r = tl.load(inverse + row)
-        n = (tl.load(total + place, mask, 0.0).to(tl.float32) - tl.load(mean + row)) * r
+    first_row = program.to(tl.int64) * rows_per_program
+    for row in range(first_row, tl.minimum(first_row + rows_per_program, rows)):
+        offset = row * columns + column
+        g = tl.load(d_out + offset, mask, 0.0).to(tl.float32)
+        if HAS_TOTAL and POST_NORM:
+            g += tl.load(d_total + offset, mask, 0.0).to(tl.float32)
+        r = tl.load(rstd + row)
+        n = (tl.load(total + offset, mask, 0.0).to(tl.float32) - tl.load(mean + row)) * r
         n = tl.where(mask, n, 0.0)
         dw += g * n
         db += g
         g = g * w
         d = (g - tl.sum(g, 0) / columns - n * (tl.sum(g * n, 0) / columns)) * r
-        if HAS_TOTAL and not AFTER:
-            d += tl.load(d_total + place, mask, 0.0).to(tl.float32)
-        tl.store(dx + place, d.to(dx.dtype.element_ty), mask)
+        if HAS_TOTAL and not POST_NORM:
+            d += tl.load(d_total + offset, mask, 0.0).to(tl.float32)
+        tl.store(dx + offset, d.to(dx.dtype.element_ty), mask)
         if DROPOUT:
-            d = tl.where(row_keep_mask(first, second, site, row, at, threshold), d * kept, 0.0)
-            tl.store(dy + place, d.to(dy.dtype.element_ty), mask)
+            d = tl.where(row_keep_mask(seed0, seed1, site, row, column, threshold), d * keep_scale, 0.0)
+            tl.store(dy + offset, d.to(dy.dtype.element_ty), mask)
         if HAS_BIAS:
             dyb += tl.where(mask, d, 0.0)
-    parts += program.to(tl.int64) * (3 if HAS_BIAS else 2) * columns
-    tl.store(parts + at, dw, mask)
-    tl.store(parts + columns + at, db, mask)
+    partial_sums += program.to(tl.int64) * (3 if HAS_BIAS else 2) * columns
+    tl.store(partial_sums + column, dw, mask)
+    tl.store(partial_sums + columns + column, db, mask)
     if HAS_BIAS:
-        tl.store(parts + 2 * columns + at, dyb, mask)
+        tl.store(partial_sums + 2 * columns + column, dyb, mask)
 
 
 def _num_warps(block: int) -> int:
@@ -89,24 +92,24 @@ def add_layer_norm(
     y_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor,
-    first: Tensor | None,
-    second: Tensor | None,
+    seed0: Tensor | None,
+    seed1: Tensor | None,
     site: Tensor | None,
     p: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + dropout(y + y_bias) (nothing where y is None), its norm, and mean and one over deviation of each row."""
+    """Return x + dropout(y + y_bias) (empty if y is None), its LayerNorm, and mean and 1 / std of each row."""
     x = x.contiguous()
     columns = x.shape[-1]
     rows, block = x.numel() // columns, triton.next_power_of_2(columns)
-    out, mean, inverse = torch.empty_like(x), *(x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    out, mean, rstd = torch.empty_like(x), *(x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     total = x.new_empty(0) if y is None else torch.empty_like(x)
     _layer_norm_forward[(rows,)](
-        x, None if y is None else y.contiguous(), y_bias, weight, bias, first, second, site, round(p * 2**31),
-        1 / (1 - p), total, out, mean, inverse, eps, columns, HAS_Y=y is not None, HAS_BIAS=y_bias is not None,
-        DROPOUT=first is not None, BLOCK=block, num_warps=_num_warps(block),
+        x, None if y is None else y.contiguous(), y_bias, weight, bias, seed0, seed1, site, round(p * 2**31),
+        1 / (1 - p), total, out, mean, rstd, eps, columns, HAS_Y=y is not None, HAS_BIAS=y_bias is not None,
+        DROPOUT=seed0 is not None, BLOCK=block, num_warps=_num_warps(block),
     )  # fmt: skip
-    return total, out, mean, inverse
+    return total, out, mean, rstd
 
 
 @add_layer_norm.register_fake
@@ -123,31 +126,32 @@ def layer_norm_backward(
     d_total: Tensor | None,
     total: Tensor,
     mean: Tensor,
-    inverse: Tensor,
+    rstd: Tensor,
     weight: Tensor,
-    first: Tensor | None,
-    second: Tensor | None,
+    seed0: Tensor | None,
+    seed1: Tensor | None,
     site: Tensor | None,
     p: float,
-    biased: bool,
-    after: bool,
+    has_bias: bool,
+    post_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of y (empty where it is that of x), and parts of those of weight, bias and y's bias, fp32
-    [programs, 3, columns]. `d_total` is that of the sum or, `after` the norm, a second one of what comes out."""
+    """Return the gradients of x and of y (empty if it equals that of x), and the partial sums of the gradients of
+    weight, bias and y_bias, fp32 [programs, 3, columns]. `d_total` is the gradient of the sum or, with `post_norm`, a
+    second gradient of the output."""
     d_out, total = d_out.contiguous(), total.contiguous()
     columns = total.shape[-1]
     rows, block = total.numel() // columns, triton.next_power_of_2(columns)
-    per, programs = split_rows(rows)
+    rows_per_program, programs = split_rows(rows)
     dx = torch.empty_like(total)
-    dy = torch.empty_like(total) if first is not None else total.new_empty(0)
-    parts = total.new_empty(programs, 3 if biased else 2, columns, dtype=torch.float32)
+    dy = torch.empty_like(total) if seed0 is not None else total.new_empty(0)
+    partial_sums = total.new_empty(programs, 3 if has_bias else 2, columns, dtype=torch.float32)
     _layer_norm_backward[(programs,)](
-        d_out, None if d_total is None else d_total.contiguous(), total, weight, first, second, site,
-        round(p * 2**31), 1 / (1 - p), mean, inverse, dx, dy, parts, rows, per, columns,
-        HAS_TOTAL=d_total is not None, AFTER=after, HAS_BIAS=biased, DROPOUT=first is not None, BLOCK=block,
+        d_out, None if d_total is None else d_total.contiguous(), total, weight, seed0, seed1, site,
+        round(p * 2**31), 1 / (1 - p), mean, rstd, dx, dy, partial_sums, rows, rows_per_program, columns,
+        HAS_TOTAL=d_total is not None, POST_NORM=post_norm, HAS_BIAS=has_bias, DROPOUT=seed0 is not None, BLOCK=block,
         num_warps=_num_warps(block),
     )  # fmt: skip
-    return dx, dy, parts
+    return dx, dy, partial_sums
 
 
 @layer_norm_backward.register_fake
@@ -156,16 +160,16 @@ def _(
     d_total: Tensor | None,
     total: Tensor,
     mean: Tensor,
-    inverse: Tensor,
+    rstd: Tensor,
     weight: Tensor,
-    first: Tensor | None,
-    second: Tensor | None,
+    seed0: Tensor | None,
+    seed1: Tensor | None,
     site: Tensor | None,
     p: float,
-    biased: bool,
-    after: bool,
+    has_bias: bool,
+    post_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
-    dy = torch.empty_like(dx) if first is not None else total.new_empty(0)
+    dy = torch.empty_like(dx) if seed0 is not None else total.new_empty(0)
     _, programs = split_rows(total.numel() // total.shape[-1])
-    return dx, dy, total.new_empty(programs, 3 if biased else 2, total.shape[-1], dtype=torch.float32)
+    return dx, dy, total.new_empty(programs, 3 if has_bias else 2, total.shape[-1], dtype=torch.float32)

@@ -1,5 +1,8 @@
-"""From the product of a fused QKV matrix to rotated queries and keys, each in memory of its own (values stay where they
-are); and back from three gradients to one. Cosines and sines are [T, K] (or [B, 1, T, K]) with equal halves."""
+"""Rotary embedding on the output of a fused QKV projection.
+
+Forward writes rotated queries and keys to new tensors (values stay in place); backward merges three gradients into one.
+Cosines and sines are [T, K] or [B, 1, T, K], with equal halves.
+"""
 
 import torch
 import triton
@@ -8,91 +11,100 @@ from torch import Tensor
 
 
 @triton.jit
-def _rope_rotate(source, to, token, from_stride, to_stride, angle, cos, sin, heads, HALF, SIGN, BLOCK_H, BLOCK_K):  # type: ignore[no-untyped-def]
+def _rope_rotate(
+    source, target, token, source_stride, target_stride, angle, cos, sin, heads, HALF, SIGN, BLOCK_H, BLOCK_K
+):  # type: ignore[no-untyped-def]
     head = tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_K)[None, :]
     mask = (head < heads) & (column < HALF)
     c = tl.load(cos + angle * 2 * HALF + column, column < HALF, 0.0)
     s = tl.load(sin + angle * 2 * HALF + column, column < HALF, 0.0) * SIGN
-    at = head * 2 * HALF + column
-    x1 = tl.load(source + token * from_stride + at, mask, 0.0).to(tl.float32)
-    x2 = tl.load(source + token * from_stride + at + HALF, mask, 0.0).to(tl.float32)
-    tl.store(to + token * to_stride + at, (x1 * c - x2 * s).to(to.dtype.element_ty), mask)
-    tl.store(to + token * to_stride + at + HALF, (x2 * c + x1 * s).to(to.dtype.element_ty), mask)
+    offset = head * 2 * HALF + column
+    x1 = tl.load(source + token * source_stride + offset, mask, 0.0).to(tl.float32)
+    x2 = tl.load(source + token * source_stride + offset + HALF, mask, 0.0).to(tl.float32)
+    tl.store(target + token * target_stride + offset, (x1 * c - x2 * s).to(target.dtype.element_ty), mask)
+    tl.store(target + token * target_stride + offset + HALF, (x2 * c + x1 * s).to(target.dtype.element_ty), mask)
 
 
 @triton.jit
 def _rope_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, to_q, to_k, to_v, cos, sin, angles, heads, kv, q_from, k_from, v_from, q_to, k_to, v_to,
+    q, k, v, q_target, k_target, v_target, cos, sin, angles, heads, kv_heads,
+    q_source_stride, k_source_stride, v_source_stride, q_target_stride, k_target_stride, v_target_stride,
     HALF: tl.constexpr, BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     angle = token % angles
     sign: tl.constexpr = -1 if BACKWARD else 1
-    _rope_rotate(q, to_q, token, q_from, q_to, angle, cos, sin, heads, HALF, sign, BLOCK_H, BLOCK_K)
-    _rope_rotate(k, to_k, token, k_from, k_to, angle, cos, sin, kv, HALF, sign, BLOCK_G, BLOCK_K)
+    _rope_rotate(
+        q, q_target, token, q_source_stride, q_target_stride, angle, cos, sin, heads, HALF, sign, BLOCK_H, BLOCK_K
+    )
+    _rope_rotate(
+        k, k_target, token, k_source_stride, k_target_stride, angle, cos, sin, kv_heads, HALF, sign, BLOCK_G, BLOCK_K
+    )
     if BACKWARD:
-        at = tl.arange(0, BLOCK_G * BLOCK_K * 2)
-        mask = at < kv * 2 * HALF
-        tl.store(to_v + token * v_to + at, tl.load(v + token * v_from + at, mask, 0.0), mask)
+        offset = tl.arange(0, BLOCK_G * BLOCK_K * 2)
+        mask = offset < kv_heads * 2 * HALF
+        tl.store(
+            v_target + token * v_target_stride + offset, tl.load(v + token * v_source_stride + offset, mask, 0.0), mask
+        )
 
 
 def _launch(
-    sources: list[Tensor], targets: list[Tensor], cos: Tensor, sin: Tensor, heads: int, kv: int, backward: bool
+    sources: list[Tensor], targets: list[Tensor], cos: Tensor, sin: Tensor, heads: int, kv_heads: int, backward: bool
 ) -> None:
-    """Tensors are [tokens, ...] with rows of their own stride."""
-    size = cos.shape[-1]
-    half = size // 2
+    """Sources and targets are q, k and v, [tokens, ...], each with its own row stride."""
+    head_dim = cos.shape[-1]
+    half = head_dim // 2
     _rope_kernel[(sources[0].shape[0],)](
         *sources,
         *targets,
         cos,
         sin,
-        cos.numel() // size,
+        cos.numel() // head_dim,
         heads,
-        kv,
+        kv_heads,
         *(x.stride(0) for x in (*sources, *targets)),
         HALF=half,
         BACKWARD=backward,
         BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_G=triton.next_power_of_2(kv),
+        BLOCK_G=triton.next_power_of_2(kv_heads),
         BLOCK_K=triton.next_power_of_2(half),
-        num_warps=4 if heads * size <= 2048 else 8,
+        num_warps=4 if heads * head_dim <= 2048 else 8,
     )
 
 
-def _split_qkv(qkv: Tensor, heads: int, kv: int, size: int) -> list[Tensor]:
-    """Queries, keys and values where they lie in the rows of `qkv`."""
+def _split_qkv(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+    """Views of queries, keys and values in the rows of `qkv`."""
     flat = qkv.view(-1, qkv.shape[-1])
-    return list(torch.split(flat, [heads * size, kv * size, kv * size], 1))
+    return list(torch.split(flat, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1))
 
 
 @torch.library.custom_op("trainyard::rope", mutates_args=())
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     """[B, T, (H + 2 G) K] to q [B, T, H, K] and k [B, T, G, K]."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-    size = cos.shape[-1]
-    q, k = (qkv.new_empty(*qkv.shape[:2], count, size) for count in (heads, kv_heads))
-    targets = [x.view(-1, x.shape[2] * size) for x in (q, k, k)]
-    _launch(_split_qkv(qkv, heads, kv_heads, size), targets, cos, sin, heads, kv_heads, backward=False)
+    head_dim = cos.shape[-1]
+    q, k = (qkv.new_empty(*qkv.shape[:2], count, head_dim) for count in (heads, kv_heads))
+    targets = [x.view(-1, x.shape[2] * head_dim) for x in (q, k, k)]
+    _launch(_split_qkv(qkv, heads, kv_heads, head_dim), targets, cos, sin, heads, kv_heads, backward=False)
     return q, k
 
 
 @rope.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int) -> tuple[Tensor, Tensor]:
-    q, k = (qkv.new_empty(*qkv.shape[:2], count, cos.shape[-1]) for count in (heads, kv))
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    q, k = (qkv.new_empty(*qkv.shape[:2], count, cos.shape[-1]) for count in (heads, kv_heads))
     return q, k
 
 
 @torch.library.custom_op("trainyard::rope_backward", mutates_args=())
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of q [B, T, H, K], k and v [B, T, G, K] to that of qkv."""
+    """Merge the gradients of q [B, T, H, K], k and v [B, T, G, K] into that of qkv."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    batch, tokens, heads, size = dq.shape
-    kv = dk.shape[2]
-    d_qkv = dq.new_empty(batch, tokens, (heads + 2 * kv) * size)
-    sources = [x.contiguous().view(-1, x.shape[2] * size) for x in (dq, dk, dv)]
-    _launch(sources, _split_qkv(d_qkv, heads, kv, size), cos, sin, heads, kv, backward=True)
+    batch, tokens, heads, head_dim = dq.shape
+    kv_heads = dk.shape[2]
+    d_qkv = dq.new_empty(batch, tokens, (heads + 2 * kv_heads) * head_dim)
+    sources = [x.contiguous().view(-1, x.shape[2] * head_dim) for x in (dq, dk, dv)]
+    _launch(sources, _split_qkv(d_qkv, heads, kv_heads, head_dim), cos, sin, heads, kv_heads, backward=True)
     return d_qkv
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU on the product of a fused gate-up matrix: silu(gate) * up, both halves of a row read where they lie."""
+"""SwiGLU on the output of a fused gate-up projection: silu(gate) * up, both halves of a row read in place."""
 
 import torch
 import triton
@@ -10,28 +10,28 @@ BLOCK_COLUMNS = 1024
 
 @triton.jit
 def _swiglu_forward(x, out, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    blocks = tl.cdiv(columns, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    mask = at < columns
-    gate = tl.load(x + row * 2 * columns + at, mask, 0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * columns + columns + at, mask, 0.0).to(tl.float32)
-    tl.store(out + row * columns + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask)
+    blocks_per_row = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    column = tl.program_id(0) % blocks_per_row * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    gate = tl.load(x + row * 2 * columns + column, mask, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * columns + columns + column, mask, 0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
 def _swiglu_backward(d_out, x, dx, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    blocks = tl.cdiv(columns, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    mask = at < columns
-    d = tl.load(d_out + row * columns + at, mask, 0.0).to(tl.float32)
-    gate = tl.load(x + row * 2 * columns + at, mask, 0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * columns + columns + at, mask, 0.0).to(tl.float32)
+    blocks_per_row = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    column = tl.program_id(0) % blocks_per_row * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    d = tl.load(d_out + row * columns + column, mask, 0.0).to(tl.float32)
+    gate = tl.load(x + row * 2 * columns + column, mask, 0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * columns + columns + column, mask, 0.0).to(tl.float32)
     s = tl.sigmoid(gate)
     d_gate = d * up * s * (1 + gate * (1 - s))
-    tl.store(dx + row * 2 * columns + at, d_gate.to(dx.dtype.element_ty), mask)
-    tl.store(dx + row * 2 * columns + columns + at, (d * gate * s).to(dx.dtype.element_ty), mask)
+    tl.store(dx + row * 2 * columns + column, d_gate.to(dx.dtype.element_ty), mask)
+    tl.store(dx + row * 2 * columns + columns + column, (d * gate * s).to(dx.dtype.element_ty), mask)
 
 
 @torch.library.custom_op("trainyard::swiglu", mutates_args=())
