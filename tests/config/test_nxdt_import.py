@@ -532,7 +532,7 @@ def test_import_prints_ours_and_reports_theirs(
     out, err, code = call(["import", file, "train.steps=5", "-o", str(target)], monkeypatch, capfd)
     assert (code, out) == (0, "")
     assert str(target) in err
-    assert target.read_text().startswith("# From ")
+    assert target.read_text().startswith("# Imported from ")
     assert load(target) == wanted
 
 
@@ -550,8 +550,8 @@ def test_other_verbs_take_the_file_as_it_is(monkeypatch: pytest.MonkeyPatch, cap
     [
         (["import", "nowhere.yaml"], "no such file"),
         (["import", str(HERE / "hf_llama3_8B.yaml"), "-o", "/nowhere/x.yaml"], "cannot be written"),
-        (["import", str(HERE / "hf_llama3_8B.yaml"), "STEPS=3"], "STEPS: goes with a script"),
-        (["import", str(Path(__file__).parents[2] / "recipes" / "tiny-llama.yaml")], "not NxD Training's"),
+        (["import", str(HERE / "hf_llama3_8B.yaml"), "STEPS=3"], "STEPS: only valid for a script"),
+        (["import", str(Path(__file__).parents[2] / "recipes" / "tiny-llama.yaml")], "not an NxD Training file"),
         (["import", "a=b"], "name a file"),
         (["import"], "FILE"),
     ],

@@ -348,7 +348,7 @@ def test_what_cannot_be_made_is_said(vocab: TokenizerSpec, tmp_path: Path) -> No
 
 def flags(source: Path, out: Path, vocab: TokenizerSpec, *words: str) -> list[str]:
     where = ["--input", str(source), "--output", str(out), "--vocab-file", str(vocab.vocab_file), "--name", "x"]
-    return ["bert", *where, "--sequence", "64", "--predictions", "10", *words]
+    return ["bert", *where, "--seq-len", "64", "--max-predictions", "10", *words]
 
 
 @pytest.mark.parametrize("moment", ["5", "3.hdf5"])
@@ -404,7 +404,7 @@ def test_the_command_tells_mistakes_in_a_line(
     assert "5 documents" in said.out
     assert "1 lines skipped" in said.out
     for words, line in (
-        (["--predictions", "62"], "--predictions 62: a sample of 64 has 61 words at most"),
+        (["--max-predictions", "62"], "--max-predictions 62: --seq-len 64 allows at most 61"),
         (["--tokenizer", "t.json"], "leave out --vocab-file"),
         (["--name", "a/b"], "--name a/b"),
     ):

@@ -181,7 +181,7 @@ def lines(tmp_path: Path) -> Path:
 
 
 def test_malformed_lines_are_named_and_counted(tmp_path: Path, lines: Path, capsys: pytest.CaptureFixture) -> None:
-    words = (lines, "--output", tmp_path / "out", "--sequence", 64, "--tokenizer", "bytes", "--workers", 2)
+    words = (lines, "--output", tmp_path / "out", "--seq-len", 64, "--tokenizer", "bytes", "--workers", 2)
     code, _, errors = run(capsys, *words, "--strict")
     assert (code, errors.count("\n")) == (2, 1)
     assert "x.jsonl: line 4: not JSON" in errors
@@ -193,7 +193,7 @@ def test_malformed_lines_are_named_and_counted(tmp_path: Path, lines: Path, caps
     total = sum(len(text.encode()) + 1 for text in make_stories(20))
     assert f"20 documents, {total:,} tokens" in out
     assert "2 skipped" in out
-    assert f"{total // 64} blocks of 64; {total % 64} tokens at the end fill no block" in out
+    assert f"{total // 64} blocks of 64; the last {total % 64} tokens fill no block" in out
     code, _, errors = run(capsys, *words)
     assert (code, errors.count("\n")) == (2, 1)
     assert "--overwrite" in errors
@@ -216,7 +216,7 @@ def test_the_end_of_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture, rows: list[list[int]], words: list[str], tokens: list[int]
 ) -> None:
     token_files(tmp_path / "x", [[row] for row in rows])
-    code, _, errors = run(capsys, tmp_path / "x.bin", "--output", tmp_path / "out", "--sequence", 1, *words)
+    code, _, errors = run(capsys, tmp_path / "x.bin", "--output", tmp_path / "out", "--seq-len", 1, *words)
     assert code == 0, errors
     assert flat(packed(tmp_path / "out")["input_ids"]) == tokens
 
@@ -226,7 +226,7 @@ def test_an_end_that_cannot_be_guessed_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture, rows: list[list[int]]
 ) -> None:
     token_files(tmp_path / "x", [[row] for row in rows])
-    code, _, errors = run(capsys, tmp_path / "x", "--output", tmp_path / "out", "--sequence", 1)
+    code, _, errors = run(capsys, tmp_path / "x", "--output", tmp_path / "out", "--seq-len", 1)
     assert code == 2
     assert "--tokenizer" in errors
     assert not (tmp_path / "out").exists()
@@ -235,7 +235,7 @@ def test_an_end_that_cannot_be_guessed_is_asked_for(
 def test_several_sets_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name, first in (("a", 1), ("b", 10)):
         token_files(tmp_path / name, [[[first, first + 1, 0]]])
-    words = (tmp_path / "a", tmp_path / "b", "--output", tmp_path / "out", "--sequence", 4)
+    words = (tmp_path / "a", tmp_path / "b", "--output", tmp_path / "out", "--seq-len", 4)
     assert run(capsys, *words)[0] == 0
     assert packed(tmp_path / "out")["input_ids"] == [[1, 2, 0, 10]]
 
@@ -251,7 +251,7 @@ def test_mistakes_are_one_line(tmp_path: Path, lines: Path, capsys: pytest.Captu
         ((lines, *out), "--tokenizer: missing"),
         ((lines, tmp_path / "t", *out), "both token files and text"),
         ((lines, *out, "--tokenizer", "bytes", "--json-key", "body"), "0 tokens, too few"),
-        ((lines, *out, "--tokenizer", "bytes", "--sequence", 1 << 20), "too few for a block of 1048576"),
+        ((lines, *out, "--tokenizer", "bytes", "--seq-len", 1 << 20), "too few for a block of 1048576"),
         ((lines, "--output", lines, "--tokenizer", "bytes"), "choose another name"),
         ((lines, "--output", tmp_path, "--tokenizer", "bytes", "--overwrite"), "choose another name"),
     ):

@@ -368,7 +368,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "skipped: 6 redirects, 12 in other namespaces, 6 not wikitext, " in said
     assert lines(tmp_path / "out") == expected(wikipedia_dumps.dump(PAGES))
     assert command(monkeypatch, *words) == 0
-    assert capsys.readouterr().out.startswith("finished already")
+    assert capsys.readouterr().out.startswith("already finished")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`trainyard cache`: what has been compiled, and looking after it."""
+"""`trainyard cache`: list and maintain compiled code."""
 
 import time
 from pathlib import Path
@@ -11,66 +11,69 @@ from trainyard.cli.console import ProgressDisplay
 from trainyard.compile import inductor_cache
 from trainyard.core.errors import UserError
 from trainyard.devices.neuron import compile_cache
-from trainyard.precompile import cache_entries as kept_code
-from trainyard.precompile.archive import pack_cache as pack_files
-from trainyard.precompile.archive import unpack_cache as unpack_files
+from trainyard.precompile import cache_entries
+from trainyard.precompile.archive import pack_cache, unpack_cache
 from trainyard.precompile.precompile import read_records
 
 app = typer.Typer(
-    help="Look after compiled code: what precompile and train keep under ~/.cache/trainyard, or TRAINYARD_CACHE.",
+    help="Manage compiled code, which precompile and train store under ~/.cache/trainyard or TRAINYARD_CACHE.",
     no_args_is_help=True,
     add_completion=False,
 )
 GIB, MIB = 2**30, 2**20
+VERIFY_QUIET_S = 2.0
+"""Seconds before `cache verify` reports progress."""
 
-DeviceOption = Annotated[str, typer.Option("--device", help="Whose toolchain it is: cpu, cuda or auto.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Toolchain: cpu, cuda or auto.")]
 
 
 @app.command("ls")
 def ls(
     device: DeviceOption = "auto",
-    neuron: Annotated[Path | None, typer.Option("--neuron", metavar="DIR", help="A cache of neuronx-cc, too.")] = None,
+    neuron: Annotated[
+        Path | None, typer.Option("--neuron", metavar="DIR", help="Also list a neuronx-cc cache in this directory.")
+    ] = None,
 ) -> None:
-    """List compiled graphs: when used last, size, time to compile, what they compute.
+    """List compiled graphs: last use, size, compile time and name.
 
     Examples:
 
       trainyard cache ls
 
-      TRAINYARD_CACHE=/shared/cache trainyard cache ls --neuron /var/tmp/neuron-compile-cache
+      TRAINYARD_CACHE=/shared/cache trainyard cache ls
+
+      trainyard cache ls --neuron /var/tmp/neuron-compile-cache
     """
-    here = inductor_cache.cache_dir(devices.select(device))
-    found = kept_code.cache_dirs(inductor_cache.cache_root())
-    for place in found if here in found or not here.exists() else [*found, here]:
-        entries = kept_code.list_graphs(place)
-        size = kept_code.total_bytes(place)
-        mark = "  (this machine's)" if place == here else ""
-        print(f"{place}: {len(entries)} graphs, {size / MIB:,.1f} MiB{mark}")
-        for entry in entries:
-            took = f"{entry.compile_seconds:.1f} s" if entry.compile_seconds else "-"
-            print(
-                f"  {_format_age(entry.last_used):>8}  {entry.size_bytes / 1024:8.1f} KiB  {took:>8}  {entry.key[:16]}  {entry.name}"
-            )
-    if not found and not here.exists():
+    own = inductor_cache.cache_dir(devices.select(device))
+    directories = cache_entries.cache_dirs(inductor_cache.cache_root())
+    for directory in directories if own in directories or not own.exists() else [*directories, own]:
+        graphs = cache_entries.list_graphs(directory)
+        mark = "  (this machine)" if directory == own else ""
+        print(f"{directory}: {len(graphs)} graphs, {cache_entries.total_bytes(directory) / MIB:,.1f} MiB{mark}")
+        for graph in graphs:
+            seconds = f"{graph.compile_seconds:.1f} s" if graph.compile_seconds else "-"
+            age, size = _format_age(graph.last_used), f"{graph.size_bytes / 1024:.1f} KiB"
+            print(f"  {age:>8}  {size:>12}  {seconds:>8}  {graph.key[:16]}  {graph.name}")
+    if not directories and not own.exists():
         print(f"{inductor_cache.cache_root()}: nothing compiled yet")
     _print_filesystem_note()
     root = neuron or Path(compile_cache.cache_location())
     if neuron or root.is_dir():
-        modules = compile_cache.list_entries(root)
-        print(f"{root}: {len(modules)} graphs of neuronx-cc")
-        for module in modules:
-            age = _format_age(module.modified_at)
-            print(
-                f"  {age:>8}  {module.size_bytes / 1024:8.1f} KiB  {module.state:>8}  {module.key}  {module.compiler_version}"
-            )
+        entries = compile_cache.list_entries(root)
+        print(f"{root}: {len(entries)} neuronx-cc graphs")
+        for entry in entries:
+            age, size = _format_age(entry.modified_at), f"{entry.size_bytes / 1024:.1f} KiB"
+            print(f"  {age:>8}  {size:>12}  {entry.state:>8}  {entry.key}  {entry.compiler_version}")
 
 
 @app.command("verify")
 def verify(
     device: DeviceOption = "auto",
-    remove: Annotated[bool, typer.Option("--remove", help="Remove what is damaged; it is compiled again.")] = False,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="Remove damaged entries; they will be compiled again.")
+    ] = False,
 ) -> int:
-    """Find damaged entries: libraries that are cut off, entries that are not what their name says.
+    """Find damaged entries: truncated libraries, and entries whose content does not match their name.
 
     Examples:
 
@@ -78,32 +81,33 @@ def verify(
 
       trainyard cache verify --remove
     """
-    place = _existing_cache_dir(device)
+    directory = _existing_cache_dir(device)
     start = time.monotonic()
 
-    def see(count: int) -> None:
-        if time.monotonic() - start > 2 and count % 1000 == 0:
+    def on_file(count: int) -> None:
+        if time.monotonic() - start > VERIFY_QUIET_S and count % 1000 == 0:
             print(f"{count} files ...", flush=True)
 
-    damaged = kept_code.find_damage(place, see)
-    for path, why in damaged.items():
-        print(f"{path}: {why}{', removed' if remove else ''}")
+    damaged = cache_entries.find_damage(directory, on_file)
+    for path, reason in damaged.items():
+        print(f"{path}: {reason}{', removed' if remove else ''}")
         if remove:
-            kept_code.remove_atomically(path)
-    print(f"{place}: {len(damaged)} damaged" + ("" if remove or not damaged else "; --remove removes them"))
+            cache_entries.remove_atomically(path)
+    print(f"{directory}: {len(damaged)} damaged" + ("" if remove or not damaged else "; --remove removes them"))
     return 1 if damaged and not remove else 0
 
 
 @app.command("clean")
 def clean(
     device: DeviceOption = "auto",
-    others: Annotated[bool, typer.Option("--others", help="Only what other toolchains have compiled.")] = False,
+    others: Annotated[bool, typer.Option("--others", help="Remove only the code of other toolchains.")] = False,
     to: Annotated[
-        float | None, typer.Option("--to", min=0, metavar="GIB", help="Only what was used longest ago.")
+        float | None,
+        typer.Option("--to", min=0, metavar="GIB", help="Remove the least recently used code until GIB remain."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also while something is being compiled.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also remove directories in which a compiler runs.")] = False,
 ) -> None:
-    """Remove compiled code: all of it, other toolchains' only, or the oldest until --to GiB are left.
+    """Remove compiled code: all of it, that of other toolchains, or the oldest until --to GiB remain.
 
     Examples:
 
@@ -113,47 +117,45 @@ def clean(
     """
     root = inductor_cache.cache_root()
     if to is not None:
-        print(f"{root}: {inductor_cache.trim(root, int(to * GIB)) / MIB:,.1f} MiB removed")
+        print(f"{root}: removed {inductor_cache.trim(root, int(to * GIB)) / MIB:,.1f} MiB")
         return
-    here = inductor_cache.cache_dir(devices.select(device))
-    chosen = (
-        [place for place in kept_code.cache_dirs(root) if place != here] if others else [*kept_code.cache_dirs(root)]
-    )
-    if not others and here.exists() and here not in chosen:
-        chosen.append(here)
-    for place in chosen:
-        if not force and kept_code.active_locks(place):
-            raise UserError(f"{place}: something is being compiled; wait for it, or --force")
-    for place in chosen:
-        size = kept_code.total_bytes(place)
-        kept_code.remove_atomically(place)
-        print(f"{place}: {size / MIB:,.1f} MiB removed")
-    if not chosen:
+    own = inductor_cache.cache_dir(devices.select(device))
+    directories = [directory for directory in cache_entries.cache_dirs(root) if not others or directory != own]
+    if not others and own.exists() and own not in directories:
+        directories.append(own)
+    for directory in directories:
+        if not force and cache_entries.active_locks(directory):
+            raise UserError(f"{directory}: a compiler is running; wait for it, or use --force")
+    for directory in directories:
+        size = cache_entries.total_bytes(directory)
+        cache_entries.remove_atomically(directory)
+        print(f"{directory}: removed {size / MIB:,.1f} MiB")
+    if not directories:
         print(f"{root}: nothing to remove")
 
 
 @app.command("clear-locks")
 def clear_locks(device: DeviceOption = "auto") -> None:
-    """Remove locks that nobody holds. One that a process holds stays.
+    """Remove locks that no process holds.
 
     Example:
 
       trainyard cache clear-locks
     """
-    place = _existing_cache_dir(device)
-    gone, held = kept_code.clear_locks(place), kept_code.active_locks(place)
-    print(f"{place}: {gone} locks removed" + (f", {len(held)} in use" if held else ""))
+    directory = _existing_cache_dir(device)
+    removed, active = cache_entries.clear_locks(directory), cache_entries.active_locks(directory)
+    print(f"{directory}: {removed} locks removed" + (f", {len(active)} in use" if active else ""))
 
 
 @app.command("pack")
 def pack(
-    target: Annotated[Path, typer.Argument(metavar="FILE.tar", help="A file that is new.")],
+    target: Annotated[Path, typer.Argument(metavar="FILE.tar", help="New archive file.")],
     run: Annotated[
-        str | None, typer.Option("--run", help="Only what this run needs: its log.name, once precompiled.")
+        str | None, typer.Option("--run", help="Pack only the code of this precompiled run (its log.name).")
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Write compiled code to one file, for nodes to unpack.
+    """Write compiled code to one archive that other nodes can unpack.
 
     Examples:
 
@@ -161,73 +163,69 @@ def pack(
 
       trainyard cache pack my-run.tar --run my-run
     """
-    place = _existing_cache_dir(device)
+    directory = _existing_cache_dir(device)
     if target.exists():
-        raise UserError(f"{target}: exists; name a new file")
+        raise UserError(f"{target}: already exists; name a new file")
     if not target.absolute().parent.is_dir():
-        raise UserError(f"{target}: no such directory to write to")
-    known = read_records(place)
-    chosen = [record for record in known if run in (None, record["name"])]
-    if run and not chosen:
-        names = ", ".join(sorted({record["name"] for record in known})) or "nothing yet"
-        raise UserError(f"--run {run}: not precompiled here; here: {names}")
+        raise UserError(f"{target}: its directory does not exist")
+    records = read_records(directory)
+    selected = [record for record in records if run in (None, record["name"])]
+    if run and not selected:
+        known = ", ".join(sorted({record["name"] for record in records})) or "none"
+        raise UserError(f"--run {run}: not precompiled here; precompiled runs: {known}")
     if run:
-        names_of = {name for record in chosen for name in record["files"]}
-        names_of |= {str(Path(record["path"]).relative_to(place)) for record in chosen}
+        files = {name for record in selected for name in record["files"]}
+        files |= {str(Path(record["path"]).relative_to(directory)) for record in selected}
     else:
-        names_of = {str(path.relative_to(place)) for path in inductor_cache.list_files(place)} - {
-            inductor_cache.FINGERPRINT_FILE
-        }
-        names_of = {name for name in names_of if not name.startswith(("locks/", "logs/", "."))}
-    contents = pack_files(place, target, sorted(names_of), inductor_cache.fingerprint(devices.select(device)))
+        files = {str(path.relative_to(directory)) for path in inductor_cache.list_files(directory)}
+        files = {name for name in files if not name.startswith(("locks/", "logs/", "."))}
+        files.discard(inductor_cache.FINGERPRINT_FILE)
+    contents = pack_cache(directory, target, sorted(files), inductor_cache.fingerprint(devices.select(device)))
     print(f"{target}: {len(contents.files)} files, {contents.total_bytes / MIB:,.1f} MiB")
 
 
 @app.command("unpack")
 def unpack(
-    source: Annotated[Path, typer.Argument(metavar="FILE.tar", help="From `trainyard cache pack`.")],
+    source: Annotated[Path, typer.Argument(metavar="FILE.tar", help="Archive from `trainyard cache pack`.")],
     device: DeviceOption = "auto",
 ) -> None:
-    """Put packed code into this machine's cache. It is run by training: unpack only what you trust.
+    """Unpack an archive into this machine's cache. Training executes its code: unpack only archives you trust.
 
     Example:
 
       srun --ntasks-per-node 1 trainyard cache unpack /shared/my-run.tar
     """
-    chosen = devices.select(device)
-    place = inductor_cache.cache_dir(chosen)
+    selected = devices.select(device)
+    directory = inductor_cache.cache_dir(selected)
     if not source.is_file():
         raise UserError(f"{source}: no such file")
     total = source.stat().st_size
-    with ProgressDisplay("unpack") as screen:
-        contents = unpack_files(
-            source,
-            place,
-            inductor_cache.fingerprint(chosen),
-            lambda done: screen.update(done, total, "of compiled code"),
+    with ProgressDisplay("unpack") as progress:
+        contents = unpack_cache(
+            source, directory, inductor_cache.fingerprint(selected), lambda done: progress.update(done, total)
         )
-    inductor_cache.prepare_cache(chosen)
-    print(f"{place}: {len(contents.files)} files, {contents.total_bytes / MIB:,.1f} MiB")
+    inductor_cache.prepare_cache(selected)
+    print(f"{directory}: {len(contents.files)} files, {contents.total_bytes / MIB:,.1f} MiB")
     _print_filesystem_note()
 
 
 def _existing_cache_dir(device: str) -> Path:
-    place = inductor_cache.cache_dir(devices.select(device))
-    if not place.is_dir():
-        raise UserError(f"{place}: nothing compiled yet; trainyard precompile FILE does")
-    return place
+    directory = inductor_cache.cache_dir(devices.select(device))
+    if not directory.is_dir():
+        raise UserError(f"{directory}: nothing compiled yet; run trainyard precompile FILE")
+    return directory
 
 
 def _print_filesystem_note() -> None:
-    kind = inductor_cache.file_system(inductor_cache.cache_root())
+    root = inductor_cache.cache_root()
+    kind = inductor_cache.file_system(root)
     if kind in inductor_cache.UNSAFE_FILE_SYSTEMS and not inductor_cache.user_cache_dir():
-        where = inductor_cache.cache_root()
-        print(f"{where}: on {kind}, whose locks may not hold between hosts: each host has its own directory")
+        print(f"{root}: on {kind}, where locks may not work across hosts; each host uses its own directory")
 
 
-def _format_age(when: float) -> str:
-    """How long ago, in the largest unit that fits."""
-    seconds = max(time.time() - when, 0.0)
+def _format_age(timestamp: float) -> str:
+    """Format the time since `timestamp` in the largest unit that fits."""
+    seconds = max(time.time() - timestamp, 0.0)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

@@ -1,7 +1,6 @@
-"""`trainyard import`: other systems' configurations, as ours, with what became of every key."""
+"""`trainyard import`: convert configurations of other systems and show how each key maps."""
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -21,28 +20,28 @@ from trainyard.core.errors import UserError
 
 YAML_SUFFIXES = {".yaml", ".yml"}
 PLAIN_WIDTH = 140
-"""Of the table where there is no terminal."""
+"""Columns of the key table without a terminal."""
 
 
 def import_config(
     source: Annotated[
-        str, typer.Argument(metavar="FILE", help="NxD Training's YAML, or a shell script that runs pretrain_gpt.py.")
+        str, typer.Argument(metavar="FILE", help="YAML of NxD Training, or a shell script that runs pretrain_gpt.py.")
     ],
-    words: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]... [-- FLAGS]",
-            help="Our keys (with a dot) to change, variables of the script (without), flags of Megatron-LM's after --.",
+            help="trainyard keys (with a dot), script variables (without), Megatron-LM flags (after --).",
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write our YAML there, not to the screen.")
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write the YAML to a file instead of stdout.")
     ] = None,
 ) -> None:
-    """Bring a configuration of NxD Training or of Megatron-LM over to ours.
+    """Convert a configuration of NxD Training or Megatron-LM to trainyard YAML.
 
-    Every key or flag is shown with what it becomes: a key of ours, nothing (and why), or one line that refuses it.
-    Scripts are read, never run.
+    Shows the result of every key or flag: the trainyard key, "no effect" with the reason, or one line that rejects it.
+    Scripts are parsed, never run. `trainyard train` and the other commands also accept NxD Training files directly.
 
     Examples:
 
@@ -50,67 +49,65 @@ def import_config(
 
       trainyard import hf_llama3_8B_config.yaml -o llama3-8b.yaml
 
-      trainyard import pretrain_gpt3.sh DATA_PATH=/data/my-gpt2_text_document train.steps=1000
+      trainyard import pretrain_gpt3.sh DATA_PATH=/data/my-gpt2 train.steps=1000
 
-      trainyard import -- --num-layers 12 --hidden-size 768 --num-attention-heads 12 ...
-
-    `trainyard train`, `config` and the others take NxD Training's files as they are.
+      trainyard import -- --num-layers 12 --hidden-size 768 ...
     """
-    given, flags = _split_at_flags([source, *(words or [])])
-    file = given.pop(0) if given and not given[0].startswith("-") and "=" not in given[0] else None
-    variables = dict(word.split("=", 1) for word in given if "." not in word.partition("=")[0] and "=" in word)
-    ours = [word for word in given if word.partition("=")[0] not in variables]
-    mapped = _convert_source(file, variables, flags)
-    config = validate_imported(mapped, ours, file or "flags")
-    _print_key_table(mapped)
-    text = f"# From {file or 'flags of Megatron-LM'}, by trainyard {__version__} import.\n" + dump(config)
-    if out is None:
+    positional, flags = _split_at_flags([source, *(arguments or [])])
+    has_file = positional and not positional[0].startswith("-") and "=" not in positional[0]
+    file = positional.pop(0) if has_file else None
+    pairs = [(argument, *argument.partition("=")[::2]) for argument in positional]
+    variables = {key: value for argument, key, value in pairs if "." not in key and "=" in argument}
+    overrides = [argument for argument, key, _ in pairs if key not in variables]
+    imported = _convert_source(file, variables, flags)
+    config = validate_imported(imported, overrides, file or "flags")
+    _print_key_table(imported)
+    text = f"# Imported from {file or 'Megatron-LM flags'} by trainyard {__version__}.\n" + dump(config)
+    if output is None:
         sys.stdout.write(text)
         return
-    target = out.expanduser()
+    target = output.expanduser()
     if target.is_dir() or not target.parent.is_dir() or (file and target.resolve() == Path(file).resolve()):
-        raise UserError(f"--output {out}: cannot be written; name another file, in a directory that is there")
+        raise UserError(f"--output {output}: cannot be written; name another file in an existing directory")
     atomic_write_text(target, text)
-    print(f"  written      {out}   (trainyard train takes it)", file=sys.stderr)
+    print(f"  written      {output}   (run: trainyard train {output})", file=sys.stderr)
 
 
-def _split_at_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first flag of Megatron-LM's, and the flags."""
-    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[:first], words[first:]
+def _split_at_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split before the first Megatron-LM flag."""
+    split = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    return arguments[:split], arguments[split:]
 
 
 def _convert_source(file: str | None, variables: dict[str, str], flags: list[str]) -> ImportedConfig:
     if file is None:
         if variables or not flags:
-            raise UserError("import: name a file, or flags of Megatron-LM's after -- (see trainyard import --help)")
+            raise UserError("import: name a file, or Megatron-LM flags after -- (see trainyard import --help)")
         return import_flags(flags)
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UserError(f"{file}: no such file; wanted: NxD Training's YAML, or a script that runs pretrain_gpt.py")
+        raise UserError(f"{file}: no such file; expected NxD Training YAML or a script that runs pretrain_gpt.py")
     if path.suffix not in YAML_SUFFIXES:
         return import_script(path, variables, flags)
     if variables or flags:
-        raise UserError(f"{[*variables, *flags][0]}: goes with a script; for {file}: our keys, such as train.steps=100")
+        raise UserError(
+            f"{[*variables, *flags][0]}: only valid for a script; {file} takes trainyard keys, such as train.steps=100"
+        )
     data = read_yaml(path)
     if not is_nxdt(data):
-        raise UserError(f"{file}: not NxD Training's: no model_source; if it is ours, trainyard train takes it")
+        raise UserError(f"{file}: not an NxD Training file: no model_source; run trainyard files with trainyard train")
     return import_nxdt(data, file, path.parent)
 
 
-def _print_key_table(mapped: ImportedConfig) -> None:
-    """The table, then the warnings, on standard error."""
+def _print_key_table(imported: ImportedConfig) -> None:
+    """Print the result of each key, then the warnings, to stderr."""
     console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
     table = Table(box=None, pad_edge=False)
     table.add_column("theirs", overflow="fold")
-    table.add_column("here", overflow="fold")
-    for theirs, value, ours in mapped.outcomes:
-        style = "dim" if ours.startswith("no effect") else ""
-        table.add_row(*_text_cells((f"{theirs} = {format_value(value)}", ours)), style=style)
+    table.add_column("trainyard", overflow="fold")
+    for key, value, outcome in imported.outcomes:
+        style = "dim" if outcome.startswith("no effect") else ""
+        table.add_row(Text(f"{key} = {format_value(value)}"), Text(outcome), style=style)
     console.print(table)
-    for line in mapped.warnings:
+    for line in imported.warnings:
         console.print(f"warning: {line}", style="yellow", soft_wrap=True, markup=False)
-
-
-def _text_cells(texts: Iterable[str]) -> list[Text]:
-    return [Text(text) for text in texts]

@@ -1,4 +1,4 @@
-"""The `trainyard` command: one thin file per verb; user mistakes become one line and exit code 2."""
+"""The `trainyard` command: one file per subcommand; a user error becomes one line on stderr and exit code 2."""
 
 import errno
 import os
@@ -15,35 +15,36 @@ from trainyard.core.errors import RunStopped, UserError
 from trainyard.launch.rank_guard import rank_process_guard
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-"""click's UsageError, whichever click typer was built with."""
+"""click's UsageError; typer may vendor its own click."""
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""A disk, or what one may have of it."""
 COMMAND_HELP = {
-    "train": "Train a model. With no argument: a small Llama on a text that trainyard writes itself.",
-    "plan": "Whether a run fits, how fast it will be and what it costs, on hardware you may not have.",
-    "config": "Check a configuration and print it whole, defaults included.",
-    "import": "Bring a configuration of NxD Training or Megatron-LM over, and show what became of every key.",
-    "verify": "Train a few steps on several ranks and on one, in fp32, and compare.",
-    "tune": "Measure which choices make a file fastest on this machine, and write the file with them.",
-    "audit": "Check Trainium's rules on a rehearsed run, at full size and without a Trainium.",
-    "precompile": "Compile every graph of a run ahead of time, for any number of ranks, without its memory.",
-    "cache": "Look after compiled code: ls, verify, clean, clear-locks, pack, unpack.",
+    "train": "Train a model. Without arguments: a small Llama on built-in text.",
+    "plan": "Predict memory, speed and cost of a run, also for hardware you do not have.",
+    "config": "Validate a configuration and print it with all defaults.",
+    "import": "Convert an NxD Training or Megatron-LM configuration.",
+    "verify": "Check that a layout trains the same model as one rank.",
+    "tune": "Measure which settings are fastest on this machine.",
+    "audit": "Check a run against Trainium's rules without a Trainium.",
+    "precompile": "Compile all graphs of a run ahead of time.",
+    "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
-    "convert": "Bring a checkpoint of any known form to Hugging Face's, NxD's or our own, at any layout.",
-    "convert-nxd": "The same with the flags of NxD's checkpoint_converter.py.",
-    "recipes": "List the recipes: what each trains, how large it is, what it needs.",
+    "convert": "Convert checkpoints between Hugging Face, NxD and native formats.",
+    "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
+    "recipes": "List the built-in recipes.",
 }
-"""What each is for. Its file, of the same name, is imported when it is called: help need not wait for torch."""
+"""One-line help of each command. Its module is imported only when the command runs: `--help` does not import torch."""
 MODULE_NAMES = {"import": "import_config"}
-"""Verbs that Python does not take as a name."""
+"""Modules of commands whose name is a Python keyword."""
 
 
 class CommandInterrupted(Exception):
-    """KeyboardInterrupt by another name: typer would make an exit code of it, without a word."""
+    """Replaces KeyboardInterrupt inside typer, which would turn it into an exit code without a message."""
 
 
 class LazyCommandGroup(TyperGroup):
+    """Command group that lists commands from COMMAND_HELP and imports the module of the one that runs."""
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -57,27 +58,27 @@ class LazyCommandGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMAND_HELP[cmd_name]) if cmd_name in COMMAND_HELP else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return (
-            (args[0], load_command(args[0]), args[1:])
-            if args[0] in COMMAND_HELP
-            else super().resolve_command(ctx, args)
-        )
+        if args[0] in COMMAND_HELP:
+            return args[0], load_command(args[0]), args[1:]
+        return super().resolve_command(ctx, args)
 
 
 def load_command(command: str) -> Any:
+    """Import the module of a command and return its click command."""
     name = MODULE_NAMES.get(command, command.replace("-", "_"))
     module = import_module(f"trainyard.cli.{name}")
-    if hasattr(module, "app"):  # a group of verbs
+    if hasattr(module, "app"):  # a group of subcommands
         return get_command(module.app)
-    settings = getattr(module, "SETTINGS", {"help_option_names": ["-h", "--help"]})
-    alone = typer.Typer(add_completion=False)
-    alone.command(command, context_settings=settings)(getattr(module, name))
-    return get_command(alone)
+    settings = getattr(module, "CONTEXT_SETTINGS", {"help_option_names": ["-h", "--help"]})
+    single = typer.Typer(add_completion=False)
+    single.command(command, context_settings=settings)(getattr(module, name))
+    return get_command(single)
 
 
 app = typer.Typer(
     cls=LazyCommandGroup,
     help="Pre-train language models on any number of devices from one YAML file.",
+    epilog="Start with: trainyard train. Then: trainyard recipes, trainyard COMMAND --help.",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -86,7 +87,7 @@ app = typer.Typer(
 
 @app.callback()
 def global_options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"trainyard {__version__}")
@@ -109,7 +110,7 @@ def main() -> None:
         _exit_with_error(f"{error.filename or 'a file'}: {error.strerror}", 1)
     else:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # Threads of a process group that outlive the interpreter abort it now and then, all work being done.
+            # Process group threads that outlive the interpreter sometimes abort it after all work is done.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -117,14 +118,14 @@ def main() -> None:
 
 
 def _run_command() -> int:
-    """The verb's exit code. What click raises becomes what the rest of the tree raises."""
+    """Run the command line and return its exit code. Translates click's exceptions into trainyard's."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except USAGE_ERROR as error:
-        if not str(error):  # a group without its verb, whose help has been shown
+        if not str(error):  # a group without a subcommand; its help has been printed
             return 2
-        said = error.format_message() if hasattr(error, "format_message") else str(error)
-        raise UserError(f"{' '.join(said.split())} (see trainyard --help)") from None
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        raise UserError(f"{' '.join(message.split())} (see trainyard --help)") from None
     except typer.Abort:
         raise KeyboardInterrupt from None
     return code if isinstance(code, int) else 0

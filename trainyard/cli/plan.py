@@ -1,4 +1,4 @@
-"""`trainyard plan`: memory, messages, time and cost of a run, worked out on any laptop."""
+"""`trainyard plan`: predict memory, communication, time and cost of a run on any laptop."""
 
 import json
 import sys
@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from trainyard.cli.plan_console import count_progress, print_comparison, print_plan, print_search
+from trainyard.cli.console import CountDisplay
+from trainyard.cli.options import AsJson, Overrides
+from trainyard.cli.plan_console import print_comparison, print_plan, print_search
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.plan import report
@@ -18,33 +20,33 @@ from trainyard.plan.preflight import find_problems
 from trainyard.plan.search import search_layouts
 
 SEARCH_ROWS = 10
-"""Layouts that a search lists."""
+"""Layouts that `--search` lists."""
 
 
 def plan(
-    source: Annotated[
-        str, typer.Argument(metavar="FILE|RECIPE|RUN", help="A YAML file, a recipe's name, or a run's directory.")
-    ],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    on: Annotated[
+    source: Annotated[str, typer.Argument(metavar="FILE|RECIPE|RUN", help="YAML file, recipe name, or run directory.")],
+    overrides: Overrides = None,
+    hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", metavar="NAME:COUNT", help="Default: what the file needs or the run had, else this CPU."
+            "--hardware",
+            metavar="NAME:COUNT",
+            help="Such as h200:8. Default: that of the file or the run, otherwise this CPU.",
         ),
     ] = None,
     hardware_file: Annotated[
-        Path | None, typer.Option("--hardware-file", metavar="YAML", help="Hardware and prices of your own.")
+        Path | None, typer.Option("--hardware-file", metavar="YAML", help="Your own hardware and prices.")
     ] = None,
-    find: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit.")] = False,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, metavar="DOLLARS", help="Of one instance (8 GPUs) for an hour.")
+        float | None, typer.Option("--price", min=0, metavar="DOLLARS", help="Per instance (8 GPUs) and hour.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
-    """Whether a run fits, how fast it will be and what it costs, on hardware you may not have.
+    """Predict memory, speed and cost of a run, also for hardware you do not have.
 
-    Needs no device and no weights. Given a run's directory, it compares the prediction with what the run measured. Exit
-    code 2 where the run would fail. docs/plan.md says what is behind the numbers, and how far off they are.
+    Needs no device and no weights. Given a run directory, compares the prediction with what the run measured. The exit
+    code is 2 if the run would fail. docs/guides/plan.md explains the numbers and their accuracy.
 
     Examples:
 
@@ -56,50 +58,48 @@ def plan(
 
       trainyard plan runs/my-run
     """
-    directory = Path(source).expanduser()
-    words = list(overrides or [])
-    measured = directory.is_dir()
-    config = load_run_config(directory, words) if measured else load(source, words)
-    table = read_catalog(hardware_file) if hardware_file else None
-    where = on or (run_hardware(directory) if measured else None) or needed_hardware(config)
-    target = parse_hardware(where, table, measure_cpu)
-    made = report.make_plan(config, target, price)
-    if measured:
-        rows = compare_with_measured(made, directory)
+    run_directory = Path(source).expanduser()
+    override_list = list(overrides or [])
+    is_run = run_directory.is_dir()
+    config = load_run_config(run_directory, override_list) if is_run else load(source, override_list)
+    catalog = read_catalog(hardware_file) if hardware_file else None
+    name = hardware or (run_hardware(run_directory) if is_run else None) or needed_hardware(config)
+    spec = parse_hardware(name, catalog, measure_cpu)
+    prediction = report.make_plan(config, spec, price)
+    if is_run:
+        rows = compare_with_measured(prediction, run_directory)
         if as_json:
             print(json.dumps([{**vars(row), "ratio": row.ratio} for row in rows], indent=2))
         else:
-            print_comparison(made, rows)
+            print_comparison(prediction, rows)
         return 0
-    changes = report.suggest_changes(made)
-    wrong = find_problems(made, [] if made.fits else changes)
-    ranked = None
-    if find:
-        with count_progress("layouts") as show:
-            ranked = search_layouts(config, target, SEARCH_ROWS, show)
-        if not ranked.layouts:
-            raise UserError(
-                f"--search: no layout of {target.describe()} fits; nearest: more of them, or a smaller model"
-            )
+    changes = report.suggest_changes(prediction)
+    problems = find_problems(prediction, [] if prediction.fits else changes)
+    ranking = None
+    if search:
+        with CountDisplay("layouts") as progress:
+            ranking = search_layouts(config, spec, SEARCH_ROWS, progress.update)
+        if not ranking.layouts:
+            raise UserError(f"--search: no layout fits {spec.describe()}; nearest: more devices, or a smaller model")
     if as_json:
-        out = report.plan_as_json(made) | {
-            "problems": [vars(each) for each in wrong],
-            "try": [vars(each) for each in changes],
+        out = report.plan_as_json(prediction) | {
+            "problems": [vars(problem) for problem in problems],
+            "try": [vars(change) for change in changes],
         }
-        if ranked:
+        if ranking:
             out["search"] = [
                 {
-                    "overrides": each.overrides(config),
-                    "seconds": each.seconds,
-                    "memory": each.memory,
-                    "own": each.is_file,
+                    "overrides": layout.overrides(config),
+                    "seconds": layout.seconds,
+                    "memory": layout.memory,
+                    "own": layout.is_file,
                 }
-                for each in ranked.layouts
+                for layout in ranking.layouts
             ]
         json.dump(out, sys.stdout, indent=2)
         print()
-    elif ranked:
-        print_search(made, ranked)
+    elif ranking:
+        print_search(prediction, ranking)
     else:
-        print_plan(made, source, changes, wrong)
-    return 2 if any(each.fatal for each in wrong) and not find else 0
+        print_plan(prediction, source, changes, problems)
+    return 2 if any(problem.fatal for problem in problems) and not search else 0

@@ -1,4 +1,4 @@
-"""`trainyard recipes`: what can be trained, one line each."""
+"""`trainyard recipes`: list the built-in recipes."""
 
 from rich.console import Console
 from rich.table import Table
@@ -7,16 +7,18 @@ from trainyard import models
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 
+RIGHT_ALIGNED = ("weights", "seq_len")
+
 
 def recipes() -> None:
-    """List the recipes: what each trains, how large it is, what it needs.
+    """List the built-in recipes: model size, batch, layout and hardware of each.
 
-    Try any of them here, tiny, with: trainyard train RECIPE --smoke
+    Run any of them on this machine, shrunk to seconds, with: trainyard train RECIPE --smoke
     """
     table = Table(box=None, pad_edge=False)
-    for heading in ("recipe", "weights", "sequence", "global batch", "layout", "needs", "what"):
+    for heading in ("recipe", "weights", "seq_len", "global batch", "layout", "hardware", "description"):
         table.add_column(
-            heading, no_wrap=heading != "what", justify="right" if heading in ("weights", "sequence") else "left"
+            heading, no_wrap=heading != "description", justify="right" if heading in RIGHT_ALIGNED else "left"
         )
     for name in recipe_names():
         config = load(name)

@@ -1,4 +1,4 @@
-"""What a signal does to a command that has something to put away."""
+"""Signal handling for commands that must clean up before they exit."""
 
 import signal
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupt_on_terminate() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, so that nothing half-done is left behind."""
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Turn SIGTERM into KeyboardInterrupt, so that a terminated command removes its partial output like Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        signal.signal(signal.SIGTERM, previous)

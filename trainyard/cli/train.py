@@ -1,4 +1,4 @@
-"""`trainyard train`: the main job."""
+"""`trainyard train`: run a training job."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +9,11 @@ import typer
 from rich.console import Console
 
 from trainyard import devices
+from trainyard.cli.console import print_dim
+from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
-from trainyard.config.smoke import smoke_config as shrink
+from trainyard.config.smoke import smoke_config
 from trainyard.launch.launcher import launch
 from trainyard.metrics.console import TrainConsole
 from trainyard.parallel.layout import Layout
@@ -24,10 +26,10 @@ DEFAULT_RECIPE = "tiny-llama"
 
 
 class ConsoleCallback(Callback):
-    """Shows the run on the screen."""
+    """Forwards trainer events to the console."""
 
-    def __init__(self, screen: TrainConsole) -> None:
-        self.display = screen
+    def __init__(self, display: TrainConsole) -> None:
+        self.display = display
 
     def on_start(self, trainer: TrainerView) -> None:
         self.display.start()
@@ -49,16 +51,14 @@ class ConsoleCallback(Callback):
 
 
 def train(
-    source: Annotated[
-        str, typer.Argument(metavar="[FILE|RECIPE]", help="A YAML file or a recipe's name.")
-    ] = DEFAULT_RECIPE,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="A tiny trial: same structure and features, a few steps.")
-    ] = False,
+    source: Annotated[str, typer.Argument(metavar="[FILE|RECIPE]", help=CONFIG_SOURCE_HELP)] = DEFAULT_RECIPE,
+    overrides: Overrides = None,
+    smoke: Smoke = False,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
 ) -> int:
-    """Train a model. With no argument: a small Llama on a text that trainyard writes itself.
+    """Train a model. Without arguments: a small Llama on built-in text.
+
+    Writes config, metrics, checkpoints and Hugging Face weights to runs/NAME. Ctrl-C stops after the current step.
 
     Examples:
 
@@ -70,27 +70,42 @@ def train(
 
       trainyard train my.yaml layout.tp=2 --nproc 8
     """
-    words = list(overrides or [])
+    override_list = list(overrides or [])
     if "=" in source:  # only overrides were given
-        source, words = DEFAULT_RECIPE, [source, *words]
-    rank, ranks = world()
-    child = "RANK" in os.environ
-    alone = rank == 0 and (child or nproc == 1)  # of all processes of the run, the one that speaks
-    config = load_run_config(source, words, smoke, ranks if child else nproc, None if alone else lambda line: None)
-    if nproc > 1 and not child:
-        Layout.from_config(config, nproc)  # a mistake is one line, before any process starts
-        variables = devices.select(config.device.name).rank_environment()
-        return launch(["train", source, *words, *(["--smoke"] if smoke else [])], nproc, variables)
+        source, override_list = DEFAULT_RECIPE, [source, *override_list]
+    rank, world_size = world()
+    is_rank = "RANK" in os.environ
+    prints = rank == 0 and (is_rank or nproc == 1)  # exactly one process of the run prints notes
+    ranks = world_size if is_rank else nproc
+    config = load_run_config(source, override_list, smoke, ranks, None if prints else lambda line: None)
+    if nproc > 1 and not is_rank:
+        Layout.from_config(config, nproc)  # report an impossible layout before any process starts
+        environment = devices.select(config.device.name).rank_environment()
+        return launch(["train", source, *override_list, *(["--smoke"] if smoke else [])], nproc, environment)
     console = Console(highlight=False, quiet=rank > 0)
-    screen = TrainConsole(config.train.steps, console)
-    say = lambda line: console.print(line, style="dim", soft_wrap=True, markup=False)  # noqa: E731
-    trainer = Trainer(
-        config,
-        callbacks=[ConsoleCallback(screen)] if rank == 0 else [],
-        say=say,
-        preflight=partial(check_fits, warn=say),
-    )
-    peak, layout = trainer.throughput.peak, trainer.layout
+    display = TrainConsole(config.train.steps, console)
+    say = partial(print_dim, console)
+    callbacks = [ConsoleCallback(display)] if rank == 0 else []
+    trainer = Trainer(config, callbacks=callbacks, say=say, preflight=partial(check_fits, warn=say))
+    _print_run_header(console, trainer)
+    summary = trainer.run()
+    for line in summary_lines(summary):
+        console.print(line, soft_wrap=True, markup=False)
+    shutdown_distributed()
+    return 130 if summary.interrupted else 0
+
+
+def load_run_config(
+    source: str, overrides: list[str], smoke: bool, ranks: int, say: Callable[[str], None] | None = None
+) -> Config:
+    """Load the configuration of a run on `ranks` ranks. Overrides apply after `--smoke` has shrunk the file."""
+    if smoke:
+        return parse(smoke_config(load(source, say=say), ranks).model_dump(mode="json"), overrides)
+    return load(source, overrides, say)
+
+
+def _print_run_header(console: Console, trainer: Trainer) -> None:
+    config, layout, peak = trainer.config, trainer.layout, trainer.throughput.peak
     console.print(
         f"{config.model.family} with {trainer.blueprint.parameter_count():,} weights on {trainer.device.describe()}; "
         f"{config.precision.kind}, {config.train.steps} steps of "
@@ -102,48 +117,33 @@ def train(
     if layout.world_size > 1:
         console.print(f"{layout.world_size} ranks: {layout.describe()}", soft_wrap=True, markup=False)
     if config.layout.ranks and config.layout.ranks != layout.world_size:
-        console.print(f"note: the file was written for {config.layout.ranks} ranks; this run has {layout.world_size}")
-    summary = trainer.run()
-    for line in summary_lines(summary):
-        console.print(line, soft_wrap=True, markup=False)
-    shutdown_distributed()
-    return 130 if summary.interrupted else 0
-
-
-def load_run_config(
-    source: str, overrides: list[str], smoke: bool, ranks: int, say: Callable[[str], None] | None = None
-) -> Config:
-    """The configuration of a run on `ranks` ranks. For a trial the overrides come last, so that it can be adjusted."""
-    if smoke:
-        return parse(shrink(load(source, say=say), ranks).model_dump(mode="json"), overrides)
-    return load(source, overrides, say)
+        console.print(f"note: the file is meant for {config.layout.ranks} ranks; this run has {layout.world_size}")
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """Where everything is, and what to do next."""
-    what = "Stopped early" if summary.interrupted else "Done"
-    learned = (
-        f", loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if summary.last_loss == summary.last_loss else ""
-    )
+    """Return the closing lines of a run: result, output files, and the next command."""
+    status = "Stopped early" if summary.interrupted else "Done"
+    trained = summary.last_loss == summary.last_loss  # NaN if no step ran
+    losses = f", loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if trained else ""
     skipped = f", {summary.skipped_steps} steps skipped" if summary.skipped_steps else ""
-    lines = [f"{what}: {summary.steps} steps in {summary.seconds:.1f} s{learned}{skipped}"]
-    if not learned and not summary.interrupted:
-        lines = [f"Done: all {summary.steps} steps were made before; more train.steps go on from here"]
+    lines = [f"{status}: {summary.steps} steps in {summary.seconds:.1f} s{losses}{skipped}"]
+    if not trained and not summary.interrupted:
+        lines = [f"Nothing to do: all {summary.steps} steps are already complete. Increase train.steps to continue."]
     if summary.evaluation:
         lines.append("  evaluation   " + ", ".join(f"{k} {v:.4f}" for k, v in summary.evaluation.items()))
-    where = summary.directory
+    directory = summary.directory
+    config = directory / "config.yaml"
     lines += [
-        f"  config       {where / 'config.yaml'}",
-        f"  metrics      {where / 'metrics.jsonl'}",
-        f"  tensorboard  {where / 'tensorboard'}   (see it: tensorboard --logdir {where})",
+        f"  config       {config}",
+        f"  metrics      {directory / 'metrics.jsonl'}",
+        f"  tensorboard  {directory / 'tensorboard'}   (view: tensorboard --logdir {directory})",
     ]
     if summary.exported_weights:
-        lines.append(f"  weights      {summary.exported_weights}   (Hugging Face form: from_pretrained reads it)")
+        lines.append(f"  weights      {summary.exported_weights}   (Hugging Face format, for from_pretrained)")
     if summary.last_checkpoint:
         lines.append(f"  checkpoint   {summary.last_checkpoint}")
-    config = where / "config.yaml"
     if summary.interrupted and summary.last_checkpoint:
-        lines.append(f"Next: trainyard train {config} checkpoint.resume=auto to go on.")
+        lines.append(f"Next: trainyard train {config} checkpoint.resume=auto   (resume)")
     else:
-        lines.append(f"Next: trainyard train {config} train.steps=... to run it again changed.")
+        lines.append(f"Next: trainyard train {config} train.steps=...   (run again with changes)")
     return lines

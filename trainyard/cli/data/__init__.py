@@ -1,4 +1,4 @@
-"""`trainyard data`: from a dump or text to what training reads. One file per verb."""
+"""`trainyard data`: prepare datasets for training. One file per subcommand."""
 
 import typer
 
@@ -9,7 +9,7 @@ app = typer.Typer(
 )
 
 app.command("extract")(extract.extract)
-app.command("tokenize")(tokenize.tokenize_command)
+app.command("tokenize")(tokenize.tokenize)
 app.command("pack")(pack.pack)
 app.command("bert")(bert.bert)
 app.command("inspect")(inspect.inspect)

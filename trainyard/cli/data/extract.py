@@ -1,7 +1,6 @@
-"""`trainyard data extract`: a MediaWiki dump to JSON lines."""
+"""`trainyard data extract`: convert a MediaWiki dump to JSON lines."""
 
 import glob
-import os
 import re
 import time
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Annotated
 import typer
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
+from trainyard.cli.options import Strict, Workers, worker_count
 from trainyard.core.errors import UserError
 from trainyard.data.wikipedia.dump import open_dump
-from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS
-from trainyard.data.wikipedia.extract import extract_articles as write
+from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles
 from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
 
 BYTE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -22,89 +21,90 @@ BYTE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def extract(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="DUMP...", help="Files or globs: XML, or .bz2 or .gz of it.", show_default=False),
+        typer.Argument(
+            metavar="DUMP...", help="Files or globs: XML, also compressed as .bz2 or .gz.", show_default=False
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="For wiki_00000.jsonl and so on.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for wiki_00000.jsonl, ...")],
     shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="BYTES", help="Of JSON text in a file, about; K, M and G are known.")
+        str, typer.Option("--shard-size", metavar="BYTES", help="Approximate JSON text per file, such as 256M or 1G.")
     ] = "256M",
     namespaces: Annotated[
-        str, typer.Option("--namespaces", metavar="N,N", help="By number; 0 has the articles.")
+        str, typer.Option("--namespaces", metavar="N,N", help="Namespace numbers; 0 contains the articles.")
     ] = "0",
-    min_text: Annotated[int, typer.Option("--min-text", min=0, metavar="CHARS", help="Leave out shorter ones.")] = 0,
+    min_text: Annotated[
+        int, typer.Option("--min-text", min=0, metavar="CHARS", help="Drop articles with less text.")
+    ] = 0,
     compress: Annotated[bool, typer.Option("--compress", help="Write .jsonl.gz.")] = False,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Processes.", show_default="all cores")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="End at the first page that cannot be read.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Remove what is in DIR and begin anew.")] = False,
+    workers: Workers = None,
+    strict: Strict = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Remove existing shards in DIR and start over.")] = False,
 ) -> None:
-    """Turn a MediaWiki dump into plain text: JSON lines with id, url, title and text.
+    """Convert a MediaWiki dump to plain text: JSON lines with id, url, title and text.
 
-    Articles keep the order of the dump. Redirects are left out, and so are templates (but for a few), tables, pictures
-    and references. A run that was killed goes on after its last complete file when it is started again.
+    Articles stay in the order of the dump. Redirects, most templates, tables, images and references are dropped. After
+    a kill, the same command resumes after the last complete file.
 
     Examples:
 
-      trainyard data extract enwiki-latest-pages-articles-multistream.xml.bz2 --output wiki
+      trainyard data extract enwiki-latest-pages-articles-multistream.xml.bz2 -o wiki
 
-      trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200 --workers 16
+      trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200
     """
-    job = ExtractOptions(_parse_bytes(shard_size), _parse_namespaces(namespaces), min_text, compress)
+    options = ExtractOptions(_parse_bytes(shard_size), _parse_namespaces(namespaces), min_text, compress)
     dumps = [open_dump(path) for path in _expand_globs(inputs)]
     output = output.expanduser()
     total, start = sum(dump.path.stat().st_size for dump in dumps), time.monotonic()
-
     with lock_output(output):
-        state = load_state(dumps, output, job, restart)
+        state = load_state(dumps, output, options, restart)
         if state.finished:
-            print("finished already; --restart begins anew")
+            print("already finished; pass --restart to start over")
         else:
             if state.shards:
-                print(
-                    f"goes on after {shard_name(state.shards - 1, job)}: {state.counts[ARTICLE_COUNT]:,} articles are there"
-                )
-            with ProgressDisplay("extract") as screen:
+                last = shard_name(state.shards - 1, options)
+                print(f"resuming after {last}: {state.counts[ARTICLE_COUNT]:,} articles done")
+            with ProgressDisplay("extract") as progress:
 
-                def show(done: int) -> None:
-                    screen.update(done, total, f"{state.counts[ARTICLE_COUNT]:,} articles")
+                def on_bytes(done: int) -> None:
+                    progress.update(done, total, f"{state.counts[ARTICLE_COUNT]:,} articles")
 
-                write(dumps, output, job, state, workers or os.cpu_count() or 1, SkipReporter(strict), show)
+                extract_articles(dumps, output, options, state, worker_count(workers), SkipReporter(strict), on_bytes)
     print(f"{format_summary(state)}, {time.monotonic() - start:.1f} s")
     if state.shards:
-        print(f"  {output / shard_name(0, job)} and so on   (trainyard data tokenize --input takes them)")
+        first = output / shard_name(0, options)
+        print(f"  {first}, ...   (next: trainyard data tokenize --input '{output}/*')")
 
 
 def format_summary(state: ExtractState) -> str:
     counts = state.counts
-    skipped = ", ".join(f"{counts[reason]:,} {words}" for reason, words in SKIP_REASONS.items() if counts[reason])
+    skipped = ", ".join(f"{counts[reason]:,} {label}" for reason, label in SKIP_REASONS.items() if counts[reason])
     return (
         f"{counts[ARTICLE_COUNT]:,} articles, {counts[BYTE_COUNT]:,} bytes of JSON in {state.shards} shards"
         f"{'; skipped: ' + skipped if skipped else ''}"
     )
 
 
-def _parse_bytes(words: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", words.strip(), re.IGNORECASE)
+def _parse_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match or not int(match[1]):
-        raise UserError(f"--shard-size {words}: not a number of bytes; nearest: 256M")
+        raise UserError(f"--shard-size {text}: not a number of bytes; nearest: 256M")
     return int(match[1]) * BYTE_UNITS[match[2].upper()]
 
 
-def _parse_namespaces(words: str) -> tuple[int, ...]:
+def _parse_namespaces(text: str) -> tuple[int, ...]:
     try:
-        return tuple(sorted({int(word) for word in words.split(",")}))
+        return tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:
-        raise UserError(f"--namespaces {words}: not numbers with commas between; nearest: 0") from None
+        raise UserError(f"--namespaces {text}: not comma-separated numbers; nearest: 0") from None
 
 
 def _expand_globs(patterns: list[str]) -> list[Path]:
-    """By name or glob, sorted within each pattern."""
-    found: list[Path] = []
+    """Return the files of all patterns, sorted within each pattern."""
+    files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
         matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path)))]
         if not matches:
             raise UserError(f"{pattern}: no such file")
-        found += matches
-    return found
+        files += matches
+    return files

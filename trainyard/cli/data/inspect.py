@@ -1,4 +1,4 @@
-"""`trainyard data inspect`: what is in a file, and whether all of it holds."""
+"""`trainyard data inspect`: report the contents of prepared data and check its integrity."""
 
 import json
 import sys
@@ -10,14 +10,15 @@ import typer
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.data.tokenize import tokenizer_spec
-from trainyard.data.prepare import inspect as inspection
+from trainyard.cli.options import AsJson, JsonKey, MergeFile, TokenizerName, VocabFile
+from trainyard.data.prepare.inspect import inspect_path
 from trainyard.data.prepare.length_stats import InspectOptions, InspectReport
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 
 PROGRESS_DELAY_S = 2.0
 """Seconds before progress is shown."""
 BAR_WIDTH = 40
-"""Of the longest bar."""
+"""Columns of the longest histogram bar."""
 BLOCK_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -26,68 +27,64 @@ def inspect(
         list[Path], typer.Argument(metavar="PATH", help="PREFIX of .bin and .idx, Arrow directory, HDF5, JSON lines.")
     ],
     check: Annotated[bool, typer.Option("--check", help="Read and verify everything.")] = False,
-    samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Show so many samples.")] = 0,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="Shows samples as text: tokenizer.json, .model, or bytes.")
-    ] = None,
-    vocab_file: Annotated[
-        str | None, typer.Option("--vocab-file", help="GPT-2's vocab.json, or BERT's vocab.txt.")
-    ] = None,
-    merge_file: Annotated[str | None, typer.Option("--merge-file", help="GPT-2's merges.txt.")] = None,
+    samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Number of samples to show.")] = 0,
+    tokenizer: TokenizerName = None,
+    vocab_file: VocabFile = None,
+    merge_file: MergeFile = None,
     vocab: Annotated[
-        int | None, typer.Option("--vocab", min=1, metavar="N", help="Tokens are below N; default: the tokenizer's.")
+        int | None,
+        typer.Option("--vocab", min=1, metavar="N", help="Vocabulary size for --check. Default: the tokenizer's."),
     ] = None,
-    json_key: Annotated[str, typer.Option("--json-key", help="The key or column with the text.")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    json_key: JsonKey = "text",
+    as_json: AsJson = False,
 ) -> None:
-    """Say what is in prepared data: kind, counts, lengths; samples of it; and with --check, whether all of it holds.
+    """Report format, counts and lengths of prepared data; show samples; with --check, verify every value.
 
-    --check looks at every number: tokens below the vocabulary, sequences and documents without gaps, which token ends
-    documents, labels and positions of packed blocks, masks of BERT's rows, each line of JSON. The first thing that
-    cannot be right is said in one line, and the exit code is 2.
+    --check verifies tokens against the vocabulary, sequences and documents without gaps, the token that ends
+    documents, labels and positions of packed blocks, masks of BERT samples, and each JSON line. The first error is one
+    line with exit code 2. With a tokenizer, samples are shown as text.
 
     Examples:
 
-      trainyard data inspect wiki_text_document --samples 3 --vocab-file vocab.json --merge-file merges.txt
+      trainyard data inspect wiki_text_document --samples 3 --tokenizer tokenizer.json
 
       trainyard data inspect wiki-8k train.hdf5 part-*.jsonl --check --json
     """
-    known = (
-        load_tokenizer(tokenizer_spec(tokenizer, None, vocab_file, merge_file, None))
-        if tokenizer or vocab_file
-        else None
-    )
-    limit = vocab or (known.vocab_size if known else None)
-    wanted = InspectOptions(check, samples, limit, known.end_id if known else None, json_key)
-    found = []
+    loaded = None
+    if tokenizer or vocab_file:
+        loaded = load_tokenizer(tokenizer_spec(tokenizer, None, vocab_file, merge_file, None))
+    vocab_size = vocab or (loaded.vocab_size if loaded else None)
+    options = InspectOptions(check, samples, vocab_size, loaded.end_id if loaded else None, json_key)
+    reports = []
     for path in paths:
-        with ProgressDisplay("inspect") as screen:
-            start = time.monotonic()
-
-            def show(
-                done: int, total: int, screen: ProgressDisplay = screen, start: float = start, path: Path = path
-            ) -> None:
-                if time.monotonic() - start > PROGRESS_DELAY_S:
-                    screen.update(min(done, total), total, str(path))
-
-            report = inspection.inspect_path(path, wanted, show)
+        report = _inspect_with_progress(path, options)
         if as_json:
-            found.append(report_to_dict(report, known))
+            reports.append(report_to_dict(report, loaded))
         else:
             encoding = sys.stdout.encoding or "utf-8"
-            print(
-                "\n".join(format_report(report, known)).encode(encoding, "backslashreplace").decode(encoding),
-                flush=True,
-            )
+            text = "\n".join(format_report(report, loaded))
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     if as_json:
-        print(json.dumps({"files": found}))
+        print(json.dumps({"files": reports}))
 
 
-def report_to_dict(report: InspectReport, known: Tokenizer | None) -> dict[str, Any]:
+def _inspect_with_progress(path: Path, options: InspectOptions) -> InspectReport:
+    start = time.monotonic()
+    with ProgressDisplay("inspect") as progress:
+
+        def on_progress(done: int, total: int) -> None:
+            if time.monotonic() - start > PROGRESS_DELAY_S:
+                progress.update(min(done, total), total, str(path))
+
+        return inspect_path(path, options, on_progress)
+
+
+def report_to_dict(report: InspectReport, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the report as plain data for `--json`."""
     samples = []
-    for place, content in report.samples:
+    for location, content in report.samples:
         tokens = {} if isinstance(content, str) else {"tokens": content}
-        samples.append({"from": place, **tokens, "text": sample_text(content, known)})
+        samples.append({"from": location, **tokens, "text": sample_text(content, tokenizer)})
     return {
         "path": report.path,
         "kind": report.kind,
@@ -97,35 +94,37 @@ def report_to_dict(report: InspectReport, known: Tokenizer | None) -> dict[str, 
     }
 
 
-def sample_text(content: list[int] | str, known: Tokenizer | None) -> str | None:
-    if isinstance(content, str) or known is None:
+def sample_text(content: list[int] | str, tokenizer: Tokenizer | None) -> str | None:
+    """Return a sample as text; None if it is tokens and there is no tokenizer."""
+    if isinstance(content, str) or tokenizer is None:
         return content if isinstance(content, str) else None
-    return known.decode([token for token in content if 0 <= token < known.vocab_size])
+    return tokenizer.decode([token for token in content if 0 <= token < tokenizer.vocab_size])
 
 
-def format_report(report: InspectReport, known: Tokenizer | None) -> list[str]:
-    out = [f"{report.path}: {report.kind}"]
+def format_report(report: InspectReport, tokenizer: Tokenizer | None) -> list[str]:
+    lines = [f"{report.path}: {report.kind}"]
     for name, value in report.facts.items():
-        out += [f"  {name:<28}{word}" for word in format_fact(name, value)[:1]]
-        out += [f"  {'':<28}{word}" for word in format_fact(name, value)[1:]]
-    for what, figures in report.lengths.items():
-        if figures:
-            numbers = (f"{name} {figures[name]:,.10g}" for name in ("shortest", "median", "longest"))
-            out.append(f"  {what}: {', '.join(numbers)}, mean {figures['mean']:,.1f}")
-            out += format_histogram(figures["histogram"])
-    for place, content in report.samples:
-        shown = sample_text(content, known)
-        out.append(f"  {place}: {' '.join(map(str, content)) if shown is None else quote_for_terminal(shown)}")
-    return out
+        first, *rest = format_fact(name, value)
+        lines += [f"  {name:<28}{first}", *(f"  {'':<28}{line}" for line in rest)]
+    for what, stats in report.lengths.items():
+        if stats:
+            numbers = (f"{name} {stats[name]:,.10g}" for name in ("shortest", "median", "longest"))
+            lines.append(f"  {what}: {', '.join(numbers)}, mean {stats['mean']:,.1f}")
+            lines += format_histogram(stats["histogram"])
+    for location, content in report.samples:
+        text = sample_text(content, tokenizer)
+        lines.append(f"  {location}: {' '.join(map(str, content)) if text is None else quote_for_terminal(text)}")
+    return lines
 
 
-def quote_for_terminal(words: str) -> str:
-    """In one line, with nothing in it that a terminal would obey."""
-    safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in words.replace("\\", "\\\\"))
-    return f'"{"".join(safe)}"'
+def quote_for_terminal(text: str) -> str:
+    """Return the text in quotes on one line, with control characters escaped so that a terminal ignores them."""
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text.replace("\\", "\\\\"))
+    return f'"{"".join(escaped)}"'
 
 
 def format_fact(name: str, value: Any) -> list[str]:
+    """Return one or more lines that describe a value of the report."""
     if isinstance(value, dict):
         return [f"{key}: {kind}" for key, kind in value.items()] or ["none"]
     if isinstance(value, bool):
@@ -136,14 +135,14 @@ def format_fact(name: str, value: Any) -> list[str]:
 
 
 def format_histogram(bins: list[dict[str, int]]) -> list[str]:
-    """A line for each range of lengths; bars of eighths of a block, of # where the screen has no such."""
-    most = max(each["count"] for each in bins)
-    out = []
+    """Return one line per length range; bars use eighths of a block, or # if stdout cannot encode blocks."""
+    largest = max(each["count"] for each in bins)
+    lines = []
     for each in bins:
-        eighths = -(-each["count"] * BAR_WIDTH * 8 // most)
+        eighths = -(-each["count"] * BAR_WIDTH * 8 // largest)
         bar = "█" * (eighths // 8) + BLOCK_EIGHTHS[eighths % 8].strip()
         if "utf" not in (sys.stdout.encoding or "").lower():
             bar = "#" * -(-eighths // 8)
         span = f"{each['from']:,}" if each["from"] == each["to"] else f"{each['from']:,} to {each['to']:,}"
-        out.append(f"    {span:>22} {each['count']:>13,} {bar}".rstrip())
-    return out
+        lines.append(f"    {span:>22} {each['count']:>13,} {bar}".rstrip())
+    return lines

@@ -1,6 +1,5 @@
-"""`trainyard data pack`: tokens in blocks of one length, as the datasets library saves them."""
+"""`trainyard data pack`: pack tokens into blocks of fixed length, in the format of the datasets library."""
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,17 @@ import typer
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.data.tokenize import tokenizer_spec
+from trainyard.cli.options import (
+    EndOfText,
+    JsonKey,
+    MergeFile,
+    Overwrite,
+    Strict,
+    TokenizerName,
+    VocabFile,
+    Workers,
+    worker_count,
+)
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
@@ -21,105 +31,103 @@ from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def pack(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="PREFIX of .bin and .idx, or files of text.")],
-    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Gets its name when all is in it.")],
-    sequence: Annotated[int, typer.Option("--sequence", min=1, max=1 << 24, help="Tokens of a block.")] = 4096,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, or bytes."),
-    ] = None,
-    vocab_file: Annotated[
-        str | None, typer.Option("--vocab-file", help="GPT-2's vocab.json, with --merge-file.")
-    ] = None,
-    merge_file: Annotated[str | None, typer.Option("--merge-file", help="GPT-2's merges.txt.")] = None,
-    end_of_text: Annotated[str | None, typer.Option("--end-of-text", help="The token that ends a document.")] = None,
-    json_key: Annotated[str, typer.Option("--json-key", help="The key or column with the text.")] = "text",
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="PREFIX of .bin and .idx, or text files.")],
+    output: Annotated[
+        Path, typer.Option("--output", metavar="DIR", help="Output directory; gets its name when complete.")
+    ],
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, max=1 << 24, help="Tokens per block.")] = 4096,
+    tokenizer: TokenizerName = None,
+    vocab_file: VocabFile = None,
+    merge_file: MergeFile = None,
+    end_of_text: EndOfText = None,
+    json_key: JsonKey = "text",
     append_eod: Annotated[
         bool,
         typer.Option(
             "--append-eod/--no-append-eod",
-            help="End each document with the end token; one of a .bin that ends with it already stays as it is.",
+            help="End each document with the end token; token files that already have it stay unchanged.",
         ),
     ] = True,
     keep_last: Annotated[
-        bool, typer.Option("--keep-last", help="Fill up the last block, labels -100 there, instead of leaving it out.")
+        bool, typer.Option("--keep-last", help="Pad the last block (labels -100) instead of dropping it.")
     ] = False,
     boundaries: Annotated[
         bool,
         typer.Option(
-            "--boundaries/--no-boundaries", help="Write position_ids, which start at 0 in each document and block."
+            "--boundaries/--no-boundaries", help="Write position_ids, which restart in each document and block."
         ),
     ] = True,
-    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes; all cores if not said.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="End at the first line that cannot be read.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a data set that is there.")] = False,
+    workers: Workers = None,
+    strict: Strict = False,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Lay documents one after the other and cut them into blocks of --sequence tokens, for training.
+    """Concatenate documents and split them into blocks of --seq-len tokens, for training.
 
-    Reads Megatron's token files, or text: JSON lines (also .gz and .zst), .txt (a file is a document), Parquet,
-    and directories that the datasets library saved. Writes what datasets.load_from_disk loads: input_ids,
-    attention_mask, labels (the same numbers as input_ids; transformers shifts them itself) and position_ids.
-    No token is lost but those after the last whole block. The same input gives the same bytes with any --workers.
+    Reads Megatron token files, or text: JSON lines (also .gz and .zst), .txt (one document per file), Parquet, and
+    directories saved by the datasets library. Writes what datasets.load_from_disk loads: input_ids, attention_mask,
+    labels (same values as input_ids; transformers shifts them) and position_ids. Only the tokens after the last
+    complete block are dropped. The output does not depend on --workers.
 
-    The end token is the tokenizer's. Token files need no tokenizer if all their documents end with one token.
+    The end token comes from the tokenizer. Token files need no tokenizer if all documents end with the same token.
 
     Examples:
 
-      trainyard data pack wiki_text_document --output wiki-8k --sequence 8192
+      trainyard data pack wiki_text_document --output wiki-8k --seq-len 8192
 
       trainyard data pack part-*.jsonl.gz --output code-4k --tokenizer tokenizer.json
     """
-    kinds = {_is_token_file(word) for word in inputs}
+    kinds = {_is_token_file(name) for name in inputs}
     if len(kinds) > 1:
         raise UserError(f"{', '.join(inputs)}: both token files and text; pack one kind at a time")
     paths = documents.resolve_inputs(inputs) if False in kinds else []
-    chosen = (
-        tokenizer_spec(tokenizer, None, vocab_file, merge_file, end_of_text)
-        if paths or tokenizer or vocab_file
-        else None
-    )
-    known = load_tokenizer(chosen) if chosen else None
-    end = known.end_id if known else None
-    if chosen and paths:
+    spec = None
+    if paths or tokenizer or vocab_file:
+        spec = tokenizer_spec(tokenizer, None, vocab_file, merge_file, end_of_text)
+    loaded = load_tokenizer(spec) if spec else None
+    end_token = loaded.end_id if loaded else None
+    if spec and paths:
         total = documents.total_bytes(paths)
-        parts = packing.chunks_from_text(
-            paths, TokenizeOptions(chosen, (json_key,), append_eod), workers or os.cpu_count() or 1
-        )
+        options = TokenizeOptions(spec, (json_key,), append_eod)
+        chunks = packing.chunks_from_text(paths, options, worker_count(workers))
     else:
-        sets = [MegatronTokens(Path(word)) for word in inputs]
-        total = sum(each.tokens.nbytes for each in sets)
-        if not known and append_eod:
-            end = next((last for each in sets if (last := packing.guess_end_token(each)) is not None), None)
-            print(f"no --tokenizer: token {end}, with which documents end, is taken for the end token")
-        parts = _documents_of(sets, end if append_eod else None, known)
+        datasets = [MegatronTokens(Path(name)) for name in inputs]
+        total = sum(dataset.tokens.nbytes for dataset in datasets)
+        if not loaded and append_eod:
+            guesses = (packing.guess_end_token(dataset) for dataset in datasets)
+            end_token = next((guess for guess in guesses if guess is not None), None)
+            print(f"no --tokenizer: using token {end_token}, with which documents end, as the end token")
+        chunks = _token_chunks(datasets, end_token if append_eod else None, loaded)
     start = time.monotonic()
-    with ProgressDisplay("pack") as screen, interrupt_on_terminate():
+    with ProgressDisplay("pack") as progress, interrupt_on_terminate():
 
-        def show(done: int, counts: PackCounts) -> None:
+        def on_progress(done: int, counts: PackCounts) -> None:
             rate = counts.tokens / (time.monotonic() - start)
-            screen.update(done, total, f"{counts.tokens:,} tokens, {rate / 1e6:.1f} M/s")
+            progress.update(done, total, f"{counts.tokens:,} tokens, {rate / 1e6:.1f} M/s")
 
-        shape = PackOptions(sequence, keep_last, end or 0, boundaries)
-        counts = packing.write_blocks(parts, output, shape, overwrite, SkipReporter(strict), show)
+        pack_options = PackOptions(seq_len, keep_last, end_token or 0, boundaries)
+        counts = packing.write_blocks(chunks, output, pack_options, overwrite, SkipReporter(strict), on_progress)
     seconds = time.monotonic() - start
     skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
     print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
-    rest = ""
+    remainder = ""
     if counts.leftover_tokens and keep_last:
-        rest = f", the last one padded after {counts.leftover_tokens:,} tokens"
+        remainder = f", the last one padded after {counts.leftover_tokens:,} tokens"
     elif counts.leftover_tokens:
-        rest = f"; {counts.leftover_tokens:,} tokens at the end fill no block and are left out (--keep-last pads them)"
-    print(f"{counts.blocks:,} blocks of {sequence:,}{rest}")
-    print(f"  {output}   (data.source=arrow data.paths=[{output}] data.seq_len={sequence}; datasets.load_from_disk)")
+        remainder = (
+            f"; the last {counts.leftover_tokens:,} tokens fill no block and are dropped (--keep-last pads them)"
+        )
+    print(f"{counts.blocks:,} blocks of {seq_len:,}{remainder}")
+    print(f"  {output}   (data.source=arrow data.paths=[{output}] data.seq_len={seq_len}; datasets.load_from_disk)")
 
 
-def _is_token_file(word: str) -> bool:
-    path = Path(word).expanduser()
+def _is_token_file(name: str) -> bool:
+    path = Path(name).expanduser()
     return path.suffix in (".bin", ".idx") or (not path.is_file() and Path(f"{path}.idx").is_file())
 
 
-def _documents_of(sets: list[MegatronTokens], end: int | None, known: Tokenizer | None) -> Iterator[TokenChunk]:
-    for each in sets:
-        yield from packing.chunks_from_tokens(
-            each, end, known.vocab_size if known else None, end_is_guess=known is None
-        )
+def _token_chunks(
+    datasets: list[MegatronTokens], end_token: int | None, tokenizer: Tokenizer | None
+) -> Iterator[TokenChunk]:
+    vocab_size = tokenizer.vocab_size if tokenizer else None
+    for dataset in datasets:
+        yield from packing.chunks_from_tokens(dataset, end_token, vocab_size, end_is_guess=tokenizer is None)

@@ -1,0 +1,52 @@
+"""Command-line options that several commands share."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's) or recipe name."
+
+ConfigSource = Annotated[str, typer.Argument(metavar="FILE|RECIPE", help=CONFIG_SOURCE_HELP)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),
+]
+Smoke = Annotated[
+    bool, typer.Option("--smoke", help="Shrink the file to a run of seconds with the same structure and features.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Worker processes. Default: one per core.")]
+
+Inputs = Annotated[
+    list[str],
+    typer.Option("--input", help="File, glob or directory; repeatable.", show_default=False),
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, or 'bytes'."),
+]
+VocabFile = Annotated[
+    str | None, typer.Option("--vocab-file", help="vocab.json of GPT-2 or vocab.txt of BERT (WordPiece).")
+]
+MergeFile = Annotated[str | None, typer.Option("--merge-file", help="merges.txt of GPT-2.")]
+EndOfText = Annotated[
+    str | None, typer.Option("--end-of-text", help="Token that ends a document. Default: the tokenizer's.")
+]
+JsonKey = Annotated[str, typer.Option("--json-key", help="JSON key or column that holds the text.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first unreadable record instead of skipping and counting it.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
+OutputDirectory = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Output directory.")]
+
+
+def worker_count(workers: int | None) -> int:
+    """Return the number of worker processes: `--workers`, or all cores."""
+    return workers or os.cpu_count() or 1
+
+
+def split_keys(json_keys: list[str] | None) -> list[str]:
+    """Split repeated `--json-keys` values, which may also be separated by commas or spaces. Default: `text`."""
+    return [key for value in json_keys or ["text"] for key in value.replace(",", " ").split()]
