@@ -14,7 +14,9 @@ from tests.support.configs import tiny_config
 from trainyard.cli import main
 from trainyard.cli import tune as verb
 from trainyard.config.load import dump, load
-from trainyard.tune.search import KEY_COMPILE, KEY_MICRO_BATCH, OUT_OF_MEMORY, SearchSpace, Trial, TuneSearch
+from trainyard.tune.search import TuneSearch
+from trainyard.tune.search_space import KEY_COMPILE, KEY_MICRO_BATCH, SearchSpace
+from trainyard.tune.trial import OUT_OF_MEMORY, Trial
 from trainyard.tune.trial_process import ProcessResult
 
 COMMAND = [sys.executable, "-m", "trainyard"]

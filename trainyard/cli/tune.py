@@ -20,15 +20,9 @@ from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.tune.search import (
-    KEY_MICRO_BATCH,
-    Choice,
-    SearchSpace,
-    Trial,
-    TuneSearch,
-    run_search,
-    trial_from_process,
-)
+from trainyard.tune.search import TuneSearch, run_search
+from trainyard.tune.search_space import KEY_MICRO_BATCH, SearchSpace
+from trainyard.tune.trial import Choice, Trial, trial_from_process
 from trainyard.tune.trial_process import run_with_timeout
 
 SYNTHETIC_DATA: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Runs one command to its end or to a time limit, apart from this process: its crash, its memory and its signals."""
+"""Runs one command in its own session with a timeout, isolated from the crashes, memory and signals of this process."""
 
 import os
 import signal
@@ -10,26 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STOP_SIGNALS = ((signal.SIGTERM, 10.0), (signal.SIGTERM, 20.0), (signal.SIGKILL, None))
-"""How a command is ended: signal, and seconds until the next. A run stops after its step, then at once; a compiler
-removes what it has half written, which SIGKILL would leave in the cache."""
+"""Signals that stop a command, each with the seconds to wait before the next. The first SIGTERM lets a run finish its
+step, the second stops it at once and lets a compiler remove partial output that SIGKILL would leave in its cache."""
 STDERR_TAIL_BYTES = 8000
-"""Bytes of stderr that are kept."""
+"""Length of the end of stderr that the result keeps, bytes."""
 
 
 @dataclass(frozen=True)
 class ProcessResult:
+    """Exit status of a finished command."""
+
     returncode: int
     seconds: float
     finished_in_time: bool
-    """Whether it ended by itself."""
+    """False if the timeout stopped the command."""
     stderr: str
-    """The end of its stderr."""
+    """The last STDERR_TAIL_BYTES of stderr."""
 
 
 def run_with_timeout(
     command: Sequence[str], timeout_s: float, log: Path, stop_signals: Sequence[tuple[int, float | None]] = STOP_SIGNALS
 ) -> ProcessResult:
-    """Run `command` for at most `limit` seconds; `log` gets its stderr. An exception here, Ctrl-C, ends it as well."""
+    """Run `command` for at most `timeout_s` seconds and write its stderr to `log`. An exception in this process, such
+    as Ctrl-C, stops the command too."""
     start = time.monotonic()
     in_time = True
     with log.open("wb") as file:
@@ -42,16 +45,16 @@ def run_with_timeout(
         in_time = False
     finally:
         _terminate(process, stop_signals)
-    errors = log.read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")
-    return ProcessResult(process.returncode, time.monotonic() - start, in_time, errors)
+    stderr = log.read_bytes()[-STDERR_TAIL_BYTES:].decode(errors="replace")
+    return ProcessResult(process.returncode, time.monotonic() - start, in_time, stderr)
 
 
 def _terminate(process: subprocess.Popen[bytes], stop_signals: Sequence[tuple[int, float | None]]) -> None:
-    """Signals to the command's process group until it has ended; a Ctrl-C in the meantime goes on to the next."""
-    for number, patience in stop_signals:
+    """Signal the command's process group until it exits. A Ctrl-C in the meantime skips to the next signal."""
+    for signum, wait_s in stop_signals:
         if process.poll() is None:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signum)
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.wait(patience)
-    with suppress(ProcessLookupError, PermissionError):  # what it started and did not wait for
+                process.wait(wait_s)
+    with suppress(ProcessLookupError, PermissionError):  # background children of the command
         os.killpg(process.pid, signal.SIGTERM)
