@@ -29,7 +29,7 @@ from trainyard import Config, Trainer
 from trainyard.config.load import parse
 from trainyard.launch.launcher import launch
 from trainyard.parallel.process_group import Group
-from trainyard.parallel.tensor_parallel import ContextAxis
+from trainyard.parallel.context_parallel import ContextAxis
 
 RANKS = 2
 MODEL = {"family": "llama", "vocab": 4096, "hidden": 256, "layers": 8, "heads": 8, "ffn": 704, "max_positions": 512}

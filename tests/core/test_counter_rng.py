@@ -87,16 +87,17 @@ def test_compiled_cells_have_the_same_bits() -> None:
 
 DRAW = """
 import re
-from trainyard.models.init import _draw
-from trainyard.models.blueprint import Slice
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.models.init import normal_values
 
 def most():  # resident so far; getrusage would know what the parent had
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-_draw(Slice("w", (2048, 2048), 0, 0, 2048), 0, "cpu")  # threads are up
+normal_values(TensorSlice.full("w", (2048, 2048)), 0, "cpu")  # threads are up
+embedding = TensorSlice.full("embedding.weight", (128256, 8192))
 before = most()
 for dim, size in ((0, 128256), (1, 8192)):
-    _draw(Slice("embedding.weight", (128256, 8192), dim, size // 32 * 3, size // 32 * 4), 0, "cpu")
+    normal_values(embedding.narrow(dim, size // 32 * 3, size // 32 * 4), 0, "cpu")
 print(most() - before)
 """
 

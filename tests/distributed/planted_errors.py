@@ -89,12 +89,12 @@ def _copies_counted_in_norm() -> Any:
 
 
 def _dropout_by_rank() -> Any:
-    real = TransformerStage.draws
+    real = TransformerStage.dropout_seeds
 
     def broken(self: TransformerStage, batch: models.Batch) -> Any:
         return real(self, {**batch, "sample_ids": batch["sample_ids"] + _rank()})
 
-    return patch.object(TransformerStage, "draws", broken)
+    return patch.object(TransformerStage, "dropout_seeds", broken)
 
 
 def _ring_without_last_block() -> Any:

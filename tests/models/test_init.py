@@ -20,13 +20,13 @@ def test_ranks_hold_slices_of_the_whole(family: str, tp: int) -> None:
         ranks = [initial_values(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
         assert all(tuple(value.shape) == blueprint.local_shape(name, tp, rank) for rank, value in enumerate(ranks))
         pieces = {part.name: [] for part in row.fused_parts} if row.fused_parts else {row.name: []}
+        dim = row.tp_dim or 0
         for rank, value in enumerate(ranks):
             start = 0
             for pattern, held in zip(pieces, blueprint.tp_slices(name, tp, rank), strict=True):
-                size = held.stop - held.start
-                pieces[pattern].append((held.start, value.narrow(held.dim, start, size)))
+                size = held.sizes[dim]
+                pieces[pattern].append((held.offsets[dim], value.narrow(dim, start, size)))
                 start += size
-        dim = row.tp_dim or 0
         parts = []
         for found in pieces.values():
             distinct = dict(found)  # copies of a kv head start at the same place
@@ -71,6 +71,6 @@ def test_standard_deviations_follow_the_blueprint() -> None:
 def test_kv_heads_are_copied_when_ranks_outnumber_them() -> None:
     row = ParamSpec("k", (8, 3), 0, (FusedPart("k", 8, 2),), init_std=1.0)
     blueprint = Blueprint((row,), 1)
-    starts = [blueprint.tp_slices("k", 4, rank)[0].start for rank in range(4)]
+    starts = [blueprint.tp_slices("k", 4, rank)[0].offsets[0] for rank in range(4)]
     assert starts == [0, 0, 4, 4]
     assert blueprint.local_shape("k", 4) == (4, 3)

@@ -9,19 +9,20 @@ from tests.models.test_parity import batch_for
 from tests.support import configs
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
-from trainyard.core.counter_rng import key32
+from trainyard.core.counter_rng import RowSeeds, key32
 from trainyard.kernels.reference import Kernels
 from trainyard.models.flops import flops_per_sample
-from trainyard.models.layers import CoreAttention, Draw, Dropout, make_draw
+from trainyard.models.layers import CoreAttention, Dropout, token_seeds
 from trainyard.parallel import recompute
+from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.process_group import Group
-from trainyard.parallel.tensor_parallel import ContextAxis, TensorAxis
+from trainyard.parallel.tensor_parallel import TensorAxis
 
 
-def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> Draw:
+def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> RowSeeds:
     key = torch.tensor(key32(0, "step", step), dtype=torch.int32)
     batch = {"rng_key": key, "sample_ids": torch.tensor(samples, dtype=torch.int32)}
-    return make_draw(batch, torch.tensor(tokens, dtype=torch.int32))
+    return token_seeds(batch, torch.tensor(tokens, dtype=torch.int32))
 
 
 def test_masks_follow_the_sample_not_its_place_in_the_micro_batch() -> None:
@@ -54,10 +55,10 @@ def test_dropout_keeps_the_mean(p: float) -> None:
 def test_attention_dropout_follows_global_heads_and_matches_its_mean() -> None:
     q, k, v = (torch.randn(3, 4, 16, 8) for _ in range(3))
     whole = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(), ContextAxis())
-    y = whole(q, k, v, draw=draw([0, 1, 2]))
+    y = whole(q, k, v, seeds=draw([0, 1, 2]))
     upper = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(Group((0, 1), 1)), ContextAxis())
-    assert torch.equal(upper(q[:, 2:], k[:, 2:], v[:, 2:], draw=draw([0, 1, 2])), y[:, 2:])
-    mean = torch.stack([whole(q, k, v, draw=draw([0, 1, 2], step=step)) for step in range(400)]).mean(0)
+    assert torch.equal(upper(q[:, 2:], k[:, 2:], v[:, 2:], seeds=draw([0, 1, 2])), y[:, 2:])
+    mean = torch.stack([whole(q, k, v, seeds=draw([0, 1, 2], step=step)) for step in range(400)]).mean(0)
     torch.testing.assert_close(mean, whole.eval()(q, k, v), atol=0.15, rtol=0.1)
 
 

@@ -98,7 +98,11 @@ def ours(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> tuple[Any,
 def batch_for(family: str) -> dict[str, Tensor]:
     torch.manual_seed(2)
     tokens = torch.randint(1, 97, (3, 24), dtype=torch.int32)  # 0 is padding to transformers' BERT
-    batch = {"tokens": tokens, "sample_ids": torch.arange(3, dtype=torch.int32), "rng_key": torch.zeros(2, dtype=torch.int32)}
+    batch = {
+        "tokens": tokens,
+        "sample_ids": torch.arange(3, dtype=torch.int32),
+        "rng_key": torch.zeros(2, dtype=torch.int32),
+    }
     if family != "bert":
         labels = torch.randint(0, 97, (3, 24), dtype=torch.int32)
         labels[0, :5] = -100

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard import compat
-from trainyard.core.counter_rng import row_seeds
-from trainyard.models.layers import CoreAttention, Draw, counter_dropout
+from trainyard.core.counter_rng import DropoutRng, RowSeeds, row_seeds
+from trainyard.kernels.reference import counter_dropout
+from trainyard.models.layers import CoreAttention
 from trainyard.parallel import attention_blocks, ring_attention
-from trainyard.parallel.ring_attention import AttentionSpec, Dropped, attend
-from trainyard.parallel.tensor_parallel import Axes
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.ring_attention import AttentionSpec, attend
 
 WAIT = 60
 """Seconds until a test whose ranks wait for each other fails."""
@@ -94,7 +95,7 @@ class Case(NamedTuple):
     dout: Tensor
     causal: bool
     documents: Tensor | None = None
-    dropout: Dropped | None = None
+    dropout: DropoutRng | None = None
 
 
 def documents_of(batch: int, tokens: int) -> Tensor:
@@ -116,7 +117,7 @@ def make(
         key, sample = torch.tensor([7, -3], dtype=torch.int32), torch.arange(5, 5 + B, dtype=torch.int32)
         words = row_seeds(key, sample[:, None], torch.arange(T, dtype=torch.int32))
         numbers = (torch.tensor(x, dtype=torch.int32, device=device) for x in (12345, 4))
-        dropout = Dropped(0.3, words[0].to(device), words[1].to(device), *numbers)
+        dropout = DropoutRng(0.3, words[0].to(device), words[1].to(device), *numbers)
     return Case(q, k, v, dout, causal, documents_of(B, T).to(device) if "documents" in kind else None, dropout)
 
 
@@ -134,7 +135,7 @@ def dense(case: Case) -> list[Tensor]:
         p, first, second, site, first_head = case.dropout
         head = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) + first_head
         column = head[:, None, None] * 0x10001 + torch.arange(tokens, dtype=torch.int32, device=q.device)
-        weight = counter_dropout(weight, p, Draw(first[:, None, :, None], second[:, None, :, None]), site, column)
+        weight = counter_dropout(weight, p, (first[:, None, :, None], second[:, None, :, None]), site, column)
     y = weight @ v.repeat_interleave(repeat, 1)
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), case.dout.double())]
 
@@ -151,7 +152,7 @@ def local(case: Case, places: list[int]) -> Case:
     documents = None if case.documents is None else case.documents[:, places]
     dropout = case.dropout
     if dropout is not None:
-        dropout = dropout._replace(first_BT=dropout.first_BT[:, places], second_BT=dropout.second_BT[:, places])
+        dropout = dropout._replace(seed0=dropout.seed0[:, places], seed1=dropout.seed1[:, places])
     return Case(q, k, v, dout, case.causal, documents, dropout)
 
 
@@ -210,10 +211,10 @@ def test_drops_what_core_attention_drops(size: int, causal: bool) -> None:
     case = make("dropout", causal, shape=(2, 4, 4, 16, 8))
     assert case.dropout is not None
     core = CoreAttention(4, 4, causal, case.dropout.p, "a site", Axes().tp, Axes().cp)
-    core.first_head.fill_(4)
+    core.head_offset.fill_(4)
     case = case._replace(dropout=case.dropout._replace(site=core.site))
     q, k, v = (x.clone().requires_grad_() for x in case[:3])
-    y = core(q, k, v, None, Draw(case.dropout.first_BT, case.dropout.second_BT))
+    y = core(q, k, v, None, RowSeeds(case.dropout.seed0, case.dropout.seed1))
     wanted = [y, *torch.autograd.grad(y, (q, k, v), case.dout)]
     close(split(case, size, "ring"), wanted)
     close(split(case, size, "all_gather"), wanted)
@@ -246,7 +247,7 @@ def test_flash_where_torch_prefers_it(method: str) -> None:
 def trivial(kind: str, queries: int, keys: int, device: str) -> attention_blocks.BlockMask | None:
     """Pairs that hide and drop nothing, and lead to this kind of kernel."""
     one = torch.zeros(2, queries + keys, dtype=torch.int32, device=device)
-    dropout = Dropped(0.0, one[:, :queries], one[:, :queries], one[0, 0], one[0, 0]) if kind == "plain" else None
+    dropout = DropoutRng(0.0, one[:, :queries], one[:, :queries], one[0, 0], one[0, 0]) if kind == "plain" else None
     return (
         None if kind == "fused" else attention_blocks.BlockMask(one[:, :queries], one[:, :keys], dropout, one[0, :keys])
     )
@@ -352,7 +353,9 @@ def test_32k_tokens_without_their_square(kind: str, monkeypatch: pytest.MonkeyPa
     close([dq[0, 0, rows]], [(weight * (dweight - (weight * dweight).sum(-1, keepdim=True))) @ k / 4])
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: Dropped | None, causal: bool) -> Tensor:
+def alone(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: DropoutRng | None, causal: bool
+) -> Tensor:
     return attend(q, k, v, group="", size=1, method="ring", causal=causal, documents_BT=documents, dropout=dropout)
 
 

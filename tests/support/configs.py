@@ -1,4 +1,4 @@
-"""Small configurations that tests share."""
+"""Small configurations, models and batches that tests share."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from trainyard import models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.models.init import initial_values
 
 LLAMA = {
@@ -26,6 +27,7 @@ TINY_MODELS = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 
 
 def tiny_config(model: dict[str, Any] | str = "llama", **sections: dict[str, Any]) -> Config:
+    """A configuration that trains in milliseconds; `sections` override its keys section by section."""
     model = TINY_MODELS[model] if isinstance(model, str) else model
     base: dict[str, dict[str, Any]] = {
         "model": model,
@@ -41,13 +43,41 @@ def tiny_config(model: dict[str, Any] | str = "llama", **sections: dict[str, Any
 
 
 def tiny_model(section: Any, seed: int = 0) -> nn.Module:
-    """A model with initial weights, biases and norms moved off their constants so that every one matters."""
+    """A model whose biases and norms are random too, so that a wrong use of any parameter shows."""
     blueprint = models.family_of(section).blueprint(section)
     values = initial_values(blueprint, seed)
     generator = torch.Generator().manual_seed(seed)
 
-    def moved(name: str) -> Tensor:
+    def perturbed(name: str) -> Tensor:
         value = values(name)
         return value + 0.1 * torch.randn(value.shape, generator=generator)
 
-    return models.fill_parameters(models.build_model(section), moved)
+    return models.fill_parameters(models.build_model(section), perturbed)
+
+
+def tiny_batch(family: str, vocab: int = 97) -> dict[str, Tensor]:
+    """A batch of 3 samples of 24 tokens with ignored labels and, for BERT, 6 predictions per sample and padding."""
+    torch.manual_seed(2)
+    tokens = torch.randint(1, vocab, (3, 24), dtype=torch.int32)  # 0 is padding in transformers' BERT
+    batch = {
+        "tokens": tokens,
+        "sample_ids": torch.arange(3, dtype=torch.int32),
+        "rng_key": torch.zeros(2, dtype=torch.int32),
+    }
+    if family != "bert":
+        labels = torch.randint(0, vocab, (3, 24), dtype=torch.int32)
+        labels[0, :5] = IGNORE_INDEX
+        return batch | {"labels": labels}
+    masked_positions = torch.stack([torch.randperm(20)[:6] for _ in range(3)]).int()
+    labels = torch.randint(0, vocab, (3, 6), dtype=torch.int32)
+    labels[1, 4:] = IGNORE_INDEX
+    attention_mask = torch.ones(3, 24, dtype=torch.int32)
+    attention_mask[2, 20:] = 0
+    tokens[2, 20:] = 0
+    return batch | {
+        "masked_positions": masked_positions,
+        "labels": labels,
+        "attention_mask": attention_mask,
+        "segment_ids": (torch.arange(24) > 10).int().expand(3, 24).contiguous(),
+        "next_sentence_labels": torch.tensor([0, 1, 1]),
+    }

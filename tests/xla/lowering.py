@@ -20,8 +20,10 @@ from trainyard import models
 from trainyard.config.schema import Config
 from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel import recompute
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.tensor_parallel import Axes, ContextAxis, TensorAxis
+from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.losses import make_loss
 from trainyard.train.optim.optimizer import DTYPES

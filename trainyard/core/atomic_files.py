@@ -1,4 +1,4 @@
-"""Files and directories that are either whole or not there: nothing half-written under a final name."""
+"""Atomic files and directories: nothing half-written ever appears under a final name."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when the block ends well, safe on disk; when it does not, nothing is left."""
+    """Open a temporary file, then fsync it and rename it to `path` if the block succeeds; delete it otherwise."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -27,32 +27,34 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one rename, so that a reader or a crash never sees a part of it."""
+    """Write `text` to `path` with one rename, so that neither a reader nor a crash sees a partial file."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A directory that takes the place of `path` when the block ends well; when it does not, nothing is left. Its files
-    are for the block to make safe."""
+    """Create a temporary directory that replaces `path` if the block succeeds; delete it otherwise.
+
+    The block itself must fsync the files it writes there.
+    """
     path = path.absolute()
-    part = path.with_name(f".{path.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    temporary = path.with_name(f".{path.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        yield part
-        fsync_directory(part)
+        yield temporary
+        fsync_directory(temporary)
         shutil.rmtree(path, ignore_errors=True)
-        part.rename(path)
+        temporary.rename(path)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_directory(path.parent)
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory safe on disk too."""
+    """Flush a directory's entries to disk, which makes renames in it durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -5,6 +5,8 @@ IGNORE_INDEX = -100
 
 MIB = 1 << 20
 GIB = 1 << 30
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes per element of the dtypes that a configuration names."""
 
 MAX_REDUCTION_PROGRAMS = 2112
 """Most programs among which a Triton backward kernel divides its rows: 16 for each multiprocessor of an H200. Each

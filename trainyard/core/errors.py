@@ -1,14 +1,14 @@
-"""The two ways a run ends badly on purpose: a user's mistake, and a run that must not go on."""
+"""The two exceptions that end a run on purpose: a user's mistake, and a run that must not continue."""
 
 
 class UserError(ValueError):
-    """Something the user can mend. Shown as one line (key or file, what was found, what would work); exit code 2."""
+    """A mistake that the user can fix. Shown as one line (key or file, value found, value that works); exit code 2."""
 
 
 class RunStopped(RuntimeError):
-    """The run ended itself, for instance after too many non-finite steps in a row. Shown as one line; exit code 1."""
+    """The run stopped itself, for example after too many non-finite steps in a row. Shown as one line; exit code 1."""
 
 
 def one_line(error: BaseException) -> str:
-    """What another library says, fit for the line of a UserError."""
+    """The message of another library's exception on one line, for use inside a UserError."""
     return " ".join(str(error).split())

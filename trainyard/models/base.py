@@ -1,4 +1,4 @@
-"""Embedding, blocks, head: what all families share, and how a pipeline stage is a part of it."""
+"""TransformerStage: embedding, blocks and head of any family, for the full model or for one pipeline stage of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,18 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainyard.core.batch import Batch
+from trainyard.core.counter_rng import RowSeeds
 from trainyard.models.blueprint import Blueprint
-from trainyard.models.layers import Batch, Draw, OutputProjection, make_draw
+from trainyard.models.layers import OutputProjection, token_seeds
 from trainyard.models.output import ModelOutput
+from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
-from trainyard.parallel.tensor_parallel import Axes
 
 
 class TransformerStage(nn.Module):
-    """A family says what its ends do: `shared`, `embed` and `head`."""
+    """The layers of one pipeline stage (all of them without pipeline parallelism).
+
+    A family defines `layers` and implements `block_inputs`, `embed` and `head`.
+    """
 
     layers: nn.ModuleDict
+    """Blocks by layer index. Keys stay global when a pipeline stage deletes the layers of other stages."""
     tp_rank: Tensor
+    """The tensor-parallel and context-parallel ranks are buffers, so that all ranks share one compiled graph."""
     cp_rank: Tensor
 
     def __init__(self, axes: Axes, vocab_size: int) -> None:
@@ -26,52 +33,54 @@ class TransformerStage(nn.Module):
         self.tp, self.cp = axes.tp, axes.cp
         self.is_first = self.is_last = True
         self.max_seq_len = 0
-        """Longest sequence of a packed batch; whoever packs says it."""
+        """Longest sequence of a packed batch; whoever packs batches sets it before the first one."""
         self.pre_layer_hook: Callable[[str], None] | None = None
-        """Called before each part runs (its weights may still be on their way): "first", a block's number, "last"."""
+        """Called with "first" before the embedding, with the layer index before each block and with "last" before the
+        head. ZeRO-1 sets it to wait for weights that are still being gathered."""
         self.register_buffer("tp_rank", torch.tensor(axes.tp.rank, dtype=torch.int32), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(axes.cp.rank, dtype=torch.int32), persistent=False)
 
     def block_inputs(self, batch: Batch) -> tuple[Any, ...]:
-        """What every block is given besides the activations."""
+        """The arguments that every block takes besides the activations."""
         raise NotImplementedError
 
-    def embed(self, batch: Batch, *shared: Any) -> Tensor:
+    def embed(self, batch: Batch, *block_inputs: Any) -> Tensor:
+        """Activations [B, T, D] of the first block."""
         raise NotImplementedError
 
     def pack_input(self, x_BTD: Tensor) -> Any:
-        """What the first block takes: blocks may hand each other more than one tensor, stages hand on one."""
+        """The input of a stage's first block: stages exchange one tensor, blocks may exchange several."""
         return x_BTD
 
     def unpack_output(self, x: Any) -> Tensor:
-        """From what the last block gives."""
+        """The tensor to send to the next stage, from the output of a stage's last block."""
         out: Tensor = x
         return out
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
+        """The output of the last stage."""
         raise NotImplementedError
 
     def forward(self, batch: Batch, x_BTD: Tensor | None = None) -> ModelOutput | Tensor:
-        """The whole model, or a stage of it: `x_BTD` comes from the stage before, a tensor goes to the next."""
-        shared = self.block_inputs(batch)
-        x = x_BTD
+        """Run this stage: `x_BTD` comes from the previous stage, and all but the last stage return a tensor."""
+        block_inputs = self.block_inputs(batch)
         if self.is_first:
-            self._before("first")
-            x = self.embed(batch, *shared)
-        assert x is not None
-        inside = self.pack_input(x)
-        for number, block in self.layers.items():
-            self._before(number)
-            inside = block(inside, *shared)
-        x = self.unpack_output(inside)
+            self._call_hook("first")
+            x_BTD = self.embed(batch, *block_inputs)
+        assert x_BTD is not None
+        x = self.pack_input(x_BTD)
+        for index, block in self.layers.items():
+            self._call_hook(index)
+            x = block(x, *block_inputs)
+        x_BTD = self.unpack_output(x)
         if not self.is_last:
-            return x
-        self._before("last")
-        return self.head(x, batch)
+            return x_BTD
+        self._call_hook("last")
+        return self.head(x_BTD, batch)
 
-    def _before(self, part: str) -> None:
+    def _call_hook(self, layer: str) -> None:
         if self.pre_layer_hook:
-            self.pre_layer_hook(part)
+            self.pre_layer_hook(layer)
 
     def make_output(
         self,
@@ -81,30 +90,31 @@ class TransformerStage(nn.Module):
         next_sentence: Tensor | None = None,
         tokens_sharded: bool = False,
     ) -> ModelOutput:
-        return ModelOutput(
-            hidden, projection.weight, bias, next_sentence, self.tp, projection.first, self.vocab_size, tokens_sharded
-        )
+        """A ModelOutput for this rank's rows of the vocabulary."""
+        vocab = (projection.vocab_start, self.vocab_size)
+        return ModelOutput(hidden, projection.weight, bias, next_sentence, self.tp, *vocab, tokens_sharded)
 
     def token_positions(self, batch: Batch) -> Tensor:
-        """Global places of this rank's tokens in their sequence, [T]; of a packed batch [1, N]."""
+        """Global positions of this rank's tokens in their sequence: [T], or [1, N] for a packed batch."""
         if "cu_seqlens" in batch:
             return batch["position_ids"]
         return self.cp.token_positions(batch["tokens"].shape[1], self.cp_rank)
 
-    def draws(self, batch: Batch) -> tuple[Draw, Draw]:
-        """What dropout draws by: for all tokens, and for those that this rank holds between the parts of a block."""
-        draw = make_draw(batch, self.token_positions(batch))
-        return draw, Draw(*(self.tp.local_tokens(words, self.tp_rank) for words in draw))
+    def dropout_seeds(self, batch: Batch) -> tuple[RowSeeds, RowSeeds]:
+        """Row seeds of all tokens, and of the tokens this rank holds between attention and MLP."""
+        seeds = token_seeds(batch, self.token_positions(batch))
+        return seeds, RowSeeds(*(self.tp.local_tokens(seed, self.tp_rank) for seed in seeds))
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
-        """Delete what another stage runs. Names stay global."""
+        """Delete the modules of all other stages. Parameter names stay global."""
         self.is_first, self.is_last = stage.is_first, stage.is_last
-        for number in [number for number in self.layers if int(number) not in stage.layers]:
-            del self.layers[number]
+        for index in [index for index in self.layers if int(index) not in stage.layers]:
+            del self.layers[index]
         names = {parameter: name for name, parameter in self.named_parameters()}
-        ends = [(key, child) for key, child in self.named_modules(remove_duplicate=False) if key and "." not in key]
-        for key, child in ends:
-            places = {blueprint.spec(names[parameter]).pipeline_stage for parameter in child.parameters()}
-            wanted = (stage.is_first and places & {"first", "both"}) or (stage.is_last and places & {"last", "both"})
-            if key != "layers" and places and not wanted:
+        children = [(key, child) for key, child in self.named_modules(remove_duplicate=False) if key and "." not in key]
+        for key, child in children:
+            placements = {blueprint.spec(names[parameter]).pipeline_stage for parameter in child.parameters()}
+            on_first, on_last = placements & {"first", "both"}, placements & {"last", "both"}
+            needed = (stage.is_first and on_first) or (stage.is_last and on_last)
+            if key != "layers" and placements and not needed:
                 delattr(self, key)

@@ -1,21 +1,28 @@
-"""BERT with its masked-token and next-sentence heads. B batch, T tokens, P masked places, D hidden."""
+"""BERT with its masked-token and next-sentence heads. B batch, T tokens, P masked positions, D hidden."""
+
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.config.model_schema import BertConfig
+from trainyard.core.batch import Batch
+from trainyard.core.counter_rng import RowSeeds
 from trainyard.models.base import TransformerStage
 from trainyard.models.blueprint import Blueprint, ParamSpec
+from trainyard.models.factory import ModuleFactory
 from trainyard.models.gpt import GptAttention, GptMLP, block_specs
 from trainyard.models.hf_names import HfNameMap, HfTensor
-from trainyard.models.layers import Batch, BiasGelu, Draw, LayerNorm, Linear, ModuleFactory, PackedSequences
+from trainyard.models.layers import BiasGelu, PackedSequences
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.tensor_parallel import Axes
+from trainyard.parallel.axes import Axes
+
+Documents = Tensor | PackedSequences | None
 
 
 class BertBlock(nn.Module):
-    """LayerNorm comes after the residual sum: a block goes on with what it gives. That comes in twice (and leaves so),
-    for the residual and for the products, as its gradients are summed where it was made."""
+    """A post-norm block: LayerNorm follows each residual sum. Blocks exchange the normed tensor twice, as (residual,
+    normed), because the norm's backward kernel adds the gradients of both uses."""
 
     def __init__(self, c: BertConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
@@ -25,28 +32,26 @@ class BertBlock(nn.Module):
         self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps, post_norm=True)
 
     def forward(
-        self, xx_BTD: tuple[Tensor, Tensor], draw: Draw, own: Draw, documents_BT: Tensor | PackedSequences | None
+        self, xy_BTD: tuple[Tensor, Tensor], seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Documents
     ) -> tuple[Tensor, Tensor]:
         a, m = self.attention, self.mlp
-        x_BTD, y_BTD = xx_BTD
-        x_BTD, y_BTD = self.attention_norm(x_BTD, a(y_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
-        return self.mlp_norm(x_BTD, m(y_BTD), m.down.bias, m.dropout, own)
+        x_BTD, y_BTD = xy_BTD
+        x_BTD, y_BTD = self.attention_norm(x_BTD, a(y_BTD, seeds, documents_BT), a.output.bias, a.dropout, local_seeds)
+        return self.mlp_norm(x_BTD, m(y_BTD), m.down.bias, m.dropout, local_seeds)
 
 
-class BertHeads(nn.Module):
-    """From the last hidden states to what the two losses need; the masked-token head at the masked places only."""
-
-    bias: nn.Parameter
+class BertMlmHead(nn.Module):
+    """The masked-token head up to its output projection, at the masked positions only."""
 
     def __init__(self, c: BertConfig, make: ModuleFactory) -> None:
         super().__init__()
-        self.dense: Linear = make.linear("mlm.dense")
+        self.dense = make.linear("mlm.dense")
         self.activation = BiasGelu(c.activation, make.kernels)
-        self.norm: LayerNorm = make.layer_norm("mlm.norm", c.norm_eps)
+        self.norm = make.layer_norm("mlm.norm", c.norm_eps)
         self.bias = make.parameter("mlm.bias")
 
-    def forward(self, x_BTD: Tensor, place_BP: Tensor) -> Tensor:
-        index_BPD = place_BP.unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
+    def forward(self, x_BTD: Tensor, position_BP: Tensor) -> Tensor:
+        index_BPD = position_BP.unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
         return self.norm(self.activation(self.dense.matmul(x_BTD.gather(1, index_BPD)), self.dense.bias))[1]
 
 
@@ -59,21 +64,19 @@ class Bert(TransformerStage):
         self.embedding_norm = make.layer_norm("embedding_norm", c.norm_eps)
         self.dropout = make.dropout(c.hidden_dropout, "embedding")
         self.layers = nn.ModuleDict({str(i): BertBlock(c, make, f"layers.{i}") for i in range(c.layers)})
-        self.mlm = BertHeads(c, make)
-        self.pooler = make.linear("pooler")
-        self.nsp = make.linear("nsp")
+        self.mlm = BertMlmHead(c, make)
+        self.pooler, self.nsp = make.linear("pooler"), make.linear("nsp")
 
-    def block_inputs(self, batch: Batch) -> tuple[Draw, Draw, Tensor | PackedSequences | None]:
-        """`mask` is 0 at padding, which is a document of its own. A packed batch has none."""
+    def block_inputs(self, batch: Batch) -> tuple[RowSeeds, RowSeeds, Documents]:
+        """`attention_mask` is 0 at padding, which acts as a document of its own. A packed batch has no padding."""
         packed = PackedSequences(batch["cu_seqlens"], self.max_seq_len) if "cu_seqlens" in batch else None
-        return *self.draws(batch), packed or batch.get("attention_mask")
+        return *self.dropout_seeds(batch), packed or batch.get("attention_mask")
 
-    def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | PackedSequences | None) -> Tensor:
-        position, segment = (
-            self.tp.local_tokens(x, self.tp_rank) for x in (self.token_positions(batch), batch["segment_ids"])
-        )
+    def embed(self, batch: Batch, seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Documents) -> Tensor:
+        ids = self.token_positions(batch), batch["segment_ids"]
+        position, segment = (self.tp.local_tokens(x, self.tp_rank) for x in ids)
         x_BTD = self.embedding(batch["tokens"]) + self.position(position) + self.segment(segment)
-        return self.dropout(self.embedding_norm(x_BTD)[1], own)
+        return self.dropout(self.embedding_norm(x_BTD)[1], local_seeds)
 
     def pack_input(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return x_BTD, x_BTD
@@ -82,58 +85,37 @@ class Bert(TransformerStage):
         return x[1]
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
-        """`places` [B, P] are the masked positions. All ranks repeat the heads but for the product with the words."""
+        """All tensor-parallel ranks repeat the heads, except for the product with the vocabulary."""
         x_BTD = self.tp.gather_tokens(x_BTD)
         first_BD = x_BTD[0].index_select(0, batch["cu_seqlens"][:-1]) if "cu_seqlens" in batch else x_BTD[:, 0]
-        first_BD = F.tanh(self.pooler(first_BD))
-        return self.make_output(self.mlm(x_BTD, batch["masked_positions"]), self.embedding, self.mlm.bias, self.nsp(first_BD))
+        next_sentence = self.nsp(F.tanh(self.pooler(first_BD)))
+        hidden_BPD = self.mlm(x_BTD, batch["masked_positions"])
+        return self.make_output(hidden_BPD, self.embedding, self.mlm.bias, next_sentence)
 
 
 def blueprint(c: BertConfig) -> Blueprint:
     D, V, std = c.hidden, c.vocab, c.init_std
+
+    def head(name: str, shape: tuple[int, ...], **options: Any) -> ParamSpec:
+        return ParamSpec(name, shape, pipeline_stage="last", replicated_compute=True, **options)
+
     return Blueprint(
         (
-            ParamSpec(
-                "embedding.weight", (V, D), 0, pipeline_stage="both", init_std=std, weight_decay=True, padded=True
-            ),
-            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std, weight_decay=True),
-            ParamSpec("segment.weight", (c.segments, D), pipeline_stage="first", init_std=std, weight_decay=True),
+            ParamSpec("embedding.weight", (V, D), 0, pipeline_stage="both", init_std=std, padded=True),
+            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std),
+            ParamSpec("segment.weight", (c.segments, D), pipeline_stage="first", init_std=std),
             ParamSpec("embedding_norm.weight", (D,), pipeline_stage="first", init_value=1.0),
             ParamSpec("embedding_norm.bias", (D,), pipeline_stage="first"),
             *block_specs(c),
-            ParamSpec(
-                "mlm.dense.weight",
-                (D, D),
-                pipeline_stage="last",
-                replicated_compute=True,
-                init_std=std,
-                weight_decay=True,
-                flops_tokens="masked",
-            ),
-            ParamSpec("mlm.dense.bias", (D,), pipeline_stage="last", replicated_compute=True),
-            ParamSpec("mlm.norm.weight", (D,), pipeline_stage="last", replicated_compute=True, init_value=1.0),
-            ParamSpec("mlm.norm.bias", (D,), pipeline_stage="last", replicated_compute=True),
+            head("mlm.dense.weight", (D, D), init_std=std, flops_tokens="masked"),
+            head("mlm.dense.bias", (D,)),
+            head("mlm.norm.weight", (D,), init_value=1.0),
+            head("mlm.norm.bias", (D,)),
             ParamSpec("mlm.bias", (V,), 0, pipeline_stage="last", padded=True),
-            ParamSpec(
-                "pooler.weight",
-                (D, D),
-                pipeline_stage="last",
-                replicated_compute=True,
-                init_std=std,
-                weight_decay=True,
-                flops_tokens="first",
-            ),
-            ParamSpec("pooler.bias", (D,), pipeline_stage="last", replicated_compute=True),
-            ParamSpec(
-                "nsp.weight",
-                (2, D),
-                pipeline_stage="last",
-                replicated_compute=True,
-                init_std=std,
-                weight_decay=True,
-                flops_tokens="first",
-            ),
-            ParamSpec("nsp.bias", (2,), pipeline_stage="last", replicated_compute=True),
+            head("pooler.weight", (D, D), init_std=std, flops_tokens="first"),
+            head("pooler.bias", (D,)),
+            head("nsp.weight", (2, D), init_std=std, flops_tokens="first"),
+            head("nsp.bias", (2,)),
         ),
         c.layers,
         (V, D, "masked"),
@@ -141,31 +123,26 @@ def blueprint(c: BertConfig) -> Blueprint:
 
 
 def hf_names(c: BertConfig) -> HfNameMap:
-    ours, hf = "layers.*.", "bert.encoder.layer.*."
-    table = {
-        "embedding.weight": HfTensor("bert.embeddings.word_embeddings.weight"),
-        "position.weight": HfTensor("bert.embeddings.position_embeddings.weight"),
-        "segment.weight": HfTensor("bert.embeddings.token_type_embeddings.weight"),
-        "mlm.bias": HfTensor("cls.predictions.bias"),
+    layer, embeddings = "bert.encoder.layer.*.", "bert.embeddings."
+    modules = {
+        "embedding_norm": f"{embeddings}LayerNorm",
+        **{f"layers.*.attention.{x[0]}": f"{layer}attention.self.{x}" for x in ("query", "key", "value")},
+        "layers.*.attention.output": f"{layer}attention.output.dense",
+        "layers.*.attention_norm": f"{layer}attention.output.LayerNorm",
+        "layers.*.mlp.up": f"{layer}intermediate.dense",
+        "layers.*.mlp.down": f"{layer}output.dense",
+        "layers.*.mlp_norm": f"{layer}output.LayerNorm",
+        "pooler": "bert.pooler.dense",
+        "mlm.dense": "cls.predictions.transform.dense",
+        "mlm.norm": "cls.predictions.transform.LayerNorm",
+        "nsp": "cls.seq_relationship",
     }
-    for kind in ("weight", "bias"):
-        table |= {
-            f"embedding_norm.{kind}": HfTensor(f"bert.embeddings.LayerNorm.{kind}"),
-            f"{ours}attention.q.{kind}": HfTensor(f"{hf}attention.self.query.{kind}"),
-            f"{ours}attention.k.{kind}": HfTensor(f"{hf}attention.self.key.{kind}"),
-            f"{ours}attention.v.{kind}": HfTensor(f"{hf}attention.self.value.{kind}"),
-            f"{ours}attention.output.{kind}": HfTensor(f"{hf}attention.output.dense.{kind}"),
-            f"{ours}attention_norm.{kind}": HfTensor(f"{hf}attention.output.LayerNorm.{kind}"),
-            f"{ours}mlp.up.{kind}": HfTensor(f"{hf}intermediate.dense.{kind}"),
-            f"{ours}mlp.down.{kind}": HfTensor(f"{hf}output.dense.{kind}"),
-            f"{ours}mlp_norm.{kind}": HfTensor(f"{hf}output.LayerNorm.{kind}"),
-            f"pooler.{kind}": HfTensor(f"bert.pooler.dense.{kind}"),
-            f"mlm.dense.{kind}": HfTensor(f"cls.predictions.transform.dense.{kind}"),
-            f"mlm.norm.{kind}": HfTensor(f"cls.predictions.transform.LayerNorm.{kind}"),
-            f"nsp.{kind}": HfTensor(f"cls.seq_relationship.{kind}"),
-        }
-    ties = {
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    tables = {"embedding": "word_embeddings", "position": "position_embeddings", "segment": "token_type_embeddings"}
+    names = {f"{ours}.weight": f"{embeddings}{hf}.weight" for ours, hf in tables.items()}
+    names["mlm.bias"] = "cls.predictions.bias"
+    names |= {f"{ours}.{kind}": f"{hf}.{kind}" for kind in ("weight", "bias") for ours, hf in modules.items()}
+    tied = {
+        "cls.predictions.decoder.weight": f"{embeddings}word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     }
-    return HfNameMap(table, ties)
+    return HfNameMap({ours: HfTensor(hf) for ours, hf in names.items()}, tied)

@@ -1,9 +1,9 @@
-"""The blueprint: one table per model family that says how every parameter is laid out.
+"""The blueprint: one table per model family that describes the layout of every parameter.
 
-    name pattern | global shape | tensor-parallel dim | fused parts | pipeline place | init | weight decay
+    name pattern | global shape | tensor-parallel dim | fused parts | pipeline stage | init | FLOP tokens
 
-Initialisation, local shapes, optimizer groups, gradient sums, checkpoints, conversion and the memory plan read this
-table and nothing else. In a pattern `*` stands for the layer number.
+Initialization, local shapes, optimizer groups, gradient sync, checkpoints, conversion and the memory plan read this
+table and nothing else. In a name pattern `*` stands for the layer index.
 """
 
 import re
@@ -13,6 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.parallel.layout import head_range, replication_factor
 
 StagePlacement = Literal["first", "block", "last", "both"]
@@ -21,65 +22,63 @@ FlopsTokens = Literal["tokens", "masked", "first", "nothing"]
 
 @dataclass(frozen=True)
 class FusedPart:
-    """A stretch of a fused matrix along its first dim, split over tensor-parallel ranks on its own.
+    """A range of a fused matrix along its first dim, split over tensor-parallel ranks independently of the others.
 
-    Its name is what the parameter would be called unfused; weights are a function of that name, so fusing does not
-    change them.
+    Its name is the parameter's name without fusion. Initial weights are a function of that name, so that fusing does
+    not change them.
     """
 
     name: str
     size: int
     units: int
-    """Indivisible pieces (heads). Fewer than tp ranks, or not a multiple: some are held by several ranks."""
+    """Indivisible units (heads). If tp does not divide them, several ranks hold the same units."""
 
 
 @dataclass(frozen=True)
 class ParamSpec:
+    """How one parameter (or one per layer, if the name has a `*`) is shaped, split, placed and initialized."""
+
     name: str
     shape: tuple[int, ...]
     tp_dim: int | None = None
-    """Dim that tensor-parallel ranks share; None: every rank has it whole."""
+    """Dim that tensor-parallel ranks split; None if every rank has the full parameter."""
     fused_parts: tuple[FusedPart, ...] = ()
-    """Empty for a matrix that is not fused."""
+    """The parts of a fused matrix; empty for any other parameter."""
     pipeline_stage: StagePlacement = "block"
+    """Stage that holds the parameter: the first, the last, both of them (tied embedding), or that of its block."""
     init_std: float | None = None
-    """Normal initial values with this standard deviation; None: all `fill`."""
+    """Standard deviation of normal initial values; None fills the parameter with `init_value`."""
     init_value: float = 0.0
-    weight_decay: bool = False
     flops_tokens: FlopsTokens = "nothing"
-    """Which tokens this matrix multiplies (for FLOP counts); nothing: a look-up or a vector."""
+    """Which tokens this matrix multiplies (for FLOP counts); `nothing` for a lookup table or a vector."""
     padded: bool = False
-    """Rows of zeros at the end make the ranks' shares equal (vocabularies)."""
+    """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
     replicated_compute: bool = False
-    """Not split, and used on all tokens by every tensor-parallel rank even under sequence parallelism."""
+    """Not split, and every tensor-parallel rank applies it to all tokens even under sequence parallelism."""
 
-
-@dataclass(frozen=True)
-class TpSlice:
-    """What one rank holds of one part: [start, stop) along `dim` of a whole tensor of `shape`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    stop: int
+    @property
+    def weight_decay(self) -> bool:
+        """True for matrices and embeddings, which are the parameters with random initial values."""
+        return self.init_std is not None
 
 
 @dataclass(frozen=True)
 class Blueprint:
+    """The parameter table of one model."""
+
     specs: tuple[ParamSpec, ...]
     layers: int
     tied_head: tuple[int, int, FlopsTokens] | None = None
-    """(vocab, hidden, tokens seen) of an output head that shares the embedding's matrix."""
+    """(vocab, hidden, FLOP tokens) of an output projection that shares the embedding's matrix."""
 
     @cached_property
     def _by_pattern(self) -> dict[str, ParamSpec]:
-        return {row.name: row for row in self.specs}
+        return {spec.name: spec for spec in self.specs}
 
     def parameter_names(self) -> Iterator[str]:
-        """Every parameter of the whole model."""
-        for row in self.specs:
-            yield from (row.name.replace("*", str(i)) for i in range(self.layers if "*" in row.name else 1))
+        """Every parameter of the full model."""
+        for spec in self.specs:
+            yield from (spec.name.replace("*", str(i)) for i in range(self.layers if "*" in spec.name else 1))
 
     def spec(self, name: str) -> ParamSpec:
         return self._by_pattern[name_pattern(name)]
@@ -87,43 +86,56 @@ class Blueprint:
     def __contains__(self, name: str) -> bool:
         return name_pattern(name) in self._by_pattern
 
-    def tp_slices(self, name: str, tp: int = 1, rank: int = 0) -> list[TpSlice]:
-        """What tensor-parallel rank `rank` of `tp` holds of `name`: a slice of each part, in order."""
-        row, number = self.spec(name), layer_index(name)
-        parts = row.fused_parts or (FusedPart(row.name, row.shape[row.tp_dim or 0], row.shape[row.tp_dim or 0]),)
-        out = []
-        for part in parts:
+    def tp_slices(self, name: str, tp: int = 1, rank: int = 0) -> list[TensorSlice]:
+        """What tensor-parallel rank `rank` of `tp` holds of `name`: one slice per fused part, in order."""
+        spec, layer = self.spec(name), layer_index(name)
+        dim = spec.tp_dim or 0
+        slices = []
+        for part in spec.fused_parts or (FusedPart(spec.name, spec.shape[dim], spec.shape[dim]),):
             start, stop = 0, part.size
-            if row.padded:
+            if spec.padded:
                 rows = -(-part.size // tp)
                 start, stop = (min(end * rows, part.size) for end in (rank, rank + 1))
-            elif row.tp_dim is not None:
+            elif spec.tp_dim is not None:
                 unit = part.size // part.units
                 start, stop = (end * unit for end in head_range(part.units, tp, rank))
-            shape = (part.size, *row.shape[1:]) if row.fused_parts else row.shape
-            own = part.name.replace("*", "" if number is None else str(number))
-            out.append(TpSlice(own, shape, row.tp_dim or 0, start, stop))
-        return out
+            shape = (part.size, *spec.shape[1:]) if spec.fused_parts else spec.shape
+            part_name = part.name.replace("*", "" if layer is None else str(layer))
+            slices.append(TensorSlice.full(part_name, shape).narrow(dim, start, stop))
+        return slices
 
     def replication(self, name: str, tp: int) -> list[int]:
         """For each slice of `name`, how many tensor-parallel ranks hold the same values."""
-        row = self.spec(name)
-        if row.tp_dim is None:
+        spec = self.spec(name)
+        if spec.tp_dim is None:
             return [tp]
-        return [replication_factor(part.units, tp) for part in row.fused_parts] or [1]
+        return [replication_factor(part.units, tp) for part in spec.fused_parts] or [1]
 
     def local_shape(self, name: str, tp: int = 1, rank: int = 0) -> tuple[int, ...]:
-        row = self.spec(name)
-        shape = list(row.shape)
-        if row.padded:
+        """The shape that tensor-parallel rank `rank` holds, padding included."""
+        spec = self.spec(name)
+        shape = list(spec.shape)
+        if spec.padded:
             shape[0] = -(-shape[0] // tp)
-        elif row.tp_dim is not None:
-            shape[row.tp_dim] = sum(piece.stop - piece.start for piece in self.tp_slices(name, tp, rank))
+        elif spec.tp_dim is not None:
+            shape[spec.tp_dim] = sum(piece.sizes[spec.tp_dim] for piece in self.tp_slices(name, tp, rank))
         return tuple(shape)
 
     def parameter_count(self) -> int:
-        """Number of weights in the whole model."""
-        return sum(prod(row.shape) * (self.layers if "*" in row.name else 1) for row in self.specs)
+        """Number of weights in the full model."""
+        return sum(prod(spec.shape) * (self.layers if "*" in spec.name else 1) for spec in self.specs)
+
+
+def column_parallel_specs(
+    name: str, parts: tuple[FusedPart, ...], columns: tuple[int, ...], fused: bool, init_std: float | None = None
+) -> list[ParamSpec]:
+    """The parameters of column-parallel parts: one fused parameter called `name`, or one per part."""
+    groups = [(name, parts)] if fused else [(part.name, (part,)) for part in parts]
+    tokens: FlopsTokens = "nothing" if init_std is None else "tokens"
+    return [
+        ParamSpec(own, (sum(part.size for part in group), *columns), 0, group, init_std=init_std, flops_tokens=tokens)
+        for own, group in groups
+    ]
 
 
 def name_pattern(name: str) -> str:

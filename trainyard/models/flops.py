@@ -1,7 +1,8 @@
-"""FLOP of training one sample, counted from the blueprint.
+"""Training FLOP of one sample, counted from the blueprint.
 
-Backward counts twice the forward; recompute is not counted. Attention is given in both conventions: full counts every
-query-key pair, causal only those that a causal mask keeps. Compare MFU between systems only in the same one.
+Backward counts as twice the forward; recompute is not counted. Attention FLOP come in both conventions: `full` counts
+every query-key pair, `causal` only the pairs that a causal mask keeps. Compare MFU between systems only within one
+convention.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from trainyard.models.blueprint import Blueprint
 
 @dataclass(frozen=True)
 class SampleFlops:
+    """Training FLOP of one sample in the two conventions for attention."""
+
     full_attention: float
     causal_attention: float
 
@@ -21,12 +24,13 @@ def flops_per_sample(
     c: LlamaConfig | GptConfig | BertConfig, blueprint: Blueprint, seq_len: int, max_predictions: int
 ) -> SampleFlops:
     tokens = {"tokens": seq_len, "masked": max_predictions, "first": 1, "nothing": 0}
-    products = sum(
-        2 * prod(row.shape) * tokens[row.flops_tokens] * (c.layers if "*" in row.name else 1) for row in blueprint.specs
+    matmuls = sum(
+        2 * prod(spec.shape) * tokens[spec.flops_tokens] * (c.layers if "*" in spec.name else 1)
+        for spec in blueprint.specs
     )
     if blueprint.tied_head:
-        vocab, hidden, sees = blueprint.tied_head
-        products += 2 * vocab * hidden * tokens[sees]
+        vocab, hidden, head_tokens = blueprint.tied_head
+        matmuls += 2 * vocab * hidden * tokens[head_tokens]
     attention = 4 * c.layers * c.heads * c.head_size * seq_len**2
-    half = 1.0 if isinstance(c, BertConfig) else (seq_len + 1) / (2 * seq_len)
-    return SampleFlops(3.0 * (products + attention), 3.0 * (products + attention * half))
+    visible = 1.0 if isinstance(c, BertConfig) else (seq_len + 1) / (2 * seq_len)
+    return SampleFlops(3.0 * (matmuls + attention), 3.0 * (matmuls + attention * visible))

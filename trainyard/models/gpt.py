@@ -1,18 +1,22 @@
-"""GPT-2 and GPT-3. B batch, T tokens, D hidden, H heads, K head size."""
+"""GPT-2 and GPT-3. B batch, T tokens, D hidden, F ffn."""
 
 from torch import Tensor, nn
 
 from trainyard.config.model_schema import BertConfig, GptConfig
+from trainyard.core.batch import Batch
+from trainyard.core.counter_rng import RowSeeds
 from trainyard.models.base import TransformerStage
-from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
+from trainyard.models.factory import ModuleFactory
 from trainyard.models.hf_names import HfNameMap, HfTensor
-from trainyard.models.layers import Batch, BiasGelu, Draw, ModuleFactory, PackedSequences
+from trainyard.models.layers import BiasGelu, PackedSequences
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.tensor_parallel import Axes
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.recompute import Recomputable
 
 
-class GptAttention(nn.Module):
-    part, keep_gathered = "attention", False  # BERT's too, which is not causal
+class GptAttention(Recomputable):  # also BERT's, which is not causal
+    recompute_name = "attention"
 
     def __init__(self, c: GptConfig | BertConfig, make: ModuleFactory, name: str, causal: bool) -> None:
         super().__init__()
@@ -26,21 +30,20 @@ class GptAttention(nn.Module):
         self.output = make.linear(f"{name}.output")
         self.dropout = make.dropout(c.hidden_dropout, name)
 
-    def forward(self, x_BTD: Tensor, draw: Draw, documents_BT: Tensor | PackedSequences | None) -> Tensor:
-        flat = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
-        y_BTD = self.core_attention.forward_qkv(flat, self.head_size, documents_BT, draw)
+    def forward(self, x_BTD: Tensor, seeds: RowSeeds, documents_BT: Tensor | PackedSequences | None) -> Tensor:
+        projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
+        y_BTD = self.core_attention.forward_qkv(projections, self.head_size, documents_BT, seeds)
         return self.tp.reduce_output(self.output.matmul(y_BTD))
 
 
-class GptMLP(nn.Module):
-    part, keep_gathered = "mlp", False
+class GptMLP(Recomputable):
+    recompute_name = "mlp"
 
     def __init__(self, c: GptConfig | BertConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
-        self.up = make.linear(f"{name}.up")
+        self.up, self.down = make.linear(f"{name}.up"), make.linear(f"{name}.down")
         self.activation = BiasGelu(c.activation, make.kernels)
-        self.down = make.linear(f"{name}.down")
         self.dropout = make.dropout(c.hidden_dropout, name)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -56,11 +59,11 @@ class GptBlock(nn.Module):
         self.mlp_norm = make.layer_norm(f"{name}.mlp_norm", c.norm_eps)
         self.mlp = GptMLP(c, make, f"{name}.mlp")
 
-    def forward(self, x_BTD: Tensor, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Tensor | None) -> Tensor:
         a, m = self.attention, self.mlp
         x_BTD, y_BTD = self.attention_norm(x_BTD)
-        x_BTD, y_BTD = self.mlp_norm(x_BTD, a(y_BTD, draw, documents_BT), a.output.bias, a.dropout, own)
-        return m.dropout.add_to_residual(x_BTD, m(y_BTD), m.down.bias, own)
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, a(y_BTD, seeds, documents_BT), a.output.bias, a.dropout, local_seeds)
+        return m.dropout.add_to_residual(x_BTD, m(y_BTD), m.down.bias, local_seeds)
 
 
 class Gpt(TransformerStage):
@@ -73,101 +76,63 @@ class Gpt(TransformerStage):
         self.norm = make.layer_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
 
-    def block_inputs(self, batch: Batch) -> tuple[Draw, Draw, Tensor | None]:
-        return *self.draws(batch), batch.get("document_ids")
+    def block_inputs(self, batch: Batch) -> tuple[RowSeeds, RowSeeds, Tensor | None]:
+        return *self.dropout_seeds(batch), batch.get("document_ids")
 
-    def embed(self, batch: Batch, draw: Draw, own: Draw, documents_BT: Tensor | None) -> Tensor:
-        position = self.tp.local_tokens(
-            batch["position_ids"] if "position_ids" in batch else self.token_positions(batch), self.tp_rank
-        )
-        return self.dropout(self.embedding(batch["tokens"]) + self.position(position), own)
+    def embed(self, batch: Batch, seeds: RowSeeds, local_seeds: RowSeeds, documents_BT: Tensor | None) -> Tensor:
+        position = batch["position_ids"] if "position_ids" in batch else self.token_positions(batch)
+        position = self.tp.local_tokens(position, self.tp_rank)
+        return self.dropout(self.embedding(batch["tokens"]) + self.position(position), local_seeds)
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)
 
 
 def block_specs(c: GptConfig | BertConfig) -> tuple[ParamSpec, ...]:
-    """The rows of one block, the same for GPT and BERT."""
-    D, layer = c.hidden, "layers.*."
+    """The parameters of one block, equal for GPT and BERT."""
+    D, F, layer = c.hidden, c.ffn_size, "layers.*."
     std, out_std = c.init_std, c.init_std / (2 * c.layers) ** 0.5 if c.scaled_init else c.init_std
 
-    def qkv(kind: str, shape: tuple[int, ...], std: float | None) -> list[ParamSpec]:
-        parts = tuple(FusedPart(f"{layer}attention.{name}.{kind}", D, c.heads) for name in "qkv")
-        groups = [(f"{layer}attention.qkv.{kind}", parts)] if c.fuse_qkv else [(part.name, (part,)) for part in parts]
-        return [
-            ParamSpec(
-                own,
-                (len(group) * D, *shape),
-                0,
-                group,
-                init_std=std,
-                weight_decay=bool(std),
-                flops_tokens="tokens" if std else "nothing",
-            )
-            for own, group in groups
-        ]
+    def qkv(kind: str) -> tuple[FusedPart, ...]:
+        return tuple(FusedPart(f"{layer}attention.{name}.{kind}", D, c.heads) for name in "qkv")
 
     def norm(name: str) -> tuple[ParamSpec, ParamSpec]:
         return ParamSpec(f"{layer}{name}.weight", (D,), init_value=1.0), ParamSpec(f"{layer}{name}.bias", (D,))
 
     return (
         *norm("attention_norm"),
-        *qkv("weight", (D,), std),
-        *qkv("bias", (), None),
-        ParamSpec(
-            f"{layer}attention.output.weight", (D, D), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
-        ),
+        *column_parallel_specs(f"{layer}attention.qkv.weight", qkv("weight"), (D,), c.fuse_qkv, std),
+        *column_parallel_specs(f"{layer}attention.qkv.bias", qkv("bias"), (), c.fuse_qkv),
+        ParamSpec(f"{layer}attention.output.weight", (D, D), 1, init_std=out_std, flops_tokens="tokens"),
         ParamSpec(f"{layer}attention.output.bias", (D,)),
         *norm("mlp_norm"),
-        ParamSpec(f"{layer}mlp.up.weight", (c.ffn_size, D), 0, init_std=std, weight_decay=True, flops_tokens="tokens"),
-        ParamSpec(f"{layer}mlp.up.bias", (c.ffn_size,), 0),
-        ParamSpec(
-            f"{layer}mlp.down.weight", (D, c.ffn_size), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
-        ),
+        ParamSpec(f"{layer}mlp.up.weight", (F, D), 0, init_std=std, flops_tokens="tokens"),
+        ParamSpec(f"{layer}mlp.up.bias", (F,), 0),
+        ParamSpec(f"{layer}mlp.down.weight", (D, F), 1, init_std=out_std, flops_tokens="tokens"),
         ParamSpec(f"{layer}mlp.down.bias", (D,)),
     )
 
 
 def blueprint(c: GptConfig) -> Blueprint:
-    D, V, std = c.hidden, c.vocab, c.init_std
-    head = ParamSpec(
-        "output.weight",
-        (V, D),
-        0,
-        pipeline_stage="last",
-        init_std=std,
-        weight_decay=True,
-        flops_tokens="tokens",
-        padded=True,
-    )
+    D, V, std, tied = c.hidden, c.vocab, c.init_std, c.tie_embeddings
+    head = ParamSpec("output.weight", (V, D), 0, (), "last", std, flops_tokens="tokens", padded=True)
     return Blueprint(
         (
-            ParamSpec(
-                "embedding.weight",
-                (V, D),
-                0,
-                pipeline_stage="both" if c.tie_embeddings else "first",
-                init_std=std,
-                weight_decay=True,
-                padded=True,
-            ),
-            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std, weight_decay=True),
+            ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", std, padded=True),
+            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std),
             *block_specs(c),
             ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
             ParamSpec("norm.bias", (D,), pipeline_stage="last"),
-            *([] if c.tie_embeddings else [head]),
+            *([] if tied else [head]),
         ),
         c.layers,
-        (V, D, "tokens") if c.tie_embeddings else None,
+        (V, D, "tokens") if tied else None,
     )
 
 
 def hf_names(c: GptConfig) -> HfNameMap:
-    ours, hf = "layers.*.", "transformer.h.*."
-    table = {
-        "embedding.weight": HfTensor("transformer.wte.weight"),
-        "position.weight": HfTensor("transformer.wpe.weight"),
-    }
+    ours, top, hf = "layers.*.", "transformer.", "transformer.h.*."
+    table = {"embedding.weight": HfTensor(f"{top}wte.weight"), "position.weight": HfTensor(f"{top}wpe.weight")}
     for kind in ("weight", "bias"):
         transposed = kind == "weight"
         table |= {
@@ -177,7 +142,7 @@ def hf_names(c: GptConfig) -> HfNameMap:
             f"{ours}mlp_norm.{kind}": HfTensor(f"{hf}ln_2.{kind}"),
             f"{ours}mlp.up.{kind}": HfTensor(f"{hf}mlp.c_fc.{kind}", transposed),
             f"{ours}mlp.down.{kind}": HfTensor(f"{hf}mlp.c_proj.{kind}", transposed),
-            f"norm.{kind}": HfTensor(f"transformer.ln_f.{kind}"),
+            f"norm.{kind}": HfTensor(f"{top}ln_f.{kind}"),
         }
     if c.tie_embeddings:
         return HfNameMap(table, {"lm_head.weight": "transformer.wte.weight"})

@@ -1,7 +1,7 @@
-"""Between our parameter names and Hugging Face's: one table per family (what reads it: checkpoint/formats/hf.py).
+"""Types of the Hugging Face name maps. Each family has one map; checkpoint/formats/hf.py reads it.
 
-The table's left side is a blueprint part (what a parameter is called unfused); several parts may live in one Hugging
-Face tensor (GPT-2's c_attn), in the order of the table.
+Keys are blueprint parts (the parameter names without fusion). Several parts may map to one Hugging Face tensor (GPT-2's
+c_attn), which then holds them in the order of the map.
 """
 
 from dataclasses import dataclass, field
@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class HfTensor:
+    """A tensor of a Hugging Face checkpoint."""
+
     name: str
     transposed: bool = False
-    """Stored [in, out] (GPT-2's Conv1D) where ours is [out, in]."""
+    """Stored as [in, out] (GPT-2's Conv1D) instead of our [out, in]."""
 
 
 @dataclass(frozen=True)
 class HfNameMap:
+    """Our parameter names to Hugging Face tensors."""
+
     table: dict[str, HfTensor]
     tied: dict[str, str] = field(default_factory=dict)
-    """Hugging Face names that are copies of another one (tied weights): read past, not written."""
+    """Hugging Face names that repeat another tensor (tied weights): ignored when reading, not written."""

@@ -1,6 +1,6 @@
 """Initial weights as a function of (seed, parameter name, element index).
 
-A rank makes just its own slice, at any layout, and gets the same bits as one rank would.
+A rank generates only its own slice, in any layout, and gets the same bits that a single rank would.
 """
 
 from collections.abc import Callable
@@ -10,39 +10,40 @@ import torch
 from torch import Tensor
 
 from trainyard.core.counter_rng import key64, normal_slice
-from trainyard.models.blueprint import Blueprint, TpSlice
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.models.blueprint import Blueprint
 
 ParameterValues = Callable[[str], Tensor]
-"""From a parameter's name to this rank's fp32 values of it."""
+"""A function from a parameter's name to this rank's fp32 values of it."""
 
 
 def initial_values(
     blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", tp: int = 1, rank: int = 0
 ) -> ParameterValues:
+    """The initial values of the parameters that tensor-parallel rank `rank` holds."""
+
     def values(name: str) -> Tensor:
-        row = blueprint.spec(name)
-        out = torch.full(blueprint.local_shape(name, tp, rank), row.init_value, device=device)
-        if row.init_std is None:
+        spec = blueprint.spec(name)
+        out = torch.full(blueprint.local_shape(name, tp, rank), spec.init_value, device=device)
+        if spec.init_std is None:
             return out
-        # A padded parameter has rows beyond its slices: they stay 0.
-        taken = 0
+        # The padding rows after the slices of a padded parameter stay 0.
+        dim, start = spec.tp_dim or 0, 0
         for piece in blueprint.tp_slices(name, tp, rank):
-            size = piece.stop - piece.start
-            torch.mul(_draw(piece, seed, device), row.init_std, out=out.narrow(piece.dim, taken, size))
-            taken += size
+            size = piece.sizes[dim]
+            torch.mul(normal_values(piece, seed, device), spec.init_std, out=out.narrow(dim, start, size))
+            start += size
         return out
 
     return values
 
 
-def _draw(piece: TpSlice, seed: int, device: torch.device | str) -> Tensor:
-    columns = prod(piece.shape[1:])
-    rows, cols = slice(0, piece.shape[0]), slice(0, columns)
-    held = slice(piece.start, piece.stop)
-    if piece.dim == 0:
-        rows = held
+def normal_values(piece: TensorSlice, seed: int, device: torch.device | str) -> Tensor:
+    """The slice's elements of a standard normal tensor that depends only on the seed and the tensor's name."""
+    columns = prod(piece.global_shape[1:])
+    rows, cols = piece.to_index()[0], slice(0, columns)
+    if len(piece.sizes) == 2:
+        cols = piece.to_index()[1]
     else:
-        assert (piece.dim, len(piece.shape)) == (1, 2)
-        cols = held
-    values = normal_slice(key64(seed, piece.name), columns, rows, cols, device)
-    return values.view(-1, *piece.shape[1:]) if piece.dim == 0 else values
+        assert piece.sizes[1:] == piece.global_shape[1:]
+    return normal_slice(key64(seed, piece.name), columns, rows, cols, device).view(piece.sizes)

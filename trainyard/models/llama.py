@@ -4,17 +4,20 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.config.model_schema import LlamaConfig
+from trainyard.core.batch import Batch
 from trainyard.models.base import TransformerStage
-from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
+from trainyard.models.factory import ModuleFactory
 from trainyard.models.hf_names import HfNameMap, HfTensor
-from trainyard.models.layers import Batch, ModuleFactory, SwiGLU, rope_frequencies
+from trainyard.models.layers import SwiGLU, rope_frequencies
 from trainyard.models.output import ModelOutput
+from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import head_range
-from trainyard.parallel.tensor_parallel import Axes
+from trainyard.parallel.recompute import Recomputable
 
 
-class LlamaAttention(nn.Module):
-    part, keep_gathered = "attention", False
+class LlamaAttention(Recomputable):
+    recompute_name = "attention"
 
     def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
@@ -30,15 +33,15 @@ class LlamaAttention(nn.Module):
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        flat = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
-        qkv = flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+        projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
+        qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
         q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
 
 
-class LlamaMLP(nn.Module):
-    part, keep_gathered = "mlp", False
+class LlamaMLP(Recomputable):
+    recompute_name = "mlp"
 
     def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
@@ -52,8 +55,8 @@ class LlamaMLP(nn.Module):
         self.down = make.linear(f"{name}.down")
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        flat = self.tp.column_parallel(x_BTD, *self.gate_up_linears, keep_gathered=self.keep_gathered)
-        gate_up = flat[0] if len(flat) == 1 else torch.cat(flat, -1)
+        projections = self.tp.column_parallel(x_BTD, *self.gate_up_linears, keep_gathered=self.keep_gathered)
+        gate_up = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
         return self.tp.reduce_output(self.down(self.activation(gate_up)))
 
 
@@ -77,7 +80,6 @@ class Llama(TransformerStage):
     def __init__(self, c: LlamaConfig, make: ModuleFactory, axes: Axes) -> None:
         super().__init__(axes, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
-        # Layers are named, not numbered: a pipeline stage deletes the others and keeps global names.
         self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
@@ -88,7 +90,7 @@ class Llama(TransformerStage):
         angle_TK = torch.cat([position.float().unsqueeze(-1) * self.frequency] * 2, -1)
         return angle_TK.cos(), angle_TK.sin(), batch.get("document_ids")
 
-    def embed(self, batch: Batch, *shared: Tensor | None) -> Tensor:
+    def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
         return self.embedding(batch["tokens"])
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
@@ -96,67 +98,29 @@ class Llama(TransformerStage):
 
 
 def blueprint(c: LlamaConfig) -> Blueprint:
-    D, V, q, kv = c.hidden, c.vocab, c.heads * c.head_size, c.num_kv_heads * c.head_size
+    D, V, Q, KV, tied = c.hidden, c.vocab, c.heads * c.head_size, c.num_kv_heads * c.head_size, c.tie_embeddings
     std, out_std = c.init_std, c.init_std / (2 * c.layers) ** 0.5 if c.scaled_init else c.init_std
     layer = "layers.*."
     qkv = tuple(
         FusedPart(f"{layer}attention.{name}.weight", size, units)
-        for name, size, units in (("q", q, c.heads), ("k", kv, c.num_kv_heads), ("v", kv, c.num_kv_heads))
+        for name, size, units in (("q", Q, c.heads), ("k", KV, c.num_kv_heads), ("v", KV, c.num_kv_heads))
     )
     gate_up = tuple(FusedPart(f"{layer}mlp.{name}.weight", c.ffn, c.ffn) for name in ("gate", "up"))
-
-    def column(name: str, parts: tuple[FusedPart, ...], fused: bool) -> list[ParamSpec]:
-        """Rows of matrices split by output: one fused matrix, or one for each part."""
-        groups = [(f"{layer}{name}.weight", parts)] if fused else [(part.name, (part,)) for part in parts]
-        return [
-            ParamSpec(
-                own,
-                (sum(part.size for part in group), D),
-                0,
-                group,
-                init_std=std,
-                weight_decay=True,
-                flops_tokens="tokens",
-            )
-            for own, group in groups
-        ]
-
-    head = ParamSpec(
-        "output.weight",
-        (V, D),
-        0,
-        pipeline_stage="last",
-        init_std=std,
-        weight_decay=True,
-        flops_tokens="tokens",
-        padded=True,
-    )
+    head = ParamSpec("output.weight", (V, D), 0, (), "last", std, flops_tokens="tokens", padded=True)
     return Blueprint(
         (
-            ParamSpec(
-                "embedding.weight",
-                (V, D),
-                0,
-                pipeline_stage="both" if c.tie_embeddings else "first",
-                init_std=std,
-                weight_decay=True,
-                padded=True,
-            ),
+            ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", std, padded=True),
             ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
-            *column("attention.qkv", qkv, c.fuse_qkv),
-            ParamSpec(
-                f"{layer}attention.output.weight", (D, q), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
-            ),
+            *column_parallel_specs(f"{layer}attention.qkv.weight", qkv, (D,), c.fuse_qkv, std),
+            ParamSpec(f"{layer}attention.output.weight", (D, Q), 1, init_std=out_std, flops_tokens="tokens"),
             ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
-            *column("mlp.gate_up", gate_up, c.fuse_gate_up),
-            ParamSpec(
-                f"{layer}mlp.down.weight", (D, c.ffn), 1, init_std=out_std, weight_decay=True, flops_tokens="tokens"
-            ),
+            *column_parallel_specs(f"{layer}mlp.gate_up.weight", gate_up, (D,), c.fuse_gate_up, std),
+            ParamSpec(f"{layer}mlp.down.weight", (D, c.ffn), 1, init_std=out_std, flops_tokens="tokens"),
             ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
-            *([] if c.tie_embeddings else [head]),
+            *([] if tied else [head]),
         ),
         c.layers,
-        (V, D, "tokens") if c.tie_embeddings else None,
+        (V, D, "tokens") if tied else None,
     )
 
 

@@ -1,43 +1,60 @@
-"""Between whole tensors and what a tensor-parallel rank holds of them, as the blueprint says."""
+"""Conversion between full tensors and the shards that tensor-parallel ranks hold, as the blueprint describes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 from trainyard.models.blueprint import Blueprint
 from trainyard.models.init import ParameterValues
 
 
 def shard_tensor(blueprint: Blueprint, name: str, full: Tensor, tp: int, rank: int) -> Tensor:
-    """This rank's share of a whole tensor, padded where the blueprint pads."""
-    pieces, start = [], 0
-    fused = bool(blueprint.spec(name).fused_parts)
-    for held in blueprint.tp_slices(name, tp, rank):
-        pieces.append(full.narrow(held.dim, start + held.start, held.stop - held.start))
-        start += held.shape[0] if fused else 0
-    held_here = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    missing = blueprint.local_shape(name, tp)[0] - held_here.shape[0] if blueprint.spec(name).padded else 0
-    return F.pad(held_here, (0, 0) * (full.dim() - 1) + (0, missing)) if missing else held_here
+    """The shard of a full (fused) tensor that tensor-parallel rank `rank` holds."""
+    starts = dict(fused_starts(blueprint, name))
+    return local_tensor(blueprint, name, tp, rank, lambda piece: full[fused_index(piece, starts[piece.name])])
 
 
-def unshard_tensor(blueprint: Blueprint, name: str, shares: Sequence[Tensor]) -> Tensor:
-    """The whole tensor from every tensor-parallel rank's share."""
-    row, tp = blueprint.spec(name), len(shares)
-    if row.tp_dim is None:
-        return shares[0]
-    whole = shares[0].new_empty(row.shape)
-    for rank, local in enumerate(shares):
-        start = taken = 0
-        for held in blueprint.tp_slices(name, tp, rank):
-            size = held.stop - held.start
-            whole.narrow(held.dim, start + held.start, size).copy_(local.narrow(held.dim, taken, size))
-            start += held.shape[0] if row.fused_parts else 0
-            taken += size
-    return whole
+def local_tensor(blueprint: Blueprint, name: str, tp: int, rank: int, read: Callable[[TensorSlice], Tensor]) -> Tensor:
+    """A parameter as tensor-parallel rank `rank` holds it: the slices that `read` returns, concatenated, and padded
+    where the blueprint pads."""
+    spec = blueprint.spec(name)
+    pieces = [read(piece) for piece in blueprint.tp_slices(name, tp, rank)]
+    local = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    padding = blueprint.local_shape(name, tp)[0] - local.shape[0] if spec.padded else 0
+    return F.pad(local, (0, 0) * (local.dim() - 1) + (0, padding)) if padding else local
+
+
+def fused_starts(blueprint: Blueprint, name: str) -> Iterator[tuple[str, int]]:
+    """Each unfused tensor of a parameter, and its first row in the full (fused) parameter."""
+    start = 0
+    for piece in blueprint.tp_slices(name):
+        yield piece.name, start
+        start += piece.sizes[0]
+
+
+def fused_index(piece: TensorSlice, start: int) -> TensorIndex:
+    """The index of an unfused tensor's slice in the full (fused) parameter, where the tensor begins at row `start`."""
+    return piece.to_index((-start, *(0 for _ in piece.sizes[1:])))
+
+
+def unshard_tensor(blueprint: Blueprint, name: str, shards: Sequence[Tensor]) -> Tensor:
+    """The full tensor from every tensor-parallel rank's shard."""
+    spec, tp = blueprint.spec(name), len(shards)
+    if spec.tp_dim is None:
+        return shards[0]
+    full, starts = shards[0].new_empty(spec.shape), dict(fused_starts(blueprint, name))
+    for rank, shard in enumerate(shards):
+        start = 0
+        for piece in blueprint.tp_slices(name, tp, rank):
+            size = piece.sizes[spec.tp_dim]
+            full[fused_index(piece, starts[piece.name])].copy_(shard.narrow(spec.tp_dim, start, size))
+            start += size
+    return full
 
 
 def shard_values(blueprint: Blueprint, full: ParameterValues, tp: int, rank: int) -> ParameterValues:
-    """Values of a rank's shares, from values of whole tensors."""
+    """The values of a rank's shards, from a function that returns full tensors."""
     return lambda name: shard_tensor(blueprint, name, full(name), tp, rank)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainyard import compat
-from trainyard.core.counter_rng import element_bits
+from trainyard.core.counter_rng import DropoutRng, element_bits
 
 TILE_BYTES = 64 << 20
 """No tile of biases or scores is larger, but for a single row of all heads. A few are held at a time."""
@@ -24,25 +24,13 @@ MASKED_SCORE = -6e4
 sees no key of a block has no nan, but a log-sum-exp so low that merging and backward give the block the weight 0."""
 
 
-class Dropped(NamedTuple):
-    """Dropout of attention weights after softmax, as `models.layers.CoreAttention` draws it."""
-
-    p: float
-    first_BT: Tensor
-    """With `second_BT` the random words (int32) of the queries' rows."""
-    second_BT: Tensor
-    site: Tensor
-    first_head: Tensor
-    """Global number of the first head that is here."""
-
-
 class BlockMask(NamedTuple):
     """What else than the causal rule says which weights count, for the queries and keys of a block."""
 
     documents_BT: Tensor | None
     """Ids of the queries' documents: a query sees the keys with the same id."""
     documents_BS: Tensor | None
-    dropout: Dropped | None
+    dropout: DropoutRng | None
     key_positions_S: Tensor | None
     """The keys' places in the whole sequence (int32), by which dropout draws."""
 
@@ -224,14 +212,14 @@ def _scores(q: Tensor, k: Tensor, bias_B1TS: Tensor | None) -> Tensor:
     return score_BGRTS if bias_B1TS is None else score_BGRTS.add_(bias_B1TS[:, :, None])
 
 
-def _kept(tile: ScoreTile, shape: torch.Size, pairs: BlockMask, dropout: Dropped) -> Tensor:
+def _kept(tile: ScoreTile, shape: torch.Size, pairs: BlockMask, dropout: DropoutRng) -> Tensor:
     """1 / (1 - p) where a weight stays and 0 where it is dropped. A weight is numbered by its query's random words, and
     by head and key place within that row, so that no layout changes which ones are dropped."""
     assert pairs.key_positions_S is not None
     _, groups, repeat, _, _ = shape
-    head_H = torch.arange(groups * repeat, dtype=torch.int32, device=pairs.key_positions_S.device) + dropout.first_head
+    head_H = torch.arange(groups * repeat, dtype=torch.int32, device=pairs.key_positions_S.device) + dropout.head_offset
     column_GR1S = head_H.view(groups, repeat, 1, 1) * 0x10001 + pairs.key_positions_S[tile.keys]
-    first, second = (x[tile.batch, None, None, tile.queries, None] for x in (dropout.first_BT, dropout.second_BT))
+    first, second = (x[tile.batch, None, None, tile.queries, None] for x in (dropout.seed0, dropout.seed1))
     bits = element_bits((first, second), dropout.site, column_GR1S) & 0x7FFFFFFF
     return (bits >= round(dropout.p * 2**31)).float().div_(1 - dropout.p)
 

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from trainyard.parallel.layout import shard_rows
 from trainyard.parallel.process_group import Group, wait
 
 ALIGN_ELEMENTS = 64
@@ -92,9 +93,7 @@ class FlatBuffer:
 
     def shard_row_range(self, name: str, shard: int) -> range:
         """Which of a parameter's rows a shard has (none, for the last shards of a short one)."""
-        span = self.spans[name]
-        first, end = (min(k * span.shard_rows, span.shape[0]) for k in (shard, shard + 1))
-        return range(first, end)
+        return shard_rows(self.spans[name].shape[0], self.num_shards, shard)
 
     def shard_view(self, buffer: Tensor, name: str, shard: int) -> Tensor:
         """A parameter's rows in a shard's row of memory."""

@@ -108,6 +108,12 @@ class Layout:
         )
 
 
+def shard_rows(num_rows: int, num_shards: int, shard: int) -> range:
+    """The rows (dim 0) of a parameter in one data-parallel shard: equal chunks, the last ones shorter or empty."""
+    chunk = -(-num_rows // num_shards)
+    return range(min(shard * chunk, num_rows), min((shard + 1) * chunk, num_rows))
+
+
 def head_range(units: int, tp: int, rank: int) -> tuple[int, int]:
     """Which units (heads) rank `rank` of `tp` holds: [first, end), equally many on each rank.
 

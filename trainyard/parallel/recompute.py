@@ -1,6 +1,6 @@
-"""Recompute: forget activations after the forward pass and make them again in the backward pass.
+"""Activation recompute: drop activations after the forward pass and compute them again in the backward pass.
 
-Dropout masks are a function of step and place, so nothing about random state has to be saved and replayed.
+Dropout masks are a function of step and position, so that no random state has to be saved and restored.
 """
 
 import functools
@@ -11,18 +11,28 @@ from torch.utils.checkpoint import checkpoint
 from trainyard.config.schema import RecomputeSection
 
 
+class Recomputable(nn.Module):
+    """A module that `recompute.modules` can name, and what `apply_recompute` tells it."""
+
+    recompute_name = ""
+    """The name in `recompute.modules`."""
+    keep_gathered = False
+    """True inside a recomputed module: save the tokens gathered for a column-parallel product until backward, because
+    the recompute has just gathered them (`TensorAxis.column_parallel`)."""
+
+
 def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
-    """Wrap the chosen parts of each block in place (names stay). Returns how many modules were wrapped."""
+    """Wrap the forward of the chosen modules of each block in place, which keeps their names. Returns their number."""
     if config.kind == "none":
         return 0
-    parts: set[str] = {"core_attention"} if config.kind == "attention" else set(config.modules)
+    names: set[str] = {"core_attention"} if config.kind == "attention" else set(config.modules)
     wrapped = 0
     for block in blocks:
-        chosen = [block] if config.kind == "full" else _outermost_matches(block, parts)
+        chosen = [block] if config.kind == "full" else _outermost_matches(block, names)
         for module in chosen:
-            for inside in module.modules():  # gathered once more anyway, when it is recomputed
-                if hasattr(inside, "keep_gathered"):
-                    inside.keep_gathered = True  # type: ignore[assignment]
+            for child in module.modules():
+                if isinstance(child, Recomputable):
+                    child.keep_gathered = True
             module.forward = functools.partial(
                 checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
             )
@@ -30,9 +40,10 @@ def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
     return wrapped
 
 
-def _outermost_matches(module: nn.Module, parts: set[str]) -> list[nn.Module]:
-    """Modules below `module` that are one of `parts`; not looked for inside one that is wrapped already."""
-    found: list[nn.Module] = []
+def _outermost_matches(module: nn.Module, names: set[str]) -> list[nn.Module]:
+    """The modules below `module` with one of these names. A match inside another match is left out."""
+    matches: list[nn.Module] = []
     for child in module.children():
-        found += [child] if getattr(child, "part", None) in parts else _outermost_matches(child, parts)
-    return found
+        is_match = isinstance(child, Recomputable) and child.recompute_name in names
+        matches += [child] if is_match else _outermost_matches(child, names)
+    return matches

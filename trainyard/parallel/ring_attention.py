@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from trainyard import compat
+from trainyard.core.counter_rng import DropoutRng
 from trainyard.parallel import attention_blocks as blocks
 from trainyard.parallel.attention_blocks import BlockMask
-from trainyard.parallel.attention_blocks import Dropped as Dropped
 
 CpMethod = Literal["ring", "all_gather"]
 
@@ -81,7 +81,7 @@ class AttentionSpec(NamedTuple):
     method: CpMethod
     causal: bool
     documents_BT: Tensor | None = None
-    dropout: Dropped | None = None
+    dropout: DropoutRng | None = None
 
 
 class KeyChunk(NamedTuple):
@@ -189,8 +189,8 @@ def _block_mask(block: blocks.AttentionBlock, keys: KeyChunk, rule: AttentionSpe
     mine = None if documents_BT is None else documents_BT[:, block.queries]
     theirs = None if keys.documents_BS is None else keys.documents_BS[:, block.keys]
     if dropout is not None:
-        first, second = dropout.first_BT[:, block.queries], dropout.second_BT[:, block.queries]
-        dropout = dropout._replace(first_BT=first, second_BT=second)
+        seed0, seed1 = dropout.seed0[:, block.queries], dropout.seed1[:, block.queries]
+        dropout = dropout._replace(seed0=seed0, seed1=seed1)
     return BlockMask(mine, theirs, dropout, keys.key_positions_S[block.keys])
 
 
@@ -217,8 +217,8 @@ def context_attention(
     method: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`forward` as an operator. `words` are the four tensors of `Dropped`, or none."""
-    rule = AttentionSpec(cast(CpMethod, method), causal, documents, Dropped(p, *words) if words else None)
+    """`forward` as an operator. `words` are the four tensors of `DropoutRng`, or none."""
+    rule = AttentionSpec(cast(CpMethod, method), causal, documents, DropoutRng(p, *words) if words else None)
     return forward(
         ProcessGroupRing(group, size), _contiguous_last_dim(q), _contiguous_last_dim(k), _contiguous_last_dim(v), rule
     )
@@ -240,7 +240,7 @@ def context_attention_backward(
     method: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rule = AttentionSpec(cast(CpMethod, method), causal, documents, Dropped(p, *words) if words else None)
+    rule = AttentionSpec(cast(CpMethod, method), causal, documents, DropoutRng(p, *words) if words else None)
     return backward(
         ProcessGroupRing(group, size),
         _contiguous_last_dim(dout),
@@ -293,7 +293,7 @@ def attend(
     method: CpMethod,
     causal: bool,
     documents_BT: Tensor | None = None,
-    dropout: Dropped | None = None,
+    dropout: DropoutRng | None = None,
 ) -> Tensor:
     """softmax(q k / sqrt(K)) v of this rank's queries over the keys of all `size` ranks of the process group `group`.
 

@@ -1,28 +1,20 @@
-"""Where data crosses ranks. A model is handed axes and never imports torch.distributed.
+"""Tensor parallelism: ranks split each matrix, and with sequence parallelism also the tokens between matrices."""
 
-`tp.columns(x, ...)` going into and `tp.scatter(x)` coming out of attention and MLP are the only crossings of tensor
-parallelism in a block; `cp.attend(q, k, v)`, or `cp.gather(k)` where a device traces attention, is the only one of
-context parallelism. On one rank every crossing is the identity, so the same model code runs on a laptop and on a
-cluster. Nothing in a block depends on the rank's number but what comes in as a tensor: all ranks of a stage trace the
-same graph for it.
-"""
-
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.parallel.attention_blocks import rank_token_positions, to_natural_order, to_rank_order
-from trainyard.parallel.process_group import Group, wait
-from trainyard.parallel.ring_attention import Dropped, attend
+from trainyard.parallel.process_group import Group
 
 TOKEN_DIM = 1
 """The dim of tokens in activations [B, T, D]."""
 
 
 class LinearLike(Protocol):
+    """The part of `models.layers.Linear` that column-parallel products use."""
+
     @property
     def weight(self) -> Tensor: ...
 
@@ -38,27 +30,21 @@ class LinearLike(Protocol):
 
 
 class TensorAxis:
-    """Ranks that share each matrix. With `sequence` they also share the tokens between the parts of a block."""
+    """Ranks that split each matrix. With `sequence_parallel` they also split the tokens outside attention and MLP."""
 
     def __init__(self, group: Group | None = None, sequence_parallel: bool = False) -> None:
         self.group = group or Group()
         self.size, self.rank = self.group.size, self.group.rank
         self.sequence_parallel = sequence_parallel and self.size > 1
 
-    def gather_sum_grads(self, x: Tensor) -> Tensor:
-        """Before a column-split product: every token on every rank. Backward sums what the ranks found."""
-        if self.sequence_parallel:
-            return _GatherTokens.apply(x, self.group, True)  # type: ignore[no-untyped-call]
-        return self.copy_sum_grads(x)
-
     def column_parallel(
         self, x: Tensor, *linears: LinearLike, keep_gathered: bool = False, add_bias: bool = True
     ) -> tuple[Tensor, ...]:
-        """Column-split products of the same x: every token meets this rank's rows of each matrix.
+        """Column-parallel products of one x: every token times this rank's rows of each matrix.
 
-        Under `sequence` the gathered tokens, a whole activation, are not kept: backward gathers them again, while it
-        multiplies. `keep` them inside what is recomputed anyway. In fp8 they are kept, in half the bytes. `bias` says
-        whether biases are added here.
+        Under sequence parallelism the gathered tokens, a full activation, are not saved: backward gathers them again
+        while it multiplies. Pass `keep_gathered` inside a recomputed module, which would gather a third time otherwise.
+        In fp8 the gathered tokens are saved, in half the bytes.
         """
         if self.sequence_parallel and not keep_gathered and not linears[0].fp8:
             tensors = [tensor for linear in linears for tensor in (linear.weight, linear.bias if add_bias else None)]
@@ -67,101 +53,65 @@ class TensorAxis:
         return tuple(linear(x) if add_bias else linear.matmul(x) for linear in linears)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """After a row-split product: sum the ranks' parts (under `sequence`, each rank keeps its tokens)."""
+        """Sum a row-parallel product over ranks; under sequence parallelism each rank keeps only its tokens."""
         if self.size == 1:
             return x
         return (_ReduceScatterTokens if self.sequence_parallel else _AllReduce).apply(x, self.group)  # type: ignore[no-untyped-call]
 
+    def gather_sum_grads(self, x: Tensor) -> Tensor:
+        """Every token on every rank, before a column-parallel product: backward sums the gradients of all ranks."""
+        if self.sequence_parallel:
+            return _GatherTokens.apply(x, self.group, True)  # type: ignore[no-untyped-call]
+        return self.copy_sum_grads(x)
+
     def copy_sum_grads(self, x: Tensor) -> Tensor:
-        """The same on every rank going forward; backward sums what the ranks found."""
+        """The identity in forward, on an x that is equal on all ranks; backward sums the gradients of all ranks."""
         return x if self.size == 1 else _CopySumGrads.apply(x, self.group)  # type: ignore[no-untyped-call]
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Every token on every rank, for work that all ranks repeat: backward just takes this rank's tokens."""
+        """Every token on every rank, for work that all ranks repeat: backward takes this rank's tokens."""
         return _GatherTokens.apply(x, self.group, False) if self.sequence_parallel else x  # type: ignore[no-untyped-call]
 
     def local_tokens(self, x: Tensor, rank: Tensor) -> Tensor:
-        """This rank's tokens of a constant [..., T]; `rank` as a tensor, so that it stays out of the graph."""
+        """This rank's tokens of a constant [..., T]; `rank` is a tensor to keep it out of the graph."""
         if not self.sequence_parallel:
             return x
         parts = x.reshape(*x.shape[:-1], self.size, -1)
         return parts.index_select(-2, rank.reshape(1)).squeeze(-2)
 
     def gather_last_dim(self, x: Tensor) -> Tensor:
-        """Every rank's stretch of the last dim, for work that all ranks repeat."""
+        """The last dim of all ranks, concatenated, for work that all ranks repeat."""
         return x if self.size == 1 else _GatherLastDim.apply(x, self.group)  # type: ignore[no-untyped-call]
 
 
-class ContextAxis:
-    """Ranks that share the sequence. It is cut in 2 x size chunks and rank r holds chunks r and 2 size - 1 - r, so that
-    each rank has the same work under a causal mask."""
-
-    def __init__(
-        self, group: Group | None = None, method: Literal["ring", "all_gather"] = "ring", traces_attention: bool = False
-    ) -> None:
-        self.group = group or Group()
-        self.size, self.rank = self.group.size, self.group.rank
-        self.method: Literal["ring", "all_gather"] = method
-        self.traces_attention = traces_attention
-        """Keys are gathered and attended to in plain operations (`Device.traces_attention`): `attend` is not asked."""
-
-    def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
-        """Global places [T] of this rank's `tokens` tokens, int32; `rank` as a tensor."""
-        return rank_token_positions(rank, self.size, tokens, rank.device)
-
-    def gather_sequence(self, x: Tensor, dim: int) -> Tensor:
-        """Keys, values or documents of the whole sequence, in natural order along `dim`. Backward sums home in fp32."""
-        return x if self.size == 1 else _GatherSequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: Dropped | None
-    ) -> Tensor:
-        return attend(
-            q,
-            k,
-            v,
-            group=self.group.name,
-            size=self.size,
-            method=self.method,
-            causal=causal,
-            documents_BT=documents,
-            dropout=dropout,
-        )
-
-
-@dataclass(frozen=True)
-class Axes:
-    tp: TensorAxis = field(default_factory=TensorAxis)
-    cp: ContextAxis = field(default_factory=ContextAxis)
-
-
 class _ColumnParallel(torch.autograd.Function):
-    """Gather and multiply. What travels in backward does so while something is multiplied."""
+    """Gather and multiply. Backward overlaps its two collectives with products."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        # One name for all: where gradients are off, dynamo (torch 2.13) takes a forward of as many names as arguments
-        # for one without a context.
+        # A single starred parameter: with gradients disabled, dynamo (torch 2.13) mistakes a forward with as many
+        # parameter names as arguments for one without a context.
         x, group, *tensors = arguments
         ctx.group = group
         ctx.save_for_backward(x, *tensors)
-        whole = group.gather(x, TOKEN_DIM)
-        return tuple(F.linear(whole, w, b) for w, b in zip(tensors[::2], tensors[1::2], strict=True) if w is not None)
+        gathered = group.all_gather(x, TOKEN_DIM)
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        return tuple(F.linear(gathered, weight, bias) for weight, bias in pairs if weight is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group: Group = ctx.group
         x, *tensors = ctx.saved_tensors
-        gathering = group.start_all_gather(x)
-        d_whole = sum(d @ w for d, w in zip(grads, tensors[::2], strict=True))
-        assert isinstance(d_whole, Tensor)
-        scattering = group.start_reduce_scatter_dim(d_whole, TOKEN_DIM)
-        whole = group.finish_all_gather(gathering, x, TOKEN_DIM).flatten(0, 1)
-        out: list[Tensor | None] = []
+        pending_x = group.start_all_gather(x)
+        d_gathered = sum(d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
+        assert isinstance(d_gathered, Tensor)
+        pending_dx = group.start_reduce_scatter_dim(d_gathered, TOKEN_DIM)
+        gathered = group.finish_all_gather(pending_x, x, TOKEN_DIM).flatten(0, 1)
+        weight_grads: list[Tensor | None] = []
         for d, bias in zip(grads, tensors[1::2], strict=True):
             flat = d.flatten(0, 1)
-            out += [flat.T @ whole, flat.sum(0) if bias is not None else None]
-        return group.finish_reduce_scatter(scattering, d_whole, TOKEN_DIM), None, *out
+            weight_grads += [flat.T @ gathered, flat.sum(0) if bias is not None else None]
+        return group.finish_reduce_scatter(pending_dx, d_gathered, TOKEN_DIM), None, *weight_grads
 
 
 class _CopySumGrads(torch.autograd.Function):
@@ -172,7 +122,7 @@ class _CopySumGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.sum(grads[0]), None
+        return ctx.group.all_reduce_sum(grads[0]), None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -187,14 +137,14 @@ class _AllReduce(torch.autograd.Function):
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, summed: bool) -> Tensor:
-        ctx.group, ctx.summed = group, summed
+    def forward(ctx: Any, x: Tensor, group: Group, sum_grads: bool) -> Tensor:
+        ctx.group, ctx.sum_grads = group, sum_grads
         return group.all_gather(x, TOKEN_DIM)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group = ctx.group
-        if ctx.summed:
+        if ctx.sum_grads:
             return group.reduce_scatter(grads[0], TOKEN_DIM), None, None
         return grads[0].chunk(group.size, TOKEN_DIM)[group.rank], None, None
 
@@ -207,7 +157,7 @@ class _ReduceScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.gather(grads[0], TOKEN_DIM), None
+        return ctx.group.all_gather(grads[0], TOKEN_DIM), None
 
 
 class _GatherLastDim(torch.autograd.Function):
@@ -219,15 +169,3 @@ class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0].chunk(ctx.group.size, -1)[ctx.group.rank], None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
-        return to_natural_order(wait(group.start_all_gather(x[None])), dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        parts = to_rank_order(grads[0].float(), ctx.group.size, ctx.dim)
-        return wait(ctx.group.start_reduce_scatter(parts))[0].to(ctx.dtype), None, None

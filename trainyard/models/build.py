@@ -1,0 +1,59 @@
+"""Build the model of one rank: modules on the meta device first, then parameter values from any source."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from trainyard.kernels.reference import Kernels
+from trainyard.models.base import TransformerStage
+from trainyard.models.factory import Fp8Layers, ModuleFactory
+from trainyard.models.families import AnyModelConfig, family_of
+from trainyard.models.init import ParameterValues
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.layout import StageSpec
+
+
+def build_model(
+    c: AnyModelConfig,
+    device: torch.device | str = "cpu",
+    axes: Axes | None = None,
+    stage: StageSpec | None = None,
+    kernels: Kernels | None = None,
+    fp8: Fp8Layers | None = None,
+) -> TransformerStage:
+    """The model of one rank, or one pipeline stage of it. Buffers are on `device`; parameters have no memory yet."""
+    axes = axes or Axes()
+    family = family_of(c)
+    blueprint = family.blueprint(c)
+    model = family.module_class(c, ModuleFactory(blueprint, axes, kernels or Kernels(), fp8), axes)
+    if stage:
+        model.prune_to_stage(stage, blueprint)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), persistent=False)
+    return model
+
+
+def assign_parameters(
+    model: nn.Module, make_tensor: Callable[[str], Tensor], existing: dict[str, nn.Parameter] | None = None
+) -> dict[str, nn.Parameter]:
+    """Give every parameter its memory: from `existing` by name, else from `make_tensor`. Tied parameters stay tied.
+
+    Returns the parameters by name.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = dict(existing or {})
+    for module in list(model.modules()):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = names[parameter]
+            if name not in parameters:
+                parameters[name] = nn.Parameter(make_tensor(name))
+            module.register_parameter(key, parameters[name])
+    return parameters
+
+
+def fill_parameters(model: nn.Module, values: ParameterValues, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Set the values of every parameter, for use without an optimizer."""
+    assign_parameters(model, lambda name: values(name).to(dtype))
+    return model

@@ -1,0 +1,70 @@
+"""ModuleFactory: builds layers whose parameters have the local shapes of the blueprint and no memory yet."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.reference import Kernels
+from trainyard.models.blueprint import Blueprint, layer_index
+from trainyard.models.layers import (
+    CoreAttention,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    OutputProjection,
+    RMSNorm,
+    VocabEmbedding,
+)
+from trainyard.parallel.axes import Axes
+
+
+class Fp8Layers(NamedTuple):
+    """Which layers compute their products in fp8, and with which options."""
+
+    recipe: Fp8Options
+    layers: range
+
+    def for_parameter(self, name: str) -> Fp8Options | None:
+        return self.recipe if layer_index(name) in self.layers else None
+
+
+class ModuleFactory:
+    """Builds the layers of one rank by parameter name."""
+
+    def __init__(self, blueprint: Blueprint, axes: Axes, kernels: Kernels, fp8: Fp8Layers | None = None) -> None:
+        self.blueprint, self.kernels, self.fp8 = blueprint, kernels, fp8
+        self.tp, self.cp = axes.tp, axes.cp
+
+    def parameter(self, name: str) -> nn.Parameter:
+        shape = self.blueprint.local_shape(name, self.tp.size, self.tp.rank)
+        return nn.Parameter(torch.empty(shape, device="meta"))
+
+    def linear(self, name: str) -> Linear:
+        bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
+        fp8 = self.fp8.for_parameter(name) if self.fp8 else None
+        return Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
+
+    def embedding(self, name: str) -> Embedding:
+        return Embedding(self.parameter(f"{name}.weight"))
+
+    def vocab_embedding(self, name: str) -> VocabEmbedding:
+        return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp)
+
+    def output_projection(self, name: str) -> OutputProjection:
+        return OutputProjection(self.parameter(f"{name}.weight"), self.tp)
+
+    def rms_norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)
+
+    def layer_norm(self, name: str, eps: float, post_norm: bool = False) -> LayerNorm:
+        weight, bias = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
+        return LayerNorm(weight, bias, eps, self.kernels, post_norm)
+
+    def dropout(self, p: float, site: str) -> Dropout:
+        return Dropout(p, site, self.kernels)
+
+    def core_attention(self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str) -> CoreAttention:
+        return CoreAttention(heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels)

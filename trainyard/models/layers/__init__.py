@@ -1,0 +1,23 @@
+"""Layers that the model families share. Shapes: B batch, T tokens, D hidden, H heads, G kv heads, K head size."""
+
+from trainyard.models.layers.attention import CoreAttention, PackedSequences
+from trainyard.models.layers.dropout import Dropout, token_seeds
+from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
+from trainyard.models.layers.linear import BiasGelu, Linear, SwiGLU
+from trainyard.models.layers.norm import LayerNorm, RMSNorm
+
+__all__ = [
+    "BiasGelu",
+    "CoreAttention",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "OutputProjection",
+    "PackedSequences",
+    "RMSNorm",
+    "SwiGLU",
+    "VocabEmbedding",
+    "rope_frequencies",
+    "token_seeds",
+]

@@ -1,0 +1,60 @@
+"""Context parallelism: ranks split the sequence of every sample."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainyard.core.counter_rng import DropoutRng
+from trainyard.parallel.attention_blocks import rank_token_positions, to_natural_order, to_rank_order
+from trainyard.parallel.process_group import Group, wait
+from trainyard.parallel.ring_attention import CpMethod, attend
+
+
+class ContextAxis:
+    """Ranks that split the sequence. It is cut into 2 x size chunks, and rank r holds chunks r and 2 size - 1 - r, so
+    that every rank has the same work under a causal mask."""
+
+    def __init__(self, group: Group | None = None, method: CpMethod = "ring", traces_attention: bool = False) -> None:
+        self.group = group or Group()
+        self.size, self.rank = self.group.size, self.group.rank
+        self.method: CpMethod = method
+        self.traces_attention = traces_attention
+        """Keys are gathered and attention runs as plain operators (`Device.traces_attention`), without `attend`."""
+
+    def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
+        """Global positions [T] of this rank's tokens, int32; `rank` is a tensor to keep it out of the graph."""
+        return rank_token_positions(rank, self.size, tokens, rank.device)
+
+    def gather_sequence(self, x: Tensor, dim: int) -> Tensor:
+        """Keys, values or document ids of the full sequence, in natural order along `dim`. Backward reduce-scatters the
+        gradients in fp32."""
+        return x if self.size == 1 else _GatherSequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None
+    ) -> Tensor:
+        """Attention of this rank's queries over the keys of all ranks."""
+        return attend(
+            q,
+            k,
+            v,
+            group=self.group.name,
+            size=self.size,
+            method=self.method,
+            causal=causal,
+            documents_BT=documents,
+            dropout=dropout,
+        )
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
+        return to_natural_order(wait(group.start_all_gather(x[None])), dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        parts = to_rank_order(grads[0].float(), ctx.group.size, ctx.dim)
+        return wait(ctx.group.start_reduce_scatter(parts))[0].to(ctx.dtype), None, None
