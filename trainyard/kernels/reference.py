@@ -1,65 +1,51 @@
-"""What models ask for besides matrix products, in plain torch: right on any device, easy for a compiler to fuse, and
-what the fused kernels are tested against."""
+"""Reference kernels in plain torch: correct on any device, easy for a compiler to fuse, and what the fused kernels are
+tested against."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainyard.core.counter_rng import element_bits
+from trainyard.core.counter_rng import DropoutRng, element_bits
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear_reference
 
 
-class RowDropout(NamedTuple):
-    """Dropout of activations, as `random.cell32` draws it."""
-
-    p: float
-    seed0: Tensor
-    """With `second` the random words (int32) of each row."""
-    seed1: Tensor
-    site: Tensor
-
-
-class AttentionDropout(NamedTuple):
-    """Dropout of attention weights after softmax, as `models.layers.CoreAttention` draws it."""
-
-    p: float
-    seed0: Tensor
-    """With `second` the random words (int32) of the queries' rows, [N]."""
-    seed1: Tensor
-    site: Tensor
-    head_offset: Tensor
-    """Global number of the first head that is here."""
-
-
 class Kernels:
-    """A device hands these out; those with kernels of their own override them."""
+    """The operations of a model besides attention over dense tensors. `Device.kernels` returns these or a subclass with
+    fused kernels."""
 
     fused_wgrad = False
-    """Whether gradients of parameters that have a sink go there."""
+    """True if kernels accumulate weight gradients directly into the fp32 buffer (fused wgrad accumulation)."""
     has_fp8_matmul = False
-    """Whether fp8 products are the device's own."""
+    """True if the device multiplies fp8 matrices; otherwise `linear` emulates fp8."""
     has_varlen_attention = False
-    """Whether there is `attend`."""
-    has_fp32_gqa = True
-    """Whether torch's attention has a kernel for fp32 with fewer kv heads than heads. Without one it would keep the
-    scores: each query head is given a copy."""
+    """True if `varlen_attention` exists; otherwise batches are never packed."""
 
     cross_entropy_: Callable[[Tensor, Tensor, int], Tensor] | None = None
-    """(logits, labels, label that counts nowhere): each row's loss; the logits become its gradient.
-    train/cross_entropy.py
-    has the same in plain torch."""
+    """(logits, labels, ignore_index) -> loss of each row; the logits become the gradient. train/cross_entropy.py has
+    the plain torch version."""
     adamw_: Callable[..., None] | None = None
-    """One update of flat fp32 memory (train/optim/update_rules.py), given scalars as one tensor."""
+    """One update of flat fp32 memory, with the scalars in one tensor. train/optim has the plain torch version."""
     adamw_stochastic_rounding_: Callable[..., None] | None = None
-    """The same on bf16 weights, rounded at random."""
+    """The same for bf16 weights with stochastic rounding."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_fp32_gqa: bool = True) -> None:
+        self.has_fp32_gqa = has_fp32_gqa
+        """True if torch's attention has an fp32 kernel for fewer kv heads than heads. Otherwise each query head gets a
+        copy of its keys and values, because torch's fallback would save the scores."""
         self.wgrad_buffers: dict[Tensor, Tensor] = {}
-        """By parameter: where its gradient is summed, without a tensor of its own in between. Autograd is told of no
-        gradient then, and runs the parameter's hooks all the same."""
+        """The buffer that accumulates each parameter's gradient, if `fused_wgrad`. The optimizer registers its buffers
+        here. Autograd sees no gradient for these parameters but still runs their post-accumulate hooks."""
+
+    def skip_inplace_kernels(self) -> None:
+        """Make the in-place kernels do nothing, for dry runs: they are not operators, so fake tensors have no rule for
+        them."""
+        if self.cross_entropy_:
+            self.cross_entropy_ = lambda logits, labels, ignore: logits.new_empty(len(logits), dtype=torch.float32)
+        if self.adamw_:
+            self.adamw_ = self.adamw_stochastic_rounding_ = lambda *args: None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         return fp8_linear_reference(x, weight, bias, fp8) if fp8 else F.linear(x, weight, bias)
@@ -72,14 +58,14 @@ class Kernels:
         cu_seqlens: Tensor,
         max_seqlen: int,
         causal: bool,
-        dropout: AttentionDropout | None,
+        dropout: DropoutRng | None,
     ) -> Tensor:
-        """Attention, [N, (H + 2 G) K] to [N, H, K], within sequences that lie one after the other: sequence s from
-        `starts[s]` to `starts[s + 1]`, at most `longest` tokens. Zeros after the last."""
-        raise NotImplementedError  # where `attends` is false, nothing is packed
+        """Attention within packed sequences, [N, (H + 2 G) K] to [N, H, K]. Sequence s has the tokens `cu_seqlens[s]`
+        to `cu_seqlens[s + 1] - 1`, at most `max_seqlen`. Tokens after the last sequence get zeros."""
+        raise NotImplementedError
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + y (x where y is None), and its RMS norm."""
+        """Return the residual x + y (x if y is None) and its RMS norm."""
         x = x if y is None else x + y
         return x, F.rms_norm(x, weight.shape, weight, eps)
 
@@ -91,22 +77,23 @@ class Kernels:
         weight: Tensor,
         bias: Tensor,
         eps: float,
-        dropout: RowDropout | None,
+        dropout: DropoutRng | None,
         post_norm: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """x + dropout(y + y_bias) (x where y is None), and its LayerNorm; `after`, its LayerNorm twice."""
+        """Return (residual, normed). Pre-norm: residual = x + dropout(y + y_bias) (x if y is None). `post_norm`:
+        residual = normed."""
         x = x if y is None else self.add_dropout(x, y, y_bias, dropout)
         out = F.layer_norm(x, weight.shape, weight, bias, eps)
         return out if post_norm else x, out
 
-    def add_dropout(self, x: Tensor | None, y: Tensor, bias: Tensor | None, dropout: RowDropout | None) -> Tensor:
-        """x + dropout(y + bias), of what there is."""
+    def add_dropout(self, x: Tensor | None, y: Tensor, bias: Tensor | None, dropout: DropoutRng | None) -> Tensor:
+        """x + dropout(y + bias); x and bias are optional."""
         y = y if bias is None else y + bias
         y = y if dropout is None else row_dropout(y, dropout)
         return y if x is None else x + y
 
     def bias_gelu(self, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-        """Of x + bias."""
+        """GELU(x + bias)."""
         return F.gelu(x + bias, approximate="tanh" if tanh else "none")
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -116,27 +103,67 @@ class Kernels:
 
     def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, (H + 2 G) K] to q [B, H, T, K], k and v [B, G, T, K]; q and k rotated."""
-        size = cos.shape[-1]
-        flat = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], -1)
-        q, k, v = (y.view(*y.shape[:2], -1, size).transpose(1, 2) for y in flat)
+        head_dim = cos.shape[-1]
+        projections = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+        q, k, v = (y.view(*y.shape[:2], -1, head_dim).transpose(1, 2) for y in projections)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
-def row_dropout(x: Tensor, dropout: RowDropout) -> Tensor:
-    """Zero each element of [..., D] with the probability asked for; words are [...]."""
+def row_dropout(x: Tensor, dropout: DropoutRng) -> Tensor:
+    """Dropout of [..., D], with row seeds of shape [...]."""
     column = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
     return counter_dropout(x, dropout.p, (dropout.seed0[..., None], dropout.seed1[..., None]), dropout.site, column)
 
 
 def counter_dropout(x: Tensor, p: float, seeds: tuple[Tensor, Tensor], site: Tensor, column: Tensor) -> Tensor:
-    """Zero each element with probability p. Words and column, broadcast to x's shape, say which element it is."""
+    """Zero each element with probability p. Seeds and column, broadcast to the shape of x, identify the element."""
     bits = element_bits(seeds, site, column) & 0x7FFFFFFF
     return torch.where(bits >= round(p * 2**31), x / (1 - p), 0.0)
 
 
 def apply_rope(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary positions on halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. Where samples have positions
-    of their own, cos and sin are [B, 1, T, K]."""
+    """Rotary embedding on halves, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), in fp32. If positions differ between
+    samples, cos and sin are [B, 1, T, K]."""
     x = x_BHTK.float()
     x1, x2 = x.chunk(2, -1)
     return (x * cos_TK + torch.cat((-x2, x1), -1) * sin_TK).to(x_BHTK.dtype)
+
+
+def split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [N, H, K], [N, G, K] and [N, G, K]."""
+    x = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+    return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+
+
+def varlen_attention_reference(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    causal: bool,
+    dropout: DropoutRng | None = None,
+) -> Tensor:
+    """`triton.attention.ops.varlen_attention` in fp32 with full score matrices, for tests."""
+    q, k, v = split_qkv(qkv, heads, kv_heads)
+    (_, H, K), R = q.shape, heads // kv_heads
+    bounds = cu_seqlens.tolist()
+    assert all(end - start <= max_seqlen for start, end in pairwise(bounds))
+    outputs = []
+    for start, end in pairwise(bounds):
+        q_HTK, k_HTK, v_HTK = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
+        k_HTK, v_HTK = k_HTK.repeat_interleave(R, 0), v_HTK.repeat_interleave(R, 0)
+        score_HTT = q_HTK @ k_HTK.transpose(1, 2) * K**-0.5
+        position_T = torch.arange(end - start, dtype=torch.int32, device=q.device)
+        if causal:
+            score_HTT = score_HTT.masked_fill(position_T[:, None] < position_T, -torch.inf)
+        weight_HTT = score_HTT.softmax(-1)
+        if dropout is not None:
+            assert dropout.head_offset is not None
+            head_H = torch.arange(H, dtype=torch.int32, device=q.device) + dropout.head_offset
+            column_H1T = (head_H * 0x10001)[:, None, None] + position_T
+            seeds = dropout.seed0[start:end, None], dropout.seed1[start:end, None]
+            weight_HTT = counter_dropout(weight_HTT, dropout.p, seeds, dropout.site, column_H1T)
+        outputs.append((weight_HTT @ v_HTK).transpose(0, 1))
+    filler = torch.zeros_like(q[bounds[-1] :], dtype=torch.float32)
+    return torch.cat([*outputs, filler]).to(q.dtype)

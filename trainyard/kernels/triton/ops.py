@@ -1,4 +1,5 @@
-"""Triton kernels where compilers leave time on the table: each is one pass over memory, forward and backward."""
+"""`Kernels` implemented in Triton, for operations where compilers leave time on the table: one pass over memory
+forward, one backward."""
 
 from typing import Any
 
@@ -7,16 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.compat import add_matmul_
-from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.fp8_linear import fp8_linear as fp8_linear
-from trainyard.kernels.reference import AttentionDropout, Kernels, RowDropout
-from trainyard.kernels.triton import adamw, attention, cross_entropy, dropout, gelu, layer_norm, rms_norm
+from trainyard.core.counter_rng import DropoutRng
+from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
+from trainyard.kernels.reference import Kernels
+from trainyard.kernels.triton import adamw, cross_entropy, dropout, gelu, layer_norm, rms_norm
 from trainyard.kernels.triton import rope as rotary
 from trainyard.kernels.triton import swiglu as swiglu_kernels
+from trainyard.kernels.triton.attention import ops as attention
 from trainyard.kernels.triton.column_sums import add_column_sums_
 
 
 class TritonKernels(Kernels):
+    """Fused kernels for NVIDIA GPUs, or for Triton's interpreter on a CPU."""
+
     cross_entropy_ = staticmethod(cross_entropy.cross_entropy_)
     adamw_ = staticmethod(adamw.adamw_)
     adamw_stochastic_rounding_ = staticmethod(adamw.adamw_stochastic_rounding_)
@@ -31,22 +35,22 @@ class TritonKernels(Kernels):
         cu_seqlens: Tensor,
         max_seqlen: int,
         causal: bool,
-        dropout: AttentionDropout | None,
+        dropout: DropoutRng | None,
     ) -> Tensor:
         return attention.varlen_attention(qkv, heads, kv_heads, cu_seqlens, max_seqlen, causal, dropout)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         if fp8:
             return fp8_linear(x, weight, bias, fp8)
-        sinks = self._wgrad_buffers(weight)
-        return _LinearFusedWgrad.apply(x, weight, bias, *sinks) if sinks else super().linear(x, weight, bias)  # type: ignore[no-untyped-call]
+        buffers = self._wgrad_buffers(weight)
+        return _LinearFusedWgrad.apply(x, weight, bias, *buffers) if buffers else super().linear(x, weight, bias)  # type: ignore[no-untyped-call]
 
     def _wgrad_buffers(self, *parameters: Tensor | None) -> "WgradBuffers":
-        """Of all parameters that there are, or none. A compiler wants gradients as tensors."""
+        """The gradient buffers of all given parameters, or none. Compiled code needs gradients as tensors."""
         if not self.wgrad_buffers or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return ()
-        found = [self.wgrad_buffers.get(parameter) for parameter in parameters if parameter is not None]
-        return () if None in found else tuple(sink for sink in found if sink is not None)
+        candidates = [self.wgrad_buffers.get(parameter) for parameter in parameters if parameter is not None]
+        return () if None in candidates else tuple(buffer for buffer in candidates if buffer is not None)
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         function = _RMSNorm if y is None else _AddRMSNorm
@@ -60,13 +64,13 @@ class TritonKernels(Kernels):
         weight: Tensor,
         bias: Tensor,
         eps: float,
-        dropout: RowDropout | None,
+        dropout: DropoutRng | None,
         post_norm: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        sinks = self._wgrad_buffers(weight, bias, y_bias)
-        return _AddLayerNorm.apply(x, y, y_bias, weight, bias, *_dropout_args(dropout), eps, post_norm, sinks)  # type: ignore[no-untyped-call]
+        buffers = self._wgrad_buffers(weight, bias, y_bias)
+        return _AddLayerNorm.apply(x, y, y_bias, weight, bias, *_dropout_args(dropout), eps, post_norm, buffers)  # type: ignore[no-untyped-call]
 
-    def add_dropout(self, x: Tensor | None, y: Tensor, bias: Tensor | None, dropout: RowDropout | None) -> Tensor:
+    def add_dropout(self, x: Tensor | None, y: Tensor, bias: Tensor | None, dropout: DropoutRng | None) -> Tensor:
         return _AddDropout.apply(x, y, bias, *_dropout_args(dropout), self._wgrad_buffers(bias))  # type: ignore[no-untyped-call]
 
     def bias_gelu(self, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
@@ -83,27 +87,27 @@ class TritonKernels(Kernels):
 WgradBuffers = tuple[Tensor, ...]
 
 
-def _dropout_args(drops: RowDropout | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
-    if drops is None or drops.p == 0:
+def _dropout_args(dropout_rng: DropoutRng | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
+    if dropout_rng is None or dropout_rng.p == 0:
         return None, None, None, 0.0
-    return drops.seed0, drops.seed1, drops.site, drops.p
+    return dropout_rng.seed0, dropout_rng.seed1, dropout_rng.site, dropout_rng.p
 
 
-def _reduce_vector_grads(parts: Tensor, dtype: torch.dtype, sinks: WgradBuffers) -> list[Tensor | None]:
-    """Gradients of vectors from parts [programs, k, columns]: k of them, or None where they went into sinks."""
-    if not sinks:
-        return list(parts.sum(0).to(dtype).unbind())
-    add_column_sums_(parts, sinks)
-    return [None] * parts.shape[1]
+def _reduce_vector_grads(partial_sums: Tensor, dtype: torch.dtype, buffers: WgradBuffers) -> list[Tensor | None]:
+    """Sum partial sums [programs, k, columns] to k vector gradients. Returns None for each if they went to buffers."""
+    if not buffers:
+        return list(partial_sums.sum(0).to(dtype).unbind())
+    add_column_sums_(partial_sums, buffers)
+    return [None] * partial_sums.shape[1]
 
 
 class _LinearFusedWgrad(torch.autograd.Function):
-    """A product whose weight's gradient is added, by the product itself, to where gradients are summed."""
+    """F.linear whose weight gradient accumulates into a buffer inside the matrix product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink, ctx.biased = sink, bias is not None
+        ctx.buffer, ctx.has_bias = buffer, bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -111,45 +115,45 @@ class _LinearFusedWgrad(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy = grads[0].flatten(0, -2)
         dx = (dy @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        add_matmul_(ctx.sink, dy.t(), x.flatten(0, -2))
-        return dx, None, dy.sum(0) if ctx.biased else None, None
+        add_matmul_(ctx.buffer, dy.t(), x.flatten(0, -2))
+        return dx, None, dy.sum(0) if ctx.has_bias else None, None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Gives x too, so that backward adds the gradient of the residual in the same pass."""
+    """RMSNorm that also returns x, so that backward adds the gradient of the residual in the same pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sinks: WgradBuffers) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # where x goes nowhere else, nothing is added
-        _, out, inverse = rms_norm.add_rms_norm(x, None, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.sinks = sinks
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, buffers: WgradBuffers) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # d_residual is None if x has no other use
+        _, out, rstd = rms_norm.add_rms_norm(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.buffers = buffers
         return x.view_as(x), out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, parts = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        return dx, *_reduce_vector_grads(parts, dx.dtype, ctx.sinks), None, None
+        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
+        return dx, *_reduce_vector_grads(partial_sums, dx.dtype, ctx.buffers), None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float, sinks: WgradBuffers
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float, buffers: WgradBuffers
     ) -> tuple[Tensor, Tensor]:
-        total, out, inverse = rms_norm.add_rms_norm(x, y, weight, eps)
-        ctx.save_for_backward(total, weight, inverse)
-        ctx.sinks = sinks
+        total, out, rstd = rms_norm.add_rms_norm(x, y, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.buffers = buffers
         return total, out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, parts = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        return dx, dx, *_reduce_vector_grads(parts, dx.dtype, ctx.sinks), None, None
+        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
+        return dx, dx, *_reduce_vector_grads(partial_sums, dx.dtype, ctx.buffers), None, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """Gives too what the block goes on with, as `_Norm` does: the sum or, `after` it, the norm once more."""
+    """LayerNorm that also returns the residual, as `_RMSNorm` does: the sum or, with `post_norm`, the norm again."""
 
     @staticmethod
     def forward(
@@ -159,31 +163,34 @@ class _AddLayerNorm(torch.autograd.Function):
         y_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor,
-        first: Tensor | None,
-        second: Tensor | None,
+        seed0: Tensor | None,
+        seed1: Tensor | None,
         site: Tensor | None,
         p: float,
         eps: float,
-        after: bool,
-        sinks: WgradBuffers,
+        post_norm: bool,
+        buffers: WgradBuffers,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        total, out, *each = layer_norm.add_layer_norm(x, y, y_bias, weight, bias, first, second, site, p, eps)
+        total, out, *row_stats = layer_norm.add_layer_norm(x, y, y_bias, weight, bias, seed0, seed1, site, p, eps)
         total = x.view_as(x) if y is None else total
-        ctx.save_for_backward(total, *each, weight, first, second, site)
-        ctx.p, ctx.added, ctx.biased, ctx.after, ctx.sinks = p, y is not None, y_bias is not None, after, sinks
-        return out.view_as(out) if after else total, out
+        ctx.save_for_backward(total, *row_stats, weight, seed0, seed1, site)
+        ctx.p, ctx.post_norm, ctx.buffers = p, post_norm, buffers
+        ctx.has_residual, ctx.has_bias = y is not None, y_bias is not None
+        return out.view_as(out) if post_norm else total, out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        going_on, d_out = grads
-        if d_out is None:  # nobody read the second of two equal ones
-            going_on, d_out = d_out, going_on
-        saved = ctx.saved_tensors  # once: under recomputation they are made for one reader
-        weight, first = saved[3:5]
-        dx, dy, parts = layer_norm.layer_norm_backward(d_out, going_on, *saved, ctx.p, ctx.biased, ctx.after)
-        d_weight, d_bias, *rest = _reduce_vector_grads(parts, weight.dtype, ctx.sinks)
-        dy = (dy if first is not None else dx) if ctx.added else None
+        d_residual, d_out = grads
+        if d_out is None:  # only one of the two equal outputs was used
+            d_residual, d_out = d_out, d_residual
+        saved = ctx.saved_tensors  # read once: recomputation unpacks them for one reader only
+        weight, seed0 = saved[3:5]
+        dx, dy, partial_sums = layer_norm.layer_norm_backward(
+            d_out, d_residual, *saved, ctx.p, ctx.has_bias, ctx.post_norm
+        )
+        d_weight, d_bias, *rest = _reduce_vector_grads(partial_sums, weight.dtype, ctx.buffers)
+        dy = (dy if seed0 is not None else dx) if ctx.has_residual else None
         return dx, dy, rest[0] if rest else None, d_weight, d_bias, *[None] * 7
 
 
@@ -194,26 +201,26 @@ class _AddDropout(torch.autograd.Function):
         x: Tensor | None,
         y: Tensor,
         bias: Tensor | None,
-        first: Tensor | None,
-        second: Tensor | None,
+        seed0: Tensor | None,
+        seed1: Tensor | None,
         site: Tensor | None,
         p: float,
-        sinks: WgradBuffers,
+        buffers: WgradBuffers,
     ) -> Tensor:
-        ctx.save_for_backward(first, second, site)
-        ctx.p, ctx.sinks, ctx.added, ctx.biased = p, sinks, x is not None, bias is not None
-        return dropout.add_dropout(x, y, bias, first, second, site, p)
+        ctx.save_for_backward(seed0, seed1, site)
+        ctx.p, ctx.buffers, ctx.has_residual, ctx.has_bias = p, buffers, x is not None, bias is not None
+        return dropout.add_dropout(x, y, bias, seed0, seed1, site, p)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_out = grads[0]
         d_bias: Tensor | None = None
         dy = d_out
-        if ctx.p or ctx.biased:
-            dropped, parts = dropout.add_dropout_backward(d_out, *ctx.saved_tensors, ctx.p, ctx.biased)
+        if ctx.p or ctx.has_bias:
+            dropped, partial_sums = dropout.add_dropout_backward(d_out, *ctx.saved_tensors, ctx.p, ctx.has_bias)
             dy = dropped if ctx.p else d_out
-            (d_bias,) = _reduce_vector_grads(parts, d_out.dtype, ctx.sinks) if ctx.biased else (None,)
-        return d_out if ctx.added else None, dy, d_bias, *[None] * 5
+            (d_bias,) = _reduce_vector_grads(partial_sums, d_out.dtype, ctx.buffers) if ctx.has_bias else (None,)
+        return d_out if ctx.has_residual else None, dy, d_bias, *[None] * 5
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -229,24 +236,26 @@ class _SwiGLU(torch.autograd.Function):
 
 class _BiasGELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool, sinks: WgradBuffers) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool, buffers: WgradBuffers) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.tanh, ctx.sinks = tanh, sinks
+        ctx.tanh, ctx.buffers = tanh, buffers
         return gelu.gelu(x, bias, tanh)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
-        dx, parts = gelu.gelu_backward(grads[0], x, bias, ctx.tanh)
-        return dx, *_reduce_vector_grads(parts, bias.dtype, ctx.sinks), None, None
+        dx, partial_sums = gelu.gelu_backward(grads[0], x, bias, ctx.tanh)
+        return dx, *_reduce_vector_grads(partial_sums, bias.dtype, ctx.buffers), None, None
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = rotary.rope(qkv, cos, sin, heads, kv)
-        return q, k, qkv.view(*qkv.shape[:2], -1, cos.shape[-1])[:, :, heads + kv :]
+        q, k = rotary.rope(qkv, cos, sin, heads, kv_heads)
+        return q, k, qkv.view(*qkv.shape[:2], -1, cos.shape[-1])[:, :, heads + kv_heads :]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
