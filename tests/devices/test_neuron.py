@@ -1,4 +1,4 @@
-"""TorchNeuron without a chip: what is decided by pure functions, and the device's own code on a pretended package."""
+"""TorchNeuron without a chip: its pure functions, and the device itself on a fake package."""
 
 import json
 import os
@@ -36,36 +36,36 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("here", "package", "says"),
+    ("instance", "package", "message"),
     [
         (TRN2, (2, 13), None),
         (TrainiumInstance("trn3", 4, ""), (2, 14), None),
-        (TRN2, None, r"needs torch-neuronx 2\.13\.\* or 2\.14\.\* from AWS.s own package index .Python 3\.12"),
-        (TRN2, (2, 9), r"torch-neuronx 2\.9 is the older one for XLA; needs"),
-        (TrainiumInstance(None, 0, "Standard PC"), (2, 13), r"no chip here \(/dev/neuron0 is missing\)"),
+        (TRN2, None, r"needs torch-neuronx 2\.13\.\* or 2\.14\.\* from AWS.s package index .Python 3\.12"),
+        (TRN2, (2, 9), r"torch-neuronx 2\.9 is the older package for XLA; needs"),
+        (TrainiumInstance(None, 0, "Standard PC"), (2, 13), r"no chip on this machine \(/dev/neuron0 is missing\)"),
         (TrainiumInstance("trn1", 16, "trn1.32xlarge"), None, r"this is a trn1.*nearest: device\.name=xla"),
         (TrainiumInstance(None, 16, ""), (2, 13), r"set NEURON_PLATFORM_TARGET_OVERRIDE=trn2 or trn3"),
     ],
 )
-def test_why_there_is_no_such_device(here: TrainiumInstance, package: tuple[int, int] | None, says: str | None) -> None:
-    found = missing_requirement(here, package)
-    if says is None:
-        assert found is None
+def test_missing_requirement(instance: TrainiumInstance, package: tuple[int, int] | None, message: str | None) -> None:
+    reason = missing_requirement(instance, package)
+    if message is None:
+        assert reason is None
     else:
-        assert found is not None
-        with pytest.raises(AssertionError, match=says):
-            raise AssertionError(found)
+        assert reason is not None
+        with pytest.raises(AssertionError, match=message):
+            raise AssertionError(reason)
 
 
-def test_asked_for_by_name_it_says_what_to_install() -> None:
+def test_selecting_it_by_name_says_what_to_install() -> None:
     with pytest.raises(
-        UserError, match=r"device\.name=neuron: needs torch-neuronx 2\.13.*; here: .*cpu, auto"
+        UserError, match=r"device\.name=neuron: needs torch-neuronx 2\.13.*; available: .*cpu, auto"
     ) as error:
         devices.select("neuron")
     assert "\n" not in str(error.value)
 
 
-def test_an_instance_is_known_by_what_ec2_and_the_driver_say(tmp_path: Path) -> None:
+def test_instance_is_detected_from_dmi_and_device_files(tmp_path: Path) -> None:
     dmi = tmp_path / "sys/devices/virtual/dmi/id"
     dmi.mkdir(parents=True)
     (dmi / "product_name").write_text("trn2u.48xlarge\n")
@@ -81,15 +81,15 @@ def test_an_instance_is_known_by_what_ec2_and_the_driver_say(tmp_path: Path) -> 
     ("product", "generation"),
     [("trn1.2xlarge", "trn1"), ("trn1n.32xlarge", "trn1"), ("p5.48xlarge", None), ("Trn3pd98.3xlarge", "trn3")],
 )
-def test_generations(product: str, generation: str | None) -> None:
+def test_parse_generation(product: str, generation: str | None) -> None:
     assert parse_generation(product) == generation
 
 
-def test_a_package_that_is_not_there_has_no_version() -> None:
+def test_installed_version() -> None:
     assert installed_version("torch-neuronx") is None
-    found = installed_version("torch")
-    assert found is not None
-    assert found >= (2, 11)
+    reason = installed_version("torch")
+    assert reason is not None
+    assert reason >= (2, 11)
 
 
 @pytest.mark.parametrize(
@@ -103,22 +103,22 @@ def test_a_package_that_is_not_there_has_no_version() -> None:
         ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, LaunchInfo(3, 4, 3, 4)),
     ],
 )
-def test_where_a_process_stands(environ: dict[str, str], launch: LaunchInfo) -> None:
+def test_launch_info_from_the_environment(environ: dict[str, str], launch: LaunchInfo) -> None:
     assert read_launch_info(environ) == launch
 
 
 @pytest.mark.parametrize(("ranks", "local", "hosts"), [(1, 1, 1), (64, 64, 1), (128, 64, 2), (65, 64, 2)])
 def test_hosts(ranks: int, local: int, hosts: int) -> None:
-    assert LaunchInfo(ranks=ranks, local_world_size=local).hosts == hosts
+    assert LaunchInfo(world_size=ranks, local_world_size=local).hosts == hosts
 
 
-def test_a_launcher_that_gives_no_numbers_is_one_line() -> None:
+def test_launch_variables_must_be_numbers() -> None:
     with pytest.raises(UserError, match="WORLD_SIZE=many: must be a number"):
         read_launch_info({"WORLD_SIZE": "many"})
 
 
 @pytest.mark.parametrize(
-    ("generation", "asked", "environ", "lnc"),
+    ("generation", "requested", "environ", "lnc"),
     [
         ("trn1", None, {}, 1),
         ("trn2", None, {}, 2),
@@ -127,21 +127,21 @@ def test_a_launcher_that_gives_no_numbers_is_one_line() -> None:
         ("trn3", 2, {"NEURON_LOGICAL_NC_CONFIG": "2"}, 2),
     ],
 )
-def test_physical_cores_of_a_rank(generation: str, asked: int | None, environ: dict[str, str], lnc: int) -> None:
-    assert resolve_lnc(generation, asked, environ) == lnc
+def test_lnc(generation: str, requested: int | None, environ: dict[str, str], lnc: int) -> None:
+    assert resolve_lnc(generation, requested, environ) == lnc
 
 
 @pytest.mark.parametrize(
-    ("generation", "asked", "environ", "says"),
+    ("generation", "requested", "environ", "message"),
     [
-        ("trn2", 2, {"NEURON_LOGICAL_NC_CONFIG": "1"}, r"NEURON_LOGICAL_NC_CONFIG=1: device\.lnc=2 needs 2"),
-        ("trn1", 2, {}, "trn1 with LNC 2: not known; here: trn1 with LNC 1, trn2 with LNC 1"),
+        ("trn2", 2, {"NEURON_LOGICAL_NC_CONFIG": "1"}, r"NEURON_LOGICAL_NC_CONFIG=1: conflicts with device\.lnc=2"),
+        ("trn1", 2, {}, "trn1 with LNC 2: not supported; supported: trn1 with LNC 1, trn2 with LNC 1"),
         ("trn2", None, {"NEURON_LOGICAL_NC_CONFIG": "two"}, "NEURON_LOGICAL_NC_CONFIG=two: must be a number"),
     ],
 )
-def test_physical_cores_that_cannot_be(generation: str, asked: int | None, environ: dict[str, str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        resolve_lnc(generation, asked, environ)
+def test_invalid_lnc(generation: str, requested: int | None, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_lnc(generation, requested, environ)
 
 
 @pytest.mark.parametrize(
@@ -149,58 +149,58 @@ def test_physical_cores_that_cannot_be(generation: str, asked: int | None, envir
     [
         (None, 5, 64, "5"),
         ("", 5, 64, "5"),
-        ("7", 3, 4, "7"),  # a launcher of the user's gave this rank its own
+        ("7", 3, 4, "7"),  # the user's launcher assigned this rank its core
         ("4-7", 2, 4, "6"),
         ("8,10,12", 1, 2, "10"),
         ("0-1,8-9", 3, 4, "9"),
     ],
 )
-def test_the_core_of_a_rank(visible: str | None, local_rank: int, local_ranks: int, core: str) -> None:
+def test_visible_core(visible: str | None, local_rank: int, local_ranks: int, core: str) -> None:
     assert visible_core(visible, local_rank, local_ranks) == core
 
 
 @pytest.mark.parametrize(
-    ("visible", "says"),
+    ("visible", "message"),
     [
-        ("0-1", "0-1: 2 cores for 4 ranks; one core each"),
+        ("0-1", "0-1: 2 cores for 4 ranks; each needs one"),
         ("all", "not a list of cores"),
         ("3-1", "not a list of cores"),
     ],
 )
-def test_cores_that_do_not_suffice(visible: str, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_visible_cores(visible: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         visible_core(visible, 0, 4)
 
 
 @given(first=st.integers(0, 100), count=st.integers(2, 64))
-def test_ranks_share_what_the_user_gave_and_none_twice(first: int, count: int) -> None:
+def test_ranks_divide_the_visible_cores(first: int, count: int) -> None:
     visible = f"{first}-{first + count - 1}"
-    taken = [int(visible_core(visible, rank, count)) for rank in range(count)]
-    assert taken == list(range(first, first + count))
+    cores = [int(visible_core(visible, rank, count)) for rank in range(count)]
+    assert cores == list(range(first, first + count))
 
 
-def test_what_the_native_runtime_reads() -> None:
-    alone = native_environment(2, LaunchInfo(local_rank=3, local_world_size=4, ranks=4), "/cache")
-    assert alone["NEURON_LOGICAL_NC_CONFIG"] == "2"
-    assert alone["NEURON_RT_VISIBLE_CORES"] == "3"
-    assert alone["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache"
-    assert int(alone["NEURON_RT_EXEC_TIMEOUT"]) > 30
-    assert not [name for name in alone if name.startswith("FI_")]
-    several = native_environment(2, LaunchInfo(ranks=128, local_world_size=64), "/cache")
-    assert several["FI_PROVIDER"] == "efa"
-    assert several["FI_EFA_USE_DEVICE_RDMA"] == "1"
-    assert "NEURON_RT_ROOT_COMM_ID" not in several, "ranks find it through their store"
+def test_native_environment() -> None:
+    one_host = native_environment(2, LaunchInfo(local_rank=3, local_world_size=4, world_size=4), "/cache")
+    assert one_host["NEURON_LOGICAL_NC_CONFIG"] == "2"
+    assert one_host["NEURON_RT_VISIBLE_CORES"] == "3"
+    assert one_host["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache"
+    assert int(one_host["NEURON_RT_EXEC_TIMEOUT"]) > 30
+    assert not [name for name in one_host if name.startswith("FI_")]
+    two_hosts = native_environment(2, LaunchInfo(world_size=128, local_world_size=64), "/cache")
+    assert two_hosts["FI_PROVIDER"] == "efa"
+    assert two_hosts["FI_EFA_USE_DEVICE_RDMA"] == "1"
+    assert "NEURON_RT_ROOT_COMM_ID" not in two_hosts, "ranks find the root address through their store"
 
 
-def test_what_the_user_has_set_stays() -> None:
-    wanted = native_environment(2, LaunchInfo(), "/ours")
-    mine = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/mine", "NEURON_RT_EXEC_TIMEOUT": "99"}
-    changes = merge_env(wanted, mine)
-    assert not changes.keys() & mine.keys()
-    assert (mine | changes).keys() == wanted.keys()
+def test_user_settings_win() -> None:
+    defaults = native_environment(2, LaunchInfo(), "/ours")
+    user_env = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/mine", "NEURON_RT_EXEC_TIMEOUT": "99"}
+    changes = merge_env(defaults, user_env)
+    assert not changes.keys() & user_env.keys()
+    assert (user_env | changes).keys() == defaults.keys()
 
 
-def test_a_device_knows_its_machine() -> None:
+def test_device_properties() -> None:
     device = NeuronDevice(TRN2)
     assert device.max_local_ranks() == 64
     assert device.describe() == "trn2.48xlarge, a core of 24 GiB (LNC 2)"
@@ -216,19 +216,19 @@ def test_a_device_knows_its_machine() -> None:
     assert device.rank_order(32, 64) == [*range(16), *range(48, 64), *range(16, 48)]
 
 
-def test_mistakes_before_the_first_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_rejects_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     device = NeuronDevice(TrainiumInstance("trn2", 1, "trn2.3xlarge"))
-    with pytest.raises(UserError, match="local rank 4: this machine has 4 cores, one for each rank"):
+    with pytest.raises(UserError, match="local rank 4: this machine has 4 cores, one per rank"):
         device.prepare(False, 4, "bf16")
     with pytest.raises(UserError, match=r"precision\.kind=fp8: not on Trainium.*nearest: bf16"):
         device.prepare(False, 0, "fp8")
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    with pytest.raises(UserError, match=r"device\.lnc=2 needs 2"):
+    with pytest.raises(UserError, match=r"conflicts with device\.lnc=2"):
         device.prepare(False, 0, "bf16", 2)
 
 
 @pytest.mark.parametrize("value", [0, 3])
-def test_an_lnc_that_no_chip_has_is_one_line(value: int) -> None:
+def test_lnc_out_of_range_is_an_error(value: int) -> None:
     with pytest.raises(UserError, match=rf"device\.lnc={value}.*nearest: {max(1, min(value, 2))}"):
         load("tiny-llama", [f"device.lnc={value}"])
 
@@ -247,7 +247,7 @@ from trainyard.parallel.mesh import leave
 from trainyard.train.trainer import Trainer
 
 
-class Pretended(Neuron):
+class FakeNeuron(NeuronDevice):
     handle = torch.device("cpu")
 
     def prepare(self, *given):
@@ -315,8 +315,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["fp32", "bf16_sr"])
-def test_a_run_on_the_pretended_package(packages: Path, tmp_path: Path, kind: str) -> None:
-    """The whole Trainer with the neuron device: same losses as on the CPU, one graph for all blocks."""
+def test_training_on_the_fake_package(packages: Path, tmp_path: Path, kind: str) -> None:
+    """A Trainer on the neuron device: the same losses as on the CPU, and one graph for all blocks."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, "{}", kind, str(tmp_path)],
         env=environment(packages, tmp_path),
@@ -335,14 +335,14 @@ def test_a_run_on_the_pretended_package(packages: Path, tmp_path: Path, kind: st
     assert said["device"] == "neuron"
     assert said["core"] == "0"
     assert said["cache"] == str(tmp_path / "trainyard" / "neff")
-    assert said["waited"] >= 1, "an update waits for the copy of a checkpoint"
+    assert said["waited"] >= 1, "the optimizer step waits for the checkpoint copy"
     assert said["checkpoint"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["tp", "cp"])
-def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
-    """Process group neuron, one core each, the same graphs, and the losses of one rank."""
+def test_two_ranks_on_the_fake_package(packages: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Both ranks use the neuron process group, one core each and the same graphs, and have the losses of one rank."""
 
     def start(rank: int, port: int) -> subprocess.Popen[str]:
         variables = {
@@ -362,20 +362,20 @@ def test_two_ranks_on_the_pretended_package(packages: Path, tmp_path: Path, layo
         )
 
     with reserved_port() as port:
-        crew = [start(rank, port) for rank in range(2)]
-        ends = [rank.communicate(timeout=100) for rank in crew]
-    for rank, (out, errors) in zip(crew, ends, strict=True):
+        processes = [start(rank, port) for rank in range(2)]
+        outputs = [rank.communicate(timeout=100) for rank in processes]
+    for rank, (out, errors) in zip(processes, outputs, strict=True):
         assert rank.returncode == 0, errors + out
-    said = [json.loads(out.splitlines()[-1]) for out, _ in ends]
-    assert [each["core"] for each in said] == ["0", "1"]
-    assert {each["group"] for each in said} == {"neuron"}
+    said = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert [result["core"] for result in said] == ["0", "1"]
+    assert {result["group"] for result in said} == {"neuron"}
     assert said[0]["code"] == said[1]["code"]
     assert sum(said[0]["graphs"]) == 1, "four blocks, one graph"
-    alone = Losses()
+    one_host = Losses()
     log = {"directory": str(tmp_path)}
-    Trainer(configs.tiny_config({**configs.LLAMA, "layers": 4}, log=log), callbacks=[alone]).run()
-    for each in said:
-        assert each["losses"] == pytest.approx(alone.losses, rel=1e-5)
+    Trainer(configs.tiny_config({**configs.LLAMA, "layers": 4}, log=log), callbacks=[one_host]).run()
+    for result in said:
+        assert result["losses"] == pytest.approx(one_host.losses, rel=1e-5)
 
 
 class Losses(Callback):
@@ -386,7 +386,7 @@ class Losses(Callback):
         self.losses.append(record["loss"])
 
 
-def test_the_pretended_package_without_a_chip_is_one_line(packages: Path, tmp_path: Path) -> None:
+def test_fake_package_without_a_chip_is_an_error(packages: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trainyard", "train", "device.name=neuron"],
         env=environment(packages, tmp_path),
@@ -396,5 +396,5 @@ def test_the_pretended_package_without_a_chip_is_one_line(packages: Path, tmp_pa
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("trainyard: device.name=neuron: no chip here")
+    assert done.stderr.startswith("trainyard: device.name=neuron: no chip on this machine")
     assert done.stderr.count("\n") == 1

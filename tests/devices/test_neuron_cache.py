@@ -1,4 +1,4 @@
-"""The compile cache of neuronx-cc: directories made in its exact layout, with everything that goes wrong in them."""
+"""Inspecting and repairing the compile cache of neuronx-cc, with directories in its exact layout."""
 
 import fcntl
 import json
@@ -32,11 +32,11 @@ NAMES = {"success": "MODULE_1+00000001", "failed": "MODULE_2+00000001", "locked"
 HOUR = 3600.0
 
 
-def nobody() -> list[str]:
+def no_processes() -> list[str]:
     return []
 
 
-def put(root: Path, name: str, files: dict[str, str], age: float = 0.0) -> Path:
+def add_entry(root: Path, name: str, files: dict[str, str], age: float = 0.0) -> Path:
     path = root / COMPILER / name
     path.mkdir(parents=True)
     for file, text in files.items():
@@ -47,10 +47,10 @@ def put(root: Path, name: str, files: dict[str, str], age: float = 0.0) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    put(tmp_path, NAMES["success"], DONE)
-    put(tmp_path, NAMES["failed"], FAILED)
-    put(tmp_path, NAMES["locked"], LOCKED, age=2 * HOUR)
-    put(tmp_path, "MODULE_02e0833b58066ea94f2c+d41d8cd9", {"model.hlo.pb": "older"})
+    add_entry(tmp_path, NAMES["success"], DONE)
+    add_entry(tmp_path, NAMES["failed"], FAILED)
+    add_entry(tmp_path, NAMES["locked"], LOCKED, age=2 * HOUR)
+    add_entry(tmp_path, "MODULE_02e0833b58066ea94f2c+d41d8cd9", {"model.hlo.pb": "older"})
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def by_state(cache: Path) -> dict[str, NeuronCacheEntry]:
     return {entry.state: entry for entry in list_entries(cache)}
 
 
-def test_each_state_is_seen(cache: Path) -> None:
+def test_states_of_entries(cache: Path) -> None:
     found = by_state(cache)
     assert sorted(found) == ["empty", "failed", "locked", "success"]
     done, failed, empty = found["success"], found["failed"], found["empty"]
@@ -72,7 +72,7 @@ def test_each_state_is_seen(cache: Path) -> None:
     assert [lock.name for lock in found["locked"].locks] == ["model.hlo_module.pb.lock"]
 
 
-def test_what_does_not_belong_there_is_passed_over(cache: Path) -> None:
+def test_unrelated_files_are_ignored(cache: Path) -> None:
     before = list_entries(cache)
     (cache / "README").write_text("mine")
     (cache / "other" / NAMES["success"]).mkdir(parents=True)
@@ -83,17 +83,17 @@ def test_what_does_not_belong_there_is_passed_over(cache: Path) -> None:
     assert list_entries(cache) == before
 
 
-def test_damaged_entries_are_entries_too(tmp_path: Path) -> None:
-    path = put(tmp_path, "MODULE_7+00000007", {**GRAPH, "compile_flags.json": "[broken", "model.neff": ""})
+def test_damaged_entry_is_listed_with_its_problems(tmp_path: Path) -> None:
+    path = add_entry(tmp_path, "MODULE_7+00000007", {**GRAPH, "compile_flags.json": "[broken", "model.neff": ""})
     (path / "model.log").symlink_to(tmp_path / "nowhere")
     (path / "sub").mkdir()
     (entry,) = list_entries(tmp_path)
     assert entry.flags == ()
     assert entry.log_tail == ""
-    assert entry_problems(entry) == ["model.neff without model.done: cut off", "model.neff is empty"]
+    assert entry_problems(entry) == ["model.neff without model.done: truncated", "model.neff is empty"]
 
 
-def test_a_place_that_is_no_cache(tmp_path: Path) -> None:
+def test_paths_that_are_not_a_cache(tmp_path: Path) -> None:
     assert list_entries(tmp_path / "nothing") == []
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="not a directory"):
@@ -103,63 +103,61 @@ def test_a_place_that_is_no_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "says"),
+    ("state", "problems"),
     [
         ("success", []),
         ("empty", []),
-        ("failed", ["failed before, and is not tried again"]),
+        ("failed", ["failed, and will not be retried"]),
         ("locked", ["locked"]),
     ],
 )
-def test_what_is_wrong_is_said(cache: Path, state: str, says: list[str]) -> None:
-    assert entry_problems(by_state(cache)[state]) == says
+def test_entry_problems(cache: Path, state: str, problems: list[str]) -> None:
+    assert entry_problems(by_state(cache)[state]) == problems
 
 
-def test_failures_are_removed_and_nothing_else(cache: Path) -> None:
-    gone = remove_failed(list_entries(cache), nobody)
-    assert [entry.key for entry in gone] == [NAMES["failed"]]
+def test_remove_failed_keeps_other_entries(cache: Path) -> None:
+    removed = remove_failed(list_entries(cache), no_processes)
+    assert [entry.key for entry in removed] == [NAMES["failed"]]
     assert {entry.state for entry in list_entries(cache)} == {"success", "locked", "empty"}
     assert sorted(path.name for path in (cache / COMPILER).iterdir()) == sorted(
         [NAMES["success"], NAMES["locked"], "MODULE_02e0833b58066ea94f2c+d41d8cd9"]
     )
 
 
-def test_a_failure_that_is_tried_again_just_now_stays(tmp_path: Path) -> None:
-    path = put(tmp_path, "MODULE_2+00000001", FAILED | LOCKED, age=2 * HOUR)
+def test_remove_failed_keeps_an_entry_being_compiled(tmp_path: Path) -> None:
+    path = add_entry(tmp_path, "MODULE_2+00000001", FAILED | LOCKED, age=2 * HOUR)
     with (path / "model.hlo_module.pb.lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert remove_failed(list_entries(tmp_path), nobody) == []
+        assert remove_failed(list_entries(tmp_path), no_processes) == []
     assert remove_failed(list_entries(tmp_path), lambda: [f"neuronx-cc compile model.{path.name}.hlo.pb"]) == []
-    assert len(remove_failed(list_entries(tmp_path), nobody)) == 1
+    assert len(remove_failed(list_entries(tmp_path), no_processes)) == 1
 
 
 @pytest.mark.parametrize(("minutes", "cleared"), [(60, 1), (150, 0)])
-def test_old_locks_are_cleared_and_young_ones_stay(cache: Path, minutes: float, cleared: int) -> None:
-    assert len(clear_locks(list_entries(cache), minutes, running=nobody)) == cleared
+def test_clear_locks_by_age(cache: Path, minutes: float, cleared: int) -> None:
+    assert len(clear_locks(list_entries(cache), minutes, running=no_processes)) == cleared
     assert ("empty" if cleared else "locked") in [
         entry.state for entry in list_entries(cache) if entry.key == NAMES["locked"]
     ]
 
 
-@pytest.mark.parametrize("how", ["flock", "lockf"])
-def test_a_lock_that_another_process_holds_stays(cache: Path, how: str) -> None:
+@pytest.mark.parametrize("function", ["flock", "lockf"])
+def test_clear_locks_keeps_a_lock_held_by_a_process(cache: Path, function: str) -> None:
     (lock,) = by_state(cache)["locked"].locks
-    script = (
-        f"import fcntl, sys; f = open(sys.argv[1], 'r+b'); fcntl.{how}(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
-    )
+    script = f"import fcntl, sys; f = open(sys.argv[1], 'r+b'); fcntl.{function}(f, 2); print(); sys.stdin.read()"
     holder = subprocess.Popen(
         [sys.executable, "-c", script, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None
     holder.stdout.readline()
-    assert clear_locks(list_entries(cache), 0, running=nobody) == []
+    assert clear_locks(list_entries(cache), 0, running=no_processes) == []
     holder.communicate("")
-    assert clear_locks(list_entries(cache), 0, running=nobody) == [lock]
+    assert clear_locks(list_entries(cache), 0, running=no_processes) == [lock]
     assert not lock.exists()
 
 
-def test_a_lock_whose_graph_is_being_compiled_stays(cache: Path) -> None:
-    """Seen by the command line of a real process, which names the entry as the compiler's does."""
+def test_lock_of_a_running_compiler_is_not_stale(cache: Path) -> None:
+    """A real process names the entry on its command line, as the compiler does."""
     entry = by_state(cache)["locked"]
     compiler = subprocess.Popen(
         [sys.executable, "-c", "input()", f"/tmp/model.{entry.key}.hlo.pb"], stdin=subprocess.PIPE, text=True
@@ -171,14 +169,14 @@ def test_a_lock_whose_graph_is_being_compiled_stays(cache: Path) -> None:
     assert stale_locks(entry, 0) == list(entry.locks)
 
 
-def test_all_locks_are_cleared_when_asked(cache: Path) -> None:
-    put(cache, "MODULE_4+00000001", LOCKED)
-    assert len(clear_locks(list_entries(cache), running=nobody)) == 1
+def test_clear_locks_with_force(cache: Path) -> None:
+    add_entry(cache, "MODULE_4+00000001", LOCKED)
+    assert len(clear_locks(list_entries(cache), running=no_processes)) == 1
     assert len(clear_locks(list_entries(cache), force=True)) == 1
 
 
 @pytest.mark.parametrize(
-    ("environ", "where"),
+    ("environ", "location"),
     [
         ({}, DEFAULT_DIR),
         ({"NEURON_COMPILE_CACHE_URL": "s3://bucket/cache"}, "s3://bucket/cache"),
@@ -187,5 +185,5 @@ def test_all_locks_are_cleared_when_asked(cache: Path) -> None:
         ({"NEURON_CC_FLAGS": "--cache_dir", "NEURON_COMPILE_CACHE_URL": "/a"}, "/a"),
     ],
 )
-def test_where_the_cache_is(environ: dict[str, str], where: str) -> None:
-    assert cache_location(environ) == where
+def test_cache_location(environ: dict[str, str], location: str) -> None:
+    assert cache_location(environ) == location

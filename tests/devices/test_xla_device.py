@@ -1,4 +1,4 @@
-"""trn1's device without a trn1 and without torch_xla: what is decided before either is touched."""
+"""The XLA device without a trn1 and without torch_xla: decisions that need neither."""
 
 import pytest
 import torch
@@ -21,30 +21,32 @@ NOWHERE = TrainiumInstance(None, 0, "")
 
 
 @pytest.mark.parametrize(
-    ("here", "installed", "pjrt", "says"),
+    ("instance", "installed", "pjrt", "message"),
     [
         (TRN1, True, None, None),
         (NOWHERE, True, "CPU", None),
         (TRN1, False, None, "needs torch 2.9 with torch_xla 2.9"),
-        (NOWHERE, True, None, "no Trainium here; PJRT_DEVICE=CPU"),
+        (NOWHERE, True, None, "no Trainium on this machine; PJRT_DEVICE selects"),
     ],
 )
-def test_why_there_is_no_such_device(
-    here: TrainiumInstance, installed: bool, pjrt: str | None, says: str | None
+def test_missing_requirement(
+    instance: TrainiumInstance, installed: bool, pjrt: str | None, message: str | None
 ) -> None:
-    found = missing_requirement(here, installed, pjrt)
-    assert found is None if says is None else says in str(found)
+    reason = missing_requirement(instance, installed, pjrt)
+    assert reason is None if message is None else message in str(reason)
 
 
-def test_asked_for_by_name_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selecting_it_by_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainyard.devices.neuron.xla_device.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"device\.name=xla: needs torch 2\.9 with torch_xla 2\.9.*; here: .*cpu, auto"):
+    with pytest.raises(
+        UserError, match=r"device\.name=xla: needs torch 2\.9 with torch_xla 2\.9.*; available: .*cpu, auto"
+    ):
         devices.select("xla")
 
 
 @pytest.mark.parametrize("precision", PRECISION_FLAGS)
-def test_tensors_keep_the_types_we_gave_them(precision: str) -> None:
-    """Neither the compiler nor torch_xla makes bf16 of what we keep in fp32, and no hardware rounds at random."""
+def test_dtypes_are_not_changed(precision: str) -> None:
+    """Neither the compiler nor torch_xla downcasts fp32 tensors, and the hardware does not round stochastically."""
     variables = xla_environment("trn1", 1, precision, LaunchInfo(), "/cache")
     assert variables["XLA_USE_BF16"] == variables["XLA_DOWNCAST_BF16"] == "0"
     assert variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "0"
@@ -55,20 +57,20 @@ def test_tensors_keep_the_types_we_gave_them(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "lnc", "has", "lacks"),
+    ("generation", "lnc", "expected_flag", "unexpected_flag"),
     [
         ("trn1", 1, "--enable-saturate-infinity", "--lnc"),
         ("trn2", 2, "--lnc=2", "--enable-saturate-infinity"),
         ("trn2", 1, "--lnc=1", "--enable-saturate-infinity"),
     ],
 )
-def test_flags_of_a_generation(generation: str, lnc: int, has: str, lacks: str) -> None:
+def test_compiler_flags_by_generation(generation: str, lnc: int, expected_flag: str, unexpected_flag: str) -> None:
     flags = compiler_flags(generation, lnc, "bf16")
-    assert has in flags
-    assert not any(flag.startswith(lacks) for flag in flags)
+    assert expected_flag in flags
+    assert not any(flag.startswith(unexpected_flag) for flag in flags)
 
 
-def test_a_rank_is_told_its_place() -> None:
+def test_xla_environment() -> None:
     launch = LaunchInfo(33, 64, 1, 32, "10.0.0.1", 41000)
     variables = xla_environment("trn1", 1, "bf16", launch, "/cache")
     assert variables["PJRT_DEVICE"] == "NEURON"
@@ -79,20 +81,20 @@ def test_a_rank_is_told_its_place() -> None:
     assert variables["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:41001"
     assert variables["FI_PROVIDER"] == "efa"
     assert variables["NEURON_COMPILE_CACHE_URL"] == "/cache"
-    alone = xla_environment("trn1", 1, "bf16", LaunchInfo(), "/cache")
-    assert not alone.keys() & {"NEURON_RT_ROOT_COMM_ID", "FI_PROVIDER", "NEURON_LOGICAL_NC_CONFIG"}
+    single = xla_environment("trn1", 1, "bf16", LaunchInfo(), "/cache")
+    assert not single.keys() & {"NEURON_RT_ROOT_COMM_ID", "FI_PROVIDER", "NEURON_LOGICAL_NC_CONFIG"}
 
 
 @pytest.mark.parametrize(
     ("master", "address"), [("host", "host:7001"), ("fe80::1:2", "[fe80::1:2]:7001"), ("[fe80::1]", "[fe80::1]:7001")]
 )
-def test_the_root_address_lies_beside_the_port_where_ranks_meet(master: str, address: str) -> None:
-    assert root_comm_id(LaunchInfo(ranks=2, master_addr=master, port=7000)) == address
+def test_root_address_uses_the_next_port(master: str, address: str) -> None:
+    assert root_comm_id(LaunchInfo(world_size=2, master_addr=master, master_port=7000)) == address
 
 
-def test_the_users_flags_are_added_and_win() -> None:
-    wanted = {"NEURON_CC_FLAGS": "--model-type=transformer --auto-cast=none --retry_failed_compilation"}
-    changes = merge_env(wanted, {"NEURON_CC_FLAGS": "-O1 --auto-cast matmult --cache_dir=/mine"})
+def test_user_compiler_flags_win() -> None:
+    defaults = {"NEURON_CC_FLAGS": "--model-type=transformer --auto-cast=none --retry_failed_compilation"}
+    changes = merge_env(defaults, {"NEURON_CC_FLAGS": "-O1 --auto-cast matmult --cache_dir=/mine"})
     assert changes["NEURON_CC_FLAGS"].split() == [
         "--model-type=transformer",
         "--retry_failed_compilation",
@@ -103,17 +105,20 @@ def test_the_users_flags_are_added_and_win() -> None:
     ]
 
 
-def test_settling_twice_changes_nothing_more() -> None:
-    """Two Trainers in one process."""
-    wanted = xla_environment("trn1", 1, "bf16", LaunchInfo(local_rank=3, local_world_size=32, ranks=32), "/cache")
-    once = merge_env(wanted, {})
-    again = merge_env(
-        xla_environment("trn1", 1, "bf16", LaunchInfo(local_rank=3, local_world_size=32, ranks=32), "/cache", "3"), once
+def test_merge_env_is_idempotent() -> None:
+    """Two Trainers in one process set the same variables."""
+    defaults = xla_environment(
+        "trn1", 1, "bf16", LaunchInfo(local_rank=3, local_world_size=32, world_size=32), "/cache"
     )
-    assert once | again == once
+    first = merge_env(defaults, {})
+    again = merge_env(
+        xla_environment("trn1", 1, "bf16", LaunchInfo(local_rank=3, local_world_size=32, world_size=32), "/cache", "3"),
+        first,
+    )
+    assert first | again == first
 
 
-def test_a_device_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     device = XlaDevice(TRN1)
     assert device.max_local_ranks() == 32
@@ -125,13 +130,13 @@ def test_a_device_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order is not None
     assert order[:4] == [0, 8, 16, 24]
     assert device.supports_group(range(8))
-    assert not device.supports_group(range(4)), "four neighbours"
-    assert device.compile_options() is None, "all is compiled as it is"
+    assert not device.supports_group(range(4)), "four consecutive cores"
+    assert device.compile_options() is None, "torch_xla compiles everything"
     with pytest.raises(UserError, match="local rank 32: this machine has 32 cores"):
         device.prepare(False, 32, "bf16")
 
 
-def test_another_pjrt_device_has_no_trainium_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_pjrt_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     device = XlaDevice(TRN1)
     assert device.describe() == "XLA on CPU"
@@ -139,5 +144,5 @@ def test_another_pjrt_device_has_no_trainium_about_it(monkeypatch: pytest.Monkey
     assert device.rank_order(4, 32) is None
     assert device.supports_group(range(3))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="PJRT_DEVICE=CPU: 4 processes would not see each other; nearest: one rank"):
+    with pytest.raises(UserError, match="PJRT_DEVICE=CPU: 4 processes cannot communicate; nearest: one rank"):
         device.prepare(False)

@@ -1,13 +1,13 @@
-"""A torch_neuronx to pretend with: names and signatures of the real one (2.13), work on the CPU.
+"""A fake torch_neuronx with the names and signatures of the real one (2.13) that runs on the CPU.
 
-A real one cannot be had without AWS's package index, nor run without a chip. This one shows that our side of the talk
-holds together, not what the chip would answer.
+The real package needs AWS's package index and a chip. The fake one shows that our side of the interface is consistent,
+not how the chip behaves.
 """
 
 from pathlib import Path
 
 MODULE = '''
-"""Pretends to be TorchNeuron."""
+"""A fake TorchNeuron."""
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ options_seen = []
 
 def _autoload():
     torch.utils.rename_privateuse1_backend("neuron")
-    torch.neuron = SimpleNamespace(is_available=lambda: False)  # no tensors live there: they stay on the CPU
+    torch.neuron = SimpleNamespace(is_available=lambda: False)  # tensors stay on the CPU
     dist.Backend.register_backend(
         "neuron", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout), devices=["cpu"]
     )
@@ -30,7 +30,7 @@ def compile_graph(graph, inputs, *, options=None, mode="default"):
     assert mode == "default", mode
     assert all(isinstance(size, int) for each in inputs if isinstance(each, torch.Tensor) for size in each.shape)
     options = {} if options is None else options
-    options["prepared"] = True  # the real one writes into what it is given as well
+    options["prepared"] = True  # the real one also writes into its options
     options_seen.append(options)
     graphs.append(graph)
     return graph.forward
@@ -91,9 +91,9 @@ neuron = torch_neuronx:compile_graph
 
 
 def install(directory: Path, version: str = "2.13.3.0") -> None:
-    """As pip would put it there."""
+    """Install the package as pip would."""
     (directory / "torch_neuronx.py").write_text(MODULE)
-    about = directory / f"torch_neuronx-{version}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    dist_info = directory / f"torch_neuronx-{version}.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n")
+    (dist_info / "entry_points.txt").write_text(ENTRY_POINTS)

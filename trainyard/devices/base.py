@@ -1,4 +1,4 @@
-"""What a device answers. Everything else in the tree asks these questions instead of naming a device."""
+"""The interface of a device. Other packages query this interface and never name a device."""
 
 import platform
 from abc import ABC, abstractmethod
@@ -20,52 +20,67 @@ class PeakThroughput:
     flops: float
     """FLOP/s."""
     source: str
-    """Where the number comes from: a data sheet, or a measurement made now."""
+    """Origin of the number: a data sheet or a measurement."""
 
 
 class HostCopy(NamedTuple):
-    """Tensors on their way to the host."""
+    """Device-to-host copies in progress."""
 
     wait: Callable[[], None]
-    """Until the host may read them, in any thread."""
+    """Block until the host may read the copies; callable from any thread."""
     fence: Callable[[], None]
-    """What the device is given after this may change them."""
+    """Order device work: whatever is queued after this call may overwrite the source tensors."""
 
 
 class CompileOptions(NamedTuple):
-    """How torch.compile is to be asked."""
+    """Arguments for torch.compile."""
 
     backend: str = "inductor"
     options: dict[str, Any] | None = None
-    """One object for all that is compiled: a backend may write into it, and blocks share a graph where options are
-    equal."""
+    """One object for all compiled functions: a backend may write into it, and blocks share a graph only if their
+    options are equal."""
     static_shapes: bool = False
-    """Every shape is a graph of its own, and no part of a function may stay outside."""
+    """Compile one graph per shape and forbid graph breaks."""
 
 
 class DeviceCollectives(Protocol):
-    """What ranks of a group do together, on a device that torch's functional collectives do not do for."""
+    """Collectives of one group, for devices that torch's functional collectives do not support."""
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        """`op` is "sum" or "max"."""
+        """Reduce over the group; `op` is "sum" or "max"."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, ...] of each rank to [size * n, ...], in the group's order."""
+        """Gather [n, ...] of each rank to [size * n, ...], in group order."""
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """[size * n, ...] of each rank to this rank's [n, ...] of their sum."""
+        """Sum [size * n, ...] over ranks and return this rank's [n, ...]."""
 
 
 class Device(ABC):
+    """One kind of device: what it is, what it supports, and how to move data to and from it."""
+
     name: str
     process_group_backend: str
     """Backend name for torch.distributed."""
     synchronous: bool
-    """Work is finished when the call returns (no queue to wait for)."""
+    """True if work is complete when a call returns (there is no queue)."""
     max_logits_bytes: int
-    """fp32 logits that the loss holds at a time: enough for efficient products, no more."""
+    """Size of the fp32 logits that the loss materializes at a time: large enough for efficient matrix products."""
     attention_kernels: tuple[str, ...] = ()
-    """Attention kernels that can be asked for by name."""
+    """Attention kernels that `device.attention` can select."""
+    memory_model = "cpu"
+    """How `plan` models memory: a name in plan/memory/device_kinds.py."""
+    decomposes_attention = False
+    """True if attention across ranks or within documents uses plain operations on gathered keys and values, which the
+    device's compiler traces like everything else. All ranks then have the same graph."""
+    fork_safe = False
+    """True if a process may fork after using tensors of this device, and the child may compile for it."""
+    has_precompile_tool = False
+    """True if the vendor's tool precompiles graphs (neuron/parallel_compile.py) instead of `trainyard.precompile`."""
+    device_index_in_code = False
+    """True if compiled code contains the device index, so that each device of a machine needs its own."""
+    supports_graphs = False
+    """True if `capture_graph` captures."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -74,118 +89,99 @@ class Device(ABC):
     @classmethod
     @abstractmethod
     def available(cls) -> bool:
-        """Whether this machine has one."""
+        """True if this machine has such a device."""
 
     @classmethod
     def unavailable_reason(cls) -> str:
-        """What to say where there is none."""
+        """The error text when this machine has no such device."""
         return "not on this machine"
 
     @abstractmethod
     def describe(self) -> str:
-        """One phrase for people: what the run is on."""
+        """A short description for people, such as the product name and memory size."""
 
     @abstractmethod
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
-        """Dense matrix throughput in `dtype`; None where it is unknown."""
+        """Dense matrix throughput in `dtype`; None if unknown."""
 
     @abstractmethod
     def max_memory_allocated(self) -> int:
-        """Most bytes this process has held on the device so far."""
-
-    memory_model = "cpu"
-    """How its memory is planned: a name in plan/memory/device_kinds.py."""
+        """Peak bytes this process has allocated on the device."""
 
     def memory_per_rank(self, local_ranks: int) -> int | None:
-        """Bytes that one of `ranks` ranks of this machine can hold at most; None where it is not known."""
+        """Bytes available to each of `local_ranks` ranks on this machine; None if unknown."""
         return None
 
     @abstractmethod
     def max_local_ranks(self) -> int:
-        """How many ranks this machine takes at once."""
+        """Number of ranks that this machine can run."""
 
     def rank_order(self, tp: int, world_size: int) -> list[int] | None:
-        """The rank at each place of a layout, where tensor-parallel ranks should not simply be neighbours."""
+        """The rank at each position of a layout, if tensor-parallel ranks should not be consecutive."""
         return None
 
     def collectives(self, groups: list[list[int]]) -> DeviceCollectives | None:
-        """How ranks of such groups (all of one kind) work together; None: by torch's functional collectives."""
+        """Collectives over such groups (all groups of one kind); None to use torch's functional collectives."""
         return None
 
     @property
     def init_device(self) -> torch.device:
-        """Where initial weights are made: products of 64-bit integers must be exact there."""
+        """Where initial weights are computed: its 64-bit integer products must be exact."""
         return self.torch_device
 
     def supports_group(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks can be a group that sums."""
+        """True if these ranks can form a group for all-reduce."""
         return True
 
     def rank_environment(self) -> dict[str, str]:
-        """What ranks must find in their environment when they start, as far as the user has not set it."""
+        """Environment variables that ranks need at process start, except those the user has set."""
         return {}
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        """Before the first work: settings that hold for the whole run."""
+        """Apply process-wide settings before the first use. `lnc` is the number of physical NeuronCores per rank."""
         return
 
     def architecture(self) -> str:
-        """What compiled code depends on: it serves devices that say the same."""
+        """What compiled code depends on: devices with equal strings can share it."""
         return platform.machine()
 
-    decomposes_attention = False
-    """Whether attention across ranks or within documents is to be plain operations, over gathered keys and values, that
-    the device's compiler sees as it sees the rest. Graphs are then equal on all ranks."""
-
-    fork_safe = False
-    """Whether a process that has worked with tensors of this device may fork, and the child compile for it."""
-
-    has_precompile_tool = False
-    """Whether graphs are compiled ahead by a tool of the device's maker (parallel_compile.py), not by ours."""
-
-    device_index_in_code = False
-    """Whether tensors say which of a machine's devices they are on, and compiled code with them."""
-
     def compile_options(self) -> CompileOptions | None:
-        """How functions are compiled; None where all work is compiled as it is."""
+        """Arguments for torch.compile; None if the device compiles all work anyway."""
         return CompileOptions()
 
     def flush(self) -> None:
-        """A piece of a step ends here: a device that traces before it works sends what it has."""
+        """End a segment of a step: a device that traces lazily submits what it has traced."""
         return
 
     def synchronize(self) -> None:
-        """Wait until everything queued is done."""
+        """Wait for all queued work."""
         return
 
     def kernels(self, fused: bool = True) -> Kernels:
-        """What models ask for besides matrix products: kernels of the device's `own`, or plain torch."""
+        """Model kernels: the device's fused kernels if it has any and `fused` is true, otherwise plain torch."""
         return Kernels()
 
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
-        """Attention kernels in the order in which they pay on this device, or another of `attentions` first."""
+        """Let torch try attention kernels in order of speed, or the `preferred` one of `attention_kernels` first."""
         yield
 
-    supports_graphs = False
-    """Whether `record` does."""
-
     def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` queues, recorded without being done; the call that is returned queues it again, all at once."""
+        """Capture what `work` queues without running it; the returned callable replays it."""
         return work
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start copying to the host now; the call that is returned waits for that copy and for nothing queued later."""
+        """Start copying to the host; the returned callable waits for this copy only, not for later work."""
         return lambda: tensor
 
     def alloc_host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory of the host that `copy_out` is fast to."""
+        """Allocate uninitialized host memory that `start_host_copies` can write to quickly."""
         return torch.empty(size, dtype=dtype)
 
     def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
-        """Start to copy each (tensor of the device, memory of the host), beside other work."""
+        """Start copying each (device tensor, host buffer) pair, concurrently with other work."""
 
         def copy() -> None:
             for tensor, host in pairs:
@@ -196,16 +192,16 @@ class Device(ABC):
         return HostCopy(thread.join, thread.join)
 
     def get_rng_state(self) -> torch.Tensor | None:
-        """Of the device's own generator, where it has one besides the host's."""
+        """State of the device's own generator; None if it uses the host's."""
         return None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         return
 
     def pin_memory(self, host: torch.Tensor) -> torch.Tensor:
-        """The same in memory that the device copies from by itself."""
+        """Copy a tensor to pinned memory, from which the device can copy asynchronously."""
         return host
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy a host tensor to the device without waiting for it."""
+        """Copy a host tensor to the device without waiting."""
         return host.to(self.torch_device)

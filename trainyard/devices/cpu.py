@@ -1,4 +1,4 @@
-"""The CPU: where everything must run and where everything is tested."""
+"""CPUs: everything must run here, and everything is tested here."""
 
 import platform
 import resource
@@ -18,13 +18,13 @@ class CpuDevice(Device):
     name = "cpu"
     process_group_backend = "gloo"
     synchronous = True
-    max_logits_bytes = 1 << 25  # more would come from fresh pages each time
+    max_logits_bytes = 1 << 25  # a larger buffer would come from fresh pages at every step
+
+    fork_safe = True
 
     @classmethod
     def available(cls) -> bool:
         return True
-
-    fork_safe = True
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
@@ -37,13 +37,13 @@ class CpuDevice(Device):
         return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
 
     def max_local_ranks(self) -> int:
-        return 8  # any number runs; more than this no laptop enjoys
+        return 8  # any number works; this many still run well on a laptop
 
     def describe(self) -> str:
         return f"CPU, {torch.get_num_threads()} threads"
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
-        return PeakThroughput(_matmul_flops(dtype), "measured now by a matrix product")
+        return PeakThroughput(_matmul_flops(dtype), "measured now with a matrix product")
 
     def memory_per_rank(self, local_ranks: int) -> int:
         return int(psutil.virtual_memory().total + psutil.swap_memory().total) // local_ranks
@@ -55,13 +55,13 @@ class CpuDevice(Device):
 
 @cache
 def _matmul_flops(dtype: torch.dtype) -> float:
-    """No data sheet covers the cores a container happens to get, so the peak is measured (about 0.2 s)."""
+    """Measure the peak in about 0.2 s: no data sheet covers the cores that a container happens to get."""
     n = 1024
     a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
     a @ b
     best = 0.0
-    stop = time.perf_counter() + 0.2
-    while time.perf_counter() < stop:
+    deadline = time.perf_counter() + 0.2
+    while time.perf_counter() < deadline:
         start = time.perf_counter()
         a @ b
         best = max(best, 2 * n**3 / (time.perf_counter() - start))

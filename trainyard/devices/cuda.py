@@ -14,8 +14,6 @@ from trainyard.core.errors import UserError
 from trainyard.devices.base import Device, HostCopy, PeakThroughput
 from trainyard.kernels.reference import Kernels
 
-# Dense bf16 FLOP/s by the vendor's data sheets (SXM parts), matched against the device name. fp32 is the plain
-# (non-tensor-core) rate: precision fp32 asks for true fp32 products.
 DATA_SHEET_FLOPS = {
     "H200": (989e12, 67e12),
     "H100": (989e12, 67e12),
@@ -23,6 +21,8 @@ DATA_SHEET_FLOPS = {
     "L40S": (362e12, 91.6e12),
     "L4": (121e12, 30.3e12),
 }
+"""Dense bf16 and fp32 FLOP/s from the vendor's data sheets (SXM parts), by part of the device name. fp32 is the rate
+without tensor cores, because precision.kind=fp32 multiplies in true fp32."""
 
 SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -30,7 +30,7 @@ SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""In the order in which they pay."""
+"""In order of speed."""
 
 
 class CudaDevice(Device):
@@ -38,14 +38,18 @@ class CudaDevice(Device):
     process_group_backend = "nccl"
     synchronous = False
     max_logits_bytes = 1 << 29
-    graph_pool: Any = None
     attention_kernels = tuple(SDPA_BACKENDS)
+    memory_model = "gpu"
+    device_index_in_code = True
+    supports_graphs = True
+
+    def __init__(self) -> None:
+        self.graph_pool: Any = None
+        """Memory pool that captured graphs share."""
 
     @classmethod
     def available(cls) -> bool:
         return torch.cuda.is_available()
-
-    device_index_in_code = True
 
     def architecture(self) -> str:
         major, minor = torch.cuda.get_device_capability()
@@ -68,8 +72,6 @@ class CudaDevice(Device):
     def max_memory_allocated(self) -> int:
         return torch.cuda.max_memory_allocated()
 
-    memory_model = "gpu"
-
     def memory_per_rank(self, local_ranks: int) -> int:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
@@ -77,13 +79,11 @@ class CudaDevice(Device):
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
         if local_rank >= self.max_local_ranks():
-            raise UserError(
-                f"local rank {local_rank}: this machine has {self.max_local_ranks()} GPUs, one for each rank"
-            )
-        # Read when memory is first taken: blocks grow, so that large models do not die of gaps between them.
+            raise UserError(f"local rank {local_rank}: this machine has {self.max_local_ranks()} GPUs, one per rank")
+        # Read at the first allocation: segments grow, so that fragmentation does not exhaust memory with large models.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(local_rank)
-        # The fastest backward passes of attention add in no fixed order. cuBLAS reads its variable when first used.
+        # The fastest attention backward kernels add in no fixed order. cuBLAS reads its variable at first use.
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
@@ -92,30 +92,26 @@ class CudaDevice(Device):
         torch.cuda.synchronize()
 
     def kernels(self, fused: bool = True) -> Kernels:
-        made = Kernels()
         if fused and importlib.util.find_spec("triton"):
             from trainyard.kernels.triton.ops import TritonKernels
 
-            made = TritonKernels()
-        made.has_fp32_gqa = False
-        return made
+            return TritonKernels(has_fp32_gqa=False)
+        return Kernels(has_fp32_gqa=False)
 
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
-        # Asked for by name, a kernel has no rival but the one that takes everything.
+        # A kernel selected by name competes only with the fallback that accepts every input.
         order = list(SDPA_BACKENDS.values()) if preferred == "auto" else [SDPA_BACKENDS[preferred], SDPBackend.MATH]
         with sdpa_kernel(order, set_priority=True):
             yield
 
-    supports_graphs = True
-
     def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what is kept for reuse elsewhere cannot be used by a recording
+        torch.cuda.empty_cache()  # a graph cannot reuse memory that the allocator caches outside its pool
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.graph_pool):
             work()
-        self.graph_pool = graph.pool()  # recordings never run at once: they share their memory
+        self.graph_pool = graph.pool()  # graphs never run concurrently, so they share memory
         return graph.replay
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -150,7 +146,7 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state)
 
     def pin_memory(self, host: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.device(self.torch_device):  # a thread begins with the first GPU, whoever has it
+        with torch.cuda.device(self.torch_device):  # a new thread would use GPU 0
             return host.pin_memory()
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:

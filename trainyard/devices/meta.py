@@ -1,7 +1,7 @@
-"""Devices of shapes: tensors without memory, to rehearse a run that this machine could not hold.
+"""Devices without memory, for dry runs of models that this machine could not hold.
 
-Never chosen by `select`: a Trainer is handed one. `Nowhere` is torch's meta device; `traced` gives any other device for
-work on tensors that say they are there and have no memory either, so that its own compiler can be asked.
+`select` never returns one; a Trainer receives it explicitly. `MetaDevice` is torch's meta device. `as_fake` adapts any
+other device to fake tensors, which claim to be on it but have no memory, so that its compiler can trace a step.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class MetaDevice(CpuDevice):
     process_group_backend = "cpu:fake,meta:fake"
 
     def describe(self) -> str:
-        return "no device, shapes alone"
+        return "no device, shapes only"
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return None
 
 
 class _FakeDevice(Device):
-    """Before a device in the order of bases: what cannot be done, or is not worth it, without memory."""
+    """A mixin that comes before the real device in the MRO and overrides what fake tensors cannot do."""
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return None
@@ -37,20 +37,16 @@ class _FakeDevice(Device):
         return host.to(self.torch_device)
 
     def kernels(self, fused: bool = True) -> Kernels:
-        """Kernels that work in place are no operators, so no rule says what they make of shapes: these do nothing."""
-        made = super().kernels(fused)
-        if made.cross_entropy_:
-            made.cross_entropy_ = lambda logits, labels, ignored: logits.new_empty(len(logits), dtype=torch.float32)
-        if made.adamw_:
-            made.adamw_ = made.adamw_stochastic_rounding_ = lambda *given: None
-        return made
+        kernels = super().kernels(fused)
+        kernels.skip_inplace_kernels()
+        return kernels
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: tensor
 
 
 def as_fake(device: Device) -> Device:
-    """The same device, its answers included, in a process that is one of many and has none of their memory."""
+    """The same device, with the same properties, for one rank of a fake world on fake tensors."""
     backends = ",".join(f"{name}:fake" for name in sorted({device.name, CpuDevice.name}))
-    made: Device = type("Traced", (_FakeDevice, type(device)), {"process_group": backends})()
-    return made
+    fake: Device = type("FakeDevice", (_FakeDevice, type(device)), {"process_group_backend": backends})()
+    return fake

@@ -1,10 +1,10 @@
-"""The compile cache of neuronx-cc on disk (the XLA way): what is in it, what is wrong with it, and mending that.
+"""Inspect and repair the compile cache of neuronx-cc (XLA path) on disk.
 
     ROOT/neuronxcc-VERSION/MODULE_GRAPH+FLAGS/
-        model.hlo_module.pb (before: model.hlo.pb)  compile_flags.json  model.neff  model.done  model.log  *.lock
+        model.hlo_module.pb (formerly model.hlo.pb)  compile_flags.json  model.neff  model.done  model.log  *.lock
 
-A compile that failed leaves a log and no model.neff, and then fails every later run of the same graph. A run that was
-killed leaves a lock, and then every later run waits. Nobody cleans up either by himself.
+A failed compile leaves a log and no model.neff, and then fails every later run of the same graph. A killed run leaves a
+lock, and every later run waits for it. The compiler cleans up neither.
 """
 
 import fcntl
@@ -26,33 +26,34 @@ from trainyard.core.errors import UserError
 DEFAULT_DIR = "/var/tmp/neuron-compile-cache"
 URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
 STATES = ("success", "failed", "locked", "empty")
-"""success: compiled; failed: its failure is kept; locked: somebody compiles it, or did when killed; empty: collected
-and not compiled yet."""
+"""success: compiled; failed: the failure is cached; locked: being compiled, or its compiler was killed; empty:
+collected but not compiled."""
 VERSION_DIR = re.compile(r"neuronxcc-(?P<version>.+)")
 MODULE_DIR = re.compile(r"MODULE_(?P<graph>[0-9a-f]+)\+(?P<flags>[0-9a-f]{8})")
 GRAPH_FILES = ("model.hlo_module.pb", "model.hlo.pb")
 NO_FLAGS_HASH = "d41d8cd9"
 TRASH_PREFIX = ".removed-"
 LOG_TAIL_BYTES = 4000
-"""Bytes of a log that are kept."""
+"""Bytes of a log that an entry keeps."""
 
 
 @dataclass(frozen=True)
 class NeuronCacheEntry:
+    """One graph of the cache."""
+
     path: Path
     compiler_version: str
     """Version of neuronx-cc."""
     graph_hash: str
-    """Hash of the graph."""
     flags_hash: str
     state: str
     """One of STATES."""
     flags: tuple[str, ...]
     size_bytes: int
     collected_at: float
-    """When its graph was written, in seconds since 1970; 0: there is none."""
+    """Modification time of the graph file in seconds since 1970; 0 if there is none."""
     modified_at: float
-    """When anything of it was written last."""
+    """Latest modification time of any file."""
     locks: tuple[Path, ...]
     log_tail: str
     """The end of model.log."""
@@ -63,48 +64,48 @@ class NeuronCacheEntry:
 
 
 def cache_location(environ: Mapping[str, str] = os.environ) -> str:
-    """Where neuronx-cc keeps what it compiles: --cache_dir of its flags wins over the variable. May be an s3:// URL."""
-    words = environ.get("NEURON_CC_FLAGS", "").split()
-    for number, word in enumerate(words):
-        name, equals, value = word.partition("=")
+    """Location of the cache: --cache_dir in the compiler flags wins over the variable. May be an s3:// URL."""
+    arguments = environ.get("NEURON_CC_FLAGS", "").split()
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
         if name == "--cache_dir":
-            found = value if equals else "".join(words[number + 1 : number + 2])
-            if found:
-                return found
+            location = value if equals else "".join(arguments[index + 1 : index + 2])
+            if location:
+                return location
     return environ.get(URL_VARIABLE) or DEFAULT_DIR
 
 
 def list_entries(root: Path | str) -> list[NeuronCacheEntry]:
-    """All of a cache, in the order of their names; what does not belong there is passed over."""
+    """All entries of a cache, sorted by name; unrelated files are ignored."""
     if "://" in str(root):
-        raise UserError(f"{root}: only directories can be looked into; copy it to one first")
-    place = Path(root)
-    if place.exists() and not place.is_dir():
-        raise UserError(f"{root}: not a directory; a cache holds neuronxcc-VERSION directories")
-    found: list[NeuronCacheEntry] = []
-    for version in _subdirectories(place):
+        raise UserError(f"{root}: only directories can be inspected; copy the cache to one first")
+    directory = Path(root)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{root}: not a directory; a cache contains neuronxcc-VERSION directories")
+    entries: list[NeuronCacheEntry] = []
+    for version in _subdirectories(directory):
         compiler = VERSION_DIR.fullmatch(version.name)
         for path in _subdirectories(version) if compiler else ():
             module = MODULE_DIR.fullmatch(path.name)
             if compiler and module:
-                found.append(_read(path, compiler["version"], module["graph"], module["flags"]))
-    return found
+                entries.append(_read(path, compiler["version"], module["graph"], module["flags"]))
+    return entries
 
 
 def _subdirectories(path: Path) -> list[Path]:
     try:
-        return sorted(each for each in path.iterdir() if each.is_dir())
-    except OSError:  # not there, gone in the meantime, or somebody else's
+        return sorted(file for file in path.iterdir() if file.is_dir())
+    except OSError:  # missing, removed meanwhile, or not readable
         return []
 
 
 def _read(path: Path, compiler: str, graph: str, flags_hash: str) -> NeuronCacheEntry:
     files: dict[str, os.stat_result] = {}
     with suppress(OSError):
-        for each in path.iterdir():
-            with suppress(OSError):  # a compile goes on: files come and go
-                if each.is_file() and not each.is_symlink():
-                    files[each.name] = each.stat()
+        for file in path.iterdir():
+            with suppress(OSError):  # a compile is running: files come and go
+                if file.is_file() and not file.is_symlink():
+                    files[file.name] = file.stat()
     locks = tuple(path / name for name in sorted(files) if name.endswith(".lock"))
     return NeuronCacheEntry(
         path=path,
@@ -113,9 +114,9 @@ def _read(path: Path, compiler: str, graph: str, flags_hash: str) -> NeuronCache
         flags_hash=flags_hash,
         state=_state(files.keys(), bool(locks)),
         flags=_flags(path / "compile_flags.json"),
-        size_bytes=sum(each.st_size for each in files.values()),
+        size_bytes=sum(file.st_size for file in files.values()),
         collected_at=next((files[name].st_mtime for name in GRAPH_FILES if name in files), 0.0),
-        modified_at=max((each.st_mtime for each in files.values()), default=0.0),
+        modified_at=max((file.st_mtime for file in files.values()), default=0.0),
         locks=locks,
         log_tail=_tail(path / "model.log"),
     )
@@ -148,72 +149,74 @@ def _tail(path: Path) -> str:
 
 
 def entry_problems(entry: NeuronCacheEntry) -> list[str]:
-    """What is not as a compiler leaves it."""
+    """Descriptions of everything that is wrong with an entry."""
     names = {path.name for path in entry.path.iterdir()} if entry.path.is_dir() else set()
     neff = entry.path / "model.neff"
-    found = {
-        "failed before, and is not tried again": entry.state == "failed",
-        "no graph: it cannot be compiled again": not names.intersection(GRAPH_FILES),
-        "model.neff without model.done: cut off": "model.neff" in names and "model.done" not in names,
+    checks = {
+        "failed, and will not be retried": entry.state == "failed",
+        "no graph: cannot be recompiled": not names.intersection(GRAPH_FILES),
+        "model.neff without model.done: truncated": "model.neff" in names and "model.done" not in names,
         "model.done without model.neff": "model.done" in names and "model.neff" not in names,
         "model.neff is empty": "model.neff" in names and neff.stat().st_size == 0,
-        "flags, though its name says none": entry.flags_hash == NO_FLAGS_HASH and bool(entry.flags),
+        "has flags, but its name says none": entry.flags_hash == NO_FLAGS_HASH and bool(entry.flags),
         "locked": bool(entry.locks) and entry.state != "success",
     }
-    return [text for text, wrong in found.items() if wrong]
+    return [text for text, wrong in checks.items() if wrong]
 
 
 def running_commands() -> list[str]:
-    """What runs on this host, one line each."""
+    """Command lines of all processes on this host."""
     return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
 
 
 def stale_locks(
     entry: NeuronCacheEntry, minutes: float, running: Callable[[], list[str]] = running_commands
 ) -> list[Path]:
-    """Locks that nobody holds: none that a process has locked, none younger than `minutes`, and none at all while a
-    process on this host names the entry. A process on another host cannot be seen: its lock counts by age alone."""
+    """Locks without a holder: not locked by a process, at least `minutes` old, and no process on this host names the
+    entry on its command line. Processes on other hosts are invisible, so only the age of their locks counts."""
     old = [lock for lock in entry.locks if _age_s(lock) >= 60 * minutes and not _is_locked(lock)]
     return [] if not old or any(entry.key in line for line in running()) else old
 
 
 def clear_locks(
-    found: Iterable[NeuronCacheEntry],
+    entries: Iterable[NeuronCacheEntry],
     minutes: float = 60,
     force: bool = False,
     running: Callable[[], list[str]] = running_commands,
 ) -> list[Path]:
-    """Remove stale locks; with `force` all of them. Gives those that are gone."""
-    gone = [lock for entry in found for lock in (entry.locks if force else stale_locks(entry, minutes, running))]
-    for lock in gone:
+    """Remove stale locks, or all locks with `force`. Returns the removed ones."""
+    removed = [lock for entry in entries for lock in (entry.locks if force else stale_locks(entry, minutes, running))]
+    for lock in removed:
         lock.unlink(missing_ok=True)
-    return gone
+    return removed
 
 
 def remove_failed(
-    found: Iterable[NeuronCacheEntry], running: Callable[[], list[str]] = running_commands
+    entries: Iterable[NeuronCacheEntry], running: Callable[[], list[str]] = running_commands
 ) -> list[NeuronCacheEntry]:
-    """Remove entries that hold a failure, so that their graphs are compiled again. One that is being compiled again
-    just now stays. Gives those that are gone."""
-    gone = [
-        entry for entry in found if entry.state == "failed" and len(stale_locks(entry, 0, running)) == len(entry.locks)
+    """Remove entries with a cached failure, so that their graphs are compiled again, except those being compiled now.
+    Returns the removed ones."""
+    removed = [
+        entry
+        for entry in entries
+        if entry.state == "failed" and len(stale_locks(entry, 0, running)) == len(entry.locks)
     ]
-    for entry in gone:
+    for entry in removed:
         _remove(entry.path)
-    return gone
+    return removed
 
 
 def _remove(path: Path) -> None:
-    """Out of sight in one move, then gone: a half-removed entry would look like another state."""
-    for left in path.parent.glob(f"{TRASH_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
-    os.replace(path, aside / path.name)
-    shutil.rmtree(aside)
+    """Rename first, then delete: a half-removed entry would look like another state."""
+    for leftover in path.parent.glob(f"{TRASH_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    trash = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
+    os.replace(path, trash / path.name)
+    shutil.rmtree(trash)
 
 
 def _age_s(path: Path) -> float:
-    """In seconds; what is gone is new."""
+    """Age in seconds; negative if the file is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -221,11 +224,11 @@ def _age_s(path: Path) -> float:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Whether a process has it locked, in either of the two ways that there are."""
+    """True if a process holds the lock, by flock or by lockf."""
     try:
         with lock.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True  # also where it cannot be known
+        return True  # or unknown
     return False

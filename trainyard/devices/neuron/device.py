@@ -1,7 +1,8 @@
-"""Trainium2 and 3 through TorchNeuron, AWS's native backend (torch-neuronx 2.13 and later; its package registers itself
-when torch is imported). What is decided here is decided in neuron_environment.py and trainium.py, which need no chip.
+"""Trainium2 and 3 through TorchNeuron, AWS's native backend.
 
-The runtime must sleep until the process group is made: that is what gives each rank its core.
+Needs torch-neuronx 2.13 or later, which registers itself when torch is imported. Decisions are pure functions in
+environment.py and topology.py, which need no chip. The runtime must not start before the process group exists: that is
+what assigns each rank its core.
 """
 
 import os
@@ -28,28 +29,28 @@ from trainyard.devices.neuron.topology import CHIPS, group_problem, rank_flops, 
 
 MIN_VERSION = (2, 13)
 REQUIREMENT = (
-    "needs torch-neuronx 2.13.* or 2.14.* from AWS's own package index (Python 3.12 or later) on a trn2 or trn3; on a "
+    "needs torch-neuronx 2.13.* or 2.14.* from AWS's package index (Python 3.12 or later) on a trn2 or trn3; on a "
     "trn1: device.name=xla"
 )
 
 
 def missing_requirement(instance: TrainiumInstance, package: tuple[int, int] | None) -> str | None:
-    """Why there is no such device: by the machine, and by the torch-neuronx that is installed."""
+    """Why this device is unavailable, given the machine and the installed torch-neuronx version; None if it is."""
     if instance.generation == "trn1":
-        return "this is a trn1, which TorchNeuron does not know; nearest: device.name=xla"
+        return "this is a trn1, which TorchNeuron does not support; nearest: device.name=xla"
     if package is None:
         return REQUIREMENT
     if package < MIN_VERSION:
-        return f"torch-neuronx {package[0]}.{package[1]} is the older one for XLA; {REQUIREMENT}"
+        return f"torch-neuronx {package[0]}.{package[1]} is the older package for XLA; {REQUIREMENT}"
     if not instance.chips:
-        return f"no chip here (/dev/neuron0 is missing); {REQUIREMENT}"
+        return f"no chip on this machine (/dev/neuron0 is missing); {REQUIREMENT}"
     if instance.generation is None:
-        return f"this machine does not say which chip it has; set {PLATFORM_VARIABLE}=trn2 or trn3"
+        return f"cannot tell which chip this machine has; set {PLATFORM_VARIABLE}=trn2 or trn3"
     return None
 
 
 def neff_cache_dir() -> Path:
-    """Compiled graphs. The package writes whole files and renames them, so hosts may share the directory."""
+    """Directory of compiled graphs. torch-neuronx writes files atomically, so hosts may share it."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trainyard" / "neff"
 
 
@@ -64,7 +65,7 @@ class NeuronDevice(Device):
         self.instance = instance or detect_instance()
         self.generation = self.instance.generation or "trn2"
         self.lnc = resolve_lnc(self.generation, None, os.environ)
-        self.backend_options: dict[str, Any] = {"dynamic": False}  # an empty one torch.compile would not hand on
+        self.backend_options: dict[str, Any] = {"dynamic": False}  # torch.compile drops an empty dict
 
     @classmethod
     def available(cls) -> bool:
@@ -92,7 +93,6 @@ class NeuronDevice(Device):
     memory_model = "trainium"
 
     def max_memory_allocated(self) -> int:
-        """Of what the device has done so far: it counts as it works."""
         return int(_package().max_memory_allocated())
 
     def rank_order(self, tp: int, world_size: int) -> list[int] | None:
@@ -104,7 +104,7 @@ class NeuronDevice(Device):
 
     @property
     def init_device(self) -> torch.device:
-        return torch.device("cpu")  # the chip's integers have 32 bits
+        return torch.device("cpu")  # the chip has 32-bit integers only
 
     def architecture(self) -> str:
         return f"{self.generation}, LNC {self.lnc}"
@@ -118,12 +118,10 @@ class NeuronDevice(Device):
         check_precision(precision)
         self.lnc = resolve_lnc(self.generation, lnc, os.environ)
         if local_rank >= self.max_local_ranks():
-            raise UserError(
-                f"local rank {local_rank}: this machine has {self.max_local_ranks()} cores, one for each rank"
-            )
+            raise UserError(f"local rank {local_rank}: this machine has {self.max_local_ranks()} cores, one per rank")
         launch = read_launch_info(os.environ)._replace(local_rank=local_rank)
-        wanted = native_environment(self.lnc, launch, str(neff_cache_dir()), os.environ.get(CORES_VARIABLE))
-        os.environ |= merge_env(wanted, os.environ)
+        environment = native_environment(self.lnc, launch, str(neff_cache_dir()), os.environ.get(CORES_VARIABLE))
+        os.environ |= merge_env(environment, os.environ)
 
     def compile_options(self) -> CompileOptions:
         return CompileOptions("neuron", self.backend_options, static_shapes=True)

@@ -1,4 +1,4 @@
-"""Which Trainium this machine has, found out without waking its runtime: whoever does that first owns the cores."""
+"""Detect which Trainium this machine has without starting the runtime, whose first user owns the cores."""
 
 import os
 from collections.abc import Mapping
@@ -9,37 +9,39 @@ from typing import NamedTuple
 from trainyard.devices.neuron.topology import CHIPS
 
 PLATFORM_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
-"""AWS's own variable for machines that cannot tell what they are (containers, compile hosts)."""
+"""AWS's variable for machines that cannot tell their type, such as containers and compile hosts."""
 
 
 class TrainiumInstance(NamedTuple):
+    """The EC2 instance this process runs on."""
+
     generation: str | None
     """trn1, trn2 or trn3; None on any other machine."""
     chips: int
-    """That the driver shows."""
+    """Chips that the driver reports."""
     instance_type: str
-    """As EC2 calls it."""
+    """EC2 instance type, such as trn2.48xlarge."""
 
 
-def parse_generation(product: str) -> str | None:
-    """trn1n.32xlarge and trn2u.48xlarge belong to trn1 and trn2."""
-    return next((name for name in CHIPS if product.lower().startswith(name)), None)
+def parse_generation(product_name: str) -> str | None:
+    """Generation of an instance type: trn1n.32xlarge is trn1, trn2u.48xlarge is trn2."""
+    return next((name for name in CHIPS if product_name.lower().startswith(name)), None)
 
 
 def detect_instance(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> TrainiumInstance:
-    """EC2 writes the instance type where other machines have the maker's name for theirs."""
+    """Read the instance type, which EC2 puts into the DMI product name, and count the device files."""
     try:
-        product = (root / "sys/devices/virtual/dmi/id/product_name").read_text().strip()
+        product_name = (root / "sys/devices/virtual/dmi/id/product_name").read_text().strip()
     except (OSError, UnicodeDecodeError):
-        product = ""
+        product_name = ""
     chips = sum(path.name.removeprefix("neuron").isdigit() for path in (root / "dev").glob("neuron*"))
     return TrainiumInstance(
-        parse_generation(environ.get(PLATFORM_VARIABLE, "")) or parse_generation(product), chips, product
+        parse_generation(environ.get(PLATFORM_VARIABLE, "")) or parse_generation(product_name), chips, product_name
     )
 
 
 def installed_version(package: str) -> tuple[int, int] | None:
-    """Major and minor of an installed package."""
+    """Major and minor version of a package; None if it is not installed."""
     try:
         major, minor, *_ = metadata.version(package).split(".")
         return int(major), int(minor)

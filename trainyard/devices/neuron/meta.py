@@ -1,6 +1,6 @@
-"""A Trainium on paper: tensors without memory, in the groups and the order of ranks that the chip asks for.
+"""A Trainium without memory: the meta device with the rank order and group rules of the chip.
 
-For auditing a run where there is no such chip; it computes nothing. Never chosen by `select`.
+For audits on machines without the chip; it computes nothing, and `select` never returns it.
 """
 
 from collections.abc import Sequence

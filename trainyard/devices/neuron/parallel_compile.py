@@ -1,7 +1,7 @@
-"""neuron_parallel_compile, which comes with torch-neuronx for XLA: its command lines, and what it says.
+"""Command lines and output of neuron_parallel_compile, which comes with torch-neuronx for XLA.
 
-It runs a short training whose graphs are collected and not executed (losses mean nothing), compiles them side by side
-into the cache, and prints how each went. The training must be the real one in all but its number of steps.
+The tool runs a short training whose graphs are collected but not executed (losses are meaningless), compiles them in
+parallel into the cache, and prints a report. The training must be the real one except for its number of steps.
 """
 
 import json
@@ -19,7 +19,7 @@ from trainyard.core.errors import RunStopped, UserError
 
 TOOL = "neuron_parallel_compile"
 TRACE_STEPS = 10
-"""In which every graph appears."""
+"""Enough steps for every graph to appear."""
 SHORT_RUN_OVERRIDES = (
     f"train.steps={TRACE_STEPS}",
     "checkpoint.every=0",
@@ -28,7 +28,7 @@ SHORT_RUN_OVERRIDES = (
     "log.name=precompile",
     "log.tensorboard=false",
 )
-"""A training for its graphs alone; whatever it would write is worth nothing."""
+"""Overrides for a training that is run only for its graphs and writes nothing."""
 PROGRESS_LINE = re.compile(
     r"Current remaining items are (\d+), locked are (\d+), failed are (\d+), done are (\d+), total is (\d+)"
 )
@@ -42,7 +42,7 @@ REPORT_START = re.compile(r"\{\s*\"compilation_summary\"")
 
 @dataclass(frozen=True)
 class CompileProgress:
-    """How far it is, as it says between two graphs."""
+    """Progress that the tool prints between graphs."""
 
     remaining: int
     locked: int
@@ -53,16 +53,18 @@ class CompileProgress:
 
 @dataclass(frozen=True)
 class NeuronGraph:
+    """The result of compiling one graph."""
+
     path: str
     compiled: bool
     retries: int
     seconds: float | None
-    """None where it does not say."""
+    """Compile time; None if not reported."""
 
 
 @dataclass(frozen=True)
 class NeuronCompileReport:
-    """How it ended. Without a single new graph it prints no totals: `graphs` is 0 then."""
+    """The tool's final report. Without new graphs it prints no totals, and `graphs` is 0."""
 
     graphs: int
     compiled: int
@@ -75,55 +77,55 @@ class NeuronCompileReport:
 
 
 def short_train_command(source: str, overrides: Sequence[str], ranks: int) -> list[str]:
-    """The training whose graphs are collected: the same file and overrides, a few steps, nothing saved."""
-    ours = [sys.executable, "-m", "trainyard", "train", source, *overrides, *SHORT_RUN_OVERRIDES]
-    return [*ours, "--nproc", str(ranks)] if ranks > 1 else ours
+    """The training whose graphs are collected: the same file and overrides, few steps, no checkpoints."""
+    command = [sys.executable, "-m", "trainyard", "train", source, *overrides, *SHORT_RUN_OVERRIDES]
+    return [*command, "--nproc", str(ranks)] if ranks > 1 else command
 
 
 def collect_command(run: Sequence[str]) -> list[str]:
-    """Trace `run` and put its graphs into the cache, uncompiled."""
+    """Trace `run` and put its uncompiled graphs into the cache."""
     return [TOOL, "--command", "collect", *run]
 
 
 def compile_command(workers: int | None = None) -> list[str]:
-    """Compile what the cache holds uncompiled; by default one worker for each 64 GiB of the host's memory."""
+    """Compile the uncompiled graphs of the cache; by default with one worker per 64 GiB of host memory."""
     return [TOOL, "--command", "compile", *(["--num_parallel", str(workers)] if workers else [])]
 
 
 def parse_progress(line: str) -> CompileProgress | None:
-    found = PROGRESS_LINE.search(line)
-    return CompileProgress(*map(int, found.groups())) if found else None
+    match = PROGRESS_LINE.search(line)
+    return CompileProgress(*map(int, match.groups())) if match else None
 
 
 def parse_report(output: str) -> NeuronCompileReport:
-    """The last report of an output, which holds whatever else was printed around it."""
-    each = _parse_graphs(output)
+    """Parse the last report in an output that contains arbitrary other lines."""
+    results = _parse_graphs(output)
     totals = {name: [int(number) for number in pattern.findall(output)] for name, pattern in TOTAL_LINES.items()}
-    compiled = sum(graph.compiled for graph in each)
-    counted = {"graphs": len(each), "compiled": compiled, "failed": len(each) - compiled}
-    numbers = {name: found[-1] if found else counted[name] for name, found in totals.items()}
-    return NeuronCompileReport(**numbers, results=each)
+    compiled = sum(graph.compiled for graph in results)
+    fallback = {"graphs": len(results), "compiled": compiled, "failed": len(results) - compiled}
+    counts = {name: values[-1] if values else fallback[name] for name, values in totals.items()}
+    return NeuronCompileReport(**counts, results=results)
 
 
 def _parse_graphs(output: str) -> tuple[NeuronGraph, ...]:
-    """From the JSON, which is printed in the middle of a line of the log and may be broken off."""
-    for start in reversed([found.start() for found in REPORT_START.finditer(output)]):
+    """Parse the JSON, which starts in the middle of a log line and may be truncated."""
+    for start in reversed([match.start() for match in REPORT_START.finditer(output)]):
         try:
             report, _ = json.JSONDecoder().raw_decode(output, start)
         except ValueError:
             continue
         if isinstance(report, dict) and isinstance(report.get("compilation_report"), dict):
-            return tuple(_parse_graph(path, how) for path, how in report["compilation_report"].items())
+            return tuple(_parse_graph(path, entry) for path, entry in report["compilation_report"].items())
     return ()
 
 
-def _parse_graph(path: str, how: object) -> NeuronGraph:
-    said = how if isinstance(how, dict) else {}
-    seconds = said.get("compile_time")
-    retry = said.get("retry")
+def _parse_graph(path: str, entry: object) -> NeuronGraph:
+    fields = entry if isinstance(entry, dict) else {}
+    seconds = fields.get("compile_time")
+    retry = fields.get("retry")
     return NeuronGraph(
         path,
-        said.get("status") is True,
+        fields.get("status") is True,
         retry if isinstance(retry, int) else 0,
         float(seconds) if isinstance(seconds, int | float) else None,
     )
@@ -140,18 +142,18 @@ def precompile(
     environ: Mapping[str, str] = os.environ,
     on_line: Callable[[str], None] = lambda line: None,
 ) -> NeuronCompileReport:
-    """Collect the graphs of `run` and compile them; `see` gets each line of both as it comes."""
+    """Collect the graphs of `run` and compile them; `on_line` receives each output line of both commands."""
     collected = run_command(collect_command(run), environ, on_line)
     if collected.returncode:
-        last = (collected.output.strip().splitlines() or ["it said nothing"])[-1]
+        last = (collected.output.strip().splitlines() or ["no output"])[-1]
         raise RunStopped(f"collecting graphs: exit code {collected.returncode}; {last}")
     return parse_report(run_command(compile_command(workers), environ, on_line).output)
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None]) -> CommandResult:
-    """One of the commands, to its end. An exception here, Ctrl-C, ends it and all that it started."""
+    """Run a command to its end. An exception, such as Ctrl-C, terminates it and everything it started."""
     if shutil.which(command[0], path=environ.get("PATH")) is None:
-        raise UserError(f"{command[0]}: not installed; it comes with torch-neuronx 2.9.* on a trn1 (device.name=xla)")
+        raise UserError(f"{command[0]}: not installed; torch-neuronx 2.9.* on a trn1 provides it (device.name=xla)")
     lines: list[str] = []
     with subprocess.Popen(
         command,

@@ -1,8 +1,8 @@
-"""How ranks of a group work together through torch_xla.
+"""Collectives through torch_xla.
 
-torch's functional collectives reach it without their group: they would go over all ranks. So these go through its own,
-which are told every group of the kind at once; the graph that they are traced into is then the same on every rank.
-Layouts are never pinned: torch_xla gathers pinned tensors by a sum of padded ones, with the rank in the graph.
+torch's functional collectives lose their group on the way to torch_xla and would run over all ranks. These call
+torch_xla directly with all groups of a kind at once, so the traced graph is the same on every rank. Layouts are never
+pinned: torch_xla gathers pinned tensors as a sum of padded ones, which puts the rank into the graph.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class XlaCollectives:
     groups: list[list[int]]
-    """All groups of one kind, of one size; every rank is in one of them."""
+    """All groups of one kind, of equal size; every rank is in exactly one."""
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         out: Tensor = _xla_model().all_reduce(op, x, groups=self.groups, pin_layout=False)

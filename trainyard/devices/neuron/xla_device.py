@@ -1,7 +1,8 @@
-"""Trainium1 through torch_xla, the only way there (torch 2.9, Neuron up to 2.31), and any other PJRT device, such as
-PJRT_DEVICE=CPU for tests. Work is traced and compiled at every `mark`; torch.compile has nothing to add.
+"""Trainium1 through torch_xla (torch 2.9, Neuron up to 2.31), and any other PJRT device, such as PJRT_DEVICE=CPU in
+tests.
 
-torch_xla reads its environment when it is imported, so it is imported here when the device is prepared, not before.
+AWS supports Trainium1 only through torch_xla. Work is traced lazily and compiled at every `flush`, so torch.compile has
+nothing to add. torch_xla reads its environment at import, so `prepare` imports it, not this module.
 """
 
 import os
@@ -32,17 +33,17 @@ from trainyard.devices.neuron.xla_collectives import XlaCollectives
 
 PJRT_VARIABLE = "PJRT_DEVICE"
 REQUIREMENT = (
-    "needs torch 2.9 with torch_xla 2.9, on a trn1 with torch-neuronx 2.9.* from AWS's own package index (Neuron 2.31 "
-    "or before)"
+    "needs torch 2.9 with torch_xla 2.9, on a trn1 with torch-neuronx 2.9.* from AWS's package index (Neuron 2.31 or "
+    "earlier)"
 )
 
 
 def missing_requirement(instance: TrainiumInstance, installed: bool, pjrt: str | None) -> str | None:
-    """Why there is no such device: by the machine, by torch_xla, and by what PJRT_DEVICE says."""
+    """Why this device is unavailable, given the machine, torch_xla and PJRT_DEVICE; None if it is available."""
     if not installed:
         return REQUIREMENT
     if not pjrt and not (instance.generation and instance.chips):
-        return f"no Trainium here; {PJRT_VARIABLE}=CPU, say, chooses another device"
+        return f"no Trainium on this machine; {PJRT_VARIABLE} selects another device, such as CPU"
     return None
 
 
@@ -62,7 +63,7 @@ class XlaDevice(Device):
         self.instance = instance or detect_instance()
         pjrt = os.environ.get(PJRT_VARIABLE)
         self.generation = self.instance.generation if pjrt in (None, "NEURON") else None
-        """None: not a Trainium."""
+        """Trainium generation; None on other PJRT devices."""
         self.lnc = resolve_lnc(self.generation, None, os.environ) if self.generation else 1
 
     @classmethod
@@ -100,7 +101,7 @@ class XlaDevice(Device):
     def max_memory_allocated(self) -> int:
         try:
             info = _module("core.xla_model").get_memory_info(self.torch_device)
-        except RuntimeError:  # not every PJRT client counts
+        except RuntimeError:  # not every PJRT client reports memory
             return CpuDevice().max_memory_allocated()
         return int(info.get("peak_bytes_used", info["bytes_used"]))
 
@@ -118,7 +119,7 @@ class XlaDevice(Device):
 
     @property
     def init_device(self) -> torch.device:
-        return torch.device("cpu")  # Trainium's integers have 32 bits; and nothing is compiled for it
+        return torch.device("cpu")  # Trainium has 32-bit integers only, and this avoids compiling
 
     def rank_environment(self) -> dict[str, str]:
         return merge_env(PROCESS_START_ENV, os.environ)
@@ -132,17 +133,21 @@ class XlaDevice(Device):
             self.lnc = resolve_lnc(self.generation, lnc, os.environ)
             if local_rank >= self.max_local_ranks():
                 raise UserError(
-                    f"local rank {local_rank}: this machine has {self.max_local_ranks()} cores, one for each rank"
+                    f"local rank {local_rank}: this machine has {self.max_local_ranks()} cores, one per rank"
                 )
             visible = os.environ.get(CORES_VARIABLE)
-            wanted = xla_environment(self.generation, self.lnc, precision, launch, cache_location(os.environ), visible)
-            os.environ |= merge_env(wanted, os.environ)
-        elif launch.ranks > 1:
-            raise UserError(
-                f"{PJRT_VARIABLE}={os.environ.get(PJRT_VARIABLE)}: {launch.ranks} processes would not see each other; nearest: one rank"
+            environment = xla_environment(
+                self.generation, self.lnc, precision, launch, cache_location(os.environ), visible
             )
-        _module("distributed.xla_backend")  # the process group of that name
-        # Else numbers that happen to be equal on one rank, its place among others say, become one input of its graph.
+            os.environ |= merge_env(environment, os.environ)
+        elif launch.world_size > 1:
+            raise UserError(
+                f"{PJRT_VARIABLE}={os.environ.get(PJRT_VARIABLE)}: {launch.world_size} processes cannot communicate; "
+                "nearest: one rank"
+            )
+        _module("distributed.xla_backend")  # registers the process group backend
+        # With the cache, scalars that happen to be equal on one rank would share a graph input, and graphs would
+        # differ.
         _module()._XLAC._set_xla_enable_device_data_cache(False)
         compat.register_device_module(self.name)
 
@@ -157,10 +162,10 @@ class XlaDevice(Device):
         _module("core.xla_model").wait_device_ops()
 
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return tensor.cpu  # called after the next `mark`: it waits for this tensor alone
+        return tensor.cpu  # called after the next `flush`; waits for this tensor only
 
     def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
-        """At once: a thread that reads tensors while others are traced would cut the trace in two."""
+        """Copy synchronously: reading tensors from a thread during tracing would split the trace."""
         self.flush()
         for tensor, host in pairs:
             host.copy_(tensor)
