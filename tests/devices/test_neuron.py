@@ -1,19 +1,12 @@
-"""TorchNeuron without a chip: its pure functions, and the device itself on a fake package."""
+"""TorchNeuron without a chip: requirements, launch variables, cores, and properties of the device."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import configs
-from tests.support.fake_neuron import install
 from trainyard import devices
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
@@ -27,12 +20,8 @@ from trainyard.devices.neuron.environment import (
     visible_core,
 )
 from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance, installed_version, parse_generation
-from trainyard.launch.launcher import reserved_port
-from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.trainer import Trainer
 
 TRN2 = TrainiumInstance("trn2", 16, "trn2.48xlarge")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -231,170 +220,3 @@ def test_prepare_rejects_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> No
 def test_lnc_out_of_range_is_an_error(value: int) -> None:
     with pytest.raises(UserError, match=rf"device\.lnc={value}.*nearest: {max(1, min(value, 2))}"):
         load("tiny-llama", [f"device.lnc={value}"])
-
-
-RUN = """
-import json, os, sys
-import torch
-import torch.distributed as dist
-import torch_neuronx
-
-from tests import tiny
-from trainyard.devices.cpu import Cpu
-from trainyard.devices.neuron.instance import Instance
-from trainyard.devices.neuron.device import Neuron
-from trainyard.parallel.mesh import leave
-from trainyard.train.trainer import Trainer
-
-
-class FakeNeuron(NeuronDevice):
-    handle = torch.device("cpu")
-
-    def prepare(self, *given):
-        Cpu().prepare(*given)
-        super().prepare(*given)
-
-
-torch.set_num_threads(1)
-layers = {**tiny.LLAMA, "layers": 4}
-layout, kind = json.loads(sys.argv[1]), sys.argv[2]
-common = {"precision": {"kind": kind}, "log": {"every": 1, "tensorboard": False, "directory": sys.argv[3]}}
-config = tiny.config(
-    layers, layout=layout, compile={"enabled": True}, checkpoint={"export_hf": False, "every": 2}, **common
-)
-
-
-class Losses(list):
-    def __getattr__(self, name):
-        if name == "on_log":
-            return lambda trainer, record: self.append((record["loss"], record["memory_bytes"]))
-        return lambda *arguments: None
-
-
-device, losses = Pretended(Instance("trn2", 16, "trn2.48xlarge")), Losses()
-trainer = Trainer(config, hooks=[losses], device=device)
-summary = trainer.run()
-weights = float(trainer.optimizer.weight_norm())
-plain = Losses()
-if trainer.layout.world == 1:
-    Trainer(tiny.config(layers, **common), hooks=[plain]).run()
-print(json.dumps({
-    "losses": [loss for loss, _ in losses],
-    "plain": [loss for loss, _ in plain],
-    "memory": losses[-1][1],
-    "weights": weights,
-    "graphs": [graph.code.count("scaled_dot_product_attention(") for graph in torch_neuronx.graphs],
-    "code": [graph.code for graph in torch_neuronx.graphs],
-    "options": len({id(each) for each in torch_neuronx.options_seen}),
-    "group": dist.get_backend() if dist.is_initialized() else None,
-    "core": os.environ["NEURON_RT_VISIBLE_CORES"],
-    "cache": os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"],
-    "device": str(torch.device("neuron")),
-    "waited": len(torch_neuronx.current_stream().waited),
-    "checkpoint": summary.checkpoint,
-}), flush=True)
-leave()
-"""
-
-
-def environment(packages: Path, home: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)]),
-        "XDG_CACHE_HOME": str(home),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("packages")
-    install(directory)
-    return directory
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["fp32", "bf16_sr"])
-def test_training_on_the_fake_package(packages: Path, tmp_path: Path, kind: str) -> None:
-    """A Trainer on the neuron device: the same losses as on the CPU, and one graph for all blocks."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, "{}", kind, str(tmp_path)],
-        env=environment(packages, tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert said["losses"] == pytest.approx(said["plain"], rel=1e-6)
-    assert len(said["losses"]) == 4
-    assert sum(said["graphs"]) == 1, "four blocks, one graph"
-    assert len(said["graphs"]) > 1, "the loss and the update are compiled too"
-    assert said["options"] == 1
-    assert said["memory"] == 12345
-    assert said["device"] == "neuron"
-    assert said["core"] == "0"
-    assert said["cache"] == str(tmp_path / "trainyard" / "neff")
-    assert said["waited"] >= 1, "the optimizer step waits for the checkpoint copy"
-    assert said["checkpoint"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}], ids=["tp", "cp"])
-def test_two_ranks_on_the_fake_package(packages: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
-    """Both ranks use the neuron process group, one core each and the same graphs, and have the losses of one rank."""
-
-    def start(rank: int, port: int) -> subprocess.Popen[str]:
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", RUN, json.dumps(layout), "fp32", str(tmp_path)],
-            env=environment(packages, tmp_path) | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    with reserved_port() as port:
-        processes = [start(rank, port) for rank in range(2)]
-        outputs = [rank.communicate(timeout=100) for rank in processes]
-    for rank, (out, errors) in zip(processes, outputs, strict=True):
-        assert rank.returncode == 0, errors + out
-    said = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
-    assert [result["core"] for result in said] == ["0", "1"]
-    assert {result["group"] for result in said} == {"neuron"}
-    assert said[0]["code"] == said[1]["code"]
-    assert sum(said[0]["graphs"]) == 1, "four blocks, one graph"
-    one_host = Losses()
-    log = {"directory": str(tmp_path)}
-    Trainer(configs.tiny_config({**configs.LLAMA, "layers": 4}, log=log), callbacks=[one_host]).run()
-    for result in said:
-        assert result["losses"] == pytest.approx(one_host.losses, rel=1e-5)
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        self.losses.append(record["loss"])
-
-
-def test_fake_package_without_a_chip_is_an_error(packages: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainyard", "train", "device.name=neuron"],
-        env=environment(packages, tmp_path),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("trainyard: device.name=neuron: no chip on this machine")
-    assert done.stderr.count("\n") == 1
