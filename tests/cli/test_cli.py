@@ -1,4 +1,4 @@
-"""The command as a person uses it: exit codes, one-line errors, plain lines without a terminal, a bar with one."""
+"""The command line as a user sees it: exit codes, one-line errors, plain lines without a terminal, a bar in one."""
 
 import json
 import os
@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainyard.cli import main
+from tests.cli.conftest import Call
+from tests.support.forkserver import ForkServer
+from trainyard.cli.main import COMMAND_HELP
 from trainyard.config.recipes import recipe_names
 
 SMALL = [
-    "train.steps=3",
     "log.every=1",
     "data.seq_len=32",
     "train.global_batch=4",
@@ -26,13 +27,8 @@ SMALL = [
 ]
 
 
-def run(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainyard", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, check=False)
-
-
-def test_train_without_a_terminal_prints_plain_lines_and_where_things_are(tmp_path: Path) -> None:
-    done = run("train", *SMALL, cwd=tmp_path)
+def test_train_without_a_terminal_prints_plain_lines_and_output_paths(cli: ForkServer, tmp_path: Path) -> None:
+    done = cli.run(["train", *SMALL, "train.steps=3"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
@@ -48,10 +44,11 @@ def test_train_without_a_terminal_prints_plain_lines_and_where_things_are(tmp_pa
 
 
 def test_train_in_a_terminal_shows_a_bar(tmp_path: Path) -> None:
+    """Also the one test here that starts `python -m trainyard` for real."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainyard", "train", *SMALL],
+        [sys.executable, "-m", "trainyard", "train", *SMALL, "train.steps=3"],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -59,57 +56,56 @@ def test_train_in_a_terminal_shows_a_bar(tmp_path: Path) -> None:
         env=environment,
     )
     os.close(slave)
-    seen = b""
+    output = b""
     while True:
         try:
-            piece = os.read(master, 65536)
+            chunk = os.read(master, 65536)
         except OSError:  # the other end closed
             break
-        if not piece:
+        if not chunk:
             break
-        seen += piece
+        output += chunk
     assert process.wait() == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
     assert re.search(r"step\s+3/3\s+━+", text)
     for word in ("loss", "lr", "grad", "tok/s", "MFU", "left"):
         assert word in text
     assert "consumed samples" not in text
 
 
-def test_ctrl_c_ends_after_the_step_and_leaves_no_process(tmp_path: Path) -> None:
-    words = [word for word in SMALL if "steps" not in word] + ["train.steps=100000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainyard", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True,
-    )  # fmt: skip
+def test_ctrl_c_stops_after_the_step_and_leaves_no_process(cli: ForkServer, tmp_path: Path) -> None:
+    process = cli.start(["train", *SMALL, "train.steps=100000"], cwd=tmp_path)
     assert process.stdout
-    for line in process.stdout:
-        if line.startswith("step 5"):
-            break
+    output, deadline = "", time.monotonic() + 60
+    while "\nstep 5" not in output:
+        assert time.monotonic() < deadline
+        output += process.stdout.read()
+        time.sleep(0.02)
     start = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert time.monotonic() - start < 20
-    assert "stopping after this step" in err
-    assert "Stopped early" in out
+    assert "stopping after this step" in errors
+    assert "Stopped early" in rest
     metrics = (tmp_path / "runs" / "tiny-llama" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in metrics]
     steps = [record["step"] for record in records if "loss" in record]
     assert steps == list(range(1, len(steps) + 1))
-    assert records[-1]["checkpoint"].endswith(f"step_{len(steps):08d}")  # what there was is there to go on from
+    assert records[-1]["checkpoint"].endswith(f"step_{len(steps):08d}")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "line"),
+    ("arguments", "code", "message"),
     [
         (["train", "nope.yaml"], 2, "nope.yaml: no such file or recipe"),
         (["train", "model.hiden=1"], 2, "model.hiden=1: unknown key; nearest: model.hidden"),
         (["train", "--what"], 2, "No such option"),
         (["tran"], 2, "No such command"),
         (["train", "llama3-70b"], 2, "needs a multiple of 256 ranks"),
+        (["train", "tiny-llama", "--nproc", "3", "layout.tp=2"], 2, "needs a multiple of 2 ranks, this run has 3"),
         (["train", "train.loss=nowhere:f"], 2, "cannot import nowhere"),
         (["train", "log.directory=/proc/x"], 2, "log.directory=/proc/x: cannot be written"),
         (
@@ -118,64 +114,56 @@ def test_ctrl_c_ends_after_the_step_and_leaves_no_process(tmp_path: Path) -> Non
             "not finite",
         ),
         (["config"], 2, "name a file or a recipe"),
+        (["verify", "llama3-70b"], 2, "use --smoke"),
     ],
 )
-def test_mistakes_are_one_line(
-    words: list[str],
-    code: int,
-    line: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["trainyard", *words])
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    assert caught.value.code == code
-    error = capfd.readouterr().err
+def test_errors_are_one_line(arguments: list[str], code: int, message: str, call: Call) -> None:
+    found, _, error = call(*arguments)
+    assert found == code
     assert error.count("\n") == 1, error
     assert error.startswith("trainyard: ")
-    assert line in error
+    assert message in error
 
 
-def call(words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(sys, "argv", ["trainyard", *words])
-    with pytest.raises(SystemExit) as caught:
-        main.main()
-    out, err = capfd.readouterr()
-    assert caught.value.code == 0, err
-    return out
-
-
-def test_config_prints_the_resolved_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    data = yaml.safe_load(call(["config", "llama2-7b", "optimizer.lr=1e-4"], capfd, monkeypatch))
+def test_config_prints_the_resolved_file(call: Call) -> None:
+    code, out, _ = call("config", "llama2-7b", "optimizer.lr=1e-4")
+    assert code == 0
+    data = yaml.safe_load(out)
     assert data["optimizer"]["lr"] == 1e-4
     assert data["schedule"]["kind"] == "linear"
-    assert set(data) >= {
-        "model",
-        "data",
-        "train",
-        "layout",
-        "recompute",
-        "compile",
-        "checkpoint",
-        "evaluate",
-        "log",
-        "device",
-    }
-    keys = call(["config", "--keys"], capfd, monkeypatch)
+    sections = {"model", "data", "train", "layout", "recompute", "compile", "checkpoint", "evaluate", "log", "device"}
+    assert set(data) >= sections
+    keys = call("config", "--keys")[1]
     assert "optimizer.lr" in keys
     assert "model[llama].rope_theta" in keys
 
 
-def test_recipes_lists_them_all(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out = call(["recipes"], capfd, monkeypatch)
+def test_recipes_lists_all(call: Call) -> None:
+    out = call("recipes")[1]
     for name in recipe_names():
         assert any(line.startswith(name) for line in out.splitlines())
     assert "70.55B" in out
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], []])
-def test_help_teaches(words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "train" in call(words, capfd, monkeypatch)
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_lists_all_commands_in_80_columns(
+    arguments: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(*arguments)
+    assert code == 0
+    for name, text in COMMAND_HELP.items():
+        assert name in out
+        assert text in " ".join(out.replace("│", " ").split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [name for name in COMMAND_HELP if name not in ("cache", "data", "convert-nxd")])
+def test_help_of_a_command_has_examples_that_fit_80_columns(
+    command: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(command, "--help")
+    assert code == 0
+    assert f"trainyard {command}" in out or command == "recipes"
+    assert max(map(len, out.splitlines())) <= 80

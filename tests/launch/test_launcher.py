@@ -1,4 +1,4 @@
-"""Ranks as real processes: whatever ends one of them, the first reason is shown once and nobody is left behind."""
+"""The launcher with real rank processes: it shows the first failure once and leaves no process behind."""
 
 import os
 import pty
@@ -16,19 +16,19 @@ import pytest
 PRELUDE = """
 import os, pathlib, signal, socket, subprocess, sys, time
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.launch.rank_guard import attached
+from trainyard.launch.rank_guard import rank_process_guard
 
 here, rank, world = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 def begin():
-    "Says who this is, with a process of its own, and waits until all ranks have come as far."
-    nested = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(here)])
-    (here / f"{rank}.part").write_text(f"{os.getpid()} {nested.pid}")
+    "Record the process ids of this rank and of a child process, and wait for all ranks."
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(here)])
+    (here / f"{rank}.part").write_text(f"{os.getpid()} {child.pid}")
     (here / f"{rank}.part").rename(here / f"{rank}.pids")
     while len(list(here.glob("*.pids"))) < world:
         time.sleep(0.01)
 
-with attached():
+with rank_process_guard():
 """
 DRIVER = """
 import sys
@@ -39,11 +39,11 @@ STARTED: list[subprocess.Popen[str]] = []
 
 
 @pytest.fixture(autouse=True)
-def _a_failed_test_leaves_nobody(tmp_path: Path) -> Iterator[None]:
-    """Ends what a broken launcher left behind: ids that this test noted and that still name its directory."""
+def _kill_leftover_processes(tmp_path: Path) -> Iterator[None]:
+    """Kill what a broken launcher leaves behind: recorded process ids whose command line names the test directory."""
     yield
     for process in STARTED:
-        process.kill()  # does nothing to one that has been waited for
+        process.kill()  # no effect after wait()
     STARTED.clear()
     for pid in pids(tmp_path):
         shown = subprocess.run(
@@ -55,7 +55,7 @@ def _a_failed_test_leaves_nobody(tmp_path: Path) -> Iterator[None]:
 
 
 def start(here: Path, ranks: int, body: str, **options: int) -> subprocess.Popen[str]:
-    """A launcher of `ranks` processes that run `body`. Its temporary files are below `here`."""
+    """Start a launcher of `ranks` processes that run `body`. Its temporary files are below `here`."""
     lines = [f"    {line}" for line in body.splitlines()]
     (here / "script.py").write_text(PRELUDE + "\n".join(lines) + "\n")
     (here / "tmp").mkdir()
@@ -80,12 +80,12 @@ def pids(here: Path) -> list[int]:
     return [int(word) for path in here.rglob("*.pids") for word in path.read_text().split()]
 
 
-def gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    stat = Path(f"/proc/{pid}/stat")  # an orphan that ended stays listed until init looks after it
+    stat = Path(f"/proc/{pid}/stat")  # a dead orphan stays listed until init reaps it
     try:
         return stat.read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -100,21 +100,21 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def assert_all_gone(here: Path, ranks: int) -> None:
-    """Ranks and what they started; killed a moment ago is enough."""
-    found = pids(here)
-    assert len(found) == 2 * ranks
-    until(lambda: all(gone(pid) for pid in found), seconds=5)
+    """All ranks and their child processes must be gone within seconds."""
+    recorded = pids(here)
+    assert len(recorded) == 2 * ranks
+    until(lambda: all(is_gone(pid) for pid in recorded), seconds=5)
 
 
-def logs(here: Path, err: str) -> Path:
-    """The directory that the last line names."""
+def log_directory(here: Path, err: str) -> Path:
+    """Return the log directory that the last line names."""
     match = re.fullmatch(r"trainyard: logs of all ranks: (.*)", err.splitlines()[-1])
     assert match
     assert Path(match[1]).parent == here / "tmp"
     return Path(match[1])
 
 
-def test_every_rank_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_gets_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR ADDED OMP_NUM_THREADS MASTER_PORT"
     body = f"""
@@ -133,12 +133,12 @@ print("err of", rank, file=sys.stderr)
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_the_users_number_of_threads_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_of_the_user_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert run(tmp_path, 2, 'print(os.environ["OMP_NUM_THREADS"])')[:2] == (0, "7\n")
 
 
-def test_rank_0_keeps_the_terminal_and_a_killed_bar_is_tidied_up(tmp_path: Path) -> None:
+def test_rank_0_keeps_the_terminal_and_the_cursor_is_restored(tmp_path: Path) -> None:
     body = """
 if rank:
     time.sleep(0.5)
@@ -151,11 +151,11 @@ time.sleep(600)
     os.close(slave)
     process.communicate(timeout=60)
     assert process.returncode == 2
-    assert os.read(master, 100) == b"True True\x1b[?25h\r\n"  # the cursor is back, and the line is ended
+    assert os.read(master, 100) == b"True True\x1b[?25h\r\n"  # shows the cursor and ends the line
     os.close(master)
 
 
-def test_stderr_of_rank_0_is_passed_on_as_it_comes(tmp_path: Path) -> None:
+def test_stderr_of_rank_0_is_forwarded_live(tmp_path: Path) -> None:
     body = """
 print("careful", rank, file=sys.stderr)
 while not (here / "read").exists():
@@ -169,7 +169,7 @@ while not (here / "read").exists():
     assert process.returncode == 0
 
 
-def test_torch_meets_at_the_port_that_the_launcher_holds(tmp_path: Path) -> None:
+def test_torch_rendezvous_works_at_the_reserved_port(tmp_path: Path) -> None:
     body = """
 import torch.distributed as dist
 store, *_ = next(dist.rendezvous("env://"))
@@ -191,7 +191,7 @@ time.sleep(0.2 * (1 - rank))
     ],
     ids=["ends on SIGTERM", "ignores SIGTERM", "exits on SIGTERM"],
 )
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path, others: str) -> None:
+def test_a_failing_rank_ends_the_others(tmp_path: Path, others: str) -> None:
     body = f"""
 if rank != 2:
     {others}
@@ -211,10 +211,10 @@ time.sleep(600)
     assert lines[-2] == "ValueError: no such luck"
     assert err.count("no such luck") == 2, "in the source line and in the message"
     assert "bye" not in err
-    assert "ValueError: no such luck" in (logs(tmp_path, err) / "rank-2.log").read_text()
+    assert "ValueError: no such luck" in (log_directory(tmp_path, err) / "rank-2.log").read_text()
 
 
-def test_a_long_traceback_is_cut(tmp_path: Path) -> None:
+def test_a_long_traceback_is_truncated(tmp_path: Path) -> None:
     body = """
 begin()
 if rank:
@@ -225,11 +225,11 @@ time.sleep(600)
     assert code == 1
     assert "line 80" in err
     assert "line 79" not in err
-    assert "line 0\n" in (logs(tmp_path, err) / "rank-1.log").read_text()
+    assert "line 0\n" in (log_directory(tmp_path, err) / "rank-1.log").read_text()
 
 
-def test_a_killed_rank_is_named_even_if_others_complain_first(tmp_path: Path) -> None:
-    """The launcher is stopped meanwhile, so that it sees the death only after rank 0 has left its complaint."""
+def test_a_killed_rank_is_named_even_if_others_fail_visibly_first(tmp_path: Path) -> None:
+    """The launcher is stopped meanwhile, so that it sees the death only after rank 0 has recorded its failure."""
     body = """
 port = int(os.environ["MASTER_PORT"])
 if rank == 1:
@@ -253,10 +253,10 @@ raise ConnectionResetError("lost rank 1")
         "trainyard: rank 1 was killed by signal 9 (SIGKILL); often the machine ran out of memory"
     ]
     assert_all_gone(tmp_path, 3)
-    assert logs(tmp_path, err).is_dir()
+    assert log_directory(tmp_path, err).is_dir()
 
 
-def test_an_abort_that_follows_from_an_exception_is_not_the_reason(tmp_path: Path) -> None:
+def test_an_abort_caused_by_an_exception_is_not_the_reason(tmp_path: Path) -> None:
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 begin()
@@ -271,8 +271,8 @@ os.abort()
     assert "SIGABRT" not in err
 
 
-def test_consequences_stay_in_the_logs(tmp_path: Path) -> None:
-    """Rank 1 fails first and takes long to leave; rank 0, which lost it, is seen to end first."""
+def test_later_failures_stay_in_the_logs(tmp_path: Path) -> None:
+    """Rank 1 fails first but exits slowly; rank 0, which lost its peer, exits first."""
     body = """
 import atexit
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -287,7 +287,7 @@ raise ConnectionResetError("error B")
     assert code == 1
     assert "ValueError: error A" in err
     assert "error B" not in err
-    directory = logs(tmp_path, err)
+    directory = log_directory(tmp_path, err)
     assert "ConnectionResetError: error B" in (directory / "rank-0.log").read_text()
     assert_all_gone(tmp_path, 2)
 
@@ -306,17 +306,17 @@ time.sleep(600)
     assert_all_gone(tmp_path, 2)
 
 
-def test_a_mistake_that_all_ranks_see_is_one_line(tmp_path: Path) -> None:
+def test_a_user_error_on_all_ranks_is_one_line(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, 3, 'begin(); time.sleep(0.2 * rank); raise UserError("model.hidden=3: odd")')
     assert (code, out, err) == (2, "", "trainyard: model.hidden=3: odd\n")
     assert_all_gone(tmp_path, 3)
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_an_exit_without_a_reason_shows_the_end_of_the_log(tmp_path: Path) -> None:
+def test_an_exit_without_a_failure_file_shows_the_end_of_the_log(tmp_path: Path) -> None:
     code, _, err = run(tmp_path, 2, 'if rank: print("last words", flush=True); os._exit(5)\ntime.sleep(600)')
     assert code == 5
-    assert err.splitlines()[:-1] == ["trainyard: rank 1 ended with exit code 5", "last words"]
+    assert err.splitlines()[:-1] == ["trainyard: rank 1 exited with code 5", "last words"]
 
 
 def test_ranks_may_end_at_different_times(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     body = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)]; begin(); time.sleep(600)"
     process = start(tmp_path, 2, body)
     until(lambda: len(pids(tmp_path)) == 4)
-    assert not any(gone(pid) for pid in pids(tmp_path))
+    assert not any(is_gone(pid) for pid in pids(tmp_path))
     process.kill()
     process.communicate(timeout=60)
     assert_all_gone(tmp_path, 2)
@@ -364,7 +364,7 @@ sys.exit(130)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_once_and_the_end_is_orderly(tmp_path: Path, number: int) -> None:
+def test_a_signal_is_forwarded_once_and_the_stop_is_orderly(tmp_path: Path, number: int) -> None:
     process = start(tmp_path, 2, COUNT.replace("LIMIT", "-1"))
     until(lambda: len(pids(tmp_path)) == 4)
     process.send_signal(number)
@@ -375,7 +375,7 @@ def test_a_signal_is_passed_on_once_and_the_end_is_orderly(tmp_path: Path, numbe
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_a_second_signal_ends_ranks_at_once_and_a_third_kills_them(tmp_path: Path) -> None:
+def test_a_second_signal_is_forwarded_and_a_third_kills(tmp_path: Path) -> None:
     for limit, sent in ((2, 2), (100, 3)):
         here = tmp_path / str(limit)
         here.mkdir()
@@ -390,7 +390,7 @@ def test_a_second_signal_ends_ranks_at_once_and_a_third_kills_them(tmp_path: Pat
         assert_all_gone(here, 2)
 
 
-def test_a_signal_before_ranks_are_ready_ends_them_quietly(tmp_path: Path) -> None:
+def test_a_signal_before_ranks_handle_it_ends_them_quietly(tmp_path: Path) -> None:
     process = start(tmp_path, 2, "if rank: signal.signal(15, signal.SIG_IGN)\nbegin(); time.sleep(600)")
     until(lambda: len(pids(tmp_path)) == 4)
     process.terminate()
