@@ -1,26 +1,27 @@
-"""Write docs/keys.md from the schema: every key, its default, what it means. A test holds the file to the schema."""
+"""Write docs/keys.md from the schema: every key with its type, default and meaning. A test keeps the file current."""
 
 import sys
 from pathlib import Path
 
-from trainyard.config.load import schema_keys
+from trainyard.config.schema_docs import schema_keys
 
-HEAD = """# Every key
+HEAD = """# Configuration keys
 
-Made by scripts/reference.py from the schema. `model[FAMILY]` keys belong to that family; in a file it is just `model`.
+Generated from the schema by scripts/reference.py. `model[FAMILY]` marks keys of one model family; in a file the
+section is just `model`.
 
 """
 
 
 def text() -> str:
     lines, section = [], ""
-    for each in schema_keys():
-        here = each.name.rsplit(".", 1)[0] if "." in each.name else "top level"
-        if here != section:
-            section = here
-            lines += ["", f"## {section}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
-        default = "" if each.default in ("null", "", "[]") else f"`{each.default}`"
-        lines.append(f"| `{each.name}` | {each.allowed} | {default} | {each.meaning} |")
+    for key in schema_keys():
+        key_section = key.name.rsplit(".", 1)[0] if "." in key.name else "top level"
+        if key_section != section:
+            section = key_section
+            lines += ["", f"## {section}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+        default = "" if key.default in ("null", "", "[]") else f"`{key.default}`"
+        lines.append(f"| `{key.name}` | {key.allowed} | {default} | {key.meaning} |")
     return HEAD + "\n".join(lines).strip() + "\n"
 
 

@@ -1,34 +1,36 @@
-"""Configuration: what is accepted, and that every mistake is one line with key, value and the nearest valid one."""
+"""Loading configurations: every mistake is one line with the key, the value and the nearest valid value."""
 
 import json
+import runpy
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.support import configs
-from trainyard.config.load import dump, load, parse, schema_keys
+from trainyard import devices
+from trainyard.config.load import dump, load, parse
 from trainyard.config.recipes import recipe_names
+from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES, upgrade_keys
 from trainyard.config.schema import Config
+from trainyard.config.schema_docs import schema_keys, without_tags
 from trainyard.core.errors import UserError
 
+ROOT = Path(__file__).parents[2]
+BASE = {"model": configs.LLAMA, "train": {"steps": 3}, "data": {"seq_len": 16}}
 
-def write(path: Path, **changes: object) -> Path:
-    data = {"model": dict(configs.LLAMA), "train": {"steps": 3}, "data": {"seq_len": 16}}
-    for dotted, value in changes.items():
-        node = data
-        *parents, leaf = dotted.split("__")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    path.write_text(yaml.safe_dump(data))
+
+def base_file(directory: Path) -> Path:
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(BASE))
     return path
 
 
 MISTAKES = [
-    # overrides, then what the line must say
+    # overrides, parts of the error line
     (["model.hiden=3"], ["model.hiden=3", "unknown key", "model.hidden"]),
     (["tarin.steps=3"], ["tarin", "unknown key", "train"]),
     (["train.lr=1e-3"], ["train.lr=0.001", "unknown key", "optimizer.lr"]),
@@ -55,7 +57,7 @@ MISTAKES = [
     (["recompute.kind=selective"], ["recompute.modules", "mlp"]),
     (["recompute.modules=[mlp]"], ["recompute.modules", "kind=selective"]),
     (["recompute.kind=selective", "recompute.modules=[mlps]"], ["recompute.modules.0=mlps", "nearest: mlp"]),
-    (["layout.pp=4", "layout.pipeline_cuts=[1,1,2]"], ["layout.pipeline_cuts", "rising"]),
+    (["layout.pp=4", "layout.pipeline_cuts=[1,1,2]"], ["layout.pipeline_cuts", "increasing"]),
     (["layout.vpp=2"], ["layout.vpp=2", "pp above 1", "nearest: 1"]),
     (["layout.pp=2", "layout.pipeline_schedule=zbv"], ["layout.vpp=1", "pipeline_schedule=zbv", "nearest: 2"]),
     (
@@ -82,19 +84,56 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "words"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
-def test_a_mistake_is_one_line(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+@pytest.mark.parametrize(("overrides", "parts"), MISTAKES, ids=[" ".join(mistake[0]) for mistake in MISTAKES])
+def test_mistake_is_reported_on_one_line(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        load(write(tmp_path / "run.yaml"), overrides)
+        load(base_file(tmp_path), overrides)
     line = str(caught.value)
     assert "\n" not in line
-    for word in words:
-        assert word in line, line
+    for part in parts:
+        assert part in line, line
 
 
-def test_bert_mistakes() -> None:
+@pytest.mark.parametrize("old", RENAMED_KEYS)
+def test_old_key_is_an_error_that_names_the_new_key(old: str, tmp_path: Path) -> None:
+    overrides = ["model.rope_scaling={kind: llama3}"] if "rope_scaling" in old else []
+    with pytest.raises(UserError) as caught:
+        load(base_file(tmp_path), [*overrides, f"{old}=1"])
+    assert str(caught.value) == f"{tmp_path / 'run.yaml'}: {old}=1: renamed to {RENAMED_KEYS[old]}"
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"), [(key, *pair) for key, values in RENAMED_VALUES.items() for pair in values.items()]
+)
+def test_old_value_is_an_error_that_names_the_new_value(key: str, old: str, new: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load(base_file(tmp_path), [f"{key}={old}"])
+    assert str(caught.value) == f"{tmp_path / 'run.yaml'}: {key}={old}: renamed to {new}"
+
+
+def test_renamed_keys_exist_and_old_ones_do_not() -> None:
+    keys = {without_tags(key.name) for key in schema_keys()}
+    assert set(RENAMED_KEYS.values()) <= keys
+    assert not set(RENAMED_KEYS) & keys
+
+
+def test_saved_configuration_with_old_keys_is_upgraded() -> None:
+    config = load("llama3.1-70b-trn2")
+    saved = config.model_dump(mode="json")
+    for old, new in RENAMED_KEYS.items():
+        *parents, old_leaf = old.split(".")
+        node = saved
+        for parent in parents:
+            node = node[parent]
+        node[old_leaf] = node.pop(new.split(".")[-1])
+    saved["recompute"]["kind"] = "parts"
+    assert parse(upgrade_keys(saved)) == config
+    assert parse(upgrade_keys(config.model_dump(mode="json"))) == config
+
+
+def test_bert_data_is_checked() -> None:
     base = {"model": configs.BERT, "train": {"steps": 1}}
-    for data, words in (
+    for data, message in (
         ({"source": "text", "seq_len": 16}, "data.source=text"),
         ({"source": "synthetic", "seq_len": 16, "max_predictions": 20}, "data.max_predictions=20"),
         (
@@ -102,17 +141,17 @@ def test_bert_mistakes() -> None:
             "data.document_mask=true",
         ),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             parse({**base, "data": data})
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_keys_are_named(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("train: {steps: 3}\n")
     with pytest.raises(UserError, match="model"):
         load(path)
     path.write_text("model: {family: llama, vocab: 10}\ntrain: {steps: 3}\n")
-    with pytest.raises(UserError, match=r"model\.hidden: missing.*Width"):
+    with pytest.raises(UserError, match=r"model\.hidden: missing.*Hidden size"):
         load(path)
     path.write_text("model: {vocab: 10}\ntrain: {steps: 3}\n")
     with pytest.raises(UserError, match=r"model\.family: missing; one of llama, gpt, bert"):
@@ -120,24 +159,24 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("model: [", "1: not valid YAML"),
-        ("train: {steps: 1}\ntrain: {steps: 2}\n", "given twice"),
+        ("train: {steps: 1}\ntrain: {steps: 2}\n", "duplicate key train"),
         ("just words\n", "a mapping"),
         ("", "a mapping"),
     ],
 )
-def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_file_is_reported_with_its_path(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         load(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_binary_file_and_directory(tmp_path: Path) -> None:
+def test_binary_file_directory_and_unknown_recipe_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         load(tmp_path / "x.yaml")
@@ -147,8 +186,8 @@ def test_binary_file_and_directory(tmp_path: Path) -> None:
         load("llama2-7")
 
 
-def test_overrides_and_numbers(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.yaml")
+def test_overrides_are_parsed_as_yaml(tmp_path: Path) -> None:
+    path = base_file(tmp_path)
     config = load(
         path, ["optimizer.lr=3e-4", "train.steps=7", "layout.pipeline_cuts=[]", "log.name=x", "data.paths=[a, b]"]
     )
@@ -156,14 +195,14 @@ def test_overrides_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_resolved_file_reads_back_equal(name: str, tmp_path: Path) -> None:
+def test_dumped_recipe_loads_back_equal(name: str, tmp_path: Path) -> None:
     config = load(name)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config))
     assert load(path) == config
 
 
-def test_model_from_a_config_json(tmp_path: Path) -> None:
+def test_model_sizes_come_from_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(
             {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -178,13 +217,13 @@ def test_model_from_a_config_json(tmp_path: Path) -> None:
         parse({"model": {"from_hf": "nowhere/config.json"}, "train": {"steps": 1}})
 
 
-def test_every_key_says_what_it_means_and_what_it_takes() -> None:
-    rows = list(schema_keys())
-    assert len(rows) > 80
-    for key in rows:
+def test_every_key_is_documented() -> None:
+    keys = list(schema_keys())
+    assert len(keys) > 80
+    for key in keys:
         assert len(key.meaning) > 10, key.name
         assert key.allowed, key.name
-    by_name = {key.name: key for key in rows}
+    by_name = {key.name: key for key in keys}
     assert by_name["train.steps"].allowed == "whole number, >= 1"
     assert by_name["optimizer.beta1"].allowed == "number, >= 0, < 1"
     assert by_name["schedule.kind"].allowed == "cosine, linear, constant, wsd"
@@ -193,9 +232,27 @@ def test_every_key_says_what_it_means_and_what_it_takes() -> None:
     assert sections == set(Config.model_fields) - {"description", "hardware"}
 
 
-def test_the_reference_page_is_up_to_date() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "scripts/reference.py", "/dev/stdout"], cwd=root, capture_output=True, text=True, check=True
+def test_reference_page_is_current() -> None:
+    page = next((ROOT / "docs").rglob("keys.md"))
+    assert runpy.run_path(str(ROOT / "scripts" / "reference.py"))["text"]() == page.read_text(), (
+        "run: python scripts/reference.py"
     )
-    assert done.stdout == (root / "docs" / "keys.md").read_text(), "run: python scripts/reference.py"
+
+
+def test_device_names_without_torch_match_the_devices() -> None:
+    assert ("auto", *(device.name for device in devices.DEVICES)) == devices.DEVICE_NAMES
+    kernels = chain.from_iterable(device.attention_kernels for device in devices.DEVICES)
+    assert ("auto", *kernels) == devices.ATTENTION_KERNELS
+
+
+def test_config_command_does_not_import_torch(tmp_path: Path) -> None:
+    """Start-up takes under 0.5 s of CPU time on a quiet machine; importing torch alone takes several times as long."""
+    code = (
+        "import sys, time\nfrom trainyard.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as error:\n    assert error.code == 0\n"
+        "print(*(name for name in ('torch', 'numpy') if name in sys.modules), time.process_time(), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "config", str(base_file(tmp_path))]
+    outputs = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert parse(yaml.safe_load(outputs[0].stdout)) == load(base_file(tmp_path))
+    assert min(float(output.stderr) for output in outputs) < 1.0

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
-from trainyard.config.load import dump, load, schema_keys
+from trainyard.config.load import dump, load
+from trainyard.config.schema_docs import schema_keys
 from trainyard.config.smoke import smoke_config
 from trainyard.core.errors import UserError
 

@@ -10,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard import __version__
-from trainyard.config.importers.key_table import ImportedConfig, format_value
+from trainyard.config.importers.key_table import ImportedConfig
 from trainyard.config.importers.megatron.convert import import_flags, import_script
-from trainyard.config.importers.nxdt.convert import import_nxdt, is_nxdt
+from trainyard.config.importers.nxdt import is_nxdt
+from trainyard.config.importers.nxdt.convert import import_nxdt
 from trainyard.config.load import dump, validate_imported
-from trainyard.config.yaml_io import read_yaml
+from trainyard.config.yaml_io import format_value, read_yaml
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 

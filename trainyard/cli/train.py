@@ -100,7 +100,7 @@ def load_run_config(
 ) -> Config:
     """Load the configuration of a run on `ranks` ranks. Overrides apply after `--smoke` has shrunk the file."""
     if smoke:
-        return parse(smoke_config(load(source, say=say), ranks).model_dump(mode="json"), overrides)
+        return parse(smoke_config(load(source, warn=say), ranks).model_dump(mode="json"), overrides)
     return load(source, overrides, say)
 
 

@@ -1,18 +1,25 @@
-"""What every section of the configuration shares: strict types, unknown keys refused, a docstring on each field."""
+"""Base class and number types of all configuration sections, and helpers for error messages."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    """A section of the configuration: strict types, unknown keys rejected, a docstring below each field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`, for error lines: `8 or 12`."""
+    """Return the multiples of `unit` around `value` for an error message, such as `8 or 12`."""
     below, above = value // unit * unit, (value // unit + 1) * unit
     return f"{below} or {above}" if below > 0 else f"{above}"
 
 
 def nearest_divisor(value: int, total: int) -> int:
-    """The divisor of `whole` nearest to `value`."""
+    """Return the divisor of `total` nearest to `value`."""
     return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))

@@ -1,7 +1,7 @@
-"""Hugging Face config.json in and out, as transformers 4 and 5 write it.
+"""Conversion of the model section from and to a Hugging Face config.json.
 
-transformers 5 moved `rope_theta` and `rope_scaling` into `rope_parameters` and renamed `torch_dtype` to `dtype`; both
-forms are read, and what is written can be read by both.
+transformers 5 moved `rope_theta` and `rope_scaling` into `rope_parameters` and renamed `torch_dtype` to `dtype`. Both
+forms are read, and a written config.json is readable by transformers 4 and 5.
 """
 
 import json
@@ -9,43 +9,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.model_schema import BertConfig, GptConfig, LinearRopeScaling, Llama3RopeScaling, LlamaConfig
+from trainyard.config.model_schema import (
+    BertConfig,
+    GptConfig,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LlamaConfig,
+    ModelConfig,
+)
 from trainyard.core.errors import UserError
 
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-ModelConfig = LlamaConfig | GptConfig | BertConfig
 
 
 def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
-    """The model section that a config.json (a path, its directory, or its contents) describes."""
+    """Return the model section for a config.json, given as a path, its directory, or its contents."""
     if isinstance(source, dict):
-        data, where = source, "config.json"
+        data, name = source, "config.json"
     else:
         path = Path(source).expanduser()
         path = path / "config.json" if path.is_dir() else path
-        where = str(path)
+        name = str(path)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: not a readable config.json: {error}") from None
         if not isinstance(data, dict):
-            raise UserError(f"{path}: not a config.json: a {type(data).__name__} where names and values were expected")
+            raise UserError(f"{path}: not a config.json: expected a mapping, found a {type(data).__name__}")
     readers: dict[Any, Callable[[dict[str, Any]], ModelConfig]] = {"llama": _llama, "gpt2": _gpt, "bert": _bert}
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in readers:
-        raise UserError(f"{where}: model_type={kind}: not supported; one of {', '.join(readers)}")
+        raise UserError(f"{name}: model_type={kind}: not supported; one of {', '.join(readers)}")
     try:
         return readers[kind](data)
     except KeyError as error:
-        raise UserError(f"{where}: {error.args[0]}: missing") from None
+        raise UserError(f"{name}: {error.args[0]}: missing") from None
     except (TypeError, AttributeError):
-        raise UserError(f"{where}: not a config.json of {kind}: a value is of the wrong kind") from None
+        raise UserError(f"{name}: not a config.json of {kind}: a value has the wrong type") from None
     except ValueError as error:
-        raise UserError(f"{where}: {_first_line(error)}") from None
+        raise UserError(f"{name}: {_first_line(error)}") from None
 
 
 def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The config.json that transformers 4 and 5 both read."""
+    """Return a config.json that transformers 4 and 5 read."""
     common = {"torch_dtype": dtype, "dtype": dtype, "initializer_range": model.init_std}
     if isinstance(model, LlamaConfig):
         rope = _rope_to_hf(model)
@@ -70,7 +76,7 @@ def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
             "mlp_bias": False,
             **common,
         }
-    names = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+    activations = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
     if isinstance(model, GptConfig):
         return {
             "architectures": ["GPT2LMHeadModel"],
@@ -81,7 +87,7 @@ def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
             "n_head": model.heads,
             "n_inner": model.ffn,
             "n_positions": model.max_positions,
-            "activation_function": names[model.activation],
+            "activation_function": activations[model.activation],
             "embd_pdrop": model.embedding_dropout,
             "resid_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
@@ -99,7 +105,7 @@ def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         "intermediate_size": model.ffn_size,
         "max_position_embeddings": model.max_positions,
         "type_vocab_size": model.segments,
-        "hidden_act": names[model.activation],
+        "hidden_act": activations[model.activation],
         "hidden_dropout_prob": model.hidden_dropout,
         "attention_probs_dropout_prob": model.attention_dropout,
         "layer_norm_eps": model.norm_eps,
@@ -108,7 +114,7 @@ def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def _llama(data: dict[str, Any]) -> LlamaConfig:
-    _refuse(data, attention_bias=False, mlp_bias=False, hidden_act="silu")
+    _require(data, attention_bias=False, mlp_bias=False, hidden_act="silu")
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
     return LlamaConfig(
         family="llama",
@@ -160,7 +166,7 @@ def _rope_to_hf(model: LlamaConfig) -> dict[str, Any]:
 
 
 def _gpt(data: dict[str, Any]) -> GptConfig:
-    _refuse(data, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    _require(data, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GptConfig(
         family="gpt",
         vocab=data["vocab_size"],
@@ -180,7 +186,7 @@ def _gpt(data: dict[str, Any]) -> GptConfig:
 
 
 def _bert(data: dict[str, Any]) -> BertConfig:
-    _refuse(data, position_embedding_type="absolute", is_decoder=False, tie_word_embeddings=True)
+    _require(data, position_embedding_type="absolute", is_decoder=False, tie_word_embeddings=True)
     return BertConfig(
         family="bert",
         vocab=data["vocab_size"],
@@ -204,9 +210,9 @@ def _gelu(name: str) -> Any:
     return GELU_NAMES[name]
 
 
-def _refuse(data: dict[str, Any], **only: object) -> None:
-    """Options of transformers that would change the numbers and that trainyard does not have."""
-    for key, value in only.items():
+def _require(data: dict[str, Any], **supported: object) -> None:
+    """Raise a ValueError for options of transformers that change the numerics and are not supported here."""
+    for key, value in supported.items():
         if data.get(key, value) != value:
             raise ValueError(f"{key}={data[key]}: not supported; nearest: {value}")
 
@@ -214,6 +220,6 @@ def _refuse(data: dict[str, Any], **only: object) -> None:
 def _first_line(error: ValueError) -> str:
     details = getattr(error, "errors", None)
     if callable(details):
-        first = details()[0]
-        return f"{'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}"
+        mistake = details()[0]
+        return f"{'.'.join(map(str, mistake['loc']))}={mistake['input']}: {mistake['msg']}"
     return str(error)

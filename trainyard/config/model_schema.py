@@ -1,95 +1,95 @@
-"""The `model` section: one class per family, told apart by `family`."""
+"""The `model` section: one class per model family, selected by the key `family`."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainyard.config.base import Section, nearest_divisor, nearest_multiples
+from trainyard.config.base import PositiveInt, Section, nearest_divisor, nearest_multiples
 
-PositiveInt = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LinearRopeScaling(Section):
-    """Positions divided by a factor (position interpolation), as DeepSeek-Coder uses it."""
+    """Position interpolation: positions are divided by a factor, as in DeepSeek-Coder."""
 
     kind: Literal["linear"] = "linear"
-    """Which scaling this is."""
+    """Kind of RoPE scaling."""
     factor: float = Field(ge=1)
-    """Times the trained context; 1 or more."""
+    """Ratio of the extended context to the trained context; 1 or more."""
 
 
 class Llama3RopeScaling(Section):
-    """Low frequencies divided by a factor, high ones kept, a smooth step between (Llama 3.1)."""
+    """RoPE scaling of Llama 3.1: divides low frequencies by a factor, keeps high ones, interpolates in between."""
 
     kind: Literal["llama3"] = "llama3"
-    """Which scaling this is."""
+    """Kind of RoPE scaling."""
     factor: float = Field(8.0, ge=1)
     """Divisor of the low frequencies; 1 or more."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """Wavelengths longer than original_max_positions / this are scaled in full."""
+    """Wavelengths longer than original_max_positions / low_freq_factor are scaled in full."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """Wavelengths shorter than original_max_positions / this are kept."""
+    """Wavelengths shorter than original_max_positions / high_freq_factor are not scaled."""
     original_max_positions: PositiveInt = 8192
-    """Tokens of context that the unscaled model was trained with."""
+    """Context length in tokens before scaling."""
 
 
-class _Transformer(Section):
+class _TransformerConfig(Section):
     vocab: int = Field(ge=2)
-    """Entries of the vocabulary, as the checkpoint has them (padding for tensor parallel comes on top)."""
+    """Vocabulary size of the checkpoint, without the padding that tensor parallelism adds."""
     hidden: PositiveInt
-    """Width of the residual stream."""
+    """Hidden size (width of the residual stream)."""
     layers: PositiveInt
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     heads: PositiveInt
-    """Query heads; must divide by layout.tp."""
+    """Number of query heads; must be divisible by layout.tp."""
     max_positions: PositiveInt
-    """Longest sequence in tokens the model is made for."""
+    """Maximum sequence length in tokens."""
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights."""
     scaled_init: bool = True
-    """Divide the standard deviation of the two output projections of a block by sqrt(2 * layers) (GPT-2)."""
+    """Divide the standard deviation of a block's two output projections by sqrt(2 * layers), as in GPT-2."""
     fuse_qkv: bool = True
-    """Keep query, key and value as parts of one matrix: one product instead of three."""
+    """Store query, key and value projections as one matrix: one GEMM instead of three."""
 
     @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> Self:
+    def _check_heads(self) -> Self:
         if self.hidden % self.heads and getattr(self, "head_dim", None) is None:
-            near = nearest_divisor(self.heads, self.hidden)
-            raise ValueError(f"heads={self.heads}: does not divide hidden={self.hidden}; nearest: {near}")
+            nearest = nearest_divisor(self.heads, self.hidden)
+            raise ValueError(f"heads={self.heads}: does not divide hidden={self.hidden}; nearest: {nearest}")
         return self
 
     @property
     def head_size(self) -> int:
+        """Width of an attention head."""
         return getattr(self, "head_dim", None) or self.hidden // self.heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.heads
 
 
-class LlamaConfig(_Transformer):
-    """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+class LlamaConfig(_TransformerConfig):
+    """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases."""
 
     family: Literal["llama"]
-    """The model family."""
+    """Model family."""
     kv_heads: PositiveInt | None = None
-    """Key and value heads; default: as many as heads."""
+    """Number of key and value heads. Default: heads."""
     head_dim: PositiveInt | None = None
-    """Width of a head; default: hidden / heads. Even."""
+    """Width of a head, an even number. Default: hidden / heads."""
     ffn: PositiveInt
-    """Width of the SwiGLU layer."""
+    """Intermediate size of the SwiGLU MLP."""
     rope_theta: float = Field(10000.0, gt=1)
-    """Base of the rotary frequencies."""
+    """Base of the RoPE frequencies."""
     rope_scaling: Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")] | None = None
-    """How the context was stretched; default: not."""
+    """RoPE scaling for a longer context. Default: none."""
     tie_embeddings: bool = False
-    """Output head and embedding are one matrix."""
+    """Share one matrix between the input embedding and the output head."""
     norm_eps: float = Field(1e-5, gt=0)
-    """Added to the mean square in RMSNorm."""
+    """Epsilon added to the mean square in RMSNorm."""
     fuse_gate_up: bool = True
-    """Keep gate and up projections as parts of one matrix."""
+    """Store gate and up projections as one matrix."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -97,67 +97,71 @@ class LlamaConfig(_Transformer):
 
     @property
     def ffn_size(self) -> int:
+        """Intermediate size of the MLP."""
         return self.ffn
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_head_sizes(self) -> Self:
         if self.heads % self.num_kv_heads:
-            near = nearest_divisor(self.num_kv_heads, self.heads)
-            raise ValueError(f"kv_heads={self.num_kv_heads}: does not divide heads={self.heads}; nearest: {near}")
+            nearest = nearest_divisor(self.num_kv_heads, self.heads)
+            raise ValueError(f"kv_heads={self.num_kv_heads}: does not divide heads={self.heads}; nearest: {nearest}")
         if self.head_size % 2:
-            near_dim = nearest_multiples(self.head_size, 2)
-            raise ValueError(f"head_dim={self.head_size}: rotary positions need an even one; nearest: {near_dim}")
+            multiples = nearest_multiples(self.head_size, 2)
+            raise ValueError(f"head_dim={self.head_size}: RoPE needs an even head size; nearest: {multiples}")
         return self
 
 
-class GptConfig(_Transformer):
-    """GPT-2 and GPT-3: learned positions, LayerNorm before each part, GELU, biases everywhere."""
+class GptConfig(_TransformerConfig):
+    """GPT-2 and GPT-3: learned positions, LayerNorm before attention and MLP, GELU, biases everywhere."""
 
     family: Literal["gpt"]
-    """The model family."""
+    """Model family."""
     ffn: PositiveInt | None = None
-    """Width of the MLP; default: 4 * hidden."""
+    """Intermediate size of the MLP. Default: 4 * hidden."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
-    """gelu is exact (erf), gelu_tanh the approximation GPT-2 was trained with (gelu_new)."""
+    """gelu: exact (erf); gelu_tanh: the tanh approximation that GPT-2 was trained with (gelu_new)."""
     tie_embeddings: bool = True
-    """Output head and embedding are one matrix."""
+    """Share one matrix between the input embedding and the output head."""
     embedding_dropout: Probability = 0.0
     """Dropout after the embeddings; 0 to below 1."""
     hidden_dropout: Probability = 0.0
-    """Dropout of each part's output before the residual sum; 0 to below 1."""
+    """Dropout of the attention and MLP outputs before the residual add; 0 to below 1."""
     attention_dropout: Probability = 0.0
-    """Dropout of the attention weights; 0 to below 1."""
+    """Dropout of the attention probabilities; 0 to below 1."""
     norm_eps: float = Field(1e-5, gt=0)
-    """Added to the variance in LayerNorm."""
+    """Epsilon added to the variance in LayerNorm."""
 
     @property
     def ffn_size(self) -> int:
+        """Intermediate size of the MLP."""
         return self.ffn or 4 * self.hidden
 
 
-class BertConfig(_Transformer):
-    """BERT: LayerNorm after each part, masked-token head and next-sentence head."""
+class BertConfig(_TransformerConfig):
+    """BERT: LayerNorm after attention and MLP, a masked-token head and a next-sentence head."""
 
     family: Literal["bert"]
-    """The model family."""
+    """Model family."""
     ffn: PositiveInt | None = None
-    """Width of the MLP; default: 4 * hidden."""
+    """Intermediate size of the MLP. Default: 4 * hidden."""
     segments: PositiveInt = 2
-    """Kinds of segment (token types)."""
+    """Number of segment (token type) embeddings."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
-    """gelu is exact (erf), gelu_tanh its tanh approximation."""
+    """gelu: exact (erf); gelu_tanh: the tanh approximation."""
     hidden_dropout: Probability = 0.1
-    """Dropout after the embeddings and of each part's output; 0 to below 1."""
+    """Dropout of the embeddings and of the attention and MLP outputs; 0 to below 1."""
     attention_dropout: Probability = 0.1
-    """Dropout of the attention weights; 0 to below 1."""
+    """Dropout of the attention probabilities; 0 to below 1."""
     norm_eps: float = Field(1e-12, gt=0)
-    """Added to the variance in LayerNorm."""
+    """Epsilon added to the variance in LayerNorm."""
     scaled_init: bool = False
-    """Divide the standard deviation of the two output projections of a block by sqrt(2 * layers)."""
+    """Divide the standard deviation of a block's two output projections by sqrt(2 * layers)."""
 
     @property
     def ffn_size(self) -> int:
+        """Intermediate size of the MLP."""
         return self.ffn or 4 * self.hidden
 
 
-ModelSection = Annotated[LlamaConfig | GptConfig | BertConfig, Field(discriminator="family")]
+ModelConfig = LlamaConfig | GptConfig | BertConfig
+ModelSection = Annotated[ModelConfig, Field(discriminator="family")]

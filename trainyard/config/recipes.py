@@ -1,4 +1,4 @@
-"""Recipes: the configuration files that come with trainyard, found by name."""
+"""Recipes: configuration files that ship with trainyard, found by name."""
 
 import difflib
 from pathlib import Path
@@ -8,10 +8,10 @@ from trainyard.core.errors import UserError
 
 
 def recipes_directory() -> Path:
-    """Where recipes are: inside an installed package, or beside it in a checkout."""
+    """Return the directory of the recipes: inside an installed package, or next to the package in a checkout."""
     package = Path(trainyard.__file__).parent
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parent / "recipes"
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def recipe_names() -> list[str]:
@@ -19,7 +19,7 @@ def recipe_names() -> list[str]:
 
 
 def find_config(source: str | Path) -> Path:
-    """The file called `source`, or the recipe of that name."""
+    """Return the path of a configuration file, or of the recipe with that name."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
@@ -27,5 +27,5 @@ def find_config(source: str | Path) -> Path:
         return recipes_directory() / f"{source}.yaml"
     if path.is_dir():
         raise UserError(f"{source}: a directory, not a configuration file; recipes: {', '.join(recipe_names())}")
-    near = difflib.get_close_matches(str(source), recipe_names(), 1, 0.0)
-    raise UserError(f"{source}: no such file or recipe; nearest recipe: {near[0] if near else 'none'}")
+    nearest = difflib.get_close_matches(str(source), recipe_names(), 1, 0.0)
+    raise UserError(f"{source}: no such file or recipe; nearest recipe: {nearest[0] if nearest else 'none'}")

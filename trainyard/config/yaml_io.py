@@ -1,4 +1,4 @@
-"""YAML as configurations are written in it, ours and others': read to plain data, every mistake one line."""
+"""Reading YAML into plain data, with every mistake reported as one line, and formatting values as YAML would."""
 
 import re
 from pathlib import Path
@@ -8,17 +8,17 @@ import yaml
 
 from trainyard.core.errors import UserError, one_line
 
+MAX_VALUE_CHARS = 60
+
 
 class ConfigYamlLoader(yaml.SafeLoader):
-    """YAML 1.1 with two mends: 3e-4 is a number, and a key given twice is an error."""
+    """YAML 1.1 with two corrections: 3e-4 is a number, and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {key for key in keys if keys.count(key) > 1}
-        if twice:
-            raise yaml.MarkedYAMLError(
-                problem=f"key {sorted(map(str, twice))[0]} is given twice", problem_mark=node.start_mark
-            )
+        duplicates = {str(key) for key in keys if keys.count(key) > 1}
+        if duplicates:
+            raise yaml.MarkedYAMLError(problem=f"duplicate key {min(duplicates)}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -28,7 +28,7 @@ ConfigYamlLoader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The YAML of a file as plain data."""
+    """Read the top-level mapping of a YAML file."""
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), ConfigYamlLoader)
     except yaml.MarkedYAMLError as error:
@@ -37,5 +37,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path}: not a configuration: a mapping of sections was expected")
+        raise UserError(f"{path}: not a configuration: expected a mapping of sections")
     return data
+
+
+def format_value(value: object) -> str:
+    """Format a value for an error message or a report: as YAML writes it, on one line, shortened."""
+    value = list(value) if isinstance(value, tuple) else value
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."

@@ -1,28 +1,34 @@
-"""What reading another system's configuration takes: a table of its keys, checked values, a report of what became of
-each. Tables and not code, so that every key of theirs has one line that says what it is here."""
+"""Key tables for importing another system's configuration, and the report of what became of each key.
+
+A table instead of code: each foreign key has one line that states its type and its meaning here.
+"""
 
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
+
+ConfigKeys = dict[str, Any]
+"""Values by our dotted key."""
 
 
 class KeyRule(NamedTuple):
-    """One key (or flag) of theirs."""
+    """How one foreign key (or flag) is imported."""
 
     value_type: str
-    """A name in KINDS."""
+    """A name in VALUE_TYPES."""
     action: Literal["maps", "ignored", "refused"]
     target: str
-    """maps: our keys, separated by commas; else why."""
+    """maps: our keys, separated by commas; otherwise the reason."""
     allowed: tuple[object, ...] = ()
-    """refused: values that may stay, for they ask for nothing; ignored: values that are not worth a warning."""
+    """refused: values that are accepted because they request nothing; ignored: values that need no warning."""
 
 
 class KeyOutcome(NamedTuple):
-    """One line of the report."""
+    """One line of the import report."""
 
     source_key: str
     value: object
@@ -30,12 +36,14 @@ class KeyOutcome(NamedTuple):
 
 
 class ImportedConfig(NamedTuple):
+    """A foreign configuration after the import."""
+
     data: dict[str, Any]
-    """Our configuration, not yet checked."""
+    """Our configuration, not validated yet."""
     outcomes: list[KeyOutcome]
     warnings: list[str]
     missing_hint: str = ""
-    """What would bring the keys that are still missing."""
+    """Where values of missing keys usually come from."""
 
 
 VALUE_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -50,92 +58,115 @@ VALUE_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "switch": ((bool,), "a flag without a value"),
     "words": ((list,), "words"),
 }
-
 MAX_NUMBER = 2**53
-"""Beyond this a number of theirs is a mistake, and a float no longer holds it."""
+"""Larger numbers are mistakes; a float does not represent them exactly."""
 
 
 def maps_to(value_type: str, target: str) -> KeyRule:
     return KeyRule(value_type, "maps", target)
 
 
-def ignore(value_type: str, why: str, *fine: object) -> KeyRule:
-    """Without `fine`, the line in the report is all that is said."""
-    return KeyRule(value_type, "ignored", why, fine)
+def ignore(value_type: str, reason: str, *quiet_values: object) -> KeyRule:
+    """A key without effect here. With `quiet_values`, every other value gets a warning."""
+    return KeyRule(value_type, "ignored", reason, quiet_values)
 
 
-def refuse(value_type: str, why: str, *fine: object) -> KeyRule:
-    return KeyRule(value_type, "refused", why, (None, *fine))
+def refuse(value_type: str, reason: str, *allowed: object) -> KeyRule:
+    """A key that requests something we do not have, unless its value is in `allowed`."""
+    return KeyRule(value_type, "refused", reason, (None, *allowed))
 
 
-def check_value(name: str, value: object, key: KeyRule) -> None:
-    """That a value is of its kind, and nothing that our models or runs do not have."""
-    types, words = VALUE_TYPES[key.value_type]
-    wrong = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
-    if key.action == "refused" and value not in key.allowed:
-        raise UserError(f"{name}={format_value(value)}: {key.target}")
-    large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
-    if (wrong or large) and value is not None:
-        raise UserError(
-            f"{name}={format_value(value)}: not {words}{' of a sensible size' if large and not wrong else ''}"
-        )
+def ignore_all(value_type: str, reason: str, names: str) -> dict[str, KeyRule]:
+    """Rules for several keys without effect, separated by spaces."""
+    return {name: ignore(value_type, reason) for name in names.split()}
 
 
-def set_key(data: dict[str, Any], dotted: str, value: object) -> None:
-    section, _, name = dotted.partition(".")
-    data.setdefault(section, {})[name] = value
+def refuse_all(value_type: str, reason: str, names: str) -> dict[str, KeyRule]:
+    """Rules for several refused keys, separated by spaces."""
+    return {name: refuse(value_type, reason) for name in names.split()}
 
 
-def get_key(data: dict[str, Any], dotted: str) -> object:
-    """A value by its dotted name; None where there is none."""
-    section, _, name = dotted.partition(".")
-    return data.get(section, {}).get(name)
+def check_value(name: str, value: object, rule: KeyRule) -> None:
+    """Raise a UserError if the value has the wrong type or requests something that is refused."""
+    types, expected = VALUE_TYPES[rule.value_type]
+    wrong_type = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
+    if rule.action == "refused" and value not in rule.allowed:
+        raise UserError(f"{name}={format_value(value)}: {rule.target}")
+    too_large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
+    if (wrong_type or too_large) and value is not None:
+        size = " of a sensible size" if too_large and not wrong_type else ""
+        raise UserError(f"{name}={format_value(value)}: not {expected}{size}")
 
 
-def key_outcome(name: str, value: object, key: KeyRule, data: dict[str, Any]) -> KeyOutcome:
-    """What became of a key, once all are mapped."""
-    if key.action != "maps":
-        return KeyOutcome(name, value, f"no effect: {key.target}" if key.action == "ignored" else "as here")
+def set_keys(data: dict[str, Any], keys: ConfigKeys) -> None:
+    """Set values in a configuration by dotted keys."""
+    for dotted, value in keys.items():
+        section, _, name = dotted.partition(".")
+        data.setdefault(section, {})[name] = value
+
+
+def key_outcome(name: str, value: object, rule: KeyRule, data: dict[str, Any]) -> KeyOutcome:
+    """Report what became of a key, given the complete imported configuration."""
+    if rule.action != "maps":
+        return KeyOutcome(name, value, f"no effect: {rule.target}" if rule.action == "ignored" else "same as here")
     if value is None:
         return KeyOutcome(name, value, "not set")
-    found = [(ours, get_key(data, ours)) for ours in key.target.split(", ")]
-    shown = [f"{ours} = {format_value(value)}" for ours, value in found if value is not None]
-    return KeyOutcome(name, value, ", ".join(shown) or f"{key.target}: our default")
+    shown = []
+    for dotted in rule.target.split(", "):
+        section, _, leaf = dotted.partition(".")
+        if (found := data.get(section, {}).get(leaf)) is not None:
+            shown.append(f"{dotted} = {format_value(found)}")
+    return KeyOutcome(name, value, ", ".join(shown) or f"{rule.target}: our default")
 
 
-def ignored_warnings(name: str, value: object, key: KeyRule) -> list[str]:
-    """The warning that an ignored value deserves, if any."""
-    worth = key.action == "ignored" and key.allowed and value is not None and value not in key.allowed
-    return [f"{name}={format_value(value)}: no effect here: {key.target}"] if worth else []
+def ignored_warnings(name: str, value: object, rule: KeyRule) -> list[str]:
+    """Return the warning about an ignored value, if it needs one."""
+    needed = rule.action == "ignored" and rule.allowed and value is not None and value not in rule.allowed
+    return [f"{name}={format_value(value)}: no effect here: {rule.target}"] if needed else []
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like it; where only the last part of a dotted one is misspelt, that one."""
+    """Return the known name most similar to `name`, or one whose last part is similar."""
     names, leaf = list(known), name.rsplit(".", 1)[-1]
-    leaves = {each.rsplit(".", 1)[-1]: each for each in reversed(names)}
-    close = difflib.get_close_matches(name, names, 1, 0.8) or difflib.get_close_matches(leaf, leaves, 1, 0.7)
+    by_leaf = {known_name.rsplit(".", 1)[-1]: known_name for known_name in reversed(names)}
+    close = difflib.get_close_matches(name, names, 1, 0.8) or difflib.get_close_matches(leaf, by_leaf, 1, 0.7)
     if close:
-        return leaves.get(close[0], close[0])
+        return by_leaf.get(close[0], close[0])
     return difflib.get_close_matches(name, names, 1, 0.0)[0]
 
 
-def format_value(value: object) -> str:
-    """A value in a line of ours: as YAML would write it, and not too long."""
-    value = list(value) if isinstance(value, tuple) else value
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    text = " ".join(text.split())
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def find_path(name: str | Path, *, relative_to: Path = Path()) -> Path | None:
-    """The file or directory of that name, as named or in `within`; None where there is none."""
+    """Return the existing file or directory `name`, as given or relative to a directory; None if there is none."""
     try:
         path = Path(name).expanduser()
-        return next((each for each in (path, relative_to / path) if each.exists()), None)
-    except (OSError, ValueError, RuntimeError):  # names that no system takes, homes of nobody
+        return next((candidate for candidate in (path, relative_to / path) if candidate.exists()), None)
+    except (OSError, ValueError, RuntimeError):  # invalid file names, unknown home directories
         return None
 
 
 def run_name(text: str) -> str:
-    """A name as log.name takes it."""
-    return "".join(each if each.isalnum() or each in "_.-" else "-" for each in text).strip("-") or "run"
+    """Replace characters that log.name does not accept."""
+    return "".join(char if char.isalnum() or char in "_.-" else "-" for char in text).strip("-") or "run"
+
+
+def parse_blend(value: object, key: str) -> tuple[list[str], list[float]]:
+    """Split `[0.3, a, 0.7, b]` or `[a]` into paths and, if there are several paths, their weights."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{key}={format_value(value)}: not a path or weights and paths in turn; nearest: [1.0, PATH]")
+    if all(isinstance(item, str) and not positive_number(item) for item in value):
+        return [str(path) for path in value], []
+    weights, paths = [positive_number(item) for item in value[::2]], value[1::2]
+    if len(value) % 2 or not all(weights) or not all(isinstance(path, str) for path in paths):
+        raise UserError(
+            f"{key}={format_value(value)}: not weights above 0 and paths in turn; nearest: [0.5, A, 0.5, B]"
+        )
+    return [str(path) for path in paths], [weight for weight in weights if weight] if len(paths) > 1 else []
+
+
+def positive_number(value: object) -> float | None:
+    """Return a number above 0, which may be written as text; None for anything else."""
+    try:
+        number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else 0.0
+    except (ValueError, OverflowError):
+        return None
+    return number if 0 < number < MAX_NUMBER else None

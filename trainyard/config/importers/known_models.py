@@ -1,6 +1,6 @@
-"""Published sizes, for configurations that leave them to a file which is not here: a config.json, a tokenizer.
+"""Published model sizes, for configurations that leave them to a missing config.json or tokenizer.
 
-A guess is only offered where what is said fits exactly one published model, and it is always said.
+A model is only inferred if the given sizes match exactly one published model, and the import always warns about it.
 """
 
 import json
@@ -36,7 +36,7 @@ class KnownModel(NamedTuple):
     rope_scaling: dict[str, Any] | None = None
 
     def model_section(self) -> dict[str, Any]:
-        """Our model section."""
+        """Return the model section of our configuration."""
         sizes = {name: value for name, value in self._asdict().items() if name != "name"}
         return {"family": "llama", **sizes, "norm_eps": 1e-5, "init_std": 0.02}
 
@@ -55,34 +55,37 @@ KNOWN_MODELS = (
 
 
 def find_known_model(model: Mapping[str, Any]) -> KnownModel | None:
-    """The published model that these of our keys (those that are said) fit; fewer layers are a cut-down trial of it."""
+    """Return the published model that the given keys of our model section match.
+
+    Fewer layers than published also match: examples often train a shortened model.
+    """
     exact = ("hidden", "heads", "kv_heads", "ffn", "rope_theta")
-    fitting = [
-        shape
-        for shape in KNOWN_MODELS
+    matches = [
+        known
+        for known in KNOWN_MODELS
         if model.get("hidden")
-        and all(getattr(shape, name) == model[name] for name in exact if model.get(name) is not None)
-        and 1 <= model.get("layers", shape.layers) <= shape.layers
+        and all(getattr(known, name) == model[name] for name in exact if model.get(name) is not None)
+        and 1 <= model.get("layers", known.layers) <= known.layers
     ]
 
-    def distance(shape: KnownModel) -> tuple[bool, float]:
-        wanted = max(model.get("max_positions") or shape.max_positions, 1)
-        return model.get("layers", shape.layers) != shape.layers, abs(log2(shape.max_positions / wanted))
+    def distance(known: KnownModel) -> tuple[bool, float]:
+        max_positions = max(model.get("max_positions") or known.max_positions, 1)
+        return model.get("layers", known.layers) != known.layers, abs(log2(known.max_positions / max_positions))
 
-    return min(fitting, key=distance, default=None)
+    return min(matches, key=distance, default=None)
 
 
 def vocab_size_from_file(path: str) -> int | None:
-    """Words of a vocab.json, of a tokenizer.json, or of the directory of one; None where there is no such file."""
+    """Return the vocabulary size of a vocab.json, a tokenizer.json or its directory; None if there is no such file."""
     file = find_path(path)
     file = find_path(file / "tokenizer.json") if file and file.is_dir() else file
     if file is None or file.suffix != ".json":
         return None
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        whole = data["model"]["vocab"] if "model" in data else data
-        numbers = whole.values() if isinstance(whole, dict) else range(len(whole))
-        added = [each["id"] for each in data.get("added_tokens", [])] if "model" in data else []
-        return max([*numbers, *added], default=-1) + 1
+        vocab = data["model"]["vocab"] if "model" in data else data
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        added_ids = [token["id"] for token in data.get("added_tokens", [])] if "model" in data else []
+        return max([*ids, *added_ids], default=-1) + 1
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        raise UserError(f"{file}: not a readable vocabulary; wanted: vocab.json or tokenizer.json") from None
+        raise UserError(f"{file}: not a readable vocabulary; expected vocab.json or tokenizer.json") from None

@@ -1,7 +1,7 @@
-"""Megatron-LM's flags, from a launch script or a list, as a configuration of ours.
+"""Import of Megatron-LM's flags, from a launch script or a list.
 
-The script is read as text (shell.py); nothing in it runs. Defaults are Megatron-LM's, not ours: a flag that is left out
-means there what it means there.
+A script is parsed as text (importers/shell); nothing in it runs. A flag that is absent has Megatron-LM's default, not
+ours.
 """
 
 import re
@@ -12,169 +12,167 @@ from typing import Any, NamedTuple
 from trainyard.config.importers.key_table import (
     ImportedConfig,
     check_value,
-    format_value,
     ignored_warnings,
     key_outcome,
     nearest_name,
     run_name,
-    set_key,
+    set_keys,
 )
-from trainyard.config.importers.megatron import sections as parts
+from trainyard.config.importers.megatron import sections
 from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
 from trainyard.config.importers.shell.script import UNKNOWN_MARK, ShellCommand, read_commands
+from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError, one_line
 
 TRAINING_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+|train_\w+)\.py")
 GPT_PROGRAM = re.compile(r"pretrain_gpt(_mp|_core)?")
-UNREAD_FLAGS = ": flags in it are not seen"
+UNREAD_FLAGS = "; flags inside it are not imported"
 OPTIONAL_PATHS = {"save", "save-xser", "load", "load-xser", "tensorboard-dir"}
-"""Paths with a default of ours: where the script does not say them, they are left out."""
+"""Flags that are dropped with a warning if their value is unknown, because our keys have defaults."""
+VOCAB_HINT = "the vocabulary size comes from the tokenizer: provide its file, or set model.vocab=50257"
 
 
 class TrainingCommand(NamedTuple):
+    """A command line that runs a training program of Megatron-LM."""
+
     flags: list[str]
     launcher: list[str]
-    """What stands before the program: torchrun and its own options."""
+    """The words before the program: torchrun and its options."""
     variables: Mapping[str, list[str]]
 
 
 def import_script(path: Path, variables: Mapping[str, str], flags: list[str]) -> ImportedConfig:
-    """What a launch script becomes here; `given` are variables for it, `flags` further ones that win over its own."""
+    """Import a launch script. `variables` are preset for the script, `flags` override those of the script."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     try:
-        script = _find_training_command(text, variables, path)
-        return _import_command(script._replace(flags=[*script.flags, *flags]), path.stem)
+        command = _find_training_command(text, variables, path)
+        return _import_command(command._replace(flags=[*command.flags, *flags]), path.stem)
     except UserError as error:
-        said = one_line(error)
-        raise UserError(said if said.startswith(f"{path}") else f"{path}: {said}") from None
+        message = one_line(error)
+        raise UserError(message if message.startswith(f"{path}") else f"{path}: {message}") from None
 
 
 def import_flags(flags: list[str]) -> ImportedConfig:
+    """Import a list of flags."""
     return _import_command(TrainingCommand([word.replace(UNKNOWN_MARK, "") for word in flags], [], {}), "megatron")
 
 
-def _find_training_command(text: str, given: Mapping[str, str], path: Path) -> TrainingCommand:
-    """The command that runs Megatron-LM's GPT: the first one, where there are several."""
+def _find_training_command(text: str, variables: Mapping[str, str], path: Path) -> TrainingCommand:
+    """Return the first command that runs Megatron-LM's GPT."""
     found: list[tuple[ShellCommand, int, str]] = []
-    for command in read_commands(text, given, str(path)):
-        places = ((n, TRAINING_PROGRAM.fullmatch(word)) for n, word in enumerate(command.words))
-        program = next(((n, match[1]) for n, match in places if match), None)
+    for command in read_commands(text, variables, str(path)):
+        matches = ((index, TRAINING_PROGRAM.fullmatch(word)) for index, word in enumerate(command.words))
+        program = next(((index, match[1]) for index, match in matches if match), None)
         if program:
             found.append((command, *program))
     if not found:
-        raise UserError("no command runs pretrain_gpt.py; wanted: a launch script of Megatron-LM's, or flags after --")
-    command, place, name = next((each for each in found if GPT_PROGRAM.fullmatch(each[2])), found[0])
+        raise UserError("no command runs pretrain_gpt.py; expected a launch script of Megatron-LM, or flags after --")
+    command, index, name = next((entry for entry in found if GPT_PROGRAM.fullmatch(entry[2])), found[0])
     if not GPT_PROGRAM.fullmatch(name):
         raise UserError(
-            f"line {command.line}: {name}.py: only Megatron-LM's GPT is read (its BERT and T5 are other models than "
-            "ours); nearest: pretrain_gpt.py, or the recipe bert-large-phase1"
+            f"line {command.line}: {name}.py: only Megatron-LM's GPT can be imported (its BERT and T5 differ from our "
+            "models); nearest: pretrain_gpt.py, or the recipe bert-large-phase1"
         )
-    return TrainingCommand(command.words[place + 1 :], command.words[:place], command.variables)
+    return TrainingCommand(command.words[index + 1 :], command.words[:index], command.variables)
 
 
-def _import_command(script: TrainingCommand, name: str) -> ImportedConfig:
-    warn: list[str] = []
+def _import_command(command: TrainingCommand, name: str) -> ImportedConfig:
+    warnings: list[str] = []
     try:
-        return _convert(script, name, warn)
+        return _convert(command, name, warnings)
     except UserError as error:
-        unseen = [f" ({line})" for line in warn if line.endswith(UNREAD_FLAGS)]
-        raise UserError(f"{error}{''.join(unseen[:1])}") from None
+        unread = next((f" ({line})" for line in warnings if line.endswith(UNREAD_FLAGS)), "")
+        raise UserError(f"{error}{unread}") from None
 
 
-def _convert(script: TrainingCommand, name: str, warn: list[str]) -> ImportedConfig:
-    said = _parse_flags(script.flags, warn)
-    for flag, value in said.items():
+def _convert(command: TrainingCommand, name: str, warnings: list[str]) -> ImportedConfig:
+    flags = _parse_flags(command.flags, warnings)
+    for flag, value in flags.items():
         check_value(f"--{flag}", value, MEGATRON_FLAGS[flag])
-        warn += ignored_warnings(f"--{flag}", value, MEGATRON_FLAGS[flag])
-    out: dict[str, Any] = {"model": parts.model_section(said, warn)}
-    ranks = _rank_count(script.launcher, warn)
-    bf16 = script.variables.get("XLA_USE_BF16") == ["1"]
-    for part in (parts.train_keys(said, ranks), parts.schedule_keys(said), parts.precision_keys(said, bf16, warn)):
-        for ours, value in part.items():
-            set_key(out, ours, value)
-    for part in (
-        parts.layout_keys(said, ranks),
-        parts.recompute_keys(said),
-        parts.data_keys(said),
-        parts.checkpoint_and_log_keys(said, warn),
-    ):
-        for ours, value in part.items():
-            set_key(out, ours, value)
-    set_key(out, "log.name", run_name(PurePath(name).name))
-    rows = [key_outcome(f"--{flag}", value, MEGATRON_FLAGS[flag], out) for flag, value in said.items()]
-    return ImportedConfig(
-        out, rows, warn, "the vocabulary is the tokenizer's; put its file there, or say model.vocab=50257"
-    )
+        warnings += ignored_warnings(f"--{flag}", value, MEGATRON_FLAGS[flag])
+    data: dict[str, Any] = {"model": sections.model_section(flags)}
+    ranks = _rank_count(command.launcher, warnings)
+    xla_bf16 = command.variables.get("XLA_USE_BF16") == ["1"]
+    set_keys(data, sections.train_keys(flags, ranks))
+    set_keys(data, sections.schedule_keys(flags))
+    set_keys(data, sections.precision_keys(flags, xla_bf16, warnings))
+    set_keys(data, sections.layout_keys(flags, ranks))
+    set_keys(data, sections.recompute_keys(flags))
+    set_keys(data, sections.data_keys(flags))
+    set_keys(data, sections.checkpoint_and_log_keys(flags, warnings))
+    set_keys(data, {"log.name": run_name(PurePath(name).name)})
+    outcomes = [key_outcome(f"--{flag}", value, MEGATRON_FLAGS[flag], data) for flag, value in flags.items()]
+    return ImportedConfig(data, outcomes, warnings, VOCAB_HINT)
 
 
-def _parse_flags(words: list[str], warn: list[str]) -> dict[str, Any]:
-    """Flags and their values, of the kinds that the table wants. Of a flag given twice the last one counts."""
-    said: dict[str, Any] = {}
+def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
+    """Return values by flag without dashes, in the types of the table. The last of several equal flags wins."""
+    flags: dict[str, Any] = {}
     words = [word for word in words if word]
     while words:
-        flag, equals, value = words.pop(0).partition("=")
+        flag, equals, text = words.pop(0).partition("=")
         name = flag.removeprefix("--")
         if UNKNOWN_MARK in flag:
-            warn.append(f"{_unknown_name(flag)} is not known from the script alone{UNREAD_FLAGS}")
+            warnings.append(f"{_unknown_name(flag)} is not known from the script alone{UNREAD_FLAGS}")
             continue
         if not flag.startswith("--"):
-            raise UserError(f"{format_value(flag)}: a word where a flag was expected")
+            raise UserError(f"{format_value(flag)}: expected a flag")
         if name not in MEGATRON_FLAGS:
             raise UserError(f"--{format_value(name)}: unknown flag; nearest: --{nearest_name(name, MEGATRON_FLAGS)}")
-        takes = MEGATRON_FLAGS[name].value_type
-        taken = [value] if equals else []
-        while words and not words[0].startswith("--") and not equals and takes != "switch":
-            if takes != "words" and taken:
-                break
-            taken.append(words.pop(0))
-        unknown = next((word for word in taken if UNKNOWN_MARK in word), None)
-        if unknown is not None and MEGATRON_FLAGS[name].action == "maps":
-            what = f"--{name}: {_unknown_name(unknown)} is not known from the script alone"
+        rule = MEGATRON_FLAGS[name]
+        values = [text] if equals else []
+        max_values = 1 if equals else {"switch": 0, "words": len(words)}.get(rule.value_type, 1)
+        while words and not words[0].startswith("--") and len(values) < max_values:
+            values.append(words.pop(0))
+        unknown = next((value for value in values if UNKNOWN_MARK in value), None)
+        if unknown is not None and rule.action == "maps":
+            message = f"--{name}: {_unknown_name(unknown)} is not known from the script alone"
             if name not in OPTIONAL_PATHS:
-                raise UserError(f"{what}; assign it there, or give it: NAME=VALUE after the file")
-            warn.append(f"{what}; left out")
+                raise UserError(f"{message}; assign it in the script, or pass NAME=VALUE after the file")
+            warnings.append(f"{message}; left out")
             continue
-        said[name] = _parse_value(name, takes, taken)
-    return said
+        flags[name] = _parse_value(name, rule.value_type, values)
+    return flags
 
 
-def _parse_value(name: str, takes: str, taken: list[str]) -> object:
-    if takes == "words":
-        return taken
-    if takes == "switch":
-        if taken:
-            raise UserError(f"--{name}={format_value(taken[0])}: takes no value")
+def _parse_value(name: str, value_type: str, values: list[str]) -> object:
+    if value_type == "words":
+        return values
+    if value_type == "switch":
+        if values:
+            raise UserError(f"--{name}={format_value(values[0])}: takes no value")
         return True
-    if not taken:
-        raise UserError(f"--{name}: a value is missing")
-    text = taken[0].replace(UNKNOWN_MARK, "")
+    if not values:
+        raise UserError(f"--{name}: needs a value")
+    text = values[0].replace(UNKNOWN_MARK, "")
     try:
-        return {"int": int, "number": float}.get(takes, str)(text)
+        return {"int": int, "number": float}.get(value_type, str)(text)
     except ValueError:
-        return text  # check() says what is wrong with it
+        return text  # check_value reports the wrong type
 
 
-def _rank_count(launcher: list[str], warn: list[str]) -> int | None:
-    """Processes per node times nodes, as torchrun was told."""
+def _rank_count(launcher: list[str], warnings: list[str]) -> int | None:
+    """Return processes per node times nodes, from the options of torchrun."""
     words = [part for word in launcher for part in word.split("=", 1)]
-    counts = {}
-    for name in ("nproc-per-node", "nnodes"):
-        place = next((n for n, word in enumerate(words) if word.lstrip("-").replace("_", "-") == name), None)
-        text = words[place + 1] if place is not None and place + 1 < len(words) else "1" if name == "nnodes" else ""
+    names = [word.lstrip("-").replace("_", "-") for word in words]
+    ranks = 1
+    for name, default in (("nproc-per-node", ""), ("nnodes", "1")):
+        index = names.index(name) + 1 if name in names else len(words)
+        text = words[index] if index < len(words) else default
         if not re.fullmatch(r"\d{1,7}", text) or int(text) == 0:
             if launcher:
-                warn.append(
-                    f"--{name} {_unknown_name(text) or 'is not given'}: how many ranks it was written for is not known"
-                )
+                warnings.append(f"--{name} {_unknown_name(text) or 'is missing'}: the number of ranks is unknown")
             return None
-        counts[name] = int(text)
-    return counts["nproc-per-node"] * counts["nnodes"]
+        ranks *= int(text)
+    return ranks
 
 
 def _unknown_name(text: str) -> str:
-    """What is unknown in a word, as a person wrote it."""
-    parts = text.split(UNKNOWN_MARK)
-    return (f"${parts[1]}" if parts[1][:1] != "$" and parts[1][:1] != "`" else parts[1]) if len(parts) > 1 else text
+    """Return the unknown part of a word as it is written in the script."""
+    if UNKNOWN_MARK not in text:
+        return text
+    name = text.split(UNKNOWN_MARK)[1]
+    return name if name.startswith(("$", "`")) else f"${name}"

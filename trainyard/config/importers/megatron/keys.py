@@ -1,18 +1,24 @@
-"""Megatron-LM's command line, flag by flag: the arguments of version 2 and 3, of the AWS reference, and those of later
-versions that dense GPT and Llama scripts use. A flag takes as many words as `takes` says; `switch` takes none."""
+"""Flags of Megatron-LM that the import knows: those of versions 2 and 3, of the AWS reference, and the newer ones that
+dense GPT and Llama scripts use. The value type also tells how many words a flag takes; `switch` takes none."""
 
-from trainyard.config.importers.key_table import KeyRule, ignore, maps_to, refuse
+from trainyard.config.importers.key_table import KeyRule, ignore, ignore_all, maps_to, refuse, refuse_all
 
-MOE = "mixture of experts: models are dense here; nearest: leave it out"
-FUSED = "kernels are chosen by the device (device.kernels)"
-COMMUNICATION = "how gradients travel is layout.zero, layout.bucket_mib and precision.reduce_dtype"
-LOSS_SCALING = "for fp16, which is not there"
-LOGS = "metrics.jsonl and TensorBoard have it, or it is not measured"
-LOADING = "samples are made ahead by one thread, without state"
-OTHER_PROGRAM = "for another program of Megatron-LM's"
+MOE = "mixture of experts: only dense models are supported; nearest: leave it out"
+FUSED = "the device chooses kernels (device.kernels)"
+COMMUNICATION = "gradient communication is set by layout.zero, layout.bucket_mib and precision.reduce_dtype"
+LOSS_SCALING = "for fp16, which is not supported"
+LOGS = "logged to metrics.jsonl and TensorBoard, or not measured"
+LOADING = "one stateless thread prefetches samples"
+OTHER_PROGRAM = "for another program of Megatron-LM"
 PARTIAL_RECOMPUTE = (
     "recompute is the same for every block of every stage; nearest: --recompute-granularity full, or leave it out"
 )
+REMOVED = "removed from Megatron-LM too; nearest: "
+SEPARATE_SETS = "separate validation and test sets are not supported; nearest: "
+SOFTMAX = "softmax runs in fp32"
+SCHEDULE = "the schedule depends only on the step"
+ANY_LAYOUT = "checkpoints are complete and load at any layout"
+LEAVE_OUT = "; nearest: leave it out"
 
 MAPPED: dict[str, KeyRule] = {
     "num-layers": maps_to("int", "model.layers"),
@@ -102,116 +108,108 @@ MAPPED: dict[str, KeyRule] = {
     "tensorboard-dir": maps_to("text", "log.tensorboard"),
 }
 REFUSED: dict[str, KeyRule] = {
-    "fp16": refuse("switch", "half precision with loss scaling is not there; nearest: --bf16"),
-    "rampup-batch-size": refuse("words", "the global batch is the same in every step; nearest: leave it out"),
+    "fp16": refuse("switch", "fp16 with loss scaling is not supported; nearest: --bf16"),
+    "rampup-batch-size": refuse("words", "the global batch size is constant" + LEAVE_OUT),
     "num-experts": refuse("words", MOE),
     "expert-model-parallel-size": refuse("int", MOE, 1),
-    **{
-        name: refuse("words", MOE)
-        for name in ("moe-router-topk", "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-grouped-gemm")
-    },
-    "rotary-percent": refuse("number", "rotary positions turn whole heads; nearest: 1.0", 1, 1.0),
-    "init-method-xavier-uniform": refuse(
-        "switch", "weights are drawn from a normal distribution; nearest: leave it out"
-    ),
-    "apply-residual-connection-post-layernorm": refuse("switch", "norms come before each part; nearest: leave it out"),
-    "apply-layernorm-1p": refuse("switch", "norms have plain weights; nearest: leave it out"),
-    "squared-relu": refuse("switch", "not an activation here; nearest: --swiglu"),
-    "qk-layernorm": refuse("switch", "queries and keys have no norm of their own; nearest: leave it out"),
-    "multi-latent-attention": refuse("switch", "one kind of attention; nearest: leave it out"),
+    **refuse_all("words", MOE, "moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm"),
+    "rotary-percent": refuse("number", "RoPE rotates full heads; nearest: 1.0", 1, 1.0),
+    "init-method-xavier-uniform": refuse("switch", "initial weights are normally distributed" + LEAVE_OUT),
+    "apply-residual-connection-post-layernorm": refuse("switch", "blocks are pre-norm" + LEAVE_OUT),
+    "apply-layernorm-1p": refuse("switch", "norm weights are not offset by 1" + LEAVE_OUT),
+    "squared-relu": refuse("switch", "unsupported activation; nearest: --swiglu"),
+    "qk-layernorm": refuse("switch", "queries and keys are not normalized" + LEAVE_OUT),
+    "multi-latent-attention": refuse("switch", "unsupported attention" + LEAVE_OUT),
     "multi-query-attention": refuse("switch", "an old name; nearest: --group-query-attention --num-query-groups 1"),
-    "window-size": refuse("words", "attention sees the whole sequence; nearest: leave it out"),
-    "add-qkv-bias": refuse("switch", "Llama has no biases here; nearest: leave it out"),
-    "fp32-residual-connection": refuse("switch", "the residual stream has the computing dtype; nearest: leave it out"),
-    "fp16-lm-cross-entropy": refuse("switch", "the loss is in fp32; nearest: leave it out"),
-    "pipeline-model-parallel-split-rank": refuse("int", "for models with two towers; nearest: leave it out"),
+    "window-size": refuse("words", "attention covers the full sequence" + LEAVE_OUT),
+    "add-qkv-bias": refuse("switch", "our Llama has no biases" + LEAVE_OUT),
+    "fp32-residual-connection": refuse("switch", "the residual stream has the compute dtype" + LEAVE_OUT),
+    "fp16-lm-cross-entropy": refuse("switch", "the loss runs in fp32" + LEAVE_OUT),
+    "pipeline-model-parallel-split-rank": refuse("int", "for encoder-decoder models" + LEAVE_OUT),
     "activations-checkpoint-num-layers": refuse("int", PARTIAL_RECOMPUTE, 1),
     "recompute-num-layers": refuse("int", PARTIAL_RECOMPUTE, 1),
     "recompute-method": refuse("text", PARTIAL_RECOMPUTE, "uniform"),
-    "sgd-momentum": refuse("number", "for --optimizer sgd, which is not there; nearest: leave it out"),
-    "batch-size": refuse("int", "gone from Megatron-LM too; nearest: --micro-batch-size"),
-    "warmup": refuse("int", "gone from Megatron-LM too; nearest: --lr-warmup-fraction"),
-    "model-parallel-size": refuse("int", "gone from Megatron-LM too; nearest: --tensor-model-parallel-size"),
-    "decoder-seq-length": refuse("int", "for models with two towers; nearest: leave it out"),
-    "train-data-path": refuse("words", "sets of their own for validation and test are not read; nearest: --data-path"),
-    "valid-data-path": refuse("words", "sets of their own for validation and test are not read; nearest: --split"),
-    "test-data-path": refuse("words", "sets of their own for validation and test are not read; nearest: --split"),
-    "mock-data": refuse("switch", "nearest: leave it out and use data.source=synthetic"),
-    "no-save-optim": refuse("switch", "a checkpoint is whole; nearest: leave it out"),
-    "lora-rank": refuse("int", "all weights are trained here; nearest: leave it out"),
+    "sgd-momentum": refuse("number", "for --optimizer sgd, which is not supported" + LEAVE_OUT),
+    "batch-size": refuse("int", REMOVED + "--micro-batch-size"),
+    "warmup": refuse("int", REMOVED + "--lr-warmup-fraction"),
+    "model-parallel-size": refuse("int", REMOVED + "--tensor-model-parallel-size"),
+    "decoder-seq-length": refuse("int", "for encoder-decoder models" + LEAVE_OUT),
+    "train-data-path": refuse("words", SEPARATE_SETS + "--data-path"),
+    "valid-data-path": refuse("words", SEPARATE_SETS + "--split"),
+    "test-data-path": refuse("words", SEPARATE_SETS + "--split"),
+    "mock-data": refuse("switch", "nearest: leave it out and set data.source=synthetic"),
+    "no-save-optim": refuse("switch", "checkpoints always include the optimizer state" + LEAVE_OUT),
+    "lora-rank": refuse("int", "all weights are trained" + LEAVE_OUT),
     "exit-interval": refuse("int", "a run ends after train.steps; nearest: a smaller --train-iters"),
 }
 
 
-def _ignore_all(takes: str, why: str, *names: str) -> dict[str, KeyRule]:
-    return {name: ignore(takes, why) for name in names}
-
-
 IGNORED: dict[str, KeyRule] = {
-    "make-vocab-size-divisible-by": ignore("int", "the vocabulary is padded as layout.tp needs, and no more"),
+    "make-vocab-size-divisible-by": ignore("int", "the vocabulary is padded only as layout.tp requires"),
     "exit-duration-in-mins": ignore("int", "a run ends after train.steps or by a signal", None),
-    "data-impl": ignore("text", "memory-mapped .bin and .idx are read", "mmap", "infer"),
-    "distribute-checkpointed-activations": ignore("switch", "layout.sequence_parallel does that"),
-    "distribute-saved-activations": ignore("switch", "layout.sequence_parallel does that"),
-    "no-query-key-layer-scaling": ignore("switch", "softmax is in fp32"),
-    "apply-query-key-layer-scaling": ignore("switch", "softmax is in fp32"),
-    "attention-softmax-in-fp32": ignore("switch", "softmax is in fp32"),
-    "log-params-norm": ignore("switch", "always"),
-    "weight-decay-incr-style": ignore("text", "weight decay is the same in every step", "constant"),
-    "no-rope-fusion": ignore("switch", FUSED),
-    **_ignore_all("switch", FUSED, "no-masked-softmax-fusion", "no-bias-dropout-fusion", "no-bias-swiglu-fusion"),
-    **_ignore_all("switch", FUSED, "use-flash-attn", "no-persist-layer-norm", "no-gradient-accumulation-fusion"),
-    **_ignore_all("switch", FUSED, "use-mcore-models", "use-legacy-models", "tp-comm-overlap", "onnx-safe"),
-    **_ignore_all("text", FUSED, "transformer-impl", "attention-backend"),
-    **_ignore_all(
-        "switch", COMMUNICATION, "overlap-grad-reduce", "overlap-param-gather", "no-contiguous-buffers-in-local-ddp"
+    "data-impl": ignore("text", "only memory-mapped .bin and .idx are read", "mmap", "infer"),
+    "weight-decay-incr-style": ignore("text", "weight decay is constant", "constant"),
+    "log-params-norm": ignore("switch", "always logged"),
+    "no-load-optim": ignore("switch", "checkpoint.init_from loads only weights"),
+    "data-cache-path": ignore("text", "there are no index files"),
+    "empty-unused-memory-level": ignore("int", "the device manages its memory"),
+    "distributed-backend": ignore("text", "the backend follows from the device"),
+    **ignore_all(
+        "switch",
+        "layout.sequence_parallel does this",
+        "distribute-checkpointed-activations distribute-saved-activations",
     ),
-    **_ignore_all(
-        "switch", COMMUNICATION, "no-async-tensor-model-parallel-allreduce", "no-scatter-gather-tensors-in-pipeline"
+    **ignore_all(
+        "switch", SOFTMAX, "no-query-key-layer-scaling apply-query-key-layer-scaling attention-softmax-in-fp32"
     ),
-    **_ignore_all("switch", COMMUNICATION, "use-contiguous-buffers-in-local-ddp", "no-overlap-p2p-communication"),
-    **_ignore_all("text", COMMUNICATION, "DDP-impl", "ddp-bucket-size"),
-    **_ignore_all("text", "the device's own is used", "distributed-backend"),
-    **_ignore_all("int", "torchrun's environment says it", "local_rank", "local-rank", "distributed-timeout-minutes"),
-    **_ignore_all("switch", "each rank makes its own slice of the weights", "use-cpu-initialization", "lazy-mpu-init"),
-    **_ignore_all(
-        "number", LOSS_SCALING, "loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"
+    **ignore_all(
+        "switch",
+        FUSED,
+        "no-rope-fusion no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion use-flash-attn "
+        "no-persist-layer-norm no-gradient-accumulation-fusion use-mcore-models use-legacy-models tp-comm-overlap "
+        "onnx-safe",
     ),
-    **_ignore_all(
-        "switch", LOGS, "log-num-zeros-in-grad", "log-timers-to-tensorboard", "log-batch-size-to-tensorboard"
+    **ignore_all("text", FUSED, "transformer-impl attention-backend"),
+    **ignore_all(
+        "switch",
+        COMMUNICATION,
+        "overlap-grad-reduce overlap-param-gather no-contiguous-buffers-in-local-ddp "
+        "use-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce "
+        "no-scatter-gather-tensors-in-pipeline no-overlap-p2p-communication",
     ),
-    **_ignore_all("switch", LOGS, "log-memory-to-tensorboard", "log-validation-ppl-to-tensorboard", "log-throughput"),
-    **_ignore_all("switch", LOGS, "no-log-learnig-rate-to-tensorboard", "no-log-loss-scale-to-tensorboard"),
-    **_ignore_all("int", LOGS, "tensorboard-log-interval", "tensorboard-queue-size", "timing-log-level"),
-    **_ignore_all("text", LOGS, "wandb-project", "wandb-exp-name", "wandb-save-dir"),
-    **_ignore_all(
-        "switch", "the schedule is a function of the step", "override-lr-scheduler", "override-opt_param-scheduler"
+    **ignore_all("text", COMMUNICATION, "DDP-impl ddp-bucket-size"),
+    **ignore_all("int", "set by torchrun's environment", "local_rank local-rank distributed-timeout-minutes"),
+    **ignore_all("switch", "each rank initializes its own shard", "use-cpu-initialization lazy-mpu-init"),
+    **ignore_all("number", LOSS_SCALING, "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"),
+    **ignore_all(
+        "switch",
+        LOGS,
+        "log-num-zeros-in-grad log-timers-to-tensorboard log-batch-size-to-tensorboard log-memory-to-tensorboard "
+        "log-validation-ppl-to-tensorboard log-throughput no-log-learnig-rate-to-tensorboard "
+        "no-log-loss-scale-to-tensorboard",
     ),
-    **_ignore_all("switch", "the schedule is a function of the step", "use-checkpoint-lr-scheduler"),
-    **_ignore_all("switch", "the schedule is a function of the step", "use-checkpoint-opt_param-scheduler"),
-    **_ignore_all("switch", "there is no random state", "no-save-rng", "no-load-rng"),
-    **_ignore_all("switch", "checkpoint.init_from takes weights alone", "no-load-optim"),
-    **_ignore_all("text", "checkpoints are whole and fit any layout", "ckpt-format", "dist-ckpt-format"),
-    **_ignore_all(
-        "switch", "checkpoints are whole and fit any layout", "use-dist-ckpt", "auto-detect-ckpt-format", "async-save"
+    **ignore_all("int", LOGS, "tensorboard-log-interval tensorboard-queue-size timing-log-level"),
+    **ignore_all("text", LOGS, "wandb-project wandb-exp-name wandb-save-dir"),
+    **ignore_all(
+        "switch",
+        SCHEDULE,
+        "override-lr-scheduler override-opt_param-scheduler use-checkpoint-lr-scheduler "
+        "use-checkpoint-opt_param-scheduler",
     ),
-    **_ignore_all("switch", LOADING, "mmap-warmup", "no-create-attention-mask-in-dataloader"),
-    **_ignore_all("int", LOADING, "num-workers"),
-    **_ignore_all("text", "there are no index files", "data-cache-path"),
-    **_ignore_all("int", "memory is the device's matter", "empty-unused-memory-level"),
-    **_ignore_all("switch", "a signal ends a run with a checkpoint", "exit-signal-handler", "adlr-autoresume"),
-    **_ignore_all(
+    **ignore_all("switch", "the RNG is a function of seed and step", "no-save-rng no-load-rng"),
+    **ignore_all("text", ANY_LAYOUT, "ckpt-format dist-ckpt-format"),
+    **ignore_all("switch", ANY_LAYOUT, "use-dist-ckpt auto-detect-ckpt-format async-save"),
+    **ignore_all("switch", LOADING, "mmap-warmup no-create-attention-mask-in-dataloader"),
+    **ignore_all("int", LOADING, "num-workers"),
+    **ignore_all("switch", "a signal makes a run save and exit", "exit-signal-handler adlr-autoresume"),
+    **ignore_all(
         "int",
         OTHER_PROGRAM,
-        "adlr-autoresume-interval",
-        "vocab-extra-ids",
-        "retriever-seq-length",
-        "num-classes",
-        "img-dim",
+        "adlr-autoresume-interval vocab-extra-ids retriever-seq-length num-classes img-dim num-channels patch-dim "
+        "ict-head-size biencoder-projection-dim",
     ),
-    **_ignore_all("int", OTHER_PROGRAM, "num-channels", "patch-dim", "ict-head-size", "biencoder-projection-dim"),
-    **_ignore_all("number", OTHER_PROGRAM, "mask-prob", "short-seq-prob", "sample-rate", "query-in-block-prob"),
-    **_ignore_all("switch", OTHER_PROGRAM, "bert-no-binary-head", "use-one-sent-docs"),
-    **_ignore_all("text", OTHER_PROGRAM, "gpt-dataset-generation-only"),
+    **ignore_all("number", OTHER_PROGRAM, "mask-prob short-seq-prob sample-rate query-in-block-prob"),
+    **ignore_all("switch", OTHER_PROGRAM, "bert-no-binary-head use-one-sent-docs"),
+    **ignore_all("text", OTHER_PROGRAM, "gpt-dataset-generation-only"),
 }
 MEGATRON_FLAGS: dict[str, KeyRule] = {**MAPPED, **REFUSED, **IGNORED}

@@ -1,18 +1,17 @@
-"""What sets of Megatron-LM's flags mean together: the model, the schedule, precision, layout, data, what is kept.
+"""Groups of Megatron-LM flags that are interpreted together, one function per section of our configuration.
 
-`said` has the flags without dashes; each function gives our dotted keys.
+`flags` holds values by flag without dashes. Each function returns values by our dotted keys.
 """
 
 from math import ceil
 from typing import Any
 
-from trainyard.config.importers.key_table import format_value
+from trainyard.config.importers.key_table import ConfigKeys, parse_blend
 from trainyard.config.importers.known_models import GPT2_VOCAB, vocab_size_from_file
-from trainyard.config.importers.nxdt.data import parse_blend
+from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
 
 Flags = dict[str, Any]
-ConfigKeys = dict[str, Any]
 FAMILY_FLAGS: dict[str, dict[str, object]] = {
     "llama": {"--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True},
     "gpt": {
@@ -21,248 +20,249 @@ FAMILY_FLAGS: dict[str, dict[str, object]] = {
         "--disable-bias-linear": False,
     },
 }
+"""Values that each of our families requires."""
 DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
 GPT2_TOKENIZER = "GPT2BPETokenizer"
 
 
-def model_section(said: Flags, warn: list[str]) -> dict[str, Any]:
-    family = "llama" if said.get("swiglu") else "gpt"
-    rope = said.get("use-rotary-position-embeddings") or said.get("no-position-embedding")
+def model_section(flags: Flags) -> dict[str, Any]:
+    """Return our model section."""
+    family = "llama" if flags.get("swiglu") else "gpt"
+    rope = flags.get("use-rotary-position-embeddings") or flags.get("no-position-embedding")
     found: dict[str, object] = {
-        "--normalization": said.get("normalization", "LayerNorm"),
-        "--position-embedding-type": "rope" if rope else said.get("position-embedding-type", "learned_absolute"),
-        "--disable-bias-linear": bool(said.get("disable-bias-linear")),
+        "--normalization": flags.get("normalization", "LayerNorm"),
+        "--position-embedding-type": "rope" if rope else flags.get("position-embedding-type", "learned_absolute"),
+        "--disable-bias-linear": bool(flags.get("disable-bias-linear")),
     }
-    for name, wanted in FAMILY_FLAGS[family].items():
-        if found[name] != wanted:
+    for name, required in FAMILY_FLAGS[family].items():
+        if found[name] != required:
             raise UserError(
-                f"{name}={format_value(found[name])}: {'with' if family == 'llama' else 'without'} --swiglu only "
-                f"{format_value(wanted)} is there ({family}); nearest: {format_value(wanted)}"
+                f"{name}={format_value(found[name])}: not supported {'with' if family == 'llama' else 'without'} "
+                f"--swiglu (family {family}); nearest: {format_value(required)}"
             )
-    hidden, heads = said.get("hidden-size"), said.get("num-attention-heads")
-    out: dict[str, Any] = {
+    hidden, heads = flags.get("hidden-size"), flags.get("num-attention-heads")
+    section: dict[str, Any] = {
         "family": family,
-        "vocab": _vocab_size(said),
+        "vocab": _vocab_size(flags),
         "hidden": hidden,
-        "layers": said.get("num-layers"),
+        "layers": flags.get("num-layers"),
         "heads": heads,
-        "ffn": said.get("ffn-hidden-size") or (4 * hidden if hidden else None),
-        "max_positions": said.get("max-position-embeddings") or _seq_len(said),
-        "init_std": said.get("init-method-std"),
-        "norm_eps": said.get("norm-epsilon", said.get("layernorm-epsilon")),
-        "tie_embeddings": not said.get("untie-embeddings-and-output-weights"),
+        "ffn": flags.get("ffn-hidden-size") or (4 * hidden if hidden else None),
+        "max_positions": flags.get("max-position-embeddings") or _seq_len(flags),
+        "init_std": flags.get("init-method-std"),
+        "norm_eps": flags.get("norm-epsilon", flags.get("layernorm-epsilon")),
+        "tie_embeddings": not flags.get("untie-embeddings-and-output-weights"),
     }
-    dropout = {name: said.get(f"{name}-dropout", 0.1) for name in ("hidden", "attention")}
-    wide = said.get("kv-channels")
-    groups = said.get("num-query-groups", 1) if said.get("group-query-attention") else None
+    dropout = {name: flags.get(f"{name}-dropout", 0.1) for name in ("hidden", "attention")}
+    head_dim = flags.get("kv-channels")
+    kv_heads = flags.get("num-query-groups", 1) if flags.get("group-query-attention") else None
     if family == "llama":
-        if any(dropout.values()):
-            name = next(name for name, value in dropout.items() if value)
-            raise UserError(f"--{name}-dropout={dropout[name]}: Llama has no dropout here; nearest: --{name}-dropout 0")
-        out |= {
-            "kv_heads": groups,
-            "head_dim": wide,
-            "rope_theta": said.get("rotary-base"),
-            "rope_scaling": _rope_scaling(said),
+        for name, value in dropout.items():
+            if value:
+                raise UserError(f"--{name}-dropout={value}: our Llama has no dropout; nearest: --{name}-dropout 0")
+        section |= {
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "rope_theta": flags.get("rotary-base"),
+            "rope_scaling": _rope_scaling(flags),
         }
     else:
-        if groups not in (None, heads):
-            raise UserError(f"--num-query-groups={groups}: GPT has a kv head for each head; nearest: leave it out")
-        if wide and hidden and heads and wide * heads != hidden:
-            raise UserError(f"--kv-channels={wide}: GPT's heads are hidden / heads wide; nearest: leave it out")
-        # Without the fused kernel, which is the tanh approximation, the exact function is used.
-        exact = said.get("no-bias-gelu-fusion") and not said.get("openai-gelu")
-        out |= {
+        if kv_heads not in (None, heads):
+            raise UserError(f"--num-query-groups={kv_heads}: GPT has one kv head per head; nearest: leave it out")
+        if head_dim and hidden and heads and head_dim * heads != hidden:
+            raise UserError(f"--kv-channels={head_dim}: the head size of GPT is hidden / heads; nearest: leave it out")
+        # Megatron-LM's fused kernel uses the tanh approximation; without it the exact function is used.
+        exact = flags.get("no-bias-gelu-fusion") and not flags.get("openai-gelu")
+        section |= {
             "activation": "gelu" if exact else "gelu_tanh",
             "hidden_dropout": dropout["hidden"],
             "embedding_dropout": dropout["hidden"],
             "attention_dropout": dropout["attention"],
         }
-    return {name: value for name, value in out.items() if value is not None}
+    return {name: value for name, value in section.items() if value is not None}
 
 
-def _rope_scaling(said: Flags) -> dict[str, Any] | None:
-    factor = said.get("rotary-seq-len-interpolation-factor")
-    if said.get("use-rope-scaling"):
-        return {"kind": "llama3", "factor": said.get("rope-scaling-factor", 8.0)}
+def _rope_scaling(flags: Flags) -> dict[str, Any] | None:
+    factor = flags.get("rotary-seq-len-interpolation-factor")
+    if flags.get("use-rope-scaling"):
+        return {"kind": "llama3", "factor": flags.get("rope-scaling-factor", 8.0)}
     return {"kind": "linear", "factor": factor} if factor else None
 
 
-def _vocab_size(said: Flags) -> int | None:
-    if said.get("vocab-size"):
-        return int(said["vocab-size"])
+def _vocab_size(flags: Flags) -> int | None:
+    if flags.get("vocab-size"):
+        return int(flags["vocab-size"])
     for name in ("vocab-file", "tokenizer-model"):
-        if said.get(name) and (found := vocab_size_from_file(said[name])):
-            return found
-    return GPT2_VOCAB if said.get("tokenizer-type", GPT2_TOKENIZER) == GPT2_TOKENIZER else None
+        if flags.get(name) and (size := vocab_size_from_file(flags[name])):
+            return size
+    return GPT2_VOCAB if flags.get("tokenizer-type", GPT2_TOKENIZER) == GPT2_TOKENIZER else None
 
 
-def _seq_len(said: Flags) -> int | None:
-    sequence: int | None = said.get("seq-length") or said.get("encoder-seq-length")
-    return sequence
+def _seq_len(flags: Flags) -> int | None:
+    return flags.get("seq-length") or flags.get("encoder-seq-length")
 
 
-def train_keys(said: Flags, ranks: int | None) -> ConfigKeys:
-    """Batch sizes, steps, and the optimizer."""
-    micro = said.get("micro-batch-size") or 1
-    batch = said.get("global-batch-size") or micro * _data_parallel_size(said, ranks)
-    if said.get("optimizer", "adam") != "adam":
-        raise UserError(f"--optimizer={said['optimizer']}: not there; nearest: adam")
-    if said.get("lr") is None:
-        raise UserError("--lr: missing; wanted: the peak learning rate")
+def train_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
+    """Batch sizes, steps and the optimizer."""
+    micro_batch = flags.get("micro-batch-size") or 1
+    global_batch = flags.get("global-batch-size") or micro_batch * _data_parallel_size(flags, ranks)
+    if flags.get("optimizer", "adam") != "adam":
+        raise UserError(f"--optimizer={flags['optimizer']}: not supported; nearest: adam")
+    if flags.get("lr") is None:
+        raise UserError("--lr: missing; needed: the peak learning rate")
     return {
-        "train.micro_batch": micro,
-        "train.global_batch": batch,
-        "train.steps": _steps(said, "train", batch),
-        "train.seed": said.get("seed", 1234),
-        "optimizer.kind": "adamw",  # Megatron-LM's adam decays apart from the gradient
-        "optimizer.lr": said["lr"],
-        "optimizer.weight_decay": said.get("weight-decay", 0.01),
-        "optimizer.max_grad_norm": said.get("clip-grad", 1.0),
-        "optimizer.beta1": said.get("adam-beta1", 0.9),
-        "optimizer.beta2": said.get("adam-beta2", 0.999),
-        "optimizer.eps": said.get("adam-eps", 1e-8),
+        "train.micro_batch": micro_batch,
+        "train.global_batch": global_batch,
+        "train.steps": _steps(flags, "train", global_batch),
+        "train.seed": flags.get("seed", 1234),
+        "optimizer.kind": "adamw",  # the weight decay of Megatron-LM's adam is decoupled
+        "optimizer.lr": flags["lr"],
+        "optimizer.weight_decay": flags.get("weight-decay", 0.01),
+        "optimizer.max_grad_norm": flags.get("clip-grad", 1.0),
+        "optimizer.beta1": flags.get("adam-beta1", 0.9),
+        "optimizer.beta2": flags.get("adam-beta2", 0.999),
+        "optimizer.eps": flags.get("adam-eps", 1e-8),
     }
 
 
-def _data_parallel_size(said: Flags, ranks: int | None) -> int:
-    axes = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
-    size = 1
-    for axis in axes:
-        size *= max(said.get(axis, 1), 1)
-    return max((ranks or 1) // size, 1)
+def _data_parallel_size(flags: Flags, ranks: int | None) -> int:
+    size = ranks or 1
+    for axis in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"):
+        size //= max(flags.get(axis, 1), 1)
+    return max(size, 1)
 
 
-def _steps(said: Flags, what: str, batch: int) -> int | None:
-    """`--WHAT-iters`, or as many as `--WHAT-samples` make."""
-    steps, samples = said.get(f"{what}-iters"), said.get(f"{what}-samples")
-    if what == "train" and not steps and not samples:
-        raise UserError("--train-iters: missing; wanted: how many steps")
-    return steps if steps else ceil(samples / max(batch, 1)) if samples else None
+def _steps(flags: Flags, name: str, global_batch: int) -> int | None:
+    """Return `--NAME-iters`, or the steps that `--NAME-samples` make."""
+    steps, samples = flags.get(f"{name}-iters"), flags.get(f"{name}-samples")
+    if name == "train" and not steps and not samples:
+        raise UserError("--train-iters: missing; needed: the number of steps")
+    return steps if steps else ceil(samples / max(global_batch, 1)) if samples else None
 
 
-def schedule_keys(said: Flags) -> ConfigKeys:
-    style = said.get("lr-decay-style", "linear")
+def schedule_keys(flags: Flags) -> ConfigKeys:
+    style = flags.get("lr-decay-style", "linear")
     if style not in DECAY_STYLES:
         raise UserError(
             f"--lr-decay-style={format_value(style)}: not one of {', '.join(DECAY_STYLES)}; nearest: cosine"
         )
-    batch = said.get("global-batch-size") or 1
-    decay = _steps(said, "lr-decay", batch)
-    whole = decay or _steps(said, "train", batch) or 0
-    warmup, fraction = _steps(said, "lr-warmup", batch), said.get("lr-warmup-fraction")
-    out: ConfigKeys = {
+    global_batch = flags.get("global-batch-size") or 1
+    decay_steps = _steps(flags, "lr-decay", global_batch)
+    total_steps = decay_steps or _steps(flags, "train", global_batch) or 0
+    warmup_steps, fraction = _steps(flags, "lr-warmup", global_batch), flags.get("lr-warmup-fraction")
+    keys: ConfigKeys = {
         "schedule.kind": DECAY_STYLES[style],
-        "schedule.warmup_steps": round(fraction * whole) if fraction else warmup or 0,
-        "schedule.min_lr": said.get("min-lr", 0.0),
+        "schedule.warmup_steps": round(fraction * total_steps) if fraction else warmup_steps or 0,
+        "schedule.min_lr": flags.get("min-lr", 0.0),
     }
-    decay = said.get("lr-wsd-decay-iters") if style == "WSD" else decay
-    return out | ({"schedule.decay_steps": decay} if decay else {})
+    decay_steps = flags.get("lr-wsd-decay-iters") if style == "WSD" else decay_steps
+    return keys | ({"schedule.decay_steps": decay_steps} if decay_steps else {})
 
 
-def precision_keys(said: Flags, environment: bool, warn: list[str]) -> ConfigKeys:
-    fp8 = "hybrid" if said.get("fp8-hybrid") else said.get("fp8-format")
+def precision_keys(flags: Flags, xla_bf16: bool, warnings: list[str]) -> ConfigKeys:
+    fp8 = "hybrid" if flags.get("fp8-hybrid") else flags.get("fp8-format")
     if fp8 not in (None, "hybrid"):
-        raise UserError(f"--fp8-format={format_value(fp8)}: gradients are e5m2 or bf16 here; nearest: hybrid")
+        raise UserError(f"--fp8-format={format_value(fp8)}: our gradients are e5m2 or bf16; nearest: hybrid")
     if fp8:
         return {"precision.kind": "fp8"}
-    if said.get("bf16"):
-        return {"precision.kind": "bf16"} | (
-            {"precision.reduce_dtype": "bf16"} if said.get("grad-reduce-in-bf16") else {}
-        )
-    if environment:
-        warn.append("XLA_USE_BF16=1: bf16 weights with stochastic rounding, as it means on Trainium")
-        gradients = {"precision.grad_dtype": "fp32"} if said.get("accumulate-allreduce-grads-in-fp32") else {}
-        return {"precision.kind": "bf16_sr", **gradients}
+    if flags.get("bf16"):
+        reduce_bf16 = flags.get("grad-reduce-in-bf16")
+        return {"precision.kind": "bf16"} | ({"precision.reduce_dtype": "bf16"} if reduce_bf16 else {})
+    if xla_bf16:
+        warnings.append("XLA_USE_BF16=1: imported as bf16 weights with stochastic rounding, its meaning on Trainium")
+        fp32_grads = flags.get("accumulate-allreduce-grads-in-fp32")
+        return {"precision.kind": "bf16_sr"} | ({"precision.grad_dtype": "fp32"} if fp32_grads else {})
     return {"precision.kind": "fp32"}
 
 
-def layout_keys(said: Flags, ranks: int | None) -> ConfigKeys:
-    tp, pp = said.get("tensor-model-parallel-size", 1), said.get("pipeline-model-parallel-size", 1)
-    out: ConfigKeys = {
+def layout_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
+    tp, pp = flags.get("tensor-model-parallel-size", 1), flags.get("pipeline-model-parallel-size", 1)
+    keys: ConfigKeys = {
         "layout.tp": tp,
         "layout.pp": pp,
-        "layout.cp": said.get("context-parallel-size", 1),
-        "layout.sequence_parallel": bool(said.get("sequence-parallel")) and tp != 1,
-        "layout.zero": 1 if said.get("use-distributed-optimizer") else 0,
+        "layout.cp": flags.get("context-parallel-size", 1),
+        "layout.sequence_parallel": bool(flags.get("sequence-parallel")) and tp != 1,
+        "layout.zero": 1 if flags.get("use-distributed-optimizer") else 0,
     }
-    each = said.get("num-layers-per-virtual-pipeline-stage")
-    if each:
-        layers = said.get("num-layers") or 0
-        if min(each, pp) < 1 or layers % pp or layers // pp % each:
+    stage_layers = flags.get("num-layers-per-virtual-pipeline-stage")
+    if stage_layers:
+        layers = flags.get("num-layers") or 0
+        if min(stage_layers, pp) < 1 or layers % pp or layers // pp % stage_layers:
             raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage={each}: does not divide {layers} layers on {pp} stages"
+                f"--num-layers-per-virtual-pipeline-stage={stage_layers}: does not divide {layers} layers over pp={pp}"
             )
-        out["layout.vpp"] = layers // pp // each
-    return out | ({"layout.ranks": ranks} if ranks else {})
+        keys["layout.vpp"] = layers // pp // stage_layers
+    return keys | ({"layout.ranks": ranks} if ranks else {})
 
 
-def recompute_keys(said: Flags) -> ConfigKeys:
-    kind = said.get("recompute-granularity")
-    if kind not in (None, "full", "selective"):
-        raise UserError(f"--recompute-granularity={format_value(kind)}: not full or selective; nearest: selective")
-    method = said.get("activations-checkpoint-method")
+def recompute_keys(flags: Flags) -> ConfigKeys:
+    granularity = flags.get("recompute-granularity")
+    if granularity not in (None, "full", "selective"):
+        raise UserError(
+            f"--recompute-granularity={format_value(granularity)}: not full or selective; nearest: selective"
+        )
+    method = flags.get("activations-checkpoint-method")
     if method not in (None, "uniform"):
         raise UserError(
-            f"--activations-checkpoint-method={format_value(method)}: every block is alike here; nearest: uniform"
+            f"--activations-checkpoint-method={format_value(method)}: our recompute is the same for every block; "
+            "nearest: uniform"
         )
-    if kind == "full" or method or said.get("checkpoint-activations"):
+    if granularity == "full" or method or flags.get("checkpoint-activations"):
         return {"recompute.kind": "full"}
-    return {"recompute.kind": "attention" if kind or said.get("recompute-activations") else "none"}
+    return {"recompute.kind": "attention" if granularity or flags.get("recompute-activations") else "none"}
 
 
-def data_keys(said: Flags) -> ConfigKeys:
+def data_keys(flags: Flags) -> ConfigKeys:
     """Data, tokenizer and evaluation."""
-    sequence = _seq_len(said)
-    if sequence is None:
-        raise UserError("--seq-length: missing; wanted: tokens of a sample")
-    resets = [bool(said.get(f"reset-{name}")) for name in ("position-ids", "attention-mask")]
+    seq_len = _seq_len(flags)
+    if seq_len is None:
+        raise UserError("--seq-length: missing; needed: tokens per sample")
+    resets = [bool(flags.get(f"reset-{name}")) for name in ("position-ids", "attention-mask")]
     if any(resets) and not all(resets):
         raise UserError(
-            "--reset-position-ids, --reset-attention-mask: only both together (data.document_mask); nearest: both"
+            "--reset-position-ids, --reset-attention-mask: supported only together (data.document_mask); nearest: both"
         )
-    split = said.get("split", "969,30,1").replace(" ", "")
-    paths, weights = parse_blend(said.get("data-path") or None, "--data-path")
-    cyclic = said.get("dataloader-type", "single") != "single"
-    out: ConfigKeys = {
+    split = flags.get("split", "969,30,1").replace(" ", "")
+    paths, weights = parse_blend(flags.get("data-path") or None, "--data-path")
+    cyclic = flags.get("dataloader-type", "single") != "single"
+    keys: ConfigKeys = {
         "data.source": "tokens",
-        "data.seq_len": sequence,
+        "data.seq_len": seq_len,
         "data.paths": paths,
         "data.weights": weights,
         "data.order": "shuffled" if cyclic or (len(paths) > 1 and not weights) else "megatron",
         "data.split": split,
         "data.document_mask": all(resets),
-        "data.mask_eod_loss": bool(said.get("eod-mask-loss")),
+        "data.mask_eod_loss": bool(flags.get("eod-mask-loss")),
     }
-    words, merges, named = said.get("vocab-file"), said.get("merge-file"), said.get("tokenizer-model")
-    if words and merges:
-        out |= {"data.tokenizer": "gpt2", "data.vocab_file": words, "data.merges_file": merges}
-    elif named:
-        out["data.tokenizer"] = named
-    every, batches = said.get("eval-interval", 1000), said.get("eval-iters", 100)
+    vocab_file, merges_file = flags.get("vocab-file"), flags.get("merge-file")
+    if vocab_file and merges_file:
+        keys |= {"data.tokenizer": "gpt2", "data.vocab_file": vocab_file, "data.merges_file": merges_file}
+    elif tokenizer := flags.get("tokenizer-model"):
+        keys["data.tokenizer"] = tokenizer
+    every, batches = flags.get("eval-interval", 1000), flags.get("eval-iters", 100)
     held_out = split.split(",")[1:2] not in ([], ["0"], ["0.0"])
-    if held_out and batches and every <= (_steps(said, "train", said.get("global-batch-size") or 1) or 0):
-        out |= {"evaluate.every": every, "evaluate.batches": batches}
-    return out
+    if held_out and batches and every <= (_steps(flags, "train", flags.get("global-batch-size") or 1) or 0):
+        keys |= {"evaluate.every": every, "evaluate.batches": batches}
+    return keys
 
 
-def checkpoint_and_log_keys(said: Flags, warn: list[str]) -> ConfigKeys:
-    """Checkpoints and logs."""
-    save, load = said.get("save-xser") or said.get("save"), said.get("load-xser") or said.get("load")
-    out: ConfigKeys = {
-        "checkpoint.every": said.get("save-interval", 0),
-        "checkpoint.keep": 1 if said.get("keep-last-checkpoint-only") else 0,
+def checkpoint_and_log_keys(flags: Flags, warnings: list[str]) -> ConfigKeys:
+    save, load = flags.get("save-xser") or flags.get("save"), flags.get("load-xser") or flags.get("load")
+    keys: ConfigKeys = {
+        "checkpoint.every": flags.get("save-interval", 0),
+        "checkpoint.keep": 1 if flags.get("keep-last-checkpoint-only") else 0,
         "checkpoint.resume": "auto" if load and load == save else "none",
-        "log.every": said.get("log-interval", 100),
-        "log.tensorboard": bool(said.get("tensorboard-dir")),
+        "log.every": flags.get("log-interval", 100),
+        "log.tensorboard": bool(flags.get("tensorboard-dir")),
     }
     if save:
-        out["checkpoint.directory"] = save
+        keys["checkpoint.directory"] = save
     if load and load != save:
-        out["checkpoint.init_from"] = load
-        if not said.get("finetune"):
-            warn.append(
-                f"--load={format_value(load)}: its weights are taken; the optimizer's state and the step of Megatron-LM's "
-                "checkpoints are not"
+        keys["checkpoint.init_from"] = load
+        if not flags.get("finetune"):
+            warnings.append(
+                f"--load={format_value(load)}: imports only the weights, not the optimizer state and step of a "
+                "Megatron-LM checkpoint"
             )
-    return out
+    return keys

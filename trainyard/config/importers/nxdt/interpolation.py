@@ -1,115 +1,114 @@
-"""Interpolations in a foreign YAML tree, as OmegaConf resolves them: `${a.b}`, `${.sibling}`, `${multiply:${a}, ${b}}`.
+"""Interpolations of a foreign YAML tree with the semantics of OmegaConf: `${a.b}`, `${.sibling}`,
+`${multiply:${a}, ${b}}`.
 
-Only what can be told from the file itself: resolvers that ask the machine (`${oc.env:HOME}`, `${now:...}`) are refused
-by name. Trees are bounded, since a few aliases in YAML can unfold to any size, or to themselves.
+OmegaConf itself is not used: it expands without a limit (40 lines of `${x}${x}` exhaust memory), and its built-in
+resolvers read the environment. Here the expansion is bounded, and only values of the file itself are available.
 """
 
 import re
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
 from trainyard.core.errors import UserError
 
-NODES, DEPTH = 20_000, 60
-"""More than any configuration has."""
+MAX_NODES, MAX_DEPTH = 20_000, 60
+"""Far more than a configuration has; aliases of YAML and interpolations can expand to any size."""
 NUMBER = re.compile(r"[-+]?(\d+|\d+\.\d*|\.\d+|\d+(\.\d*)?[eE][-+]?\d+)")
-RESOLVERS: dict[str, Callable[[list[Any]], Any]] = {"multiply": prod}
+KeyPath = tuple[str, ...]
 
 
 def resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same tree with every interpolation replaced by its value."""
-    out = _Resolver(tree).node(tree, ())
-    assert isinstance(out, dict)
-    return out
+    """Return the tree with every interpolation replaced by its value."""
+    resolved = _Resolver(tree).resolve_node(tree, ())
+    assert isinstance(resolved, dict)
+    return resolved
 
 
 class _Resolver:
     def __init__(self, root: dict[str, Any]) -> None:
-        self.root, self.seen = root, 0
-        self.open: list[str] = []
-        """Interpolations on the way, to see a circle."""
+        self.root, self.visited = root, 0
+        self.pending: list[str] = []
+        """References being resolved, to detect cycles."""
 
-    def node(self, value: Any, path: tuple[str, ...]) -> Any:
-        self.seen += 1
-        if self.seen > NODES or len(path) > DEPTH:
-            raise UserError(f"{'.'.join(path[:4])}: too many or too deep values for a configuration")
+    def resolve_node(self, value: Any, path: KeyPath) -> Any:
+        self.visited += 1
+        if self.visited > MAX_NODES or len(path) > MAX_DEPTH:
+            raise UserError(f"{'.'.join(path[:4])}: too many or too deeply nested values for a configuration")
         if isinstance(value, dict):
-            return {str(name): self.node(each, (*path, str(name))) for name, each in value.items()}
+            return {str(name): self.resolve_node(child, (*path, str(name))) for name, child in value.items()}
         if isinstance(value, list):
-            return [self.node(each, (*path, str(place))) for place, each in enumerate(value)]
-        return self.text(value, path) if isinstance(value, str) and "${" in value else value
+            return [self.resolve_node(child, (*path, str(index))) for index, child in enumerate(value)]
+        return self.resolve_text(value, path) if isinstance(value, str) and "${" in value else value
 
-    def text(self, text: str, path: tuple[str, ...]) -> Any:
-        """A text that is one interpolation has its value; one that holds some stays text."""
-        pieces: list[Any] = []
+    def resolve_text(self, text: str, path: KeyPath) -> Any:
+        """Return the value of a text that is one interpolation; join several values and plain text to a text."""
+        values: list[Any] = []
         rest = text
         while "${" in rest:
-            before, _, rest = rest.partition("${")
-            inner, rest = _inner(rest, text, path)
-            pieces += [before] if before else []
-            pieces.append(self.value(inner, path))
-        pieces += [rest] if rest else []
-        return pieces[0] if len(pieces) == 1 else "".join(map(str, pieces))
+            plain, _, rest = rest.partition("${")
+            end = _closing_brace(rest)
+            if end < 0:
+                raise UserError(f"{'.'.join(path)}={text[:60]}: unclosed brace")
+            expression, rest = rest[:end], rest[end + 1 :]
+            values += [plain] if plain else []
+            values.append(self.evaluate(expression, path))
+        values += [rest] if rest else []
+        return values[0] if len(values) == 1 else "".join(map(str, values))
 
-    def value(self, inner: str, path: tuple[str, ...]) -> Any:
-        name, colon, arguments = inner.partition(":")
-        if colon and "${" not in name:
-            return self.call(name.strip(), arguments, inner, path)
-        inner = str(self.text(inner, path)).strip()
-        if inner in self.open or len(self.open) > DEPTH:
-            raise UserError(f"{'.'.join(path)}: ${{{inner}}}: leads back to itself")
-        self.open.append(inner)
-        where = self.absolute(inner, path)
+    def evaluate(self, expression: str, path: KeyPath) -> Any:
+        where = f"{'.'.join(path)}: ${{{expression}}}"
+        resolver, colon, arguments = expression.partition(":")
+        if colon and "${" not in resolver:
+            if resolver.strip() != "multiply":
+                raise UserError(f"{where}: resolver {resolver.strip()} is not supported; write its value instead")
+            values = [self.resolve_text(text, path) if "${" in text else _number(text) for text in _split(arguments)]
+            if not values or not all(isinstance(value, int | float) for value in values):
+                raise UserError(f"{where}: takes numbers")
+            return prod(values)
+        reference = str(self.resolve_text(expression, path)).strip()
+        if reference in self.pending or len(self.pending) > MAX_DEPTH:
+            raise UserError(f"{where}: refers to itself")
+        self.pending.append(reference)
+        target = _absolute_path(reference, path)
         node: Any = self.root
-        for part in where:
-            if isinstance(node, dict) and part in node:
-                node = node[part]
-            elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-                node = node[int(part)]
+        for name in target:
+            if isinstance(node, dict) and name in node:
+                node = node[name]
+            elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+                node = node[int(name)]
             else:
-                raise UserError(f"{'.'.join(path)}: ${{{inner}}}: there is no {'.'.join(where)}")
-        found = self.node(node, where)
-        self.open.pop()
-        return found
-
-    def absolute(self, inner: str, path: tuple[str, ...]) -> tuple[str, ...]:
-        """`.x` is beside the key it stands in, `..x` one level above."""
-        names = tuple(part for part in re.split(r"[.\[\]]", inner) if part)
-        dots = len(inner) - len(inner.lstrip("."))
-        return (*path[: max(len(path) - dots, 0)], *names) if dots else names
-
-    def call(self, name: str, arguments: str, inner: str, path: tuple[str, ...]) -> Any:
-        if name not in RESOLVERS:
-            raise UserError(
-                f"{'.'.join(path)}: ${{{inner}}}: the resolver {name} is not known here; write its value instead"
-            )
-        values = [self.text(each, path) if "${" in each else _number(each) for each in _split(arguments)]
-        if not values or not all(isinstance(each, int | float) for each in values):
-            raise UserError(f"{'.'.join(path)}: ${{{inner}}}: takes numbers")
-        return RESOLVERS[name](values)
+                raise UserError(f"{where}: {'.'.join(target)} does not exist")
+        value = self.resolve_node(node, target)
+        self.pending.pop()
+        return value
 
 
-def _inner(rest: str, text: str, path: tuple[str, ...]) -> tuple[str, str]:
-    """What stands before the brace that closes, and what after it."""
+def _absolute_path(reference: str, path: KeyPath) -> KeyPath:
+    """`.x` is a sibling of the key at `path`, `..x` is one level above."""
+    names = tuple(name for name in re.split(r"[.\[\]]", reference) if name)
+    dots = len(reference) - len(reference.lstrip("."))
+    return (*path[: max(len(path) - dots, 0)], *names) if dots else names
+
+
+def _closing_brace(text: str) -> int:
     depth = 1
-    for place, each in enumerate(rest):
-        depth += (each == "{") - (each == "}")
+    for index, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
         if depth == 0:
-            return rest[:place], rest[place + 1 :]
-    raise UserError(f"{'.'.join(path)}={text[:60]}: a brace is not closed")
+            return index
+    return -1
 
 
 def _split(arguments: str) -> list[str]:
-    """At commas outside braces."""
-    out, depth = [""], 0
-    for each in arguments:
-        depth += (each == "{") - (each == "}")
-        if each == "," and depth == 0:
-            out.append("")
+    """Split at commas outside braces."""
+    parts, depth = [""], 0
+    for char in arguments:
+        depth += (char == "{") - (char == "}")
+        if char == "," and depth == 0:
+            parts.append("")
         else:
-            out[-1] += each
-    return [each.strip() for each in out if each.strip()]
+            parts[-1] += char
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _number(text: str) -> object:

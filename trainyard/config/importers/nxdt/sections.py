@@ -1,16 +1,22 @@
-"""The sections of an NxDT file that take more than a new name: layout, precision, optimizer, schedule, recompute,
-checkpoints, logs. Each function gives our dotted keys, and adds what deserves a warning."""
+"""Sections of an NxDT file that need more than a renamed key, one function per section of our configuration.
+
+`keys` holds NxDT's values by dotted key. Each function returns values by our dotted keys and may append warnings.
+"""
 
 import re
 from pathlib import PurePath
 from typing import Any
 
-from trainyard.config.importers.key_table import format_value, run_name
+from trainyard.config.importers.key_table import ConfigKeys, run_name
+from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
 
 NxdtKeys = dict[str, Any]
-ConfigKeys = dict[str, Any]
-STRATEGY_PREFIX, CALLBACK_PREFIX = "distributed_strategy.", "exp_manager.checkpoint_callback_params."
+STRATEGY, CALLBACK, SCHEDULER = (
+    "distributed_strategy.",
+    "exp_manager.checkpoint_callback_params.",
+    "model.optim.sched.",
+)
 SCHEDULES = {
     "CosineAnnealing": "cosine",
     "LinearAnnealingWithWarmUp": "linear",
@@ -29,7 +35,7 @@ RECOMPUTE_MODULES = {
     "RMSNorm": "norm",
     "MixedFusedLayerNorm": "norm",
 }
-"""Their module classes, by our parts of a block."""
+"""Our names for recompute.modules by NxDT's module class."""
 PRECISION_KINDS = {
     "bf16SR": "bf16_sr",
     "fp32": "fp32",
@@ -39,183 +45,176 @@ PRECISION_KINDS = {
     "mixed_precision_SR": "bf16",
 }
 LONG_SEQ_LEN = 8192
-"""From here on, activations_checkpoint_recompute_mlp (of their older files) counts."""
+"""Sequence length from which activations_checkpoint_recompute_mlp (of older NxDT files) has an effect."""
+MINUTES = {"days": 1440.0, "hours": 60.0, "minutes": 1.0, "seconds": 1 / 60}
 
 
-def layout_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
-    tp, cp = (
-        said.get(STRATEGY_PREFIX + "tensor_model_parallel_size") or 1,
-        said.get(STRATEGY_PREFIX + "context_parallel_size") or 1,
-    )
-    zero1 = said.get(STRATEGY_PREFIX + "zero1")
-    out: ConfigKeys = {
-        "layout.zero": 1 if zero1 or zero1 is None else 0,
-        "layout.sequence_parallel": bool(said.get(STRATEGY_PREFIX + "sequence_parallel")) and tp != 1,
+def layout_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    tp = keys.get(STRATEGY + "tensor_model_parallel_size") or 1
+    pp = keys.get(STRATEGY + "pipeline_model_parallel_size") or 1
+    vpp = keys.get(STRATEGY + "virtual_pipeline_model_parallel_size") or 1
+    cp = keys.get(STRATEGY + "context_parallel_size") or 1
+    ours: ConfigKeys = {
+        "layout.zero": 0 if keys.get(STRATEGY + "zero1") is False else 1,
+        "layout.sequence_parallel": bool(keys.get(STRATEGY + "sequence_parallel")) and tp != 1,
     }
-    if said.get("trainer.devices") and said.get("trainer.num_nodes"):
-        out["layout.ranks"] = said["trainer.devices"] * said["trainer.num_nodes"]
+    if keys.get("trainer.devices") and keys.get("trainer.num_nodes"):
+        ours["layout.ranks"] = keys["trainer.devices"] * keys["trainer.num_nodes"]
     if cp > 1:
-        out["layout.cp_method"] = "all_gather"
-        warn.append(f"context_parallel_size={cp}: keys and values are gathered; NxDT sends them round in a ring")
-    cuts = said.get("model.pipeline_cuts")
+        ours["layout.cp_method"] = "all_gather"
+        warnings.append(f"context_parallel_size={cp}: keys and values are all-gathered; NxDT uses ring attention")
+    cuts = keys.get("model.pipeline_cuts")
     if cuts:
-        numbers = [re.search(r"(\d{1,9})$", str(cut)) for cut in cuts]
-        if not all(numbers):
+        layers = [re.search(r"(\d{1,9})$", str(cut)) for cut in cuts]
+        if not all(layers):
             raise UserError(f"model.pipeline_cuts={format_value(cuts)}: not names of layers, such as model.layers.18")
-        out["layout.pipeline_cuts"] = [int(number[1]) for number in numbers if number]
-    stages = (said.get(STRATEGY_PREFIX + "pipeline_model_parallel_size") or 1) * (
-        said.get(STRATEGY_PREFIX + "virtual_pipeline_model_parallel_size") or 1
-    )
-    layers = said.get("model.num_layers") or stages
-    if not cuts and stages > 1 and layers % stages:
-        warn.append(
-            f"model.num_layers={layers} on {stages} stages: NxDT gives what is over to the last ones, here the middle "
-            "ones get it; model.pipeline_cuts would say"
+        ours["layout.pipeline_cuts"] = [int(layer[1]) for layer in layers if layer]
+    num_layers = keys.get("model.num_layers") or pp * vpp
+    if not cuts and pp * vpp > 1 and num_layers % (pp * vpp):
+        warnings.append(
+            f"model.num_layers={num_layers} on {pp * vpp} stages: NxDT assigns the remainder to the last stages, we to "
+            "the middle ones; set model.pipeline_cuts to choose"
         )
-    return out
+    return ours
 
 
-def precision_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
-    kind = said.get("precision.type")
+def precision_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    kind = keys.get("precision.type")
     if kind == "manual":
-        return _manual_precision(said)
+        return _manual_precision(keys)
     if kind not in PRECISION_KINDS:
         raise UserError(f"precision.type={format_value(kind)}: not one of {', '.join([*PRECISION_KINDS, 'manual'])}")
-    if PRECISION_KINDS[kind] == "bf16" and said.get(STRATEGY_PREFIX + "zero1") is False:
-        warn.append(f"precision.type={kind}: NxDT keeps no fp32 master weights without zero1; here they are kept")
+    if PRECISION_KINDS[kind] == "bf16" and keys.get(STRATEGY + "zero1") is False:
+        warnings.append(f"precision.type={kind}: NxDT has no fp32 master weights without zero1; we keep them")
     return {"precision.kind": PRECISION_KINDS[kind]}
 
 
-def _manual_precision(said: NxdtKeys) -> ConfigKeys:
-    def on(name: str) -> bool:
-        return str(said.get(f"precision.{name}", "0")) == "1"
+def _manual_precision(keys: NxdtKeys) -> ConfigKeys:
+    def is_on(name: str) -> bool:
+        return str(keys.get(f"precision.{name}", "0")) == "1"
 
-    gradients = "fp32" if said.get("precision.fp32_grad_acc") else "bf16"
-    if not (on("xla_use_bf16") or on("xla_downcast_bf16")):
+    if not (is_on("xla_use_bf16") or is_on("xla_downcast_bf16")):
         return {"precision.kind": "fp32"}
-    out: ConfigKeys = {"precision.grad_dtype": gradients}
-    if said.get("precision.fp32_grads_cc"):
-        out["precision.reduce_dtype"] = "fp32"
-    if said.get("precision.master_weights"):
-        return out | {"precision.kind": "bf16"}
-    if on("neuron_rt_stochastic_rounding_en"):
-        return out | {"precision.kind": "bf16_sr"}
+    ours: ConfigKeys = {"precision.grad_dtype": "fp32" if keys.get("precision.fp32_grad_acc") else "bf16"}
+    if keys.get("precision.fp32_grads_cc"):
+        ours["precision.reduce_dtype"] = "fp32"
+    if keys.get("precision.master_weights"):
+        return ours | {"precision.kind": "bf16"}
+    if is_on("neuron_rt_stochastic_rounding_en"):
+        return ours | {"precision.kind": "bf16_sr"}
     raise UserError(
-        "precision.type=manual: bf16 weights that are rounded to nearest lose small updates, and are not there; "
+        "precision.type=manual: bf16 weights rounded to nearest lose small updates and are not supported; "
         "nearest: master_weights True, or neuron_rt_stochastic_rounding_en '1'"
     )
 
 
-def optimizer_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
-    name, decay = said.get("model.optim.name"), said.get("model.optim.weight_decay")
-    decay = 0.01 if decay is None else decay
-    if name not in ("adamw", "adamw_fp32OptState") and not (name == "adam" and decay == 0):
+def optimizer_keys(keys: NxdtKeys) -> ConfigKeys:
+    name, weight_decay = keys.get("model.optim.name"), keys.get("model.optim.weight_decay")
+    weight_decay = 0.01 if weight_decay is None else weight_decay
+    if name not in ("adamw", "adamw_fp32OptState") and not (name == "adam" and weight_decay == 0):
         raise UserError(f"model.optim.name={format_value(name)}: not adamw or adamw_fp32OptState; nearest: adamw")
-    if said.get("model.optim.lr") is None:
-        raise UserError("model.optim.lr: missing; wanted: the peak learning rate")
-    betas = said.get("model.optim.betas") or [0.9, 0.999]
-    if len(betas) != 2 or not all(isinstance(each, int | float) for each in betas):
+    if keys.get("model.optim.lr") is None:
+        raise UserError("model.optim.lr: missing; needed: the peak learning rate")
+    betas = keys.get("model.optim.betas") or [0.9, 0.999]
+    if len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas):
         raise UserError(f"model.optim.betas={format_value(betas)}: not two numbers; nearest: [0.9, 0.95]")
-    eps = said.get("model.optim.eps")
+    eps = keys.get("model.optim.eps")
     return {
         "optimizer.kind": "adamw",
-        "optimizer.lr": said["model.optim.lr"],
-        "optimizer.weight_decay": decay,
+        "optimizer.lr": keys["model.optim.lr"],
+        "optimizer.weight_decay": weight_decay,
         "optimizer.beta1": betas[0],
         "optimizer.beta2": betas[1],
         "optimizer.eps": 1e-8 if eps is None else eps,
-        "optimizer.max_grad_norm": said.get("trainer.gradient_clip_val") or 0.0,
+        "optimizer.max_grad_norm": keys.get("trainer.gradient_clip_val") or 0.0,
     }
 
 
-def schedule_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
-    sched = "model.optim.sched."
-    name, steps = said.get(sched + "name"), said.get("trainer.max_steps") or 0
+def schedule_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    name, steps = keys.get(SCHEDULER + "name"), keys.get("trainer.max_steps") or 0
     if name is None:
         return {"schedule.kind": "constant"}
     if name not in SCHEDULES:
-        raise UserError(
-            f"{sched}name={format_value(name)}: not one of {', '.join(SCHEDULES)}; nearest: CosineAnnealing"
-        )
-    ratio, warmup = said.get(sched + "warmup_ratio"), said.get(sched + "warmup_steps")
-    warmup = int(ratio * steps) if ratio and warmup is None else warmup or 0
-    out: ConfigKeys = {"schedule.kind": SCHEDULES[name], "schedule.warmup_steps": warmup}
+        schedules = ", ".join(SCHEDULES)
+        raise UserError(f"{SCHEDULER}name={format_value(name)}: not one of {schedules}; nearest: CosineAnnealing")
+    ratio, warmup_steps = keys.get(SCHEDULER + "warmup_ratio"), keys.get(SCHEDULER + "warmup_steps")
+    warmup_steps = int(ratio * steps) if ratio and warmup_steps is None else warmup_steps or 0
+    ours: ConfigKeys = {"schedule.kind": SCHEDULES[name], "schedule.warmup_steps": warmup_steps}
     if name in ("CosineAnnealing", "WarmupAnnealing"):
-        out["schedule.min_lr"] = said.get(sched + "min_lr") or 0.0
-    constant = said.get(sched + "constant_steps") or 0
-    if name == "CosineAnnealing" and constant > 0:
-        out["schedule.decay_steps"] = max(steps - constant, warmup, 1)
-        if steps - constant <= warmup:
-            warn.append(
-                f"{sched}constant_steps={constant}: of {steps} steps none is left to fall in: after the warm-up the "
-                "rate is min_lr, there as here"
+        ours["schedule.min_lr"] = keys.get(SCHEDULER + "min_lr") or 0.0
+    constant_steps = keys.get(SCHEDULER + "constant_steps") or 0
+    if name == "CosineAnnealing" and constant_steps > 0:
+        ours["schedule.decay_steps"] = max(steps - constant_steps, warmup_steps, 1)
+        if steps - constant_steps <= warmup_steps:
+            warnings.append(
+                f"{SCHEDULER}constant_steps={constant_steps}: leaves none of {steps} steps for the decay: after the "
+                "warm-up the learning rate is min_lr, as in NxDT"
             )
-    return out
+    return ours
 
 
-def recompute_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
-    granularity = said.get("model.activations_checkpoint_granularity")
-    flash = said.get("model.fusions.flash_attention") or said.get("model.fusions.ring_attention")
-    classes = said.get("model.activations_checkpoint_recompute")
+def recompute_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    granularity = keys.get("model.activations_checkpoint_granularity")
     if granularity == "full":
         return {"recompute.kind": "full"}
     if granularity is None:
-        anyway = said["model_source"] == "hf" and not flash
-        if anyway:
-            warn.append("activations_checkpoint_granularity=null: NxDT recomputes core attention anyway without flash")
-        return {"recompute.kind": "attention" if anyway else "none"}
+        flash = keys.get("model.fusions.flash_attention") or keys.get("model.fusions.ring_attention")
+        if keys["model_source"] != "hf" or flash:
+            return {"recompute.kind": "none"}
+        warnings.append(
+            "activations_checkpoint_granularity=null: without flash attention NxDT still recomputes core attention"
+        )
+        return {"recompute.kind": "attention"}
     if granularity != "selective":
         raise UserError(
             f"model.activations_checkpoint_granularity={granularity}: not selective, full or null; nearest: selective"
         )
+    classes = keys.get("model.activations_checkpoint_recompute")
     if classes is None:
-        long = (said.get("model.encoder_seq_length") or 0) >= LONG_SEQ_LEN
-        both = said.get("model.activations_checkpoint_recompute_mlp") and long
-        classes = ["CoreAttention", "LlamaMLP"] if both else ["CoreAttention"]
-    for each in classes:
-        if not isinstance(each, str) or each not in RECOMPUTE_MODULES:
-            raise UserError(
-                f"model.activations_checkpoint_recompute={format_value(each)}: not one of {', '.join(RECOMPUTE_MODULES)}"
-            )
-    names = list(dict.fromkeys(RECOMPUTE_MODULES[each] for each in classes))
-    if names == ["core_attention"] or not names:
-        return {"recompute.kind": "attention" if names else "none"}
-    return {"recompute.kind": "selective", "recompute.modules": names}
+        is_long = (keys.get("model.encoder_seq_length") or 0) >= LONG_SEQ_LEN
+        with_mlp = keys.get("model.activations_checkpoint_recompute_mlp") and is_long
+        classes = ["CoreAttention", "LlamaMLP"] if with_mlp else ["CoreAttention"]
+    for name in classes:
+        if not isinstance(name, str) or name not in RECOMPUTE_MODULES:
+            known = ", ".join(RECOMPUTE_MODULES)
+            raise UserError(f"model.activations_checkpoint_recompute={format_value(name)}: not one of {known}")
+    modules = list(dict.fromkeys(RECOMPUTE_MODULES[name] for name in classes))
+    if modules == ["core_attention"] or not modules:
+        return {"recompute.kind": "attention" if modules else "none"}
+    return {"recompute.kind": "selective", "recompute.modules": modules}
 
 
-def checkpoint_keys(said: NxdtKeys, warn: list[str]) -> ConfigKeys:
-    keep, every = said.get(CALLBACK_PREFIX + "save_top_k"), said.get(CALLBACK_PREFIX + "every_n_train_steps") or 0
-    made = said.get("exp_manager.create_checkpoint_callback")
-    saves = keep != 0 and (made or made is None)
-    out: ConfigKeys = {"checkpoint.every": every if saves else 0}
-    if saves and (span := said.get(CALLBACK_PREFIX + "train_time_interval")):
-        out["checkpoint.every_minutes"] = _minutes(span)
+def checkpoint_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    keep, every = keys.get(CALLBACK + "save_top_k"), keys.get(CALLBACK + "every_n_train_steps") or 0
+    saves = keep != 0 and keys.get("exp_manager.create_checkpoint_callback") is not False
+    ours: ConfigKeys = {"checkpoint.every": every if saves else 0}
+    if saves and (interval := keys.get(CALLBACK + "train_time_interval")):
+        ours["checkpoint.every_minutes"] = _minutes(interval)
     if keep:
-        out["checkpoint.keep"] = max(keep, 0)  # -1: all, for which ours is 0
-    out["checkpoint.resume"] = "auto" if said.get("exp_manager.resume_if_exists") else "none"
-    path = said.get("exp_manager.resume_from_checkpoint")
+        ours["checkpoint.keep"] = max(keep, 0)  # NxDT's -1 keeps all, as our 0
+    ours["checkpoint.resume"] = "auto" if keys.get("exp_manager.resume_if_exists") else "none"
+    path = keys.get("exp_manager.resume_from_checkpoint")
     if path:
-        out["checkpoint.init_from"] = path
-        if not said.get("model.weight_init_only"):
-            warn.append(
-                f"exp_manager.resume_from_checkpoint={format_value(path)}: its weights are taken; for the optimizer's state "
-                "and the step too: trainyard convert SRC DST --to native, then checkpoint.resume=DST"
+        ours["checkpoint.init_from"] = path
+        if not keys.get("model.weight_init_only"):
+            warnings.append(
+                f"exp_manager.resume_from_checkpoint={format_value(path)}: loads only the weights; to resume with the "
+                "optimizer state and the step: trainyard convert SRC DST --to native, then checkpoint.resume=DST"
             )
-    return out
+    return ours
 
 
-def _minutes(span: dict[str, Any]) -> float:
-    units = {"days": 1440.0, "hours": 60.0, "minutes": 1.0, "seconds": 1 / 60}
-    if not all(unit in units and isinstance(count, int | float) for unit, count in span.items()):
-        raise UserError(f"{CALLBACK_PREFIX}train_time_interval={format_value(span)}: not numbers of {', '.join(units)}")
-    return sum(units[unit] * count for unit, count in span.items())
+def _minutes(interval: dict[str, Any]) -> float:
+    if not all(unit in MINUTES and isinstance(count, int | float) for unit, count in interval.items()):
+        raise UserError(f"{CALLBACK}train_time_interval={format_value(interval)}: not numbers of {', '.join(MINUTES)}")
+    return sum(MINUTES[unit] * count for unit, count in interval.items())
 
 
-def log_keys(said: NxdtKeys) -> ConfigKeys:
-    whole = said.get("exp_manager.explicit_log_dir") or said.get("exp_manager.exp_log_dir")
-    if whole:
-        path = PurePath(whole)
+def log_keys(keys: NxdtKeys) -> ConfigKeys:
+    run_directory = keys.get("exp_manager.explicit_log_dir") or keys.get("exp_manager.exp_log_dir")
+    if run_directory:
+        path = PurePath(run_directory)
         return {"log.directory": str(path.parent), "log.name": run_name(path.name)}
-    name = said.get("exp_manager.name") or said.get("name")
-    parent = said.get("exp_manager.exp_dir")
+    name = keys.get("exp_manager.name") or keys.get("name")
+    parent = keys.get("exp_manager.exp_dir")
     return ({"log.name": run_name(name)} if name else {}) | ({"log.directory": parent} if parent else {})

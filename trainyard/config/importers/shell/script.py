@@ -1,8 +1,9 @@
-"""A shell script read, never run: its assignments and the words of its commands, as far as they stand in the text.
+"""Reads a shell script without running it: the variables it assigns and the words of its commands.
 
-Enough of bash for launch scripts: quotes, comments, continued lines, arrays, `$X`, `${X:-default}`, `$((1 + 2))`. What
-only running could tell (an unset variable, `$(command)`, `$1`) becomes UNKNOWN with its name, to be named in an
-error if it is needed. Assignments inside if, for, while, case and functions may or may not happen, and are not made.
+Supports the subset of bash found in launch scripts: quotes, comments, continued lines, arrays, `$X`, `${X:-default}`,
+`$((1 + 2))`. A value that depends on running the script (an unset variable, `$(command)`, `$1`) becomes its name
+between two UNKNOWN_MARKs, so that an error can show it if the value is needed. Assignments inside if, for, while, case
+and functions are skipped, because they may not happen.
 """
 
 import ast
@@ -14,8 +15,10 @@ from trainyard.config.importers.shell.lexer import ShellWord, read_segment, spli
 from trainyard.core.errors import UserError
 
 UNKNOWN_MARK = "\0"
-"""Stands in a word on both sides of the name of what is not known."""
+"""Encloses the name of an unknown value inside a word."""
 MAX_CHARS = 1_000_000
+MAX_DEFAULT_DEPTH = 20
+"""Nesting of `${X:-${Y:-...}}`."""
 BLOCK_ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 BLOCK_ENDS |= {"{": "}", "(": ")"}
 KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "eval", "sudo", "env", *BLOCK_ENDS, *BLOCK_ENDS.values()}
@@ -23,164 +26,173 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", re.S)
 ARITHMETIC_OPS = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod}
 
+Variables = dict[str, list[str]]
+"""Values by name; arrays have several."""
+
 
 class ShellCommand(NamedTuple):
+    """A command after expansion."""
+
     words: list[str]
     line: int
-    variables: dict[str, list[str]]
-    """As they were when it would have run."""
+    variables: Variables
+    """Variables at the time the command would run."""
 
 
 def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator[ShellCommand]:
-    """Every command of a script, expanded. `given` variables are what they are, whatever the script assigns."""
+    """Yield every command of a script. Assignments in the script do not change `preset` variables."""
     if len(text) > MAX_CHARS:
         raise UserError(f"{source}: {len(text)} characters; not a launch script")
     variables = {name: [value] for name, value in preset.items()}
-    inside: list[str] = []
-    for before, statement in _statements(split_words(text.replace(UNKNOWN_MARK, ""), source)):
+    open_blocks: list[str] = []
+    for operator, statement in _statements(split_words(text.replace(UNKNOWN_MARK, ""), source)):
         while statement and statement[0].raw in KEYWORDS:
             if statement[0].raw in BLOCK_ENDS:
-                inside.append(BLOCK_ENDS[statement[0].raw])
-            elif inside and inside[-1] == statement[0].raw:
-                inside.pop()
+                open_blocks.append(BLOCK_ENDS[statement[0].raw])
+            elif open_blocks and open_blocks[-1] == statement[0].raw:
+                open_blocks.pop()
             statement = statement[1:]
         if statement and statement[0].raw in ("export", "declare", "local", "readonly", "typeset"):
             statement = [word for word in statement[1:] if not word.raw.startswith("-")]
-        rest = _assign(statement, variables, preset, certain=not inside and before not in ("&&", "||"))
-        if rest:
-            expanded = [each for word in rest for each in _expand_word(word, variables)]
-            yield ShellCommand(expanded, rest[0].line, dict(variables))
+        unconditional = not open_blocks and operator not in ("&&", "||")
+        command = _assign(statement, variables, preset, unconditional)
+        if command:
+            words = [expanded for word in command for expanded in _expand_word(word, variables)]
+            yield ShellCommand(words, command[0].line, dict(variables))
 
 
 def _assign(
-    statement: list[ShellWord], variables: dict[str, list[str]], given: Mapping[str, str], certain: bool
+    statement: list[ShellWord], variables: Variables, preset: Mapping[str, str], unconditional: bool
 ) -> list[ShellWord]:
-    """Make the assignments that a statement begins with; what is left is a command."""
-    while statement and (found := ASSIGNMENT.match(statement[0].raw)) and statement[0].segments[0].text[: found.end()]:
-        name, more = found[1], found[2]
+    """Perform the assignments at the start of a statement and return the remaining command."""
+    while statement and (match := ASSIGNMENT.match(statement[0].raw)) and statement[0].segments[0].text[: match.end()]:
+        name, appends = match[1], match[2]
         first, statement = statement[0], statement[1:]
         if statement and statement[0].is_operator and statement[0].raw == "(":
-            end = next((n for n, word in enumerate(statement) if word.is_operator and word.raw == ")"), len(statement))
-            value = [
-                each for word in statement[1:end] if not word.is_operator for each in _expand_word(word, variables)
-            ]
+            end = next(
+                (index for index, word in enumerate(statement) if word.is_operator and word.raw == ")"), len(statement)
+            )
+            elements = [word for word in statement[1:end] if not word.is_operator]
+            value = [expanded for word in elements for expanded in _expand_word(word, variables)]
             statement = statement[end + 1 :]
         else:
-            value = [" ".join(_expand_word(_drop_prefix(first, found.end()), variables, split=False))]
-        if certain and name not in given:
-            before = variables.get(name, []) if more else []
-            variables[name] = before + value if len(value) != 1 or len(before) > 1 else ["".join([*before, *value])]
+            value = [" ".join(_expand_word(_drop_prefix(first, match.end()), variables, split=False))]
+        if unconditional and name not in preset:
+            old = variables.get(name, []) if appends else []
+            variables[name] = old + value if len(value) != 1 or len(old) > 1 else ["".join([*old, *value])]
             if sum(map(len, variables[name])) + len(variables[name]) > MAX_CHARS:
-                raise UserError(f"line {first.line}: {name} grows beyond {MAX_CHARS} characters; not a launch script")
+                raise UserError(f"line {first.line}: {name} exceeds {MAX_CHARS} characters; not a launch script")
     return statement
 
 
 def _drop_prefix(word: ShellWord, count: int) -> ShellWord:
-    """A word without its first characters."""
-    pieces = []
-    for piece in word.segments:
-        pieces.append(piece._replace(text=piece.text[count:]))
-        count = max(count - len(piece.text), 0)
-    return word._replace(segments=tuple(pieces))
+    """Return a word without its first `count` characters."""
+    segments = []
+    for segment in word.segments:
+        segments.append(segment._replace(text=segment.text[count:]))
+        count = max(count - len(segment.text), 0)
+    return word._replace(segments=tuple(segments))
 
 
 def _statements(words: Iterator[ShellWord]) -> Iterator[tuple[str, list[ShellWord]]]:
-    """Words between operators, and the operator before them. Parentheses after `NAME=` belong to it; what a redirection
-    names is left out."""
-    out: list[ShellWord] = []
-    before = ""
-    array = skip = False
+    """Yield the words between operators, with the operator before them.
+
+    Parentheses after `NAME=` belong to the assignment of an array. Targets of redirections are left out.
+    """
+    statement: list[ShellWord] = []
+    operator = ""
+    in_array = skip = False
     for word in words:
-        if array:
-            out.append(word)
-            array = not (word.is_operator and word.raw == ")")
-        elif word.is_operator and word.raw == "(" and out and ASSIGNMENT.fullmatch(out[-1].raw):
-            out.append(word)
-            array = True
+        if in_array:
+            statement.append(word)
+            in_array = not (word.is_operator and word.raw == ")")
+        elif word.is_operator and word.raw == "(" and statement and ASSIGNMENT.fullmatch(statement[-1].raw):
+            statement.append(word)
+            in_array = True
         elif word.is_operator and (word.raw[0] in "<>" or word.raw in ("&>", "&>>")):
             skip = not word.raw[-1].isdigit()
         elif word.is_operator:
-            yield before, out
-            before, out, skip = word.raw, ([word] if word.raw in "()" else []), False
+            yield operator, statement
+            operator, statement, skip = word.raw, ([word] if word.raw in "()" else []), False
         elif skip:
             skip = False
         else:
-            out.append(word)
-    yield before, out
+            statement.append(word)
+    yield operator, statement
 
 
 def _expand_word(word: ShellWord, variables: Mapping[str, list[str]], split: bool = True) -> list[str]:
-    """The words that a word becomes."""
-    out = [""]
+    """Return the words that a word expands to."""
+    words = [""]
     empty = True
-    for piece in word.segments:
-        values = expand_parameter(piece.text, variables) if piece.expands else [piece.text]
-        if piece.expands and piece.splits and split:
-            values = [each for value in values for each in re.split(r"[ \t\n]+", value) if each]
+    for segment in word.segments:
+        values = expand_parameter(segment.text, variables) if segment.expands else [segment.text]
+        if segment.expands and segment.splits and split:
+            values = [part for value in values for part in re.split(r"[ \t\n]+", value) if part]
         if not values:
             continue
-        empty = empty and piece.expands and piece.splits
-        out[-1] += values[0]
-        out += values[1:]
-    return [] if empty and out == [""] and split else out
+        empty = empty and segment.expands and segment.splits
+        words[-1] += values[0]
+        words += values[1:]
+    return [] if empty and words == [""] and split else words
 
 
 def expand_parameter(text: str, variables: Mapping[str, list[str]], depth: int = 0) -> list[str]:
-    """The value of `$X`, `${...}`, `$((...))`; a command's output is never known."""
+    """Return the value of `$X`, `${...}` or `$((...))`; the output of a command is unknown."""
     if text.startswith("$(("):
         return [_arithmetic(text[3:-2], variables)]
     inner = text[2:-1] if text.startswith("${") else text[1:] if text.startswith("$") and text[1:2] != "(" else ""
-    found = PARAMETER.fullmatch(inner)
-    if not found or depth > 20:
+    match = PARAMETER.fullmatch(inner)
+    if not match or depth > MAX_DEFAULT_DEPTH:
         return [_mark_unknown(text)]
-    name, every, operator, default = found.groups()
+    name, all_elements, operator, default = match.groups()
     value = variables.get(name)
     if value is not None and (value != [""] or operator in ("-", "=")):
-        return list(value) if every else value[:1] or [""]
+        return list(value) if all_elements else value[:1] or [""]
     if operator:
-        pieces = []
-        place = 0
-        while place < len(default):
-            piece, place = read_segment(default, place, "\\", False, 0, name)
-            pieces += expand_parameter(piece.text, variables, depth + 1) if piece.expands else [piece.text]
-        return ["".join(pieces).strip("\"'")]
+        values = []
+        pos = 0
+        while pos < len(default):
+            segment, pos = read_segment(default, pos, "\\", False, 0, name)
+            values += expand_parameter(segment.text, variables, depth + 1) if segment.expands else [segment.text]
+        return ["".join(values).strip("\"'")]
     if value is not None or name in "@*":
-        return [] if every or name in "@*" else [""]
+        return [] if all_elements or name in "@*" else [""]
     return [_mark_unknown(name)]
 
 
 def _mark_unknown(text: str) -> str:
-    """With spaces that do not split words."""
+    """Mark the name of an unknown value, with non-breaking spaces so that it stays one word."""
     return UNKNOWN_MARK + re.sub(r"\s", "\u00a0", text[:40]) + UNKNOWN_MARK
 
 
 def _arithmetic(text: str, variables: Mapping[str, list[str]]) -> str:
-    """Whole numbers and + - * / % between them, divided as bash does."""
+    """Evaluate an expression of whole numbers with + - * / %; division truncates as in bash."""
     unknown = _mark_unknown(f"$(({text}))")
 
-    def number(found: re.Match[str]) -> str:
-        value = "".join(variables.get(found[1], ["?"]))
+    def substitute(match: re.Match[str]) -> str:
+        value = "".join(variables.get(match[1], ["?"]))
         return value if re.fullmatch(r"-?\d{1,18}", value) else "?"
 
-    plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", number, text).strip()
-    if len(plain) > 200 or not re.fullmatch(r"[\d\s()+*/%-]+", plain):
+    expression = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", substitute, text).strip()
+    if len(expression) > 200 or not re.fullmatch(r"[\d\s()+*/%-]+", expression):
         return unknown
 
-    def value(node: ast.expr) -> int:
+    def evaluate(node: ast.expr) -> int:
         match node:
             case ast.Constant(int(number)):
                 return number
             case ast.UnaryOp(ast.USub(), operand):
-                return -value(operand)
+                return -evaluate(operand)
             case ast.BinOp(left, operator, right) if type(operator) in ARITHMETIC_OPS:
-                a, b = value(left), value(right)
+                a, b = evaluate(left), evaluate(right)
                 if isinstance(operator, ast.Add | ast.Sub | ast.Mult):
                     return a + b if isinstance(operator, ast.Add) else a - b if isinstance(operator, ast.Sub) else a * b
-                whole = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                return a - whole * b if isinstance(operator, ast.Mod) else whole
+                quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+                return a - quotient * b if isinstance(operator, ast.Mod) else quotient
         raise ValueError
 
     try:
-        return str(value(ast.parse(plain.replace("\n", " "), mode="eval").body))
+        return str(evaluate(ast.parse(expression.replace("\n", " "), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return unknown

@@ -1,0 +1,52 @@
+"""The `checkpoint` section of the configuration."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainyard.config.base import NonNegativeInt, PositiveInt, Section
+
+
+class CheckpointSection(Section):
+    """Checkpoints: what a run starts from, saves and exports."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: none by steps. If this or every_minutes is set, the run also saves at its end and
+    when a signal stops it."""
+    every_minutes: float = Field(0.0, ge=0)
+    """Minutes between checkpoints; 0: none by time."""
+    keep: NonNegativeInt = 3
+    """Number of latest checkpoints to keep; 0: all."""
+    directory: str | None = None
+    """Checkpoint directory: a path shared by all hosts, or an fsspec URL such as s3://bucket/name. Default:
+    checkpoints/ in the run directory."""
+    resume: str = "none"
+    """auto: resume from the latest complete checkpoint of this run, or start fresh if there is none; a path: resume
+    from that checkpoint or from the latest one in that directory; none: start fresh."""
+    weights_only: bool = False
+    """Load only the weights of checkpoint.resume and start at step 0 with a fresh optimizer."""
+    init_from: str | None = None
+    """Initial weights of a fresh run, in any format that `trainyard convert` reads (continued pre-training). Default:
+    random initialization."""
+    blocking: bool = False
+    """Wait until a checkpoint is written. Default: training continues while a copy in host memory is written."""
+    writers_per_host: PositiveInt | None = None
+    """Maximum ranks per host that stage and write a checkpoint concurrently. Lower it if host memory is short; training
+    blocks for all but the last group. Default: all ranks."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Action if a checkpoint cannot be written, for example on a full disk: warn and continue, or stop."""
+    export_hf: bool = True
+    """Write the final weights in Hugging Face format (config.json, model.safetensors) to the run directory."""
+
+    @property
+    def saving_enabled(self) -> bool:
+        """True if the run writes checkpoints."""
+        return bool(self.every or self.every_minutes)
+
+    @model_validator(mode="after")
+    def _check_weight_sources(self) -> Self:
+        if self.weights_only and self.resume in ("auto", "none"):
+            raise ValueError(f"weights_only: requires the path of a checkpoint; found resume={self.resume}")
+        if self.weights_only and self.init_from:
+            raise ValueError("init_from and weights_only: both set the initial weights; set only one")
+        return self

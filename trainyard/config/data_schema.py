@@ -1,0 +1,68 @@
+"""The `data` section of the configuration."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, Strict, model_validator
+
+from trainyard.config.base import PositiveInt, Section
+
+
+class DataSection(Section):
+    """Training samples: where they come from and how they are cut. Their order depends only on train.seed and the
+    step."""
+
+    source: Literal["text", "tokens", "arrow", "hdf5", "synthetic"] = "text"
+    """text: files that are tokenized in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
+    sentence pairs (BERT); synthetic: generated samples."""
+    paths: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Files or globs; for source=tokens, names without .bin. Default: a small built-in text (tokenizer=bytes only)."""
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
+    """Blend weights, one per entry of data.paths. Default: all paths form one data set."""
+    order: Literal["shuffled", "megatron"] = "shuffled"
+    """shuffled: by train.seed and step, without index files; megatron: the order of Megatron-LM (source=tokens)."""
+    split: str | None = None
+    """Documents for training, validation and test, such as 980,10,10 (source=tokens)."""
+    mask_eod_loss: bool = False
+    """Ignore the loss on the first token of each document: its context is the previous document (source=text or
+    tokens)."""
+    tokenizer: str = "bytes"
+    """bytes, the path of a Hugging Face tokenizer.json, or gpt2 (with vocab_file and merges_file)."""
+    vocab_file: str | None = None
+    """GPT-2 vocab.json, for tokenizer=gpt2."""
+    merges_file: str | None = None
+    """GPT-2 merges.txt, for tokenizer=gpt2."""
+    end_of_text: str | None = None
+    """Token appended to each document. Default: the tokenizer's own (<|endoftext|>, </s>, ...)."""
+    seq_len: PositiveInt = 1024
+    """Tokens per sample."""
+    validation_fraction: float = Field(0.0, ge=0, le=0.5)
+    """Fraction of the samples held out for evaluation, 0 to 0.5; taken from the end."""
+    document_mask: bool = False
+    """Mask attention across document boundaries and restart positions in each document."""
+    max_predictions: PositiveInt = 20
+    """Maximum masked tokens per sample (BERT), at most data.seq_len."""
+
+    @model_validator(mode="after")
+    def _check_tokenizer_files(self) -> Self:
+        if self.tokenizer == "gpt2" and not (self.vocab_file and self.merges_file):
+            raise ValueError("tokenizer=gpt2: needs data.vocab_file and data.merges_file")
+        return self
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.weights and len(self.weights) != len(self.paths):
+            raise ValueError(
+                f"weights: {len(self.weights)} weights for {len(self.paths)} data.paths; give one per path"
+            )
+        if self.source in ("tokens", "arrow", "hdf5") and not self.paths:
+            raise ValueError(f"paths: missing; source={self.source} reads files")
+        for key, is_set in (("order", self.order != "shuffled"), ("split", self.split)):
+            if is_set and self.source != "tokens":
+                raise ValueError(f"{key}: requires source=tokens; found source={self.source}")
+        if self.split and self.validation_fraction:
+            raise ValueError("split and validation_fraction: both hold out samples; set only one")
+        if self.validation_fraction and self.order == "megatron":
+            raise ValueError("validation_fraction: order=megatron holds out documents; nearest: split=980,10,10")
+        if self.mask_eod_loss and self.source not in ("text", "tokens"):
+            raise ValueError(f"mask_eod_loss: requires source=text or tokens; found source={self.source}")
+        return self

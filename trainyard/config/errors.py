@@ -1,0 +1,141 @@
+"""Validation errors of pydantic as one line each: the key, the value found, the nearest valid value."""
+
+import difflib
+import re
+from typing import get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from trainyard.config.base import Section
+from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES
+from trainyard.config.schema import Config
+from trainyard.config.schema_docs import TAGGED_UNIONS, field_docstrings, schema_keys, without_tags
+from trainyard.config.yaml_io import format_value
+
+EXPECTED_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+}
+"""Expected type by the first word of pydantic's error type."""
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+KEYS_COMMAND = "see trainyard config --keys"
+
+
+def first_error_line(error: ValidationError) -> str:
+    """Describe the first mistake. Unknown keys come first: a misspelled key often leaves another one missing."""
+    return _error_line(min(error.errors(), key=lambda details: details["type"] != "extra_forbidden"))
+
+
+def _error_line(error: ErrorDetails) -> str:
+    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
+    key, section = _locate(error["loc"])
+    assignment = f"{key}={format_value(value)}"
+    tag_key = f"{key}.family" if key == "model" else f"{key}.kind"
+    if kind == "extra_forbidden":
+        return f"{assignment}: {_unknown_key_hint(key, section)}"
+    if kind == "missing":
+        return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
+    if kind == "union_tag_not_found":
+        return f"{tag_key}: missing; one of {', '.join(TAGGED_UNIONS[key])}"
+    if kind == "union_tag_invalid":
+        tag, tags = str(context["tag"]), list(TAGGED_UNIONS[key])
+        return f"{tag_key}={tag}: not one of {', '.join(tags)}; nearest: {_closest(tag, tags)}"
+    if kind == "literal_error":
+        if isinstance(value, str) and value in RENAMED_VALUES.get(key, {}):
+            return f"{assignment}: renamed to {RENAMED_VALUES[key][value]}"
+        choices = re.findall(r"'([^']*)'", str(context["expected"]))
+        return f"{assignment}: not one of {', '.join(choices)}; nearest: {_closest(str(value), choices)}"
+    if kind == "value_error":
+        message = str(context["error"])
+        if message.split("=")[0].isidentifier():  # the check of a section names its key without the section
+            return f"{key}.{message}" if key else message
+        return message if not key else f"{assignment}: {message}"
+    for bound, words in BOUNDS.items():
+        if bound in context:
+            limit = context[bound]
+            return f"{assignment}: must be {words} {limit}; nearest: {_value_within(section, key, bound, limit)}"
+    if kind == "string_pattern_mismatch":
+        example = "my_module:my_function" if ":" in str(context["pattern"]) else "my-run.1"
+        return f"{assignment}: wrong form; nearest: {example}"
+    if kind == "tuple_type" and isinstance(value, str | int | float):
+        return f"{assignment}: not a list; nearest: [{format_value(value)}]"
+    expected = EXPECTED_TYPES.get(kind.split("_")[0], error["msg"])
+    return f"{assignment}: not {expected}; nearest: {_nearest_value(section, key, value)}"
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
+    """Return the dotted key without tags of unions, and the section that contains its last part."""
+    names: list[str] = []
+    section: type[Section] | None = Config
+    for item in loc:
+        classes = TAGGED_UNIONS.get(".".join(names), {})
+        if item in classes:
+            section = classes[str(item)]
+            continue
+        names.append(str(item))
+        field = section.model_fields.get(str(item)) if section else None
+        inner = field.annotation if field else None
+        if isinstance(inner, type) and issubclass(inner, Section) and item != loc[-1]:
+            section = inner
+    return ".".join(names), section
+
+
+def _unknown_key_hint(key: str, section: type[Section] | None) -> str:
+    prefix, _, leaf = key.rpartition(".")
+    siblings = list(section.model_fields) if section else []
+    renamed = RENAMED_KEYS.get(key, "")
+    if renamed.rsplit(".", 1)[-1] in siblings:
+        return f"renamed to {renamed}"
+    close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
+    if close:
+        nearest = f"{prefix}.{close[0]}" if prefix else close[0]
+    else:
+        every_key = [without_tags(doc.name) for doc in schema_keys()]
+        same_leaf = [dotted for dotted in every_key if dotted.split(".")[-1] == leaf]
+        nearest = (same_leaf or [_closest(key, every_key)])[0]
+    return f"unknown key; nearest: {nearest}"
+
+
+def _describe(section: type[Section] | None, key: str) -> str:
+    name = key.split(".")[-1]
+    if section is None or name not in section.model_fields:
+        return KEYS_COMMAND
+    if text := field_docstrings(section).get(name):
+        return text
+    field = section.model_fields[name]
+    doc = getattr(field.annotation, "__doc__", None) if isinstance(field.annotation, type) else None
+    return f"the section. {doc}" if doc else "the section"
+
+
+def _nearest_value(section: type[Section] | None, key: str, value: object) -> str:
+    """Return a valid value: the same number in the right type, else the default, else the description of the key."""
+    field = section.model_fields.get(key.split(".")[-1]) if section else None
+    if field is None:
+        return KEYS_COMMAND
+    types = get_args(field.annotation) or (field.annotation,)
+    number_type = next((kind for kind in types if kind in (int, float)), None)
+    if number_type and isinstance(value, str | float) and not isinstance(value, bool):
+        try:
+            return format_value(number_type(float(value)))
+        except (ValueError, OverflowError):
+            pass
+    if not field.is_required():
+        return format_value(field.get_default(call_default_factory=True))
+    return _describe(section, key)
+
+
+def _value_within(section: type[Section] | None, key: str, bound: str, limit: float) -> str:
+    if bound in ("ge", "le"):
+        return format_value(limit)
+    default = _nearest_value(section, key, None)
+    return f"{default} (the default)" if default[:1].isdigit() else f"any number {BOUNDS[bound]} {limit}"
+
+
+def _closest(name: str, choices: list[str]) -> str:
+    return (difflib.get_close_matches(name, choices, 1, 0.0) or choices)[0]

@@ -1,0 +1,95 @@
+"""Documentation of every key, derived from the schema: for `trainyard config --keys`, docs/keys.md and errors."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from trainyard.config.base import Section
+from trainyard.config.model_schema import BertConfig, GptConfig, LinearRopeScaling, Llama3RopeScaling, LlamaConfig
+from trainyard.config.schema import Config
+from trainyard.config.yaml_io import format_value
+
+TAGGED_UNIONS: dict[str, dict[str, type[Section]]] = {
+    "model": {"llama": LlamaConfig, "gpt": GptConfig, "bert": BertConfig},
+    "model.rope_scaling": {"linear": LinearRopeScaling, "llama3": Llama3RopeScaling},
+}
+"""Sections with several classes, by the value of their tag (`family` or `kind`)."""
+TYPE_NAMES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """Documentation of one key."""
+
+    name: str
+    """Dotted name; `model[llama].tie_embeddings` if the key belongs to one class of a tagged union."""
+    allowed: str
+    default: str
+    meaning: str
+
+
+def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[KeyDoc]:
+    """Yield the documentation of every key of the schema."""
+    docs = field_docstrings(section)
+    for name, field in section.model_fields.items():
+        dotted = prefix + name
+        classes = TAGGED_UNIONS.get(without_tags(dotted))
+        if classes:
+            for tag, tagged_section in classes.items():
+                yield from schema_keys(tagged_section, f"{dotted}[{tag}].")
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from schema_keys(field.annotation, f"{dotted}.")
+        else:
+            default = "required" if field.is_required() else format_value(field.get_default(call_default_factory=True))
+            yield KeyDoc(dotted, _allowed_values(field), default, docs.get(name, ""))
+
+
+def field_docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the strings below the fields of a section, each on one line.
+
+    Read from the source when needed: pydantic's use_attribute_docstrings parses all classes at every start.
+    """
+    docs: dict[str, str] = {}
+    for cls in reversed(section.__mro__):
+        if not issubclass(cls, Section) or cls is Section:
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, doc in pairwise(tree.body):
+            match field, doc:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
+
+
+def without_tags(dotted: str) -> str:
+    """Return `model.heads` for `model[llama].heads`."""
+    return re.sub(r"\[\w+\]", "", dotted)
+
+
+def _allowed_values(field: FieldInfo) -> str:
+    """Describe the values of a field: its choices, or its type and range."""
+    names: list[str] = []
+    bounds: list[str] = []
+    queue: list[Any] = [field.annotation, *field.metadata]
+    while queue:
+        item = queue.pop(0)
+        if get_origin(item) is Literal:
+            names += [format_value(choice) for choice in get_args(item)]
+        elif get_args(item):
+            queue += get_args(item)
+        elif isinstance(item, FieldInfo):
+            queue += item.metadata
+        elif item in TYPE_NAMES:
+            names.append(TYPE_NAMES[item])
+        else:
+            bounds += [f"{sign} {getattr(item, bound)}" for bound, sign in BOUNDS.items() if hasattr(item, bound)]
+    return ", ".join(dict.fromkeys(names + bounds))
