@@ -29,14 +29,14 @@ from torch import Tensor
 from trainyard import models
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
 from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.checkpoint.formats.tensor_map import TensorIndex
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.partition import rank_slices, shard_rows
+from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.writer import WeightsOnlyState, write_checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import load, parse
-from trainyard.parallel.layout import Layout
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.parallel.layout import Layout, shard_rows
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 
@@ -48,17 +48,15 @@ class RandomWeights:
         self.model = model
         self.values = torch.randint(0, 2**15, (2**27,), dtype=torch.int16).view(torch.bfloat16)
 
-    def dtype(self, part: str) -> torch.dtype:
+    def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16
 
-    def read(self, part: str, region: TensorIndex) -> Tensor:
-        shape = [each.stop - each.start for each in region]
-        count = torch.Size(shape).numel()
-        start = hash(part) % max(len(self.values) - count, 1)
-        whole = self.values[start : start + count]
-        if len(whole) < count:
-            whole = self.values.repeat(-(-count // len(self.values)))[:count]
-        return whole.view(shape)
+    def read(self, wanted: TensorSlice) -> Tensor:
+        start = hash(wanted.name) % max(len(self.values) - wanted.numel, 1)
+        values = self.values[start : start + wanted.numel]
+        if len(values) < wanted.numel:
+            values = self.values.repeat(-(-wanted.numel // len(self.values)))[: wanted.numel]
+        return values.view(wanted.sizes)
 
 
 class PeakMemory:

@@ -39,7 +39,7 @@ class ReportProgress(Callback):
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.report("loss", record["step"], record["loss"])
         if record["step"] == self.last_step:
-            trainer.stop.asked = True  # type: ignore[attr-defined]
+            trainer.stop_signal.requested = True  # type: ignore[attr-defined]
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         where = Path(record["checkpoint"]).parents[1]

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.support import configs
 from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
-from trainyard.checkpoint.formats.tensor_map import TensorIndex, tp_rank_values, unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import tp_rank_values, unfused_tensors
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.blueprint import layer_index
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,14 +35,15 @@ class Held:
         self.change = change
         generator = torch.Generator().manual_seed(3)
         self.parts = {
-            part: torch.randn(shape, generator=generator) / 4 for part, shape in unfused_shapes(self.model).items()
+            name: torch.randn(tensor.sizes, generator=generator) / 4
+            for name, tensor in unfused_tensors(self.model).items()
         }
 
     def dtype(self, part: str) -> torch.dtype:
         return self.parts[part].dtype
 
-    def read(self, part: str, region: TensorIndex) -> Tensor:
-        return self.change(part, self.parts[part])[region]
+    def read(self, wanted: TensorSlice) -> Tensor:
+        return self.change(wanted.name, self.parts[wanted.name])[wanted.to_index()]
 
 
 def changed(part: str, at: tuple[int | slice, ...], by: float = 0.25) -> Callable[[str, Tensor], Tensor]:
@@ -125,11 +127,11 @@ class Counted(Held):
         super().__init__(name, fuse_qkv=False, **({"fuse_gate_up": False} if "llama" in name else {}))
         self.live: dict[int, str] = {}
 
-    def read(self, part: str, region: TensorIndex) -> Tensor:
-        array = super().read(part, region).clone().numpy()
-        self.live[id(array)] = part
+    def read(self, wanted: TensorSlice) -> Tensor:
+        array = super().read(wanted).clone().numpy()
+        self.live[id(array)] = wanted.name
         weakref.finalize(array, self.live.pop, id(array))
-        assert {layer_index(held) for held in self.live.values()} == {layer_index(part)}, (
+        assert {layer_index(held) for held in self.live.values()} == {layer_index(wanted.name)}, (
             "what came before is still held"
         )
         return torch.from_numpy(array)
@@ -148,8 +150,8 @@ def test_the_words_are_not_held_with_the_head(name: str) -> None:
     together: set[frozenset[str]] = set()
     read = weights.read
 
-    def listening(part: str, region: TensorIndex) -> Tensor:
-        value = read(part, region)
+    def listening(wanted: TensorSlice) -> Tensor:
+        value = read(wanted)
         together.add(frozenset(weights.live.values()) & {"embedding.weight", "output.weight"})
         return value
 

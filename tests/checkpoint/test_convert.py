@@ -27,14 +27,14 @@ from tests.support import configs
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
 from trainyard.checkpoint.formats.hf import open_hf, write_config, write_hf
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import TensorIndex, full_index, unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
-from trainyard.checkpoint.native.partition import LocalSlice
 from trainyard.checkpoint.registry import first_model_difference, open_weights
 from trainyard.config.hf_config import from_hf
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.train.trainer import Trainer
 
 GENERATED = settings(
@@ -62,10 +62,6 @@ def carry(source: Path, directory: Path, form: Any, words: str = "", hints: str 
     return directory
 
 
-def whole(part: str, shape: tuple[int, ...]) -> LocalSlice:
-    return LocalSlice(part, part, shape, (0,) * len(shape), shape, (0,) * len(shape))
-
-
 def same_state(one: Path, two: Path) -> None:
     """Every part of every kind, and how the run stood."""
     with Checkpoint(open_storage(one)) as first, Checkpoint(open_storage(two)) as second:
@@ -74,9 +70,9 @@ def same_state(one: Path, two: Path) -> None:
         for key in ("step", "updates", "skipped", "consumed_samples"):
             assert first.manifest[key] == second.manifest[key]
         for kind in first.dtypes:
-            for part, shape in unfused_shapes(first.model).items():
-                a, b = (each.read_state(kind, whole(part, shape)) for each in (first, second))
-                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (kind, part)
+            for name, tensor in unfused_tensors(first.model).items():
+                a, b = (checkpoint.read_state(kind, tensor) for checkpoint in (first, second))
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (kind, name)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -87,9 +83,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def read(directory: Path) -> dict[str, Tensor]:
     weights = open_weights(directory).weights
-    return {
-        part: weights.read(part, full_index(shape)).clone() for part, shape in unfused_shapes(weights.model).items()
-    }
+    return {name: weights.read(tensor).clone() for name, tensor in unfused_tensors(weights.model).items()}
 
 
 # Our own form, with the optimizer's state
@@ -608,11 +602,11 @@ class Failing(Memory):
         super().__init__(llama(**GQA))
         self.left = reads
 
-    def read(self, part: str, region: TensorIndex) -> Tensor:
+    def read(self, wanted: TensorSlice) -> Tensor:
         self.left -= 1
         if self.left < 0:
             raise OSError(errno.EIO, "Input/output error")
-        return super().read(part, region)
+        return super().read(wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -694,10 +688,8 @@ def test_an_nxd_run_goes_on_with_the_same_losses(options: dict[str, Any], words:
     checkpoint = run / "checkpoints" / "step_00000002"
     with Checkpoint(open_storage(checkpoint)) as own:
         model, updates = own.model, own.manifest["updates"]
-        parts = unfused_shapes(model).items()
-        kinds = {
-            kind: {part: own.read_state(kind, whole(part, shape)) for part, shape in parts} for kind in STATE_KINDS
-        }
+        tensors = unfused_tensors(model).items()
+        kinds = {kind: {name: own.read_state(kind, tensor) for name, tensor in tensors} for kind in STATE_KINDS}
     assert isinstance(model, LlamaConfig)
     tag = nxd_checkpoint(tmp_path / "nxd" / "step_2", model, kinds, step=updates, **options)
     write_config(tag / "config.json", model, torch.float32)

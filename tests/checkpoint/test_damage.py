@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.checkpoint.saved_runs import checkpoint_config, save_failures, train, verified_steps
 from tests.support import configs
 from trainyard import Trainer
-from trainyard.checkpoint.formats.tensor_map import unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
-from trainyard.checkpoint.native.partition import LocalSlice
 from trainyard.core.errors import UserError
 
 RANK, MARKER = "rank_00000.safetensors", "complete.json"
@@ -112,11 +111,8 @@ def everything(directory: Path) -> tuple[dict[str, Any], list[tuple[str, torch.T
         checkpoint.verify(checkpoint.files)
         tensors = []
         for kind in native_checkpoint.STATE_KINDS:
-            for part, shape in unfused_shapes(checkpoint.model).items():
-                zero = (0,) * len(shape)
-                tensors.append(
-                    (f"{kind}.{part}", checkpoint.read_state(kind, LocalSlice(part, part, shape, zero, shape, zero)))
-                )
+            for name, tensor in unfused_tensors(checkpoint.model).items():
+                tensors.append((f"{kind}.{name}", checkpoint.read_state(kind, tensor)))
         own = checkpoint.rank_extras(0)
         assert own
         tensors += sorted(own[0].items())

@@ -36,7 +36,9 @@ def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> No
     batch["tokens"] = batch["tokens"] % 60 + 1
     tokens = batch["tokens"].long()
     if family == "bert":
-        out = theirs(input_ids=tokens, attention_mask=batch["attention_mask"], token_type_ids=batch["segment_ids"].long())
+        out = theirs(
+            input_ids=tokens, attention_mask=batch["attention_mask"], token_type_ids=batch["segment_ids"].long()
+        )
         logits = out.prediction_logits.gather(1, batch["masked_positions"].long().unsqueeze(-1).expand(-1, -1, 128))
     else:
         logits = theirs(input_ids=tokens).logits

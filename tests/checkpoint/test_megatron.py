@@ -17,9 +17,10 @@ from tests.models.test_parity import batch_for
 from tests.support import configs
 from trainyard import models
 from trainyard.checkpoint.formats.megatron.weights import MegatronWeights, find_megatron, open_megatron
-from trainyard.checkpoint.formats.tensor_map import full_index, unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.config.model_schema import GptConfig, LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 
 Parts = dict[str, Tensor]
 GPT = GptConfig(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
@@ -45,8 +46,8 @@ LLAMA_ARGS = {
 def random_parts(model: models.AnyModelConfig, dtype: torch.dtype = torch.float32) -> Parts:
     generator = torch.Generator().manual_seed(0)
     return {
-        name: (torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
-        for name, shape in unfused_shapes(model).items()
+        name: (torch.randn(tensor.sizes, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
+        for name, tensor in unfused_tensors(model).items()
     }
 
 
@@ -143,9 +144,10 @@ def write(
 def assert_gives(weights: MegatronWeights, parts: Parts) -> None:
     for name, part in parts.items():
         assert weights.dtype(name) == part.dtype
-        assert torch.equal(weights.read(name, full_index(tuple(part.shape))), part), name
-        region = tuple(slice(size // 3, size // 3 + 1) for size in part.shape)
-        assert torch.equal(weights.read(name, region), part[region]), name
+        full = TensorSlice.full(name, tuple(part.shape))
+        assert torch.equal(weights.read(full), part), name
+        corner = TensorSlice(name, full.sizes, tuple(size // 3 for size in full.sizes), (1,) * len(full.sizes))
+        assert torch.equal(weights.read(corner), part[corner.to_index()]), name
 
 
 @pytest.mark.parametrize("version", [0, 2.0, 3.0])
@@ -164,14 +166,14 @@ def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> N
 
     def split(name: str) -> Iterator[tuple[str, Tensor]]:
         slices = blueprint.tp_slices(name)
-        pieces = original.get_parameter(name).detach().split([each.shape[0] for each in slices])
+        pieces = original.get_parameter(name).detach().split([each.sizes[0] for each in slices])
         yield from zip((each.name for each in slices), pieces, strict=True)
 
     parts = {part: tensor for name in blueprint.parameter_names() for part, tensor in split(name)}
     weights = open_megatron(write(tmp_path, GPT, parts, tp=2, pp=2), GPT)
 
     def values(name: str) -> Tensor:
-        return torch.cat([weights.read(each.name, full_index(each.shape)) for each in blueprint.tp_slices(name)])
+        return torch.cat([weights.read(piece) for piece in blueprint.tp_slices(name)])
 
     filled = models.fill_parameters(models.build_model(weights.model), values).eval()
     batch = batch_for("gpt")
@@ -185,7 +187,7 @@ def test_the_configuration_is_what_the_file_says(tmp_path: Path) -> None:
     vocab, activation = weights.notes
     assert "vocab=256" in vocab
     assert "activation=gelu" in activation
-    assert weights.read("embedding.weight", (slice(250, 256), slice(0, 32))).eq(7).all()
+    assert weights.read(TensorSlice("embedding.weight", (256, 32), (250, 0), (6, 32))).eq(7).all()
 
 
 def test_virtual_stages_take_turns(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_llama_of_upstream_is_read_by_its_arguments(pp: int, tmp_path: Path) -
     rows = {name: parts.pop(name) for name in ("embedding.weight", "output.weight")}
     assert_gives(weights, parts)
     for name, part in rows.items():
-        assert torch.equal(weights.read(name, (slice(0, 250), slice(0, 32))), part)
+        assert torch.equal(weights.read(TensorSlice(name, (256, 32), (0, 0), (250, 32))), part)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +441,7 @@ def test_models_that_we_do_not_have_are_one_line(tmp_path: Path) -> None:
         args = argparse.Namespace(**{**LLAMA_ARGS, key: value})
         one_line(write(tmp_path / key, LLAMA, random_parts(LLAMA), args=args), f"{key}={value}: not supported", None)
     args = argparse.Namespace(**{**LLAMA_ARGS, "kv_channels": 5})
-    one_line(write(tmp_path / "odd", LLAMA, random_parts(LLAMA), args=args), "rotary positions need an even one", None)
+    one_line(write(tmp_path / "odd", LLAMA, random_parts(LLAMA), args=args), "RoPE needs an even head size", None)
     held = {"model": {}, "checkpoint_version": 3.0}
     file = tmp_path / "model_optim_rng.pt"
     torch.save(held, file)

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from tests.support import configs
 from trainyard import Trainer, models
-from trainyard.checkpoint.formats.tensor_map import blueprint_shapes
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint, tensor_key
-from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
+from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.parallel.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what no_dist asks for
@@ -49,7 +50,7 @@ def write(directory: Path, config: Config, ranks: int) -> Whole:
     layout = Layout.from_config(config, ranks)
     dtypes = {"weights": torch.float32, "first": torch.bfloat16, "second": torch.float32}
     whole = {
-        kind: {part: torch.randn(shape).to(dtype) for part, shape in blueprint_shapes(blueprint).items()}
+        kind: {name: torch.randn(tensor.sizes).to(dtype) for name, tensor in unfused_tensors(config.model).items()}
         for kind, dtype in dtypes.items()
     }
     place = LocalStorage(directory)
@@ -57,7 +58,7 @@ def write(directory: Path, config: Config, ranks: int) -> Whole:
     for rank in range(ranks):
         held = owned_slices(blueprint, layout, rank)
         tensors = [
-            (tensor_key(kind, box.tensor_name), box.offsets, whole[kind][box.tensor_name][region(box)].contiguous())
+            (tensor_key(kind, box.name), box.offsets, whole[kind][box.name][box.to_index()].contiguous())
             for kind in dtypes
             for box in held
         ]
@@ -72,10 +73,6 @@ def write(directory: Path, config: Config, ranks: int) -> Whole:
     body = {"step": 7, "kinds": kinds, "config": config.model_dump(mode="json")}
     native_checkpoint.commit(place, native_checkpoint.build_shard_table(blueprint, layout), body)
     return whole
-
-
-def region(box: LocalSlice) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -116,7 +113,7 @@ def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
         for name in blueprint.parameter_names():
             begin = 0
             for piece in blueprint.tp_slices(name):
-                end = begin + piece.shape[0]
+                end = begin + piece.sizes[0]
                 wanted[tensor_key(kind, piece.name)] = trainer.optimizer.shard_view(row, name)[begin:end]
                 begin = end
     found = read_by_torch(directory, wanted)
@@ -146,16 +143,16 @@ def test_any_box_is_what_slicing_gives_and_no_byte_more_is_read(saved: tuple[Pat
             tensor = whole[kind][part]
             offsets = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
             sizes = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(tensor.shape, offsets, strict=True))
-            box = LocalSlice(part, part, tuple(tensor.shape), offsets, sizes, offsets)
+            box = TensorSlice(part, tuple(tensor.shape), offsets, sizes)
             counted, read = checkpoint.bytes_read, bytes_from_files()
             found = checkpoint.read_state(kind, box)
             read = bytes_from_files() - read - cost
             assert found.dtype == tensor.dtype
-            assert torch.equal(found, tensor[region(box)])
+            assert torch.equal(found, tensor[box.to_index()])
             assert checkpoint.bytes_read - counted == found.nbytes
             assert read <= found.nbytes + 16  # the counter of bytes read may have a digit more
             if kind == "weights":
-                assert torch.equal(checkpoint.read(part, region(box)), found)
+                assert torch.equal(checkpoint.read(box), found)
 
         check()
 
@@ -181,10 +178,10 @@ def test_what_is_not_all_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no checkpoint: it has no complete.json"):
         Checkpoint(LocalStorage(tmp_path / "nothing"))
     with Checkpoint(LocalStorage(tmp_path / "one")) as checkpoint:
-        too_large = LocalSlice("norm.weight", "norm.weight", (33,), (0,), (33,), (0,))
+        too_large = TensorSlice.full("norm.weight", (33,))
         with pytest.raises(CorruptCheckpoint, match=r"one: norm.weight is not all there"):
             checkpoint.read_state("weights", too_large)
-        unknown = LocalSlice("no.weight", "no.weight", (2,), (0,), (2,), (0,))
+        unknown = TensorSlice.full("no.weight", (2,))
         with pytest.raises(CorruptCheckpoint, match=r"one: no.weight is not all there"):
             checkpoint.read_state("weights", unknown)
     blueprint = models.family_of(config.model).blueprint(config.model)

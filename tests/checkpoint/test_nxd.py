@@ -15,9 +15,10 @@ from torch import Tensor
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.files import open_nxd, repack_nxd, write_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import StoredTensor, TensorIndex, WeightSource, full_index, unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import StoredTensor, WeightSource, unfused_tensors
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 
 GQA: dict[str, Any] = {"hidden": 32, "heads": 8, "kv_heads": 2, "layers": 4}
 B70 = {"vocab": 128256, "hidden": 8192, "heads": 64, "kv_heads": 8, "layers": 80, "ffn": 28672}
@@ -34,13 +35,16 @@ class Memory:
     def __init__(self, model: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         generator = torch.Generator().manual_seed(1)
-        self.parts = {part: torch.randn(s, generator=generator).to(dtype) for part, s in unfused_shapes(model).items()}
+        self.parts = {
+            name: torch.randn(tensor.sizes, generator=generator).to(dtype)
+            for name, tensor in unfused_tensors(model).items()
+        }
 
     def dtype(self, part: str) -> torch.dtype:
         return self.parts[part].dtype
 
-    def read(self, part: str, region: TensorIndex) -> Tensor:
-        return self.parts[part][region]
+    def read(self, wanted: TensorSlice) -> Tensor:
+        return self.parts[wanted.name][wanted.to_index()]
 
     def layer(self, number: int, name: str) -> Tensor:
         return self.parts[f"layers.{number}.{name}.weight"]
@@ -48,7 +52,7 @@ class Memory:
 
 def same(found: WeightSource, wanted: Memory) -> None:
     for part, value in wanted.parts.items():
-        read = found.read(part, full_index(tuple(value.shape)))
+        read = found.read(TensorSlice.full(part, tuple(value.shape)))
         assert read.dtype == value.dtype == found.dtype(part)
         assert torch.equal(read, value), part
 
@@ -70,11 +74,11 @@ def edit(out: Path, change: Callable[[dict[str, Tensor]], Any], tp: int = 0, pp:
     torch.save(change(loaded(out, tp, pp)), out / "model" / f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt")
 
 
-def heads_of(held: tuple[StoredTensor, ...], letter: str, size: int) -> list[int]:
-    """The heads of layer 0's q, k, v or output matrix that a rank's file holds, in order."""
-    part = f"layers.0.attention.{letter}.weight"
-    pieces = [piece for stored in held for piece in stored.ranges if piece.name == part]
-    return [head for piece in pieces for head in range(piece.start // size, piece.stop // size)]
+def heads_of(tensors: tuple[StoredTensor, ...], letter: str, size: int) -> list[int]:
+    """The heads of layer 0's q, k, v or output matrix in a rank's file, in order."""
+    name, dim = f"layers.0.attention.{letter}.weight", int(letter == "output")
+    rows = [piece.to_index()[dim] for stored in tensors for piece in stored.slices if piece.name == name]
+    return [head for row in rows for head in range(row.start // size, row.stop // size)]
 
 
 # What each rank holds
@@ -151,10 +155,11 @@ def test_every_part_is_somewhere_and_queries_stay_with_keys(case: tuple[LlamaCon
     covered: dict[str, set[int]] = {}
     dims: dict[str, int] = {}
     for stored in (stored for held in ranks.values() for stored in held):
-        for piece in stored.ranges:
-            covered.setdefault(piece.name, set()).update(range(piece.start, piece.stop))
+        for piece in stored.slices:
+            start = piece.offsets[stored.dim]
+            covered.setdefault(piece.name, set()).update(range(start, start + piece.sizes[stored.dim]))
             assert dims.setdefault(piece.name, stored.dim) == stored.dim
-    assert covered == {part: set(range(shape[dims[part]])) for part, shape in unfused_shapes(model).items()}
+    assert covered == {name: set(range(tensor.sizes[dims[name]])) for name, tensor in unfused_tensors(model).items()}
     first = [held for (pp, _), held in ranks.items() if pp == 0]
     assert all(matching(model, heads_of(held, "q", 4), heads_of(held, "k", 4)) for held in first)
 

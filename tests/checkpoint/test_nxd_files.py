@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.checkpoint.test_nxd import GQA, Memory, attention, edit, llama, loaded, same, written
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import full_index
 from trainyard.config.model_schema import GptConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 
 # Finding
 
@@ -216,7 +216,7 @@ def test_where_copies_do_not_tell_the_order_a_hint_must(drift: int, tmp_path: Pa
     with pytest.raises(UserError, match="do not tell trn1's order from trn2's; give --hw_backend"):
         open_nxd(out, weights.model)
     found = open_nxd(out, weights.model, {"kv_order": "trn2"})
-    assert torch.equal(found.read("layers.0.attention.q.weight", full_index((32, 32))), attention(weights)[0])
+    assert torch.equal(found.read(TensorSlice.full("layers.0.attention.q.weight", (32, 32))), attention(weights)[0])
     if drift:
         with pytest.raises(UserError, match=r"weight_k is not the same wherever it is held; its ranks have drifted"):
             open_nxd(out, weights.model, {"kv_order": "trn2"}, verify_copies=True)

@@ -21,10 +21,12 @@ from tests.checkpoint.test_nxd import Memory, cases, loaded, written
 from trainyard import models
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.nxd.optimizer import NxdTrainingState, find_optimizer, open_nxd_state
-from trainyard.checkpoint.formats.tensor_map import unfused_shapes
-from trainyard.checkpoint.native.partition import LocalSlice, rank_slices, shard_rows
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
+from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.parallel.layout import shard_rows
 
 # A checkpoint as NxD leaves it, by plain torch
 
@@ -44,9 +46,9 @@ def llama(**changes: Any) -> LlamaConfig:
 def made(model: LlamaConfig, seed: int = 1) -> Kinds:
     """Master weights and moments, no two alike."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = unfused_shapes(model).items()
+    tensors = unfused_tensors(model).items()
     return {
-        kind: {part: torch.randn(shape, generator=generator) for part, shape in shapes}
+        kind: {name: torch.randn(tensor.sizes, generator=generator) for name, tensor in tensors}
         for kind in ("weights", "first", "second")
     }
 
@@ -184,15 +186,11 @@ def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 # What is read
 
 
-def box_of(part: str, shape: tuple[int, ...]) -> LocalSlice:
-    return LocalSlice(part, part, shape, (0,) * len(shape), shape, (0,) * len(shape))
-
-
 def same(state: NxdTrainingState, kinds: Kinds) -> None:
     assert state.dtypes.keys() == kinds.keys()
     for kind, parts in kinds.items():
         for part, wanted in parts.items():
-            found = state.read_state(kind, box_of(part, tuple(wanted.shape)))
+            found = state.read_state(kind, TensorSlice.full(part, tuple(wanted.shape)))
             assert found.dtype == wanted.dtype == state.dtypes[kind]
             assert torch.equal(found, wanted), (kind, part)
 
@@ -263,10 +261,9 @@ def test_ranks_of_another_layout_read_their_own(tp: int, dp: int, tmp_path: Path
             for d in range(dp):
                 share = shard_rows(blueprint.local_shape(name, tp, t)[0], dp, d)
                 for box in rank_slices(blueprint, name, tp, t, share, skip_replicas=True):
-                    region = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
                     for kind, parts in kinds.items():
-                        assert torch.equal(state.read_state(kind, box), parts[box.tensor_name][region])
-                    seen[box.tensor_name] = seen.get(box.tensor_name, 0) + box.numel
+                        assert torch.equal(state.read_state(kind, box), parts[box.name][box.to_index()])
+                    seen[box.name] = seen.get(box.name, 0) + box.numel
     assert seen == {part: value.numel() for part, value in kinds["first"].items()}
 
 
@@ -289,9 +286,7 @@ def test_only_the_files_with_the_rows_are_read(tmp_path: Path) -> None:
 
     def read(start: int, stop: int) -> Tensor:
         sizes = (stop - start, 5)
-        return state.read_state(
-            "first", LocalSlice("embedding.weight", "embedding.weight", (36, 17), (start, 2), sizes, (0, 0))
-        )
+        return state.read_state("first", TensorSlice("embedding.weight", (36, 17), (start, 2), sizes))
 
     assert torch.equal(read(12, 24), embedding[12:24, 2:7])
     for start, stop, file in ((11, 24, file_of(0)), (12, 25, file_of(2))):
@@ -305,7 +300,7 @@ def test_master_weights_are_those_of_all_ranks(tmp_path: Path) -> None:
     kinds = made(model)
     tag = checkpoint(tmp_path / "step_1", model, kinds, dp=2)
     theirs = torch.load(tag / "optim" / file_of(0))["sharded_master_weights"][0]
-    ours = open_nxd_state(tag, model).read_state("weights", box_of("embedding.weight", (36, 17)))
+    ours = open_nxd_state(tag, model).read_state("weights", TensorSlice.full("embedding.weight", (36, 17)))
     assert theirs.shape == (18, 17)
     assert torch.equal(ours, kinds["weights"]["embedding.weight"])
     assert torch.equal(ours[:18], theirs)
@@ -344,7 +339,7 @@ def test_the_state_of_a_torch_optimizer(xser: bool, tmp_path: Path) -> None:
             ("layers.2.mlp.down.weight", optimizer.state[down][name]),
             ("layers.1.mlp.up.weight", optimizer.state[gate_up][name][20:]),
         ):
-            assert torch.equal(state.read_state(kind, box_of(part, tuple(wanted.shape))), wanted.float())
+            assert torch.equal(state.read_state(kind, TensorSlice.full(part, tuple(wanted.shape))), wanted.float())
 
 
 def test_what_other_precisions_leave(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from tests.checkpoint.test_megatron import Parts, as_xser, random_parts
 from tests.support import configs
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
-from trainyard.checkpoint.formats.tensor_map import WeightSource, full_index
+from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.config.hf_config import to_hf
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 
 LLAMA = LlamaConfig(**{**configs.LLAMA, "heads": 8, "kv_heads": 2, "layers": 4, "vocab": 256, "head_dim": 4})
 MANY = LLAMA.model_copy(update={"kv_heads": 8})
@@ -108,7 +109,7 @@ def write(
 def assert_gives(weights: WeightSource, parts: Parts) -> None:
     for name, part in parts.items():
         assert weights.dtype(name) == part.dtype
-        assert torch.equal(weights.read(name, full_index(tuple(part.shape))), part), name
+        assert torch.equal(weights.read(TensorSlice.full(name, tuple(part.shape))), part), name
 
 
 @pytest.mark.parametrize("fuse", [False, True])

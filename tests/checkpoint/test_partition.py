@@ -1,15 +1,17 @@
-"""Whatever the layout, the files of all ranks together hold every element of the model exactly once."""
+"""At every layout, the files of all ranks together hold every element of the model exactly once."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import configs
+from tests.support.examples import examples
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import blueprint_shapes
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.partition import owned_slices, rank_slices
 from trainyard.config.schema import Config
+from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 
 
@@ -38,41 +40,37 @@ def layouts() -> st.SearchStrategy[tuple[Config, int]]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(layouts())
 def test_every_element_is_written_exactly_once(case: tuple[Config, int]) -> None:
-    config, world = case
+    config, world_size = case
     blueprint = models.family_of(config.model).blueprint(config.model)
-    layout = Layout.from_config(config, world)
-    counts = {part: np.zeros(shape, dtype=int) for part, shape in blueprint_shapes(blueprint).items()}
-    for rank in range(world):
-        for box in owned_slices(blueprint, layout, rank):
-            assert box.global_shape == counts[box.tensor_name].shape
-            where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-            counts[box.tensor_name][where] += 1
+    layout = Layout.from_config(config, world_size)
+    tensors = unfused_tensors(config.model)
+    counts = {name: np.zeros(tensor.sizes, dtype=int) for name, tensor in tensors.items()}
+    for rank in range(world_size):
+        for piece in owned_slices(blueprint, layout, rank):
+            assert piece.global_shape == tensors[piece.name].sizes
+            counts[piece.name][piece.to_index()] += 1
     assert all((count == 1).all() for count in counts.values())
 
 
 @pytest.mark.parametrize("family", sorted(configs.TINY_MODELS))
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_boxes_say_where_values_lie_in_a_rank_s_memory(family: str, tp: int) -> None:
-    """Against the values themselves: a rank's share of initial weights, cut in rows, put together again."""
-    from trainyard.models.init import initial_values
-
-    section = configs.tiny_config(family).model
-    blueprint = models.family_of(section).blueprint(section)
-    whole: dict[str, np.ndarray] = {part: np.full(shape, np.nan) for part, shape in blueprint_shapes(blueprint).items()}
+def test_rank_slices_locate_values_in_local_memory(family: str, tp: int) -> None:
+    """The initial weights of all ranks, cut into ranges of rows and reassembled, are those of a single rank."""
+    model = configs.tiny_config(family).model
+    blueprint = models.family_of(model).blueprint(model)
+    full = {name: np.full(tensor.sizes, np.nan) for name, tensor in unfused_tensors(model).items()}
     for rank in range(tp):
         values = initial_values(blueprint, 3, tp=tp, rank=rank)
         for name in blueprint.parameter_names():
-            mine = values(name).numpy()
-            for start in range(0, len(mine), 7):
-                rows = range(start, min(start + 7, len(mine)))
-                for box in rank_slices(blueprint, name, tp, rank, rows, skip_replicas=False):
-                    here = tuple(slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True))
-                    there = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                    whole[box.tensor_name][there] = mine[rows.start : rows.stop][here]
-    one = initial_values(blueprint, 3)
+            local = values(name).numpy()
+            for start in range(0, len(local), 7):
+                rows = range(start, min(start + 7, len(local)))
+                for piece in rank_slices(blueprint, name, tp, rank, rows, skip_replicas=False):
+                    full[piece.name][piece.to_index()] = local[rows.start : rows.stop][piece.local_index]
+    single_rank = initial_values(blueprint, 3)
     for name in blueprint.parameter_names():
-        parts = [whole[piece.name] for piece in blueprint.tp_slices(name)]
-        np.testing.assert_array_equal(np.concatenate(parts), one(name).numpy())
+        tensors = [full[piece.name] for piece in blueprint.tp_slices(name)]
+        np.testing.assert_array_equal(np.concatenate(tensors), single_rank(name).numpy())

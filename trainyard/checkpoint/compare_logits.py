@@ -1,7 +1,7 @@
-"""Do two checkpoints hold the same model? Both run on the same tokens, and their logits are compared.
+"""Compares two checkpoints by the logits of their models on the same tokens.
 
-A block's weights are read when its turn comes and given up after it, so that a model larger than memory can be
-compared.
+The weights of a block are read just before the block runs and dropped after it, so that models larger than memory can
+be compared.
 """
 
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ NUM_TOKENS = 64
 @dataclass(frozen=True)
 class LogitComparison:
     max_difference: float
-    """Largest, of any logit; infinite where one model has a number and the other has none."""
+    """Largest absolute difference of a logit; infinite if a logit is finite in one model only."""
     max_logit: float
-    """Logit of the first model, by size."""
+    """Largest absolute logit of the first model."""
 
 
 def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int = 0) -> LogitComparison:
     model = weights_a.model
     length = min(NUM_TOKENS, model.max_positions)
-    draws = normal_slice(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
-    tokens = (draws.abs() * 1e6).long().remainder(model.vocab).view(1, length)
-    one, two = (_logits(weights, tokens) for weights in (weights_a, weights_b))
-    alike = (one == two) | (one.isnan() & two.isnan())
-    apart = (one - two).abs().masked_fill(alike, 0)
-    return LogitComparison(float(apart.masked_fill(apart.isnan(), torch.inf).max()), float(one.abs().max()))
+    noise = normal_slice(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
+    tokens = (noise.abs() * 1e6).long().remainder(model.vocab).view(1, length)
+    a, b = (_logits(weights, tokens) for weights in (weights_a, weights_b))
+    equal = (a == b) | (a.isnan() & b.isnan())
+    difference = (a - b).abs().masked_fill(equal, 0)
+    return LogitComparison(float(difference.masked_fill(difference.isnan(), torch.inf).max()), float(a.abs().max()))
 
 
 @torch.no_grad()
 def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
-    """All of them in a row, those of BERT's next-sentence head too."""
+    """All logits, flattened, including those of BERT's next-sentence head."""
     values = tp_rank_values(weights)
     blueprint = models.family_of(weights.model).blueprint(weights.model)
     model = models.build_model(weights.model).eval()
@@ -48,35 +48,35 @@ def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
         for prefix, module in model.named_modules()
         for key, _ in module.named_parameters(recurse=False)
     }
-    held: list[str] = []
+    loaded: list[str] = []
 
-    def put(name: str, tensor: Tensor) -> None:
+    def set_parameter(name: str, tensor: Tensor) -> None:
         module, key = owners[name]
         module.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
 
-    def before(part: str) -> None:
-        """Take this part's weights, and give up those of the part before."""
-        for name in held:
-            put(name, torch.empty(0, device="meta"))
-        held.clear()
+    def load_block(block: str) -> None:
+        """Load the weights of a block (a layer number, "first" or "last") and drop those of the previous one."""
+        for name in loaded:
+            set_parameter(name, torch.empty(0, device="meta"))
+        loaded.clear()
         for name in owners:
-            place = blueprint.spec(name).pipeline_stage
-            if str(layer_index(name)) == part or place == part or (place == "both" and part in ("first", "last")):
-                put(name, values(name))
-                held.append(name)
+            stage = blueprint.spec(name).pipeline_stage
+            if block in (str(layer_index(name)), stage) or (stage == "both" and block in ("first", "last")):
+                set_parameter(name, values(name))
+                loaded.append(name)
 
-    model.pre_layer_hook = before
-    everywhere = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
+    model.pre_layer_hook = load_block
+    positions = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
     batch = {
         "tokens": tokens.int(),
         "rng_key": torch.zeros(2, dtype=torch.int32),
         "sample_ids": torch.zeros(1, dtype=torch.int32),
-        # For BERT: every segment, no padding, logits at every place.
-        "segment_ids": everywhere.remainder(getattr(weights.model, "segments", 1)),
-        "attention_mask": torch.ones_like(everywhere),
-        "masked_positions": everywhere,
+        # For BERT: every segment, no padding, logits at every position.
+        "segment_ids": positions.remainder(getattr(weights.model, "segments", 1)),
+        "attention_mask": torch.ones_like(positions),
+        "masked_positions": positions,
     }
     output = model(batch)
     assert isinstance(output, ModelOutput)
     logits = [output.logits(), *([] if output.next_sentence is None else [output.next_sentence])]
-    return torch.cat([each.flatten() for each in logits])
+    return torch.cat([head_logits.flatten() for head_logits in logits])

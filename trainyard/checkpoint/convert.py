@@ -1,21 +1,21 @@
-"""From any form of checkpoint that is known to ours, Hugging Face's or NxD's, tensor by tensor."""
+"""Converts a checkpoint of any known format to the native, Hugging Face or NxD format, one tensor at a time."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from trainyard import models
 from trainyard.checkpoint.formats import hf
 from trainyard.checkpoint.formats.nxd import layout as nxd
-from trainyard.checkpoint.formats.nxd.files import write_nxd
-from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout
+from trainyard.checkpoint.formats.nxd.files import ProgressCallback, write_nxd
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_llama
 from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
 from trainyard.checkpoint.formats.nxd.optimizer import NxdTrainingState
-from trainyard.checkpoint.formats.tensor_map import WeightSource, stored_shape, unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import WeightSource, unfused_tensors
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.writer import StateSource, WeightsOnlyState, checkpoint_bytes, write_checkpoint
@@ -34,96 +34,86 @@ LAYOUT_CHOICES: dict[str, tuple[str, ...]] = {
     "style": get_args(NameStyle),
 }
 NATIVE_LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "dp", "pipeline_cuts")
-ProgressCallback = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class ConversionTarget:
-    """What to write."""
+    """The format and options of the checkpoint to write."""
 
     format: TargetFormat
     layout: Mapping[str, Any]
-    """For nxd, fields of NxdLayout; for native, tp, pp, vpp, cp, dp and cuts."""
+    """Fields of NxdLayout for nxd; NATIVE_LAYOUT_KEYS for native."""
     dtype: torch.dtype | None = None
     xser: bool = False
     weights_only: bool = False
-    """native: leave the optimizer's state behind."""
+    """For native: omit the optimizer state."""
 
 
 def parse_layout(target_format: TargetFormat, text: str, flag: str = "--layout") -> dict[str, Any]:
-    """`tp=8,pp=4,pipeline_cuts=3:7` to values by name, each checked."""
-    known = (
-        NATIVE_LAYOUT_KEYS
-        if target_format == "native"
-        else [field.name for field in fields(NxdLayout)]
-        if target_format == "nxd"
-        else []
-    )
+    """Parse text such as `tp=8,pp=4,pipeline_cuts=3:7` to checked values by key."""
+    keys_of_format = {"native": NATIVE_LAYOUT_KEYS, "nxd": tuple(field.name for field in fields(NxdLayout)), "hf": ()}
+    keys = keys_of_format[target_format]
     out: dict[str, Any] = {}
-    for word in filter(None, text.split(",")):
-        key, equals, value = word.partition("=")
-        if not equals or key not in known:
-            takes = f"takes {', '.join(known)}, such as tp=8,pp=4" if known else "takes no layout"
-            raise UserError(f"{flag} {word}: {target_format} {takes}")
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals or key not in keys:
+            allowed = f"takes {', '.join(keys)}, such as tp=8,pp=4" if keys else "takes no layout"
+            raise UserError(f"{flag} {item}: {target_format} {allowed}")
         out[key] = _parse_value(flag, key, value)
     return out
 
 
 def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
-    """What will be written, but for headers."""
+    """Bytes that the conversion writes, without file headers."""
+    weights = opened.weights
     if target.format == "native":
         return checkpoint_bytes(_source_state(opened, target))
-    shapes = unfused_shapes(opened.weights.model)
-
-    def size(part: str, count: int) -> int:
-        return count * (target.dtype or opened.weights.dtype(part)).itemsize
-
     if target.format == "hf":
-        return sum(size(part, torch.Size(shape).numel()) for part, shape in shapes.items())
-    model = _require_llama(opened.weights.model)
-    held = nxd.rank_tensors(model, complete_nxd_layout(model, target.layout))
-    return sum(
-        size(each.ranges[0].name, torch.Size(stored_shape(each, shapes)).numel())
-        for tensors in held.values()
-        for each in tensors
-    )
+        sizes = [(name, tensor.numel) for name, tensor in unfused_tensors(weights.model).items()]
+    else:
+        model = require_llama(weights.model, "--to hf")
+        ranks = nxd.rank_tensors(model, complete_nxd_layout(model, target.layout))
+        sizes = [(stored.slices[0].name, prod(stored.shape)) for tensors in ranks.values() for stored in tensors]
+    return sum(numel * (target.dtype or weights.dtype(name)).itemsize for name, numel in sizes)
 
 
 def convert_checkpoint(
     opened: OpenedCheckpoint, source: Path, directory: Path, target: ConversionTarget, progress: ProgressCallback
 ) -> None:
-    """Write `opened`, which lies at `source`, to `directory`, which must be new. It appears whole or not at all."""
+    """Convert `opened`, whose path is `source`. `directory` must be new; it appears under its name when complete."""
     directory = resolve_new_directory(directory)
     weights, source = opened.weights, source.expanduser()
-    inside = source.is_file() or source.name == "model"  # then what belongs to it lies above
-    beside = next((each for each in (source, *([source.parent] * inside)) if hf.tokenizer_files(each)), None)
+    candidates = [source]
+    if source.is_file() or source.name == "model":  # tokenizer files are in the directory above
+        candidates.append(source.parent)
+    tokenizer_source = next((path for path in candidates if hf.tokenizer_files(path)), None)
     if target.format == "hf":
-        hf.write_hf(directory, weights, target.dtype, tokenizer_source=beside, progress=progress)
+        hf.write_hf(directory, weights, target.dtype, tokenizer_source=tokenizer_source, progress=progress)
     elif target.format == "nxd":
-        model = _require_llama(weights.model)
+        model = require_llama(weights.model, "--to hf")
 
-        def also(part: Path) -> None:
-            """What NxD's files do not say themselves."""
-            first = next(iter(unfused_shapes(model)))
-            hf.write_config(part / "config.json", model, target.dtype or weights.dtype(first))
-            if beside:
-                hf.copy_tokenizer(beside, part)
+        def write_config(temporary: Path) -> None:
+            """Add what NxD's files lack: the model's configuration and the tokenizer."""
+            first = next(iter(unfused_tensors(model)))
+            hf.write_config(temporary / "config.json", model, target.dtype or weights.dtype(first))
+            if tokenizer_source:
+                hf.copy_tokenizer(tokenizer_source, temporary)
 
         layout = complete_nxd_layout(model, target.layout)
-        write_nxd(directory, weights, layout, target.dtype, target.xser, progress, also)
+        write_nxd(directory, weights, layout, target.dtype, target.xser, progress, write_config)
     else:
         _write_native(directory, opened, target, progress)
 
 
 def complete_nxd_layout(model: LlamaConfig, options: Mapping[str, Any]) -> NxdLayout:
-    """What the user asked for; what was left open as NxD's own models of today have it."""
+    """The layout with the user's options. What they leave open is as in NxD's current models."""
     layout = NxdLayout(**options)
     if "qkv" not in options:
         grouped: QkvKind = "fused" if layout.style == "hf" else "qkv_linear"
         layout = replace(layout, qkv="coalesced" if model.num_kv_heads == model.heads else grouped)
     if "kv_multiplier" not in options and layout.qkv in ("fused", "qkv_linear"):
-        works = nxd.valid_kv_multipliers(model, layout)
-        layout = replace(layout, kv_multiplier=works[0] if works else 1)
+        valid = nxd.valid_kv_multipliers(model, layout)
+        layout = replace(layout, kv_multiplier=valid[0] if valid else 1)
     return layout
 
 
@@ -131,7 +121,7 @@ def _source_state(opened: OpenedCheckpoint, target: ConversionTarget) -> StateSo
     if not opened.open_state or target.weights_only:
         return WeightsOnlyState(opened.weights, target.dtype)
     if target.dtype:
-        raise UserError("--dtype: what goes with the optimizer's state keeps its dtype; nearest: --weights-only")
+        raise UserError("--dtype: cannot change the dtype of weights with optimizer state; nearest: --weights-only")
     return opened.open_state()
 
 
@@ -141,26 +131,26 @@ def _write_native(
     state = _source_state(opened, target)
     sizes = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, **target.layout}
     ranks = sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes.pop("dp", 1)
-    passed: dict[str, Any] = {"step": 0, "updates": 0, "skipped": [0, 0], "consumed_samples": 0}
+    counters: dict[str, Any] = {"step": 0, "updates": 0, "skipped": [0, 0], "consumed_samples": 0}
     if isinstance(state, Checkpoint):
-        passed = {key: state.manifest.get(key, value) for key, value in passed.items()}
+        counters = {key: state.manifest.get(key, value) for key, value in counters.items()}
     elif isinstance(state, NxdTrainingState):
-        passed |= {"step": state.step if state.step is not None else state.updates, "updates": state.updates}
+        counters |= {"step": state.step if state.step is not None else state.updates, "updates": state.updates}
     if not isinstance(opened.weights, Checkpoint) or opened.weights.manifest.get("converted"):
-        passed["converted"] = True  # its configuration says nothing but what the model is
+        counters["converted"] = True  # only the model section of its configuration is meaningful
     config = _target_config(opened.weights, sizes, ranks)
-    with atomic_directory(directory) as part:
-        write_checkpoint(part, state, config, ranks, passed, progress)
+    with atomic_directory(directory) as temporary:
+        write_checkpoint(temporary, state, config, ranks, counters, progress)
 
 
 def _target_config(weights: WeightSource, sizes: Mapping[str, Any], ranks: int) -> Config:
-    """The run's own, or one that says no more than what the model is, at the layout asked for."""
+    """The configuration of the run, or a minimal one with the model, at the requested layout."""
     model = weights.model
     if isinstance(weights, Checkpoint):
         data = weights.config.model_dump(mode="json")
         dp = ranks // (sizes["tp"] * sizes["pp"] * sizes["cp"])
         if data["train"]["global_batch"] % (data["train"]["micro_batch"] * dp):
-            data["train"]["micro_batch"] = 1  # any will do for a run that goes on
+            data["train"]["micro_batch"] = 1  # a resumed run may use any micro batch size
     else:
         data = {
             "model": model.model_dump(mode="json"),
@@ -177,23 +167,17 @@ def _parse_value(flag: str, key: str, value: str) -> Any:
         return value
     if key in ("gate_up", "by_head"):
         return parse_bool(f"{flag} {key}", value)
-    if re.fullmatch(r"\d{1,9}(:\d{1,9})*" if key == "pipeline_cuts" else r"0*[1-9]\d{0,8}", value):
-        return tuple(int(each) for each in value.split(":")) if key == "pipeline_cuts" else int(value)
-    raise UserError(
-        f"{flag} {key}={value}: wanted {'layer numbers such as 3:7' if key == 'pipeline_cuts' else 'a number from 1 up'}"
-    )
+    is_list = key == "pipeline_cuts"
+    if re.fullmatch(r"\d{1,9}(:\d{1,9})*" if is_list else r"0*[1-9]\d{0,8}", value):
+        return tuple(int(layer) for layer in value.split(":")) if is_list else int(value)
+    expected = "layer numbers such as 3:7" if is_list else "a positive whole number"
+    raise UserError(f"{flag} {key}={value}: expected {expected}")
 
 
 def parse_bool(flag: str, value: str) -> bool:
-    """What a boolean's text says; Python's bool("False") is True."""
-    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    """Parse a boolean by its meaning (Python's bool("False") is True)."""
+    values = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     try:
-        return words[value.lower()]
+        return values[value.lower()]
     except KeyError:
-        raise UserError(f"{flag}={value}: wanted true or false") from None
-
-
-def _require_llama(model: models.AnyModelConfig) -> LlamaConfig:
-    if not isinstance(model, LlamaConfig):
-        raise UserError(f"model.family={model.family}: NxD's layouts are of Llama models; nearest: --to hf")
-    return model
+        raise UserError(f"{flag}={value}: expected true or false") from None

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any form that is known, whichever it is."""
+"""Detects the format of a checkpoint and opens it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from trainyard.core.errors import UserError
 CheckpointFormat = Literal["native", "hf", "optimum", "megatron", "nxd", "full"]
 WEIGHT_FILE_SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
 FORMAT_DESCRIPTIONS: dict[CheckpointFormat, str] = {
-    "native": "a checkpoint of trainyard",
+    "native": "a trainyard checkpoint",
     "hf": "a Hugging Face directory",
-    "optimum": "shards of optimum-neuron",
+    "optimum": "optimum-neuron shards",
     "megatron": "a Megatron-LM checkpoint",
     "nxd": "an NxD checkpoint",
-    "full": "one file of Hugging Face weights",
+    "full": "a single file of Hugging Face weights",
 }
 
 
@@ -39,13 +39,13 @@ class OpenedCheckpoint:
     format: CheckpointFormat
     weights: WeightSource
     notes: tuple[str, ...] = ()
-    """What was assumed, for the user to know."""
+    """Assumptions made to read it, for the user."""
     open_state: Callable[[], StateSource] | None = None
-    """Weights with the optimizer's state, where it has one."""
+    """Opens the weights together with the optimizer state, if there is one."""
 
 
 def detect_format(path: Path) -> CheckpointFormat | None:
-    """What lies at `path`, by its files' names."""
+    """The format of the checkpoint at `path`, judged by file names."""
     if latest_checkpoint(open_storage(path)):
         return "native"
     finders: dict[CheckpointFormat, Callable[[Path], Any]] = {
@@ -55,49 +55,51 @@ def detect_format(path: Path) -> CheckpointFormat | None:
         "nxd": find_nxd,
         "full": lambda path: path.is_file() and path.suffix in WEIGHT_FILE_SUFFIXES,
     }
-    return next((form for form, find in finders.items() if find(path)), None)
+    return next((name for name, find in finders.items() if find(path)), None)
 
 
 def open_weights(
     location: str | Path, model: models.AnyModelConfig | None = None, hints: Mapping[str, Any] | None = None
 ) -> OpenedCheckpoint:
-    """The weights at `where`. `model` is for forms that do not say what model they hold, and goes before what a Hugging
-    Face directory says; a checkpoint of ours must agree. `hints` are fields of NxdLayout that the user is sure of."""
-    place = open_storage(location)
-    if found := latest_checkpoint(place):
-        checkpoint = Checkpoint(found)
+    """Open the weights at `location`.
+
+    `model` is for formats that do not store the model's configuration. It takes precedence over the config.json of a
+    Hugging Face directory, and must agree with a native checkpoint. `hints` are fields of NxdLayout that the user
+    knows.
+    """
+    storage = open_storage(location)
+    if latest := latest_checkpoint(storage):
+        checkpoint = Checkpoint(latest)
         _check_same_model(location, checkpoint.model, model)
-        state = (lambda: checkpoint) if set(checkpoint.dtypes) == set(native_checkpoint.STATE_KINDS) else None
-        return OpenedCheckpoint("native", checkpoint, open_state=state)
+        has_state = set(checkpoint.dtypes) == set(native_checkpoint.STATE_KINDS)
+        return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint) if has_state else None)
     if "://" in str(location):
-        raise UserError(f"{place}: no checkpoint of trainyard, nor a directory of them")
+        raise UserError(f"{storage}: not a trainyard checkpoint, nor a directory of them")
     path = Path(location).expanduser()
-    form = detect_format(path)
-    if form == "hf":
-        return OpenedCheckpoint(form, hf.open_hf(path, model))
-    if form == "optimum":
-        return OpenedCheckpoint(form, open_optimum(path, model))
-    if form == "megatron":
+    found = detect_format(path)
+    if found == "hf":
+        return OpenedCheckpoint(found, hf.open_hf(path, model))
+    if found == "optimum":
+        return OpenedCheckpoint(found, open_optimum(path, model))
+    if found == "megatron":
         megatron = open_megatron(path, model)
-        return OpenedCheckpoint(form, megatron, tuple(megatron.notes))
-    if form == "nxd":
+        return OpenedCheckpoint(found, megatron, megatron.notes)
+    if found == "nxd":
         model = model or _model_from_nearby_config(path)
         weights = open_nxd(path, model, hints)
         files = find_nxd(path)
-        notes = tuple(
-            f"passing over {name}: it was never completed" for name in (files.unfinished_tags if files else ())
-        )
-        opens = cache(partial(open_nxd_state, path, model, hints)) if find_optimizer(path) else None
-        return OpenedCheckpoint(form, weights, notes, opens)
-    if form == "full":
-        return OpenedCheckpoint(form, _open_full_file(path, model or _model_from_nearby_config(path)))
+        notes = tuple(f"skipping {tag}: its save never finished" for tag in (files.unfinished_tags if files else ()))
+        open_state = cache(partial(open_nxd_state, path, model, hints)) if find_optimizer(path) else None
+        return OpenedCheckpoint(found, weights, notes, open_state)
+    if found == "full":
+        return OpenedCheckpoint(found, _open_full_file(path, model or _model_from_nearby_config(path)))
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
-    raise UserError(f"{path}: no checkpoint that is known; known are {', '.join(FORMAT_DESCRIPTIONS.values())}")
+    raise UserError(f"{path}: not a known checkpoint format; known: {', '.join(FORMAT_DESCRIPTIONS.values())}")
 
 
 def latest_checkpoint(storage: Storage) -> Storage | None:
-    """The checkpoint that `place` is, or the newest complete one in it, or in the checkpoints/ of a run."""
+    """The native checkpoint at `storage`, or the latest committed one in it or in its subdirectory checkpoints/."""
     if storage.file_size(native_checkpoint.COMMIT_FILE) is not None:
         return storage
     for directory in (storage, storage / "checkpoints"):
@@ -110,42 +112,44 @@ def latest_checkpoint(storage: Storage) -> Storage | None:
 def first_model_difference(
     model_a: models.AnyModelConfig, model_b: models.AnyModelConfig
 ) -> tuple[str, Any, Any] | None:
-    """The first key by which two models have other weights or give other logits, and what each has. A default is what
-    it stands for; what matters to training alone (dropout, initial weights, fused matrices) does not count."""
-    ones, twos = (
-        {"family": each.family, **each.model_dump(mode="json"), "ffn": each.ffn_size}
-        | ({"kv_heads": each.num_kv_heads, "head_dim": each.head_size} if each.family == "llama" else {})
-        for each in (model_a, model_b)
+    """The first key that makes two models differ in weights or logits, and its two values.
+
+    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices) do not
+    count.
+    """
+    a, b = (
+        {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
+        | ({"kv_heads": model.num_kv_heads, "head_dim": model.head_size} if model.family == "llama" else {})
+        for model in (model_a, model_b)
     )
-    for key in ones | twos:
-        training = key.endswith("dropout") or key.startswith("fuse") or key in ("init_std", "scaled_init")
-        if not training and ones.get(key) != twos.get(key):
-            return key, ones.get(key), twos.get(key)
+    for key in a | b:
+        training_only = key.endswith("dropout") or key.startswith("fuse") or key in ("init_std", "scaled_init")
+        if not training_only and a.get(key) != b.get(key):
+            return key, a.get(key), b.get(key)
     return None
 
 
 def _open_full_file(path: Path, model: models.AnyModelConfig) -> WeightSource:
-    found = open_torch_file(path)
-    for key in ("model", "state_dict", "model"):  # {"model": ...} and {"state_dict": {"model": ...}} alike
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: holds no weights by name")
-    tensors = {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, LazyTensor)}
+    state = open_torch_file(path)
+    for key in ("model", "state_dict", "model"):  # both {"model": ...} and {"state_dict": {"model": ...}}
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    items = state.items() if isinstance(state, dict) else ()
+    tensors = {name: tensor for name, tensor in items if isinstance(name, str) and isinstance(tensor, LazyTensor)}
     if not tensors:
-        raise UserError(f"{path}: holds no weights by name")
+        raise UserError(f"{path}: holds no tensors by name")
     return hf.weights_from_tensors(model, tensors)
 
 
 def _model_from_nearby_config(path: Path) -> models.AnyModelConfig:
-    """The model of a config.json in, beside or above the files."""
+    """The model of a config.json in `path` or up to three levels above it."""
     for directory in (path, *list(path.absolute().parents)[:3]):
         if (directory / "config.json").is_file():
             return from_hf(directory)
-    raise UserError(f"{path}: does not say what model it holds; give --config config.json (Hugging Face's)")
+    raise UserError(f"{path}: does not store the model's configuration; pass --config config.json (Hugging Face's)")
 
 
 def _check_same_model(path: str | Path, stored: models.AnyModelConfig, expected: models.AnyModelConfig | None) -> None:
-    if expected and (other := first_model_difference(stored, expected)):
-        key, has, wanted = other
-        raise UserError(f"model.{key}={wanted}: {path} has {has}")
+    if expected and (difference := first_model_difference(stored, expected)):
+        key, stored_value, expected_value = difference
+        raise UserError(f"model.{key}={expected_value}: {path} has {stored_value}")

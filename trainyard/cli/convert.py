@@ -11,7 +11,7 @@ import typer
 from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
-from trainyard.checkpoint.formats.tensor_map import unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
@@ -110,7 +110,7 @@ def check_logits(opened: OpenedCheckpoint, target: Path, spec: ConversionTarget)
     hints = {key: spec.layout[key] for key in UNRECORDED_LAYOUT_KEYS if key in spec.layout}
     result = compare_logits(weights, open_weights(target, weights.model, hints).weights)
     print(f"largest logit difference {result.max_difference:.3g} (logits up to {result.max_logit:.3g})", flush=True)
-    dtypes = {weights.dtype(part) for part in unfused_shapes(weights.model)}
+    dtypes = {weights.dtype(name) for name in unfused_tensors(weights.model)}
     exact = spec.dtype is None or all(torch.promote_types(dtype, spec.dtype) == spec.dtype for dtype in dtypes)
     if result.max_difference > 0 and exact:
         raise RunStopped(

@@ -1,7 +1,7 @@
-"""Hugging Face directories in and out: config.json and weights, in one file or in shards with an index.
+"""Reads and writes Hugging Face directories: config.json and weights, in one file or in shards with an index.
 
-Read are safetensors and the older .bin files; written are safetensors that transformers' from_pretrained reads. Both
-stream: a tensor at a time, from mapped memory.
+It reads safetensors and the older .bin files, and writes safetensors that transformers' from_pretrained reads. Both
+directions stream one tensor at a time from mapped memory.
 """
 
 import json
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ from trainyard import devices, models
 from trainyard.checkpoint.formats.tensor_map import (
     ShardedWeights,
     StoredTensor,
-    TensorIndex,
-    TensorRange,
     WeightSource,
     assemble,
-    stored_shape,
+    check_tensors,
     tp_rank_values,
-    unfused_shapes,
+    unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
 from trainyard.checkpoint.io.safetensors_file import encode_header, open_safetensors, write_tensor
@@ -35,102 +34,92 @@ from trainyard.config.hf_config import from_hf as config_from_hf
 from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorIndex, TensorSlice
+from trainyard.models.sharding import fused_index, fused_starts
 
 SAFETENSORS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Bytes of a file, at most, where a model is written in several (a tensor is never cut)."""
+"""Maximum size of a weight file. Larger models are written to several files; a tensor is never split."""
 TOKENIZER_FILES = re.compile(
     r"(tokenizer.*\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|generation_config\.json|chat_template.*)"
 )
-"""Files beside the weights that belong to the model whatever its layout."""
+"""Names of files that belong to the model whatever the format of its weights."""
 IGNORED_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|embeddings\.position_ids|attn\.(masked_)?bias)$")
-"""What older versions of transformers saved and no model needs."""
+"""Buffers that older versions of transformers saved and no model needs."""
 
 
 def stored_tensors(model: models.AnyModelConfig) -> tuple[StoredTensor, ...]:
     """Every tensor of a Hugging Face model."""
     family = models.family_of(model)
     layers = family.blueprint(model).layers
-    shapes = unfused_shapes(model)
+    tensors = unfused_tensors(model)
     out: dict[str, StoredTensor] = {}
-    for ours, hf in family.hf_names(model).table.items():
-        for number in range(layers if "*" in ours else 1):
-            part, name = (text.replace("*", str(number)) for text in (ours, hf.name))
-            piece = TensorRange(part, 0, shapes[part][0])
-            before = out[name].ranges if name in out else ()
-            out[name] = StoredTensor(name, 0, (*before, piece), transposed=hf.transposed)
+    for unfused_pattern, hf in family.hf_names(model).table.items():
+        for layer in range(layers if "*" in unfused_pattern else 1):
+            unfused_name, name = (text.replace("*", str(layer)) for text in (unfused_pattern, hf.name))
+            slices = out[name].slices if name in out else ()
+            out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), transposed=hf.transposed)
     return tuple(out.values())
 
 
 class InMemoryWeights:
-    """Whole parameters of ours, by name, as Weights. What is asked for part after part is asked of `values` once."""
+    """Full (fused) parameters as a WeightSource. Reading the slices of a parameter one after the other calls `values`
+    once."""
 
     def __init__(
         self, model: models.AnyModelConfig, values: models.ParameterValues, dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.values, self._dtype = model, values, dtype
         blueprint = models.family_of(model).blueprint(model)
-        self._param_of: dict[str, tuple[str, int]] = {}
-        for name in blueprint.parameter_names():
-            start = 0
-            for piece in blueprint.tp_slices(name):
-                self._param_of[piece.name] = name, start
-                start += piece.shape[0]
+        self._param_of = {
+            unfused_name: (param, start)
+            for param in blueprint.parameter_names()
+            for unfused_name, start in fused_starts(blueprint, param)
+        }
         self._cached: tuple[str, Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         return self._dtype
 
-    def read(self, part: str, region: TensorIndex) -> Tensor:
-        name, start = self._param_of[part]
-        if not self._cached or self._cached[0] != name:
-            self._cached = name, self.values(name)
-        rows = slice(start + region[0].start, start + region[0].stop)
-        return self._cached[1][(rows, *region[1:])]
+    def read(self, wanted: TensorSlice) -> Tensor:
+        param, start = self._param_of[wanted.name]
+        if not self._cached or self._cached[0] != param:
+            self._cached = param, self.values(param)
+        return self._cached[1][fused_index(wanted, start)]
 
 
 def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, Tensor | LazyTensor]) -> WeightSource:
-    """Weights from Hugging Face tensors by name, checked for what is missing, unknown or of another shape."""
-    wanted, tensors = {each.name: each for each in stored_tensors(model)}, _modernize_names(model, tensors)
+    """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
+    expected, tensors = {stored.name: stored for stored in stored_tensors(model)}, _modernize_names(model, tensors)
     ties = models.family_of(model).hf_names(model).tied
-    missing = [name for name in wanted if name not in tensors]
-    extra = [name for name in tensors if name not in wanted and name not in ties and not IGNORED_BUFFERS.search(name)]
-    if missing or extra:
-        what = f"{missing[0]} is missing" if missing else f"{extra[0]} has no place in this model"
-        raise UserError(f"checkpoint does not fit the model: {what} ({len(missing)} missing, {len(extra)} unknown)")
-    shapes = unfused_shapes(model)
-    for name, each in wanted.items():
-        found, shape = tuple(tensors[name].shape), stored_shape(each, shapes)
-        if found != shape:
-            raise UserError(f"checkpoint does not fit the model: {name} is {list(found)}, wanted {list(shape)}")
+    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))
 
-    def read(_: str, name: str, region: TensorIndex) -> Tensor:
+    def read(_: str, name: str, index: TensorIndex) -> Tensor:
         tensor = tensors[name]
-        return tensor[region] if isinstance(tensor, Tensor) else tensor.read(region)
+        return tensor[index] if isinstance(tensor, Tensor) else tensor.read(index)
 
-    held = [("", each) for each in wanted.values()]
-    return ShardedWeights(model, held, read, lambda _, name: tensors[name].dtype)
+    stored = [("", each) for each in expected.values()]
+    return ShardedWeights(model, stored, read, lambda _, name: tensors[name].dtype)
 
 
 def _modernize_names(
     model: models.AnyModelConfig, tensors: Mapping[str, Tensor | LazyTensor]
 ) -> dict[str, Tensor | LazyTensor]:
-    """The first BERT files call a norm's weight and bias gamma and beta, and GPT-2's have names without a prefix."""
-    bare = model.family == "gpt" and "wte.weight" in tensors
+    """The first BERT files call the weight and bias of a norm gamma and beta; GPT-2's names have no prefix."""
+    no_prefix = model.family == "gpt" and "wte.weight" in tensors
 
-    def today(name: str) -> str:
+    def modern(name: str) -> str:
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        return f"transformer.{name}" if bare and not name.startswith("lm_head.") else name
+        return f"transformer.{name}" if no_prefix and not name.startswith("lm_head.") else name
 
-    return {today(name): tensor for name, tensor in tensors.items()}
+    return {modern(name): tensor for name, tensor in tensors.items()}
 
 
 def hf_tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor, one at a time."""
-    shapes = unfused_shapes(weights.model)
-    for each in stored_tensors(weights.model):
-        yield each.name, assemble(each, shapes, weights)
+    for stored in stored_tensors(weights.model):
+        yield stored.name, assemble(stored, weights)
 
 
 def is_hf(root: Path) -> bool:
@@ -138,7 +127,7 @@ def is_hf(root: Path) -> bool:
 
 
 def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -> WeightSource:
-    """The weights of a directory, of the model that its config.json describes unless another is given."""
+    """Open the weights of a directory. The model is `model` if given, else the one in config.json."""
     root = Path(directory).expanduser()
     model = model or config_from_hf(root)
     for file, opener in ((SAFETENSORS_FILE, open_safetensors), (BIN_FILE, _open_bin)):
@@ -146,18 +135,17 @@ def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -
             return weights_from_tensors(model, _open_sharded(root, f"{file}.index.json", opener))
         if (root / file).is_file():
             return weights_from_tensors(model, opener(root / file))
-    raise UserError(f"{root / SAFETENSORS_FILE}: no such file; a Hugging Face directory with safetensors was expected")
+    raise UserError(f"{root / SAFETENSORS_FILE}: no such file; expected a Hugging Face directory with safetensors")
 
 
 @dataclass(frozen=True)
 class _PlannedTensor:
     stored: StoredTensor
     dtype: torch.dtype
-    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return prod(self.stored.shape) * self.dtype.itemsize
 
 
 def write_hf(
@@ -170,34 +158,34 @@ def write_hf(
     is_writer: bool = True,
     prefetch_reads: bool = True,
 ) -> None:
-    """Write weights that transformers' from_pretrained reads. The directory appears whole or not at all.
+    """Write a directory that transformers' from_pretrained reads. It appears under its name only when complete.
 
-    `dtype` None: as they are. `beside`: where tokenizer files are taken from. Where reading brings ranks together, all
-    call this, one has `write`, and nothing is read beside writing, in another thread.
+    `dtype` None keeps the dtypes of `weights`. `tokenizer_source` is a directory to copy tokenizer files from. If
+    reading weights is a collective operation, all ranks call this, one of them with `is_writer`, and without
+    `prefetch_reads`, which reads ahead in another thread.
     """
-    shapes = unfused_shapes(weights.model)
     plan = [
-        _PlannedTensor(each, dtype or weights.dtype(each.ranges[0].name), stored_shape(each, shapes))
-        for each in stored_tensors(weights.model)
+        _PlannedTensor(stored, dtype or weights.dtype(stored.slices[0].name))
+        for stored in stored_tensors(weights.model)
     ]
     if not is_writer:
-        for each in plan:
-            assemble(each.stored, shapes, weights)
+        for planned in plan:
+            assemble(planned.stored, weights)
         return
     files = _group_into_files(plan, max_shard_bytes)
-    makers = (partial(_assemble_on_host, each, shapes, weights) for tensors in files.values() for each in tensors)
-    made = prefetch(makers) if prefetch_reads else (make() for make in makers)
-    with atomic_directory(directory) as part:
-        _write_files(part, files, made, progress)
+    producers = (partial(_assemble_on_host, planned, weights) for tensors in files.values() for planned in tensors)
+    host_tensors = prefetch(producers) if prefetch_reads else (produce() for produce in producers)
+    with atomic_directory(directory) as temporary:
+        _write_files(temporary, files, host_tensors, progress)
         if len(files) > 1:
-            where = {each.stored.name: name for name, tensors in files.items() for each in tensors}
+            file_of = {planned.stored.name: name for name, tensors in files.items() for planned in tensors}
+            total = sum(planned.nbytes for planned in plan)
             _write_json(
-                part / f"{SAFETENSORS_FILE}.index.json",
-                {"metadata": {"total_size": sum(each.nbytes for each in plan)}, "weight_map": where},
+                temporary / f"{SAFETENSORS_FILE}.index.json", {"metadata": {"total_size": total}, "weight_map": file_of}
             )
-        write_config(part / "config.json", weights.model, plan[0].dtype)
+        write_config(temporary / "config.json", weights.model, plan[0].dtype)
         if tokenizer_source:
-            copy_tokenizer(tokenizer_source, part)
+            copy_tokenizer(tokenizer_source, temporary)
 
 
 def _write_files(
@@ -209,16 +197,15 @@ def _write_files(
     with background_fsync() as close:
         for name, tensors in files.items():
             file = (directory / name).open("wb")
-            file.write(
-                encode_header([(each.stored.name, each.dtype, each.shape) for each in tensors], {"format": "pt"})
-            )
+            specs = [(planned.stored.name, planned.dtype, planned.stored.shape) for planned in tensors]
+            file.write(encode_header(specs, {"format": "pt"}))
             for _ in tensors:
                 progress(write_tensor(file, next(host_tensors)))
             close(file)
 
 
-def _assemble_on_host(planned: _PlannedTensor, shapes: Mapping[str, tuple[int, ...]], weights: WeightSource) -> Tensor:
-    return assemble(planned.stored, shapes, weights).to("cpu", planned.dtype)
+def _assemble_on_host(planned: _PlannedTensor, weights: WeightSource) -> Tensor:
+    return assemble(planned.stored, weights).to("cpu", planned.dtype)
 
 
 def write_config(path: Path, model: models.AnyModelConfig, dtype: torch.dtype) -> None:
@@ -226,7 +213,7 @@ def write_config(path: Path, model: models.AnyModelConfig, dtype: torch.dtype) -
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Files that belong to a model whatever form its weights have."""
+    """Tokenizer files and other files that belong to a model whatever the format of its weights."""
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     return [path for path in paths if TOKENIZER_FILES.fullmatch(path.name) and path.is_file()]
 
@@ -243,12 +230,12 @@ def save_hf(
     dtype: torch.dtype = torch.float32,
     is_writer: bool = True,
 ) -> None:
-    """`write_hf` from whole parameters of ours."""
+    """Call `write_hf` with full parameters."""
     write_hf(directory, InMemoryWeights(model, values, dtype), dtype, is_writer=is_writer, prefetch_reads=False)
 
 
 def load_model(directory: str | Path, device: str = "auto") -> tuple[models.AnyModelConfig, nn.Module]:
-    """A model ready for use (evaluation mode, fp32), and its configuration, from a Hugging Face directory."""
+    """Load a Hugging Face directory. Returns the configuration and the model in evaluation mode and fp32."""
     weights = open_hf(directory)
     handle = devices.select(device).torch_device
     values = tp_rank_values(weights)
@@ -262,42 +249,42 @@ def _weight_file_names() -> list[str]:
 
 def _open_sharded(root: Path, index: str, opener: Callable[[Path], Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
     try:
-        found = json.loads((root / index).read_text(encoding="utf-8"))["weight_map"]
-        where = {name: str(file) for name, file in found.items()}
+        weight_map = json.loads((root / index).read_text(encoding="utf-8"))["weight_map"]
+        file_of = {name: str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{root / index}: not an index of weights") from None
     opened: dict[str, Mapping[str, LazyTensor]] = {}
-    for file in sorted(set(where.values())):
+    for file in sorted(set(file_of.values())):
         if Path(file).name != file:
-            raise UserError(f"{root / index}: names {file}, which is not beside it")
+            raise UserError(f"{root / index}: names {file}, which is not a file in the same directory")
         opened[file] = opener(root / file)
-    for name, file in where.items():
+    for name, file in file_of.items():
         if name not in opened[file]:
-            raise UserError(f"{root / file}: {name} is not in it; {index} says it is")
-    return {name: opened[file][name] for name, file in where.items()}
+            raise UserError(f"{root / file}: does not hold {name}, although {index} says so")
+    return {name: opened[file][name] for name, file in file_of.items()}
 
 
 def _open_bin(path: Path) -> dict[str, LazyTensor]:
-    found = open_torch_file(path)
-    if not isinstance(found, dict) or not all(
-        isinstance(x, str) and isinstance(y, LazyTensor) for x, y in found.items()
+    tensors = open_torch_file(path)
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, LazyTensor) for name, tensor in tensors.items()
     ):
-        raise UserError(f"{path}: not a file of weights by name")
-    return found
+        raise UserError(f"{path}: not a dict of tensors by name")
+    return tensors
 
 
 def _group_into_files(plan: list[_PlannedTensor], max_shard_bytes: int) -> dict[str, list[_PlannedTensor]]:
     files: list[list[_PlannedTensor]] = [[]]
     size = 0
-    for each in plan:
-        if files[-1] and size + each.nbytes > max_shard_bytes:
+    for planned in plan:
+        if files[-1] and size + planned.nbytes > max_shard_bytes:
             files.append([])
             size = 0
-        files[-1].append(each)
-        size += each.nbytes
+        files[-1].append(planned)
+        size += planned.nbytes
     if len(files) == 1:
         return {SAFETENSORS_FILE: files[0]}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": each for number, each in enumerate(files, 1)}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, 1)}
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""What the files of a format hold of a model, as data: one description serves reading and writing.
+"""Describes the tensors of a checkpoint format as data, so that one description serves both reading and writing.
 
-The hub of all conversion are a model's *parts*, whole and unfused, by the blueprint's names for them. A format says,
-for each tensor in its files, which stretches of which parts it is made of. To write a tensor is to put its pieces
-together; to read a part is to find the pieces that cover it. Nothing is ever held but the tensor in hand.
+All formats are described in terms of the same tensors: the unfused, unsharded parameters of a model, under the
+blueprint's names. For every tensor in its files, a format lists the slices of unfused tensors that it consists of.
+Writing a stored tensor concatenates these slices; reading an unfused tensor finds the stored tensors that cover it.
+Only the tensor being converted is in memory.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -15,98 +17,108 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.core.errors import UserError
-from trainyard.models.blueprint import Blueprint
+from trainyard.core.tensor_slice import TensorIndex, TensorSlice
+from trainyard.models.sharding import local_tensor
 
 FileKey = TypeVar("FileKey", bound=Hashable)
-TensorIndex = tuple[slice, ...]
-"""A box in a tensor: a slice with start and stop for each dim."""
-
-
-@dataclass(frozen=True)
-class TensorRange:
-    """[start, stop) of a part, along the dim of the tensor that holds it."""
-
-    name: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: pieces one after the other along `dim`."""
+    """A tensor in a file: slices of unfused tensors, concatenated along `dim`."""
 
     name: str
     dim: int
-    ranges: tuple[TensorRange, ...]
+    slices: tuple[TensorSlice, ...]
     padded_size: int | None = None
-    """Along `dim`, where zeros follow the pieces (padded vocabularies)."""
+    """Size along `dim` if zeros follow the slices (padded vocabularies)."""
     transposed: bool = False
-    """The file has it [in, out] where the part is [out, in]; `dim` counts as in the part."""
+    """The file stores [in, out] where the unfused tensor is [out, in]. `dim` is a dim of the unfused tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        shape = list(self.slices[0].global_shape)
+        if self.padded_size is None:
+            shape[self.dim] = sum(piece.sizes[self.dim] for piece in self.slices)
+        else:
+            shape[self.dim] = self.padded_size
+        return tuple(reversed(shape)) if self.transposed else tuple(shape)
 
 
 class WeightSource(Protocol):
-    """Somebody's weights, as parts of a model of ours. Nothing is read before it is asked for."""
+    """Weights from any source, addressed by unfused parameter names. Nothing is read before `read` asks for it."""
 
     @property
     def model(self) -> models.AnyModelConfig: ...
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def read(self, name: str, index: TensorIndex) -> Tensor:
-        """In the dtype it has; may be a view of mapped memory, not to be written to."""
+    def read(self, wanted: TensorSlice) -> Tensor:
+        """Return a slice of an unfused tensor in its stored dtype. It may be a read-only view of mapped memory."""
         ...
 
 
-def blueprint_shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
-    """Every part of the whole model, in the blueprint's order."""
-    return {piece.name: piece.shape for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
+@lru_cache(maxsize=8)
+def unfused_tensors(model: models.AnyModelConfig) -> Mapping[str, TensorSlice]:
+    """Every unfused tensor of the model, in full, by name, in the blueprint's order."""
+    blueprint = models.family_of(model).blueprint(model)
+    return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
 
 
-def unfused_shapes(model: models.AnyModelConfig) -> dict[str, tuple[int, ...]]:
-    return blueprint_shapes(models.family_of(model).blueprint(model))
+def assemble(stored: StoredTensor, weights: WeightSource) -> Tensor:
+    """Read the slices of a stored tensor and return it as the file holds it."""
+    pieces = [weights.read(piece) for piece in stored.slices]
+    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, stored.dim)
+    if stored.padded_size is not None and (missing := stored.padded_size - tensor.shape[stored.dim]):
+        tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - stored.dim) + (0, missing))
+    return (tensor.T if stored.transposed else tensor).contiguous()
 
 
-def full_index(shape: tuple[int, ...]) -> TensorIndex:
-    return tuple(slice(0, size) for size in shape)
+class HasShape(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
-def stored_shape(stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """As in the file."""
-    shape = list(shapes[stored.ranges[0].name])
-    total = sum(piece.stop - piece.start for piece in stored.ranges)
-    shape[stored.dim] = total if stored.padded_size is None else stored.padded_size
-    return tuple(reversed(shape)) if stored.transposed else tuple(shape)
-
-
-def assemble(stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]], weights: WeightSource) -> Tensor:
-    """The tensor that belongs in the file."""
-    read = []
-    for piece in stored.ranges:
-        region = list(full_index(shapes[piece.name]))
-        region[stored.dim] = slice(piece.start, piece.stop)
-        read.append(weights.read(piece.name, tuple(region)))
-    whole = read[0] if len(read) == 1 else torch.cat(read, stored.dim)
-    if stored.padded_size is not None and (missing := stored.padded_size - whole.shape[stored.dim]):
-        whole = F.pad(whole, (0, 0) * (whole.dim() - 1 - stored.dim) + (0, missing))
-    return (whole.T if stored.transposed else whole).contiguous()
+def check_tensors(
+    where: str,
+    expected: Mapping[str, StoredTensor],
+    found: Mapping[str, HasShape],
+    ignored: Callable[[str], object] = lambda name: False,
+) -> None:
+    """Refuse missing and unknown tensors and wrong shapes. The error message begins with `where`."""
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected and not ignored(name)]
+    if missing or unknown:
+        problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not a tensor of this model"
+        raise UserError(f"{where} does not fit the model: {problem} ({len(missing)} missing, {len(unknown)} unknown)")
+    for name, stored in expected.items():
+        if (shape := tuple(found[name].shape)) != stored.shape:
+            raise UserError(f"{where} does not fit the model: {name} is {list(shape)}, expected {list(stored.shape)}")
 
 
 @dataclass(frozen=True)
-class _StoredRange(Generic[FileKey]):
-    """Where a stretch of a part lies: it begins at `at` of the stored tensor."""
+class _StoredSlice(Generic[FileKey]):
+    """A slice of an unfused tensor, stored at [start, start + size) along the dim of a stored tensor."""
 
     file: FileKey
     stored: StoredTensor
+    piece: TensorSlice
     start: int
-    stop: int
-    offset: int
+
+    def index(self, wanted: TensorSlice) -> TensorIndex:
+        """Where a part of the slice is in the stored tensor."""
+        dim, origin = self.stored.dim, list(self.piece.offsets)
+        origin[dim] -= self.start
+        index = wanted.to_index(tuple(origin))
+        return index[::-1] if self.stored.transposed else index
 
 
 class ShardedWeights(Generic[FileKey]):
-    """Weights whose parts lie scattered over the tensors of some files.
+    """A WeightSource whose unfused tensors are spread over the stored tensors of several files.
 
-    `read(file, name, region)` and `dtype_of(file, name)` look into a file. Stretches that several tensors hold (copies)
-    are taken from the first of them.
+    `read_tensor(file, name, index)` and `dtype_of(file, name)` access a stored tensor. Where several stored tensors
+    hold the same slice (replicas), the first one is read.
     """
 
     def __init__(
@@ -118,64 +130,54 @@ class ShardedWeights(Generic[FileKey]):
     ) -> None:
         self.model = model
         self._read_tensor, self._dtype_of = read_tensor, dtype_of
-        self._shapes = unfused_shapes(model)
-        self._ranges: dict[str, list[_StoredRange[FileKey]]] = {}
+        self._slices: dict[str, list[_StoredSlice[FileKey]]] = {}
         for file, stored in tensors:
-            at = 0
-            for piece in stored.ranges:
-                self._ranges.setdefault(piece.name, []).append(_StoredRange(file, stored, piece.start, piece.stop, at))
-                at += piece.stop - piece.start
-        for part, shape in self._shapes.items():
-            found = self._ranges.get(part)
-            if not found:
-                raise UserError(f"checkpoint does not fit the model: nothing in it holds {part}")
-            found.sort(key=lambda each: each.start)  # stable: the first copy stays first
-            end = 0
-            for each in found:
-                if each.start > end:
-                    break
-                end = max(end, each.stop)
-            if end != shape[found[0].stored.dim]:
-                raise UserError(f"checkpoint does not fit the model: {part} ends at {end} of {shape}")
+            start = 0
+            for piece in stored.slices:
+                self._slices.setdefault(piece.name, []).append(_StoredSlice(file, stored, piece, start))
+                start += piece.sizes[stored.dim]
+        for name, tensor in unfused_tensors(model).items():
+            self._check_coverage(name, tensor)
 
     def dtype(self, name: str) -> torch.dtype:
-        found = self._ranges[name][0]
-        return self._dtype_of(found.file, found.stored.name)
+        first = self._slices[name][0]
+        return self._dtype_of(first.file, first.stored.name)
 
-    def read(self, name: str, index: TensorIndex) -> Tensor:
-        dim = self._ranges[name][0].stored.dim
-        at, stop = index[dim].start, index[dim].stop
+    def read(self, wanted: TensorSlice) -> Tensor:
+        if not wanted.numel:
+            return torch.empty(wanted.sizes, dtype=self.dtype(wanted.name))
+        dim = self._slices[wanted.name][0].stored.dim
+        remaining: TensorSlice = wanted
         out = []
-        for each in self._ranges[name]:
-            if each.start <= at < each.stop or (at == stop == each.start):
-                end = min(stop, each.stop)
-                out.append(self._read_range(each, index, dim, at, end))
-                at = end
-                if at == stop:
-                    break
-        assert at == stop, (name, index)
+        for stored in self._slices[wanted.name]:
+            overlap = remaining.intersect(stored.piece)
+            if overlap is None or overlap.offsets[dim] != remaining.offsets[dim]:
+                continue
+            tensor = self._read_tensor(stored.file, stored.stored.name, stored.index(overlap))
+            out.append(tensor.T if stored.stored.transposed else tensor)
+            end = wanted.offsets[dim] + wanted.sizes[dim]
+            remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], end)
+            if not remaining.numel:
+                break
+        assert not remaining.numel, wanted
         return out[0] if len(out) == 1 else torch.cat(out, dim)
 
-    def _read_range(self, each: _StoredRange[FileKey], region: TensorIndex, dim: int, start: int, stop: int) -> Tensor:
-        inside = list(region)
-        inside[dim] = slice(each.offset + start - each.start, each.offset + stop - each.start)
-        if each.stored.transposed:
-            return self._read_tensor(each.file, each.stored.name, tuple(reversed(inside))).T
-        return self._read_tensor(each.file, each.stored.name, tuple(inside))
+    def _check_coverage(self, name: str, tensor: TensorSlice) -> None:
+        stored_slices = self._slices.get(name)
+        if not stored_slices:
+            raise UserError(f"checkpoint does not fit the model: no tensor in it holds {name}")
+        dim = stored_slices[0].stored.dim
+        stored_slices.sort(key=lambda stored: stored.piece.offsets[dim])  # stable: the first replica stays first
+        end = 0
+        for stored in stored_slices:
+            if stored.piece.offsets[dim] > end:
+                break
+            end = max(end, stored.piece.offsets[dim] + stored.piece.sizes[dim])
+        if end != tensor.sizes[dim]:
+            raise UserError(f"checkpoint does not fit the model: {name} ends at {end} of {tensor.sizes}")
 
 
 def tp_rank_values(weights: WeightSource, tp: int = 1, rank: int = 0) -> models.ParameterValues:
-    """What a tensor-parallel rank holds of these weights, in fp32. Nothing else is read."""
+    """A function from parameter names to the fp32 values that a tensor-parallel rank holds. It reads nothing else."""
     blueprint = models.family_of(weights.model).blueprint(weights.model)
-
-    def values(name: str) -> Tensor:
-        pieces = []
-        for piece in blueprint.tp_slices(name, tp, rank):
-            region = list(full_index(piece.shape))
-            region[piece.dim] = slice(piece.start, piece.stop)
-            pieces.append(weights.read(piece.name, tuple(region)).float())
-        held = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        missing = blueprint.local_shape(name, tp)[0] - len(held) if blueprint.spec(name).padded else 0
-        return F.pad(held, (0, 0) * (held.dim() - 1) + (0, missing)) if missing else held
-
-    return values
+    return lambda name: local_tensor(blueprint, name, tp, rank, lambda piece: weights.read(piece).float())

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.tensor_map import TensorIndex
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorIndex
 
 # Pages are only ever copied by mistake, so none are reserved: without this a file greater than memory cannot be mapped.
 # Python 3.11 has no name for the flag.

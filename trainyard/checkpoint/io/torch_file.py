@@ -22,12 +22,12 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.tensor_map import TensorIndex
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, TensorStorage, check_sizes
 from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS, REFERENCE_CLASSES, STATE_SETTERS, StorageType
 from trainyard.checkpoint.io.pickle_limits import AllowedGlobal, StubObject
 from trainyard.checkpoint.io.pickle_vm import UnpickleRules, unpickle
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.tensor_slice import TensorIndex
 
 __all__ = ["LazyTensor", "StubObject", "open_torch_file"]
 

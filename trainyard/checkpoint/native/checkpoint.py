@@ -1,38 +1,43 @@
-"""A run's checkpoints: which are there, which are whole, what is in one.
+"""The checkpoints of a run: lists, commits and removes them, and reads one at any layout.
 
-    DIRECTORY/step_00000100/rank_00000.safetensors ...    one file for each rank
-    DIRECTORY/step_00000100/complete.json                 written last: what the files hold, and how the run stood
+    DIRECTORY/step_00000100/rank_00000.safetensors ...    one file per rank
+    DIRECTORY/step_00000100/complete.json                 commit file, written last: contents of the files, run state
 
-Without `complete.json` a directory is no checkpoint. It has everything that a reader needs to know, the boxes of parts
-in each file first of all, so that a rank of any layout reads its own pieces and nothing else.
+A directory without `complete.json` is not a checkpoint. The commit file holds all that a reader needs, above all which
+slices are in which file, so that a rank of any layout reads exactly the bytes it needs.
 """
 
 import json
 import re
 import zlib
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import TensorIndex
-from trainyard.checkpoint.io.safetensors_file import DTYPE_BY_CODE
+from trainyard import __version__, models
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
+from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.io.storage import Storage
-from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
+from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, ShardFile
 from trainyard.config.load import parse
+from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
-from trainyard.core.errors import UserError
+from trainyard.core.errors import UserError, one_line
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
 
 COMMIT_FILE = "complete.json"
 FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
-"""What is kept of every parameter: its values at the best precision held, and the optimizer's two moments."""
+"""State saved for every parameter, by the names in the files: master weights (or the weights if there are none),
+exp_avg and exp_avg_sq."""
 STEP_DIRECTORY = re.compile(r"step_(\d{8,})")
 
 
@@ -45,14 +50,14 @@ def shard_name(rank: int) -> str:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """A tensor's name in the files."""
+    """The name of a tensor in the files."""
     return f"{kind}.{name}"
 
 
 def list_steps(storage: Storage) -> list[int]:
-    """Steps of every directory that looks like a checkpoint, whole or not, newest first."""
-    found = (STEP_DIRECTORY.fullmatch(name) for name in storage.listdir())
-    return sorted((int(match.group(1)) for match in found if match), reverse=True)
+    """Steps of all checkpoint directories, committed or not, latest first."""
+    matches = (STEP_DIRECTORY.fullmatch(name) for name in storage.listdir())
+    return sorted((int(match.group(1)) for match in matches if match), reverse=True)
 
 
 def is_committed(storage: Storage, step: int) -> bool:
@@ -60,13 +65,13 @@ def is_committed(storage: Storage, step: int) -> bool:
 
 
 def remove_checkpoint(storage: Storage, step: int) -> None:
-    """The marker goes first: what is left over after a kill is no checkpoint."""
+    """Remove the commit file first, so that a kill in between does not leave an incomplete checkpoint."""
     (storage / step_directory(step)).remove(COMMIT_FILE)
     storage.remove(step_directory(step))
 
 
 def remove_incomplete(storage: Storage) -> None:
-    """Take away what kills have left over: directories without a marker, files that never got their name."""
+    """Remove what killed runs left behind: uncommitted checkpoints and temporary files."""
     for name in storage.listdir():
         if name.startswith(".") and name.endswith(".part"):
             storage.remove(name)
@@ -76,47 +81,56 @@ def remove_incomplete(storage: Storage) -> None:
 
 
 def prune_checkpoints(storage: Storage, newest: int, keep: int) -> None:
-    """Keep so many (0: all) of those up to step `newest`. Later ones are broken, or of a run that this one branched off
-    from; they do not count, or they would push out what was just written."""
-    complete = [step for step in list_steps(storage) if step <= newest and is_committed(storage, step)]
-    for step in complete[keep or len(complete) :]:
+    """Keep the last `keep` (0: all) checkpoints up to step `newest`.
+
+    Checkpoints of later steps are corrupt, or belong to the run that this one branched off from. They do not count;
+    otherwise they would displace the checkpoint just written.
+    """
+    committed = [step for step in list_steps(storage) if step <= newest and is_committed(storage, step)]
+    for step in committed[keep or len(committed) :]:
         remove_checkpoint(storage, step)
 
 
 ShardTable = dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
-"""For each file the part, offsets and sizes of its boxes."""
+"""The slices in each file: tensor name, offsets and sizes."""
 
 
 def build_shard_table(blueprint: Blueprint, layout: Layout) -> ShardTable:
     return {
-        shard_name(rank): [(box.tensor_name, box.offsets, box.sizes) for box in owned_slices(blueprint, layout, rank)]
+        shard_name(rank): [(piece.name, piece.offsets, piece.sizes) for piece in owned_slices(blueprint, layout, rank)]
         for rank in range(layout.world_size)
     }
 
 
+def build_manifest(config: Config, dtypes: Mapping[str, torch.dtype], counters: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a commit file, except for the files and the format version. Its keys are part of the format."""
+    return {
+        **counters,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"trainyard": __version__, "torch": version("torch")},
+        "kinds": {kind: CODE_BY_DTYPE[dtype] for kind, dtype in dtypes.items()},
+        "config": config.model_dump(mode="json"),
+    }
+
+
 def commit(storage: Storage, table: ShardTable, manifest: dict[str, Any]) -> int:
-    """Every file is there: write the marker. Returns the bytes of the whole checkpoint."""
+    """Write the commit file once all shards exist. Returns the size of the checkpoint in bytes."""
     files: dict[str, Any] = {}
-    for name, held in table.items():
+    for name, slices in table.items():
         size = storage.file_size(name)
         if size is None:
-            raise UserError(f"{storage}/{name}: not seen here; checkpoint.directory must be shared by all hosts")
-        files[name] = {"bytes": size, "boxes": held}
+            raise UserError(
+                f"{storage}/{name}: not visible on this host; checkpoint.directory must be shared by all hosts"
+            )
+        files[name] = {"bytes": size, "boxes": slices}
     text = json.dumps({"format": FORMAT_VERSION, **manifest, "files": files})
     with storage.write(COMMIT_FILE) as file:
         file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
     return sum(entry["bytes"] for entry in files.values())
 
 
-@dataclass(frozen=True)
-class _SavedSlice:
-    file: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 class Checkpoint:
-    """A whole checkpoint, open for reading. It is `Weights` too: of a model as the run had it."""
+    """A committed checkpoint, open for reading. It is a WeightSource and a StateSource."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -124,13 +138,10 @@ class Checkpoint:
         try:
             self.step = int(self.manifest["step"])
             self.dtypes = {kind: DTYPE_BY_CODE[code] for kind, code in self.manifest["kinds"].items()}
-            self.config: Config = parse(self.manifest["config"])
-            self.saved_slices: dict[str, list[_SavedSlice]] = {}
-            for file, entry in self.manifest["files"].items():
-                for part, offsets, sizes in entry["boxes"]:
-                    self.saved_slices.setdefault(part, []).append(_SavedSlice(file, tuple(offsets), tuple(sizes)))
+            self.config: Config = parse(upgrade_keys(self.manifest["config"]))
+            self.saved_slices = self._read_slices()
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpoint(f"{storage}/{COMMIT_FILE}: broken: {' '.join(str(error).split())}") from None
+            raise CorruptCheckpoint(f"{storage}/{COMMIT_FILE}: corrupt: {one_line(error)}") from None
         self.bytes_read = 0
         self._open_shards: dict[str, ShardFile] = {}
         self._stack = ExitStack()
@@ -155,83 +166,87 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         return self.dtypes["weights"]
 
-    def read(self, name: str, index: TensorIndex) -> Tensor:
-        offsets = tuple(each.start for each in index)
-        sizes = tuple(each.stop - each.start for each in index)
-        return self.read_state("weights", LocalSlice(name, name, sizes, offsets, sizes, offsets))
+    def read(self, wanted: TensorSlice) -> Tensor:
+        return self.read_state("weights", wanted)
 
-    def read_state(self, kind: str, box: LocalSlice) -> Tensor:
-        """A box of a part, from whichever files hold some of it."""
-        key = tensor_key(kind, box.tensor_name)
+    def read_state(self, kind: str, wanted: TensorSlice) -> Tensor:
+        """Read a slice of an unfused tensor from all files that hold a part of it."""
+        key = tensor_key(kind, wanted.name)
         out: Tensor | None = None
-        found = 0
-        for saved in self.saved_slices.get(box.tensor_name, ()):
-            begin = [max(a, b) for a, b in zip(box.offsets, saved.offsets, strict=True)]
-            end = [
-                min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, saved.offsets, saved.sizes, strict=True)
-            ]
-            if any(b >= e for b, e in zip(begin, end, strict=True)):
+        elements_read = 0
+        for file, saved in self.saved_slices.get(wanted.name, ()):
+            overlap = wanted.intersect(saved)
+            if overlap is None:
                 continue
-            region = [(b - at, e - at) for b, e, at in zip(begin, end, saved.offsets, strict=True)]
-            piece = self._shard(saved.file).read(key, region)
+            piece = self._shard(file).read(key, overlap.to_index(saved.offsets))
             self.bytes_read += piece.nbytes
-            found += piece.numel()
-            if piece.shape == box.sizes:
+            elements_read += piece.numel()
+            if piece.shape == wanted.sizes:
                 return piece
             if out is None:
-                out = piece.new_empty(box.sizes)
-            out[tuple(slice(b - at, e - at) for b, e, at in zip(begin, end, box.offsets, strict=True))] = piece
-        if out is None or found != box.numel:
-            raise CorruptCheckpoint(f"{self.storage}: {box.tensor_name} is not all there")
+                out = piece.new_empty(wanted.sizes)
+            out[overlap.to_index(wanted.offsets)] = piece
+        if out is None or elements_read != wanted.numel:
+            raise CorruptCheckpoint(f"{self.storage}: {wanted.name} is incomplete")
         return out
 
     def rank_extras(self, rank: int) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """What a rank kept for itself: tensors by name, and texts; None where no such rank was."""
+        """Tensors and header metadata that a rank saved for itself only (random generators); None: no such rank."""
         if shard_name(rank) not in self.manifest["files"]:
             return None
         shard = self._shard(shard_name(rank))
-        own = {key: entry for key, entry in shard.entries.items() if key.split(".")[0] not in STATE_KINDS}
-        return {key: shard.read(key, [(0, size) for size in entry.shape]) for key, entry in own.items()}, shard.metadata
+        keys = (key for key in shard.entries if key.split(".")[0] not in STATE_KINDS)
+        full = {key: TensorSlice.full(key, shard.entries[key].shape).to_index() for key in keys}
+        return {key: shard.read(key, index) for key, index in full.items()}, shard.metadata
 
     def verify(self, files: list[str]) -> None:
-        """Compare sizes and checksums of these files; the first that is not as it was written is named."""
-        for name in files:
-            shard = self._shard(name)
+        """Compare the sizes and checksums of these files with the commit file; the error names the first bad file."""
+        for file in files:
+            shard = self._shard(file)
             shard.verify()
-            for part, _, sizes in self.manifest["files"][name]["boxes"]:
+            for name, _, sizes in self.manifest["files"][file]["boxes"]:
                 for kind, dtype in self.dtypes.items():
-                    entry = shard.entries.get(tensor_key(kind, part))
+                    key = tensor_key(kind, name)
+                    entry = shard.entries.get(key)
                     if not entry or (entry.shape, entry.dtype) != (tuple(sizes), dtype):
-                        raise CorruptCheckpoint(
-                            f"{self.storage}/{name}: broken: {tensor_key(kind, part)} is not as it was written"
-                        )
+                        raise CorruptCheckpoint(f"{self.storage}/{file}: corrupt: {key} is not what was written")
+
+    def _read_slices(self) -> dict[str, list[tuple[str, TensorSlice]]]:
+        """The files that hold each unfused tensor, and which slice of it each file holds."""
+        tensors = unfused_tensors(self.model)
+        out: dict[str, list[tuple[str, TensorSlice]]] = {}
+        for file, entry in self.manifest["files"].items():
+            for name, offsets, sizes in entry["boxes"]:
+                piece = TensorSlice(name, tensors[name].global_shape, tuple(offsets), tuple(sizes))
+                out.setdefault(name, []).append((file, piece))
+        return out
 
     def _shard(self, name: str) -> ShardFile:
         if name not in self._open_shards:
             try:
                 file = self._stack.enter_context(self.storage.open(name))
             except OSError as error:
-                raise CorruptCheckpoint(f"{self.storage}/{name}: broken: {error.strerror or 'no such file'}") from None
+                raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {error.strerror or 'no such file'}") from None
             if file.size != self.manifest["files"][name]["bytes"]:
                 expected = self.manifest["files"][name]["bytes"]
-                raise CorruptCheckpoint(f"{self.storage}/{name}: broken: {file.size:,} bytes of {expected:,}")
+                raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {file.size:,} bytes of {expected:,}")
             self._open_shards[name] = ShardFile(file, f"{self.storage}/{name}")
         return self._open_shards[name]
 
 
 def _read_manifest(storage: Storage) -> dict[str, Any]:
-    where = f"{storage}/{COMMIT_FILE}"
+    path = f"{storage}/{COMMIT_FILE}"
     try:
         with storage.open(COMMIT_FILE) as file:
             text = bytes(file.read(0, file.size)).decode()
     except FileNotFoundError:
-        raise UserError(f"{storage}: no checkpoint: it has no {COMMIT_FILE}") from None
+        raise UserError(f"{storage}: not a checkpoint: it has no {COMMIT_FILE}") from None
     except (OSError, UnicodeDecodeError, EOFError):
-        raise CorruptCheckpoint(f"{where}: broken: it cannot be read") from None
+        raise CorruptCheckpoint(f"{path}: corrupt: cannot be read") from None
     body, _, crc = text.rstrip("\n").rpartition("\n")
     if f"{zlib.crc32(body.encode()):08x}" != crc:
-        raise CorruptCheckpoint(f"{where}: broken: its checksum differs")
-    parsed: dict[str, Any] = json.loads(body)
-    if parsed.get("format") != FORMAT_VERSION:
-        raise UserError(f"{where}: format {parsed.get('format')}; this version reads {FORMAT_VERSION}")
-    return parsed
+        raise CorruptCheckpoint(f"{path}: corrupt: its checksum differs")
+    manifest: dict[str, Any] = json.loads(body)
+    if manifest.get("format") != FORMAT_VERSION:
+        raise UserError(f"{path}: format {manifest.get('format')}; this version reads {FORMAT_VERSION}")
+    return manifest

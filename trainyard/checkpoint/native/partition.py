@@ -1,79 +1,69 @@
-"""Which box of which part every rank holds: pure arithmetic over the blueprint and the layout.
+"""Computes which slices every rank holds and writes: pure arithmetic over the blueprint and the layout.
 
-Because any rank can say what any other holds, a checkpoint needs no meeting to be planned: each rank writes its own
-file and knows all files. A part is what a parameter is called unfused, whole; boxes of parts are what every layout has
-in common.
+Any rank can compute what any other rank holds, so planning a checkpoint needs no communication: each rank writes its
+own file and knows the contents of all files. Slices refer to unfused tensors, which are the same at every layout.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
+from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 from trainyard.models.blueprint import Blueprint, layer_index
-from trainyard.parallel.layout import Layout
+from trainyard.parallel.layout import Layout, shard_rows
 
 
 @dataclass(frozen=True)
-class LocalSlice:
-    """[offsets, offsets + sizes) of a part; it begins at `at` of this rank's rows of parameter `name`."""
+class LocalSlice(TensorSlice):
+    """A slice of an unfused tensor, and where it is in this rank's rows of the (fused) parameter `param`."""
 
     param: str
-    tensor_name: str
-    global_shape: tuple[int, ...]
-    """Of the whole part."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    local_offsets: tuple[int, ...]
+    local_row: int
 
     @property
-    def numel(self) -> int:
-        return prod(self.sizes)
+    def local_index(self) -> TensorIndex:
+        rows = slice(self.local_row, self.local_row + self.sizes[0])
+        return (rows, *(slice(0, size) for size in self.sizes[1:]))
 
 
 def rank_slices(
     blueprint: Blueprint, name: str, tp: int, rank: int, rows: range, skip_replicas: bool
 ) -> Iterator[LocalSlice]:
-    """What `rows` of tensor-parallel rank `rank`'s share of a parameter hold. `once`: of ranks that hold the same, only
-    the first counts."""
-    begin = 0
-    holders = blueprint.replication(name, tp)
-    for number, piece in enumerate(blueprint.tp_slices(name, tp, rank)):
-        size = piece.stop - piece.start
-        offsets, sizes, at = [0] * len(piece.shape), list(piece.shape), [0] * len(piece.shape)
-        offsets[piece.dim], sizes[piece.dim] = piece.start, size
-        height = sizes[0]
-        first, end = max(rows.start, begin), min(rows.stop, begin + height)
-        if first < end and all(sizes) and not (skip_replicas and rank % holders[number]):
-            offsets[0] += first - begin
-            sizes[0] = end - first
-            at[0] = first - rows.start
-            yield LocalSlice(name, piece.name, piece.shape, tuple(offsets), tuple(sizes), tuple(at))
-        begin += height
+    """The slices in `rows` of parameter `name` as tensor-parallel rank `rank` holds it.
+
+    `skip_replicas`: where several ranks hold the same values, only the first of them yields the slice.
+    """
+    start = 0
+    for piece, replicas in zip(blueprint.tp_slices(name, tp, rank), blueprint.replication(name, tp), strict=True):
+        first, end = max(rows.start, start), min(rows.stop, start + piece.sizes[0])
+        if first < end and piece.numel and not (skip_replicas and rank % replicas):
+            row = piece.offsets[0] - start
+            piece_rows = piece.narrow(0, row + first, row + end)
+            yield LocalSlice(
+                piece.name, piece.global_shape, piece_rows.offsets, piece_rows.sizes, name, first - rows.start
+            )
+        start += piece.sizes[0]
 
 
 def owned_slices(blueprint: Blueprint, layout: Layout, rank: int) -> list[LocalSlice]:
-    """What the rank at place `rank` puts into its file: data-parallel ranks share out the rows, whether or not they
-    hold them all, and every element of the model is in exactly one file."""
-    place = layout.coords(rank)
-    data, ranks = place["dp"] * layout.cp + place["cp"], layout.dp * layout.cp
+    """The slices that global rank `rank` writes to its file.
+
+    Data-parallel ranks divide the rows among themselves, whether or not each of them holds all rows. Every element of
+    the model is in exactly one file.
+    """
+    coords = layout.coords(rank)
+    shard, num_shards = coords["dp"] * layout.cp + coords["cp"], layout.dp * layout.cp
     out: list[LocalSlice] = []
     for name in blueprint.parameter_names():
-        if pipeline_owner(blueprint, layout, name) == place["pp"]:
-            rows = blueprint.local_shape(name, layout.tp, place["tp"])[0]
-            mine = shard_rows(rows, ranks, data)
-            out += rank_slices(blueprint, name, layout.tp, place["tp"], mine, skip_replicas=True)
+        if pipeline_owner(blueprint, layout, name) == coords["pp"]:
+            num_rows = blueprint.local_shape(name, layout.tp, coords["tp"])[0]
+            rows = shard_rows(num_rows, num_shards, shard)
+            out += rank_slices(blueprint, name, layout.tp, coords["tp"], rows, skip_replicas=True)
     return out
 
 
-def shard_rows(num_rows: int, shards: int, shard: int) -> range:
-    """The chunk of a parameter's rows that is one data-parallel rank's (as in parallel/flat_buffer.py)."""
-    chunk = -(-num_rows // shards)
-    return range(min(shard * chunk, num_rows), min((shard + 1) * chunk, num_rows))
-
-
 def pipeline_owner(blueprint: Blueprint, layout: Layout, name: str) -> int:
-    """The pipeline rank that has a parameter (the first one, if two have)."""
-    number = layer_index(name)
-    if number is not None:
-        return layout.layer_owner[number]
+    """The pipeline rank that holds a parameter (the first one if two ranks hold it)."""
+    layer = layer_index(name)
+    if layer is not None:
+        return layout.layer_owner[layer]
     return layout.stage_owner(len(layout.stages) - 1) if blueprint.spec(name).pipeline_stage == "last" else 0

@@ -77,9 +77,8 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     for name in optimizer.names:
         held = optimizer.flat.shard_row_range(name, optimizer.shard_index)
         for box in rank_slices(blueprint, name, mesh.tp.size, mesh.tp.rank, held, skip_replicas=False):
-            here = tuple(slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True))
             for kind, row in rows.items():
-                optimizer.shard_view(row, name)[here].copy_(checkpoint.read_state(kind, box))
+                optimizer.shard_view(row, name)[box.local_index].copy_(checkpoint.read_state(kind, box))
     body = checkpoint.manifest
     optimizer.update_count.fill_(body["updates"])
     optimizer.skip_counts.copy_(torch.tensor(body["skipped"], dtype=torch.int32))

@@ -11,25 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property, partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainyard import __version__
-from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE
 from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.partition import LocalSlice, owned_slices, shard_rows
+from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.devices import Device
 from trainyard.models.blueprint import Blueprint
-from trainyard.parallel.mesh import Mesh, local_rank
+from trainyard.parallel.layout import shard_rows
+from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing import rng_state
 from trainyard.train.optim.optimizer import Optimizer
 
@@ -116,7 +113,7 @@ class Saver:
         self.slices = owned_slices(self.blueprint, self.mesh.layout, self.mesh.layout_rank)
         optimizer = self.optimizer
         ranks = self.config.checkpoint.writers_per_host or self.mesh.layout.world_size
-        self.write_turn = local_rank() // ranks
+        self.write_turn = self.mesh.local_rank // ranks
         """When this rank's turn is: the ranks of a host take turns in so many windows."""
         self.write_turns = max(self.mesh.all_gather_object(self.write_turn)) + 1
         self.state_buffers = {
@@ -164,14 +161,9 @@ class Saver:
         if self.current:
             self._wait()  # the one before took longer than the time between two
         self.last_save_time, self.last_saved_step = time.monotonic(), step
-        body = {
-            "step": step,
-            "consumed_samples": step * self.config.train.global_batch,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": {"trainyard": __version__, "torch": version("torch")},
-            "kinds": {kind: CODE_BY_DTYPE[row.dtype] for kind, row in self.state_buffers.items()},
-            "config": self.config.model_dump(mode="json"),
-        }
+        counters = {"step": step, "consumed_samples": step * self.config.train.global_batch}
+        dtypes = {kind: buffer.dtype for kind, buffer in self.state_buffers.items()}
+        body = checkpoint.build_manifest(self.config, dtypes, counters)
         save = PendingSave(step, self.storage / checkpoint.step_directory(step), body, begun)
         if self.mesh.layout_rank == 0:
             try:
@@ -280,7 +272,7 @@ class Saver:
         if self.optimizer.flat.num_shards == 1:
             rows = shard_rows(len(mine), data.size, data.rank)
             mine = mine[rows.start : rows.stop]
-        return mine[tuple(slice(at, at + size) for at, size in zip(box.local_offsets, box.sizes, strict=True))]
+        return mine[box.local_index]
 
     def _write_shard(self, save: PendingSave, wait: Callable[[], None]) -> None:
         wait()
@@ -289,7 +281,7 @@ class Saver:
             at = 0
             for box in self.slices:
                 piece = self.host_buffers[kind][at : at + box.numel].view(box.sizes)
-                tensors.append((checkpoint.tensor_key(kind, box.tensor_name), box.offsets, piece))
+                tensors.append((checkpoint.tensor_key(kind, box.name), box.offsets, piece))
                 at += box.numel
         tensors += [(name, [0], tensor) for name, tensor in save.rng_tensors.items()]
         write_shard(save.storage, checkpoint.shard_name(self.mesh.layout_rank), tensors, save.rng_texts)

@@ -131,7 +131,7 @@ class ReplicaSync:
         holders = blueprint.replication(name, tp)
         if row.tp_dim != 0 or not row.fused_parts:  # the same for all rows
             return [ReplicatedRange(name, 0, len(mine), holders[0], frozenset(holders[:1]))] if len(mine) else []
-        sizes = [held.stop - held.start for held in blueprint.tp_slices(name, tp, rank)]
+        sizes = [held.sizes[0] for held in blueprint.tp_slices(name, tp, rank)]
         starts = list(accumulate(sizes, initial=0))[:-1]
 
         def holders_of(row: int) -> int:

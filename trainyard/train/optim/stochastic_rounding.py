@@ -36,7 +36,7 @@ def rounding_ranges(
     slices = blueprint.tp_slices(name, tp.size, tp.rank)
     for held in slices:
         # The last one's include rows of padding, zeros that stay zeros: all ranks then have the same shapes.
-        rows = held.stop - held.start if held.dim == 0 and held is not slices[-1] else span.shape[0] - start
+        rows = held.sizes[0] if held is not slices[-1] else span.shape[0] - start
         first, end = max(start, mine.start), min(start + rows, mine.stop)
         skipped = first - start
         start += rows
@@ -47,10 +47,10 @@ def rounding_ranges(
         view = weights[at : at + (end - first) * span.row_size].view(shape)
         row, column = (torch.arange(n, dtype=torch.int32, device=weights.device) for n in shape)
         if matrix:
-            row = row + (skipped + (held.start if held.dim == 0 else 0))
-            column = column + (held.start if held.dim == 1 else 0)
+            row = row + (skipped + held.offsets[0])
+            column = column + held.offsets[1]
         else:
-            column = column + (held.start + skipped)
+            column = column + (held.offsets[0] + skipped)
         site = torch.tensor(key32("rounding", held.name)[0], dtype=torch.int32, device=weights.device)
         out.append(RoundingRange(view, site, row, column))
     return out

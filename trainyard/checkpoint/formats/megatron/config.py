@@ -1,7 +1,7 @@
-"""The model that a Megatron checkpoint holds, from the arguments and the shapes in its files.
+"""Infers the model of a Megatron checkpoint from the arguments and the shapes in its files.
 
-Upstream stores all arguments, the AWS reference a few. What a file does not say is taken from the shapes, or assumed
-and said in a note. Arguments that would change the numbers and that our models do not have are refused.
+Upstream stores all arguments, the AWS reference a few. Missing values come from the shapes, or are assumed and
+reported in a note. Arguments that change the computation in a way that no supported model has are refused.
 """
 
 from collections.abc import Mapping
@@ -28,17 +28,18 @@ FIXED_ARGS = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
 }
-"""Arguments with the only value that our models have."""
+"""Arguments and their only supported value."""
 SIZE_ARGS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
 
 
 def check_model(model: SupportedModel, first_file: MegatronRankFile, layers: int) -> None:
-    """Shapes alone do not tell how many heads there are."""
-    said = dict(first_file.args)
-    keys = {**SIZE_ARGS, **({"num_query_groups": "num_kv_heads"} if said.get("group_query_attention") else {})}
-    for key, ours in keys.items():
-        if said.get(key, getattr(model, ours)) != getattr(model, ours):
-            raise UserError(f"{first_file.path}: {key}={said[key]}, but the model has {ours}={getattr(model, ours)}")
+    """Refuse a model that contradicts the stored arguments. (Shapes alone do not show the number of heads.)"""
+    args = dict(first_file.args)
+    keys = {**SIZE_ARGS, **({"num_query_groups": "num_kv_heads"} if args.get("group_query_attention") else {})}
+    for key, attribute in keys.items():
+        expected = getattr(model, attribute)
+        if args.get(key, expected) != expected:
+            raise UserError(f"{first_file.path}: {key}={args[key]}, but the model has {attribute}={expected}")
     if layers != model.layers:
         raise UserError(f"{first_file.path}: {layers} layers in all files, but the model has layers={model.layers}")
 
@@ -46,14 +47,14 @@ def check_model(model: SupportedModel, first_file: MegatronRankFile, layers: int
 def infer_model(
     opened: Mapping[tuple[int, int], MegatronRankFile], tp: int, layers: int, notes: list[str]
 ) -> SupportedModel:
-    """The model's configuration, from the stored arguments and the shapes."""
-    path, said = opened[0, 0].path, opened[0, 0].args
+    """The model configuration from the stored arguments and the shapes. Appends assumptions to `notes`."""
+    path, args = opened[0, 0].path, opened[0, 0].args
     shapes = {name: tensor.shape for file in opened.values() for chunk in file.chunks for name, tensor in chunk.items()}
-    family = "llama" if said.get("swiglu") else "gpt"
-    for key, only in {**FIXED_ARGS, **REQUIRED_ARGS[family]}.items():
-        if said.get(key, only) != only:
-            raise UserError(f"{path}: {key}={said[key]}: not supported for {family}; nearest: {only}")
-    untied = said.get("untie_embeddings_and_output_weights", "output_layer.weight" in shapes)
+    family = "llama" if args.get("swiglu") else "gpt"
+    for key, supported in {**FIXED_ARGS, **REQUIRED_ARGS[family]}.items():
+        if args.get(key, supported) != supported:
+            raise UserError(f"{path}: {key}={args[key]}: not supported for {family}; nearest: {supported}")
+    untied = args.get("untie_embeddings_and_output_weights", "output_layer.weight" in shapes)
     try:
         rows, hidden = _matrix_shape(shapes, "word_embeddings.weight")
         width = _matrix_shape(shapes, "layers.0.mlp.dense_h_to_4h.weight")[0] * tp
@@ -62,19 +63,19 @@ def infer_model(
             "vocab": rows * tp,
             "hidden": hidden,
             "layers": layers,
-            "heads": said["num_attention_heads"],
+            "heads": args["num_attention_heads"],
             "tie_embeddings": not untied,
-            "norm_eps": said.get("layernorm_epsilon", said.get("norm_epsilon", 1e-5)),
-            "init_std": said.get("init_method_std", 0.02),
+            "norm_eps": args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5)),
+            "init_std": args.get("init_method_std", 0.02),
         }
-        notes.append(f"vocab={rows * tp} counts rows of padding, if there are any; a configuration would say")
+        notes.append(f"vocab={rows * tp} includes rows of padding, if any; pass the model's configuration to drop them")
         if family == "llama":
-            return LlamaConfig.model_validate(common | _llama_fields(said, width))
+            return LlamaConfig.model_validate(common | _llama_fields(args, width))
         return GptConfig.model_validate(
-            common | _gpt_fields(said, width, _matrix_shape(shapes, "position_embeddings.weight")[0], notes)
+            common | _gpt_fields(args, width, _matrix_shape(shapes, "position_embeddings.weight")[0], notes)
         )
     except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]} is not in it; give the model's configuration") from None
+        raise UserError(f"{path}: {error.args[0]} is missing; pass the model's configuration") from None
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}") from None
@@ -88,12 +89,12 @@ def _matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int
 
 def _gpt_fields(args: Mapping[str, Any], width: int, positions: int, notes: list[str]) -> dict[str, Any]:
     if "bias_gelu_fusion" not in args:
-        notes.append("activation=gelu is assumed: the file does not say it, and the AWS scripts use no other")
+        notes.append("assuming activation=gelu: the file does not store it, and the AWS scripts use no other")
     dropout = args.get("hidden_dropout", 0.0)
     return {
         "ffn": width,
         "max_positions": positions,
-        # Megatron's fused kernel is the tanh approximation.
+        # Megatron's fused kernel computes the tanh approximation.
         "activation": "gelu_tanh" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu",
         "embedding_dropout": dropout,
         "hidden_dropout": dropout,

@@ -1,7 +1,7 @@
-"""The files of a Megatron checkpoint: which there are, and the tensors and arguments in one of them.
+"""Finds the files of a Megatron checkpoint and reads the tensors and arguments of each.
 
-A root has a directory for each iteration, that one for each rank, and a text file that names the last iteration that
-was saved whole. nemo-megatron names its directories otherwise and keeps a dict of another shape; both are read alike.
+The root has a directory per iteration, with a directory per rank, and a text file that names the last complete
+iteration. nemo-megatron uses other directory names and another dict structure; both are supported.
 """
 
 import re
@@ -19,7 +19,7 @@ CHECKPOINT_FILES = ("model_optim_rng.pt", "model_optim_rng.ckpt")
 RANK_DIRECTORY = re.compile(r"(mp|tp)_rank_(\d+)(?:_(?:pp_rank_)?(\d+))?")
 CONTAINER_PREFIX = re.compile(r"^((model|module|language_model|embedding|encoder|transformer|decoder)\.)+")
 NON_WEIGHT_BUFFERS = re.compile(r"(inv_freq|masked_bias|_extra_state)$")
-"""What files hold besides weights."""
+"""Entries that are not weights."""
 NAME_ALIASES = {
     "final_norm.": "final_layernorm.",
     ".attention.": ".self_attention.",
@@ -33,7 +33,7 @@ NAME_ALIASES = {
     ".linear_fc1.": ".dense_h_to_4h.",
     ".linear_fc2.": ".dense_4h_to_h.",
 }
-"""Names of other years and of Megatron Core, and what the AWS reference calls the same."""
+"""Names of other Megatron versions and of Megatron Core, and the AWS reference's name for the same tensor."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,18 @@ class MegatronFiles:
 
 @dataclass(frozen=True)
 class MegatronRankFile:
+    """The content of the file of one rank."""
+
     path: Path
     args: Mapping[str, Any]
     """The stored arguments."""
     version: float
     chunks: list[dict[str, LazyTensor]]
-    """Tensors of each virtual stage, by name."""
+    """Tensors of each virtual stage by name."""
 
 
 def find_megatron(path: str | Path) -> MegatronFiles | None:
-    """What a root, an iteration's directory, a rank's directory or one of the files stand for; None: not Megatron's."""
+    """Find the checkpoint of a root, an iteration, a rank's directory or a file. None: not a Megatron checkpoint."""
     path = Path(path).expanduser()
     if path.is_file():
         if RANK_DIRECTORY.fullmatch(path.parent.name):
@@ -68,13 +70,13 @@ def find_megatron(path: str | Path) -> MegatronFiles | None:
     for name in CHECKPOINT_FILES:
         if (path / name).is_file():
             return find_megatron(path / name)
-        if found := _find_rank_files(path, name):
-            return found
+        if files := _find_rank_files(path, name):
+            return files
     return _latest_iteration(path)
 
 
 def _find_rank_files(directory: Path, name: str) -> MegatronFiles | None:
-    """The files called `name` of all ranks in an iteration's directory."""
+    """The files called `name` of all ranks in the directory of an iteration."""
     grid, pattern = {}, "mp_rank_{:02d}"
     for entry in sorted(directory.iterdir()):
         if (match := RANK_DIRECTORY.fullmatch(entry.name)) and (entry / name).is_file():
@@ -83,64 +85,63 @@ def _find_rank_files(directory: Path, name: str) -> MegatronFiles | None:
                 pattern = "tp_rank_{:02d}_pp_rank_{:03d}" if match[1] == "tp" else "mp_rank_{:02d}_{:03d}"
     if not grid:
         return None
-    tp, pp = (1 + max(place[axis] for place in grid) for axis in (0, 1))
-    missing = [pattern.format(*place) for place in product(range(tp), range(pp)) if place not in grid]
+    tp, pp = (1 + max(rank[axis] for rank in grid) for axis in (0, 1))
+    missing = [pattern.format(*rank) for rank in product(range(tp), range(pp)) if rank not in grid]
     if missing:
         raise UserError(f"{directory}: {name} is missing in {', '.join(missing)} (tp={tp} x pp={pp} ranks)")
     return MegatronFiles(grid, tp, pp)
 
 
 def _latest_iteration(root: Path) -> MegatronFiles | None:
-    """The iteration that the text file names; where its directory is gone, the newest that is whole."""
+    """The iteration that the text file names or, if its directory is gone, the latest complete one."""
     text = (root / LATEST_FILE).read_text(errors="replace").strip() if (root / LATEST_FILE).is_file() else None
-    iterations = sorted((each for each in root.glob("iter_*") if each.is_dir()), reverse=True)
+    iterations = sorted((path for path in root.glob("iter_*") if path.is_dir()), reverse=True)
     if text is None and not iterations:
         return None
     named = root / (f"iter_{int(text):07d}" if text and text.isdecimal() else "release")
     if named.is_dir():
         if (named / ".metadata").is_file():
             raise UserError(f"{named}: a distributed checkpoint (torch_dist); save it with --ckpt-format torch")
-        if found := find_megatron(named):
-            return found
-    problem = f"{root / LATEST_FILE}: " + ("no such file" if text is None else f"names {text}, which is not there")
+        if files := find_megatron(named):
+            return files
+    problem = f"{root / LATEST_FILE}: " + ("no such file" if text is None else f"names {text}, which does not exist")
     for directory in iterations:
         try:
-            found = find_megatron(directory)
+            files = find_megatron(directory)
         except UserError as error:
             problem = str(error)
             continue
-        if found:
-            return replace(found, notes=(f"{problem}; {directory.name} is read",))
-    raise UserError(f"{problem}; no iteration here is whole")
+        if files:
+            return replace(files, notes=(f"{problem}; reading {directory.name}",))
+    raise UserError(f"{problem}; no iteration is complete")
 
 
 def open_rank_file(path: Path) -> MegatronRankFile:
-    held = open_torch_file(path, allow_stubs=True)  # upstream's arguments have classes of its own among them
-    if not isinstance(held, dict):
-        raise UserError(f"{path}: not a Megatron checkpoint: a {type(held).__name__} where a dict was expected")
-    virtual = sorted((key for key in held if re.fullmatch(r"model\d+", str(key))), key=lambda key: int(key[5:]))
-    keys = [key for key in ("model", "state_dict") if key in held][:1] or virtual
+    state = open_torch_file(path, allow_stubs=True)  # upstream's arguments contain Megatron classes
+    if not isinstance(state, dict):
+        raise UserError(f"{path}: not a Megatron checkpoint: expected a dict, found a {type(state).__name__}")
+    virtual_stages = sorted((key for key in state if re.fullmatch(r"model\d+", str(key))), key=lambda key: int(key[5:]))
+    keys = [key for key in ("model", "state_dict") if key in state][:1] or virtual_stages
     if not keys:
-        raise UserError(
-            f"{path}: not a Megatron checkpoint: no model in it, only {', '.join(map(str, held)) or 'nothing'}"
-        )
+        found = ", ".join(map(str, state)) or "nothing"
+        raise UserError(f"{path}: not a Megatron checkpoint: has no model, only {found}")
     # nemo-megatron writes state_dict and no version; its order is that of 2.0.
-    version = held.get("checkpoint_version", 2.0 if keys == ["state_dict"] else 0)
+    version = state.get("checkpoint_version", 2.0 if keys == ["state_dict"] else 0)
     if version not in (0, 2.0, 3.0):
-        why = ": it has query, key and value in turn row by row" if version == 1.0 else ""
+        reason = ": it interleaves query, key and value row by row" if version == 1.0 else ""
         raise UserError(
-            f"{path}: checkpoint_version={version}{why}; 0, 2.0 and 3.0 are read; load and save it in Megatron"
+            f"{path}: checkpoint_version={version}{reason}; supported: 0, 2.0 and 3.0; load and save it in Megatron"
         )
-    said = held["args"] if isinstance(held.get("args"), dict) else held
-    return MegatronRankFile(path, said, float(version), [dict(_flatten_tensors(held[key])) for key in keys])
+    args = state["args"] if isinstance(state.get("args"), dict) else state
+    return MegatronRankFile(path, args, float(version), [dict(_flatten_tensors(state[key])) for key in keys])
 
 
 def _flatten_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, LazyTensor]]:
-    """Tensors of nested dicts by dotted name, in the spelling of the tables."""
+    """Tensors of nested dicts by dotted name, in the AWS reference's spelling."""
     if isinstance(tree, LazyTensor):
         name = CONTAINER_PREFIX.sub("", prefix[:-1])
-        for theirs, ours in NAME_ALIASES.items():
-            name = name.replace(theirs, ours)
+        for alias, reference_name in NAME_ALIASES.items():
+            name = name.replace(alias, reference_name)
         if not NON_WEIGHT_BUFFERS.search(name):
             yield name, tree
     elif isinstance(tree, Mapping):

@@ -1,16 +1,16 @@
-"""Directories of NxD checkpoints: found as NxD and NxDT have left them over the years, read, written.
+"""Finds, reads and writes directories of NxD checkpoints, in all layouts that NxD and NxDT have used.
 
     TAG/model/dp_rank_00[_ep_rank_00]_tp_rank_00_pp_rank_00.pt    NxD since 0.7; NxDT, whose tags end in .ckpt
     tp_rank_00_pp_rank_00[_dp_rank_00]/checkpoint.pt              before that
-    tp_rank_00_pp_rank_00[_dp_rank_00]                            before that, with its tensors in files of their own
+    tp_rank_00_pp_rank_00[_dp_rank_00]                            before that, with each tensor in its own file
 
-NxD makes a tag's `checkpoint` file before all others and its `done` file after them. A directory that we write appears
-whole or not at all. Every tensor goes to all tensor-parallel ranks of a stage before the next one, so that a mapped
-source is gone through once and at most one stage's files are open.
+NxD creates the file `checkpoint` of a tag before all others and the file `done` after them. A directory written here
+appears under its name only when complete. Each tensor is written to all tensor-parallel ranks of a stage before the
+next one, so that a mapped source is read once, in order, and only the files of one stage are open.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,16 +20,16 @@ import torch
 
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
-from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank, require_llama
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
 from trainyard.checkpoint.formats.nxd.validate import (
     RankFiles,
     RankTensors,
-    check_tensors,
+    check_rank_files,
     find_mismatched_copy,
     index_reader,
 )
-from trainyard.checkpoint.formats.tensor_map import ShardedWeights, StoredTensor, WeightSource, assemble, unfused_shapes
+from trainyard.checkpoint.formats.tensor_map import ShardedWeights, StoredTensor, WeightSource, assemble
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch, run_parallel
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
@@ -44,46 +44,48 @@ CURRENT_FILE_NAME = re.compile(
 )
 OLD_FILE_NAME = re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")
 ProgressCallback = Callable[[int], None]
-"""Called with the bytes of each tensor written."""
+"""Called with the bytes of each tensor that was written."""
 
 
 @dataclass(frozen=True)
 class NxdFiles:
+    """The files of one NxD checkpoint."""
+
     root: Path
-    """The directory that the files are in."""
+    """The directory of the files."""
     files: dict[PpTpRank, Path]
-    """In the order of ranks."""
+    """The file of each rank, in rank order."""
     xser: bool
-    """Some tensors are in files of their own."""
+    """Tensors are in separate files (torch-xla's serialization)."""
     unfinished_tags: tuple[str, ...] = ()
-    """Tags beside it that were never finished."""
+    """Tags in the same directory whose save never finished."""
 
 
 def find_nxd(path: Path) -> NxdFiles | None:
-    """The checkpoint in `path`: a directory of files, a tag with one in it, or the newest finished tag."""
+    """Find the checkpoint at `path`: a directory of files, a tag, or a directory of tags (the latest finished one)."""
     if not path.is_dir():
         return None
-    if found := _find_rank_files(path):
-        return found
+    if files := _find_rank_files(path):
+        return files
     if _is_tag(path):
         if (path / "checkpoint").exists() and not (path / "done").exists():
-            raise UserError(f"{path}: saving was interrupted (no done file); give {path / 'model'} to read it anyway")
+            raise UserError(f"{path}: saving was interrupted (no done file); pass {path / 'model'} to read it anyway")
         return _find_rank_files(path / "model")
     tags = [tag for tag in sorted(path.iterdir()) if tag.is_dir() and _is_tag(tag)]
     if not tags:
         return None
     finished = [tag for tag in tags if (tag / "done").exists()]
-    skipped = tuple(tag.name for tag in tags if tag not in finished)
+    unfinished = tuple(tag.name for tag in tags if tag not in finished)
     if not finished:
         raise UserError(
-            f"{path}: no finished checkpoint (no done file in {', '.join(skipped)}); give one of them itself"
+            f"{path}: no finished checkpoint (no done file in {', '.join(unfinished)}); pass the path of one of them"
         )
-    newest = _find_rank_files(max(finished, key=lambda tag: (tag / "done").stat().st_mtime_ns) / "model")
-    return newest and replace(newest, unfinished_tags=skipped)
+    latest = _find_rank_files(max(finished, key=lambda tag: (tag / "done").stat().st_mtime_ns) / "model")
+    return latest and replace(latest, unfinished_tags=unfinished)
 
 
 class NxdWeights(ShardedWeights[PpTpRank]):
-    """Weights in an NxD checkpoint, and the layout that it turned out to have."""
+    """The weights of an NxD checkpoint, and its inferred layout."""
 
     def __init__(self, model: LlamaConfig, layout: NxdLayout, files: RankFiles, tensors: RankTensors) -> None:
         super().__init__(model, tensors, index_reader(files), lambda rank, name: files[rank][name].dtype)
@@ -93,47 +95,42 @@ class NxdWeights(ShardedWeights[PpTpRank]):
 def open_nxd(
     path: Path, model: AnyModelConfig, hints: LayoutHints | None = None, verify_copies: bool = False
 ) -> NxdWeights:
-    """The weights at `path`; `hints` are fields of NxdLayout that the user gave.
+    """Open the weights at `path`. `hints` are fields of NxdLayout that the user knows.
 
-    `verify` also reads every copy of what several ranks hold, and wants them equal.
+    `verify_copies` also reads all replicas and refuses the checkpoint if they differ.
     """
-    llama, found, hints = _require_llama(model), _require_nxd(path), hints or {}
-    files = {rank: read_rank_file(file) for rank, file in found.files.items()}
-    shapes = {rank: {name: lazy.shape for name, lazy in state.items()} for rank, state in files.items()}
-    where, parts = str(found.root), unfused_shapes(llama)
-    layout = infer_layout(where, llama, shapes, hints)
+    llama, nxd_files, hints = require_llama(model), _require_nxd(path), hints or {}
+    files = {rank: read_rank_file(file) for rank, file in nxd_files.files.items()}
+    shapes = {rank: {name: tensor.shape for name, tensor in state.items()} for rank, state in files.items()}
+    root = str(nxd_files.root)
+    layout = infer_layout(root, llama, shapes, hints)
     embedding, head = NAME_TABLES[layout.style].embedding, NAME_TABLES[layout.style].output
 
-    def held() -> RankTensors:
-        for rank, stored in nxd_layout.rank_tensors(llama, layout).items():
-            for each in stored:
-                if (
-                    each.name != head or head in files[rank] or not llama.tie_embeddings
-                ):  # NxD has a tied head twice, others once
-                    yield rank, each
+    def tensors() -> RankTensors:
+        """All stored tensors at the current `layout`. NxD stores a tied head twice, other tools once."""
+        for rank, on_rank in nxd_layout.rank_tensors(llama, layout).items():
+            for stored in on_rank:
+                if stored.name != head or head in files[rank] or not llama.tie_embeddings:
+                    yield rank, stored
 
-    def agree(way: NxdLayout, layer: int) -> bool:
-        (pp,) = (pp for pp in range(way.pp) if layer in nxd_layout.pp_rank_layers(llama, way, pp))
-        groups = nxd_layout.qkv_tensors(llama, way, layer)
+    def copies_agree(candidate: NxdLayout, layer: int) -> bool:
+        (pp,) = (pp for pp in range(candidate.pp) if layer in nxd_layout.pp_rank_layers(llama, candidate, pp))
+        sharded = nxd_layout.qkv_tensors(llama, candidate, layer)
         return not find_mismatched_copy(
-            files, (((pp, tp), each) for group in groups for tp, each in enumerate(group)), parts
+            files, (((pp, tp), stored) for shards in sharded for tp, stored in enumerate(shards))
         )
 
-    check_tensors(found.files, files, held(), parts)
-    layout = infer_kv_order(where, llama, layout, hints, agree)
-    copies = (
-        held()
-        if verify_copies
-        else (pair for pair in held() if llama.tie_embeddings and pair[1].name in (embedding, head))
-    )
-    if name := find_mismatched_copy(files, copies, parts):
-        why = (
-            "tied: true does not hold for it"
-            if name == head and llama.tie_embeddings
-            else "its ranks have drifted apart"
-        )
-        raise UserError(f"{where}: {name} is not the same wherever it is held; {why}")
-    return NxdWeights(llama, layout, files, held())
+    check_rank_files(nxd_files.files, files, tensors())
+    layout = infer_kv_order(root, llama, layout, hints, copies_agree)
+    compared = tensors()
+    if not verify_copies:
+        tied = (embedding, head) if llama.tie_embeddings else ()
+        compared = ((rank, stored) for rank, stored in tensors() if stored.name in tied)
+    if name := find_mismatched_copy(files, compared):
+        is_tied_head = name == head and llama.tie_embeddings
+        reason = "model.tie_embeddings=true does not fit" if is_tied_head else "the ranks have diverged"
+        raise UserError(f"{root}: the copies of {name} differ; {reason}")
+    return NxdWeights(llama, layout, files, tensors())
 
 
 def write_nxd(
@@ -145,32 +142,33 @@ def write_nxd(
     progress: ProgressCallback = lambda size: None,
     write_extra_files: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write `directory`/model/... as NxD's save_checkpoint does; each tensor in `dtype`, or the one it has. `also` puts
-    other files beside model/ before it is complete."""
-    model = _require_llama(weights.model)
+    """Write `directory`/model/... as NxD's save_checkpoint does. `dtype` None keeps the dtypes of `weights`.
+
+    `write_extra_files` adds files to the directory before it gets its name.
+    """
+    model = require_llama(weights.model)
     nxd_layout.check_layout(model, layout)
-    parts = unfused_shapes(model)
     with _atomic_checkpoint(directory) as folder:
         for pp in range(layout.pp):
             with _open_writers([folder / _rank_file_name(tp, pp) for tp in range(layout.tp)], xser) as writers:
-                held = [
-                    (writer, each)
-                    for group in nxd_layout.stage_tensors(model, layout, pp)
-                    for writer, each in zip(writers, group, strict=True)
+                targets = [
+                    (writer, stored)
+                    for shards in nxd_layout.stage_tensors(model, layout, pp)
+                    for writer, stored in zip(writers, shards, strict=True)
                 ]
-                made = prefetch(partial(_assemble_as, each, parts, weights, dtype) for _, each in held)
-                with OrderedWorkers() as lanes:
-                    for number, ((writer, each), tensor) in enumerate(zip(held, made, strict=True)):
-                        lanes.submit(number % layout.tp, partial(writer.add, each.name, tensor))
+                tensors = prefetch(partial(_assemble_as, stored, weights, dtype) for _, stored in targets)
+                with OrderedWorkers() as workers:
+                    for i, ((writer, stored), tensor) in enumerate(zip(targets, tensors, strict=True)):
+                        workers.submit(i % layout.tp, partial(writer.add, stored.name, tensor))
                         progress(tensor.nbytes)
         write_extra_files(folder.parent)
 
 
 def repack_nxd(path: Path, directory: Path, xser: bool, progress: ProgressCallback = lambda size: None) -> None:
-    """The same tensors in the other kind of file (xser or not), and in today's layout; no model is needed for that."""
-    found = _require_nxd(path)
+    """Rewrite a checkpoint with or without xser, with the current file names. This needs no model."""
+    nxd_files = _require_nxd(path)
     with _atomic_checkpoint(directory) as folder:
-        for (pp, tp), file in found.files.items():
+        for (pp, tp), file in nxd_files.files.items():
             with _open_writers([folder / _rank_file_name(tp, pp)], xser) as (writer,):
                 for name, lazy in read_rank_file(file).items():
                     tensor = lazy.read()
@@ -179,34 +177,25 @@ def repack_nxd(path: Path, directory: Path, xser: bool, progress: ProgressCallba
 
 
 def read_rank_file(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a rank's file by name, on their own or under `model`."""
-    state = open_torch_file(path, allow_stubs=True)  # old ones have a run's arguments beside the weights
+    """The tensors of a rank's file by name. The state dict is the file's object, or its entry `model`."""
+    state = open_torch_file(path, allow_stubs=True)  # old files also hold the arguments of the run
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
-    tensors = state.items() if isinstance(state, dict) else ()
-    held = {name: lazy for name, lazy in tensors if isinstance(name, str) and isinstance(lazy, LazyTensor)}
-    if not held:
-        raise UserError(f"{path}: holds no tensors by name; a rank's state dict was expected, bare or under 'model'")
-    return held
+    items = state.items() if isinstance(state, dict) else ()
+    tensors = {name: tensor for name, tensor in items if isinstance(name, str) and isinstance(tensor, LazyTensor)}
+    if not tensors:
+        raise UserError(f"{path}: holds no tensors by name; expected the state dict of a rank, or one under 'model'")
+    return tensors
 
 
-def _assemble_as(
-    stored: StoredTensor, shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype | None
-) -> torch.Tensor:
-    return assemble(stored, shapes, weights).to(dtype)
+def _assemble_as(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) -> torch.Tensor:
+    return assemble(stored, weights).to(dtype)
 
 
 def _require_nxd(path: Path) -> NxdFiles:
-    found = find_nxd(path)
-    if found is None:
-        raise UserError(f"{path}: no NxD checkpoint here; wanted model/{_rank_file_name(0, 0)} or the like")
-    return found
-
-
-def _require_llama(model: AnyModelConfig) -> LlamaConfig:
-    if not isinstance(model, LlamaConfig):
-        raise UserError(f"model.family={model.family}: NxD checkpoints hold Llama models here; use family: llama")
-    return model
+    if (files := find_nxd(path)) is None:
+        raise UserError(f"{path}: no NxD checkpoint; expected a file such as model/{_rank_file_name(0, 0)}")
+    return files
 
 
 def _is_tag(path: Path) -> bool:
@@ -216,12 +205,12 @@ def _is_tag(path: Path) -> bool:
 
 def _find_rank_files(folder: Path) -> NxdFiles | None:
     files: dict[PpTpRank, Path] = {}
-    for path in sorted(folder.iterdir()):  # the first data-parallel rank comes first; others have the same weights
+    for path in sorted(folder.iterdir()):  # the first data-parallel rank comes first; the others hold the same weights
         match = CURRENT_FILE_NAME.fullmatch(path.name) or OLD_FILE_NAME.fullmatch(path.name)
         if not match:
             continue
         if int(match.groupdict().get("ep") or 0):
-            raise UserError(f"{path}: expert-parallel ranks hold a mixture of experts; Llama models have none")
+            raise UserError(f"{path}: file of an expert-parallel rank; Llama models have no experts")
         file = path / "checkpoint.pt" if path.is_dir() else path
         if file.is_file():
             files.setdefault((int(match["pp"]), int(match["tp"])), file)
@@ -243,26 +232,26 @@ def _rank_file_name(tp: int, pp: int) -> str:
 
 @contextmanager
 def _open_writers(paths: list[Path], xser: bool) -> Iterator[list[TorchFileWriter | XserWriter]]:
-    """A file for each path, all finished when the block ends well, all gone when it does not."""
-    made: list[TorchFileWriter | XserWriter] = []
+    """Open a writer for each path. All files are complete if the block succeeds; none is left if it raises."""
+    writers: list[TorchFileWriter | XserWriter] = []
     try:
         for path in paths:
-            made.append(XserWriter(path) if xser else TorchFileWriter(path))
-        yield made
-        run_parallel(writer.close for writer in made)
+            writers.append(XserWriter(path) if xser else TorchFileWriter(path))
+        yield writers
+        run_parallel(writer.close for writer in writers)
     except BaseException:
-        for writer in made:
+        for writer in writers:
             writer.abandon()
         raise
 
 
 @contextmanager
 def _atomic_checkpoint(directory: Path) -> Iterator[Path]:
-    """A folder for model files; when the block ends well, it is `directory`/model, marked complete."""
-    with atomic_directory(resolve_new_directory(directory)) as part:
-        atomic_write_text(part / "checkpoint", "1")
-        folder = part / "model"
+    """Yield a folder for model files. If the block succeeds, it becomes `directory`/model of a finished checkpoint."""
+    with atomic_directory(resolve_new_directory(directory)) as temporary:
+        atomic_write_text(temporary / "checkpoint", "1")
+        folder = temporary / "model"
         folder.mkdir()
         yield folder
         fsync_directory(folder)
-        atomic_write_text(part / "done", "1")
+        atomic_write_text(temporary / "done", "1")

@@ -1,10 +1,10 @@
-"""What each file of an NxD (neuronx-distributed) checkpoint holds of a Llama model, as data.
+"""Describes the tensors in each file of an NxD (neuronx-distributed) checkpoint of a Llama model.
 
-A rank's file names its tensors as the model on that rank does and says nothing about how they were cut, so all of it is
-in `NxdLayout`. The one subtle part are key and value heads. With fewer of them than ranks each is repeated, and there
-are two orders of the copies: `trn1` repeats all heads as a block (rank r has head r % heads) and moves the query heads
-and the columns of the output projection along; `trn2` puts the copies of a head on neighbours and leaves the query
-heads where they are. Both are one rule here (`slots`), so that queries cannot part from their keys.
+A rank's file names its tensors as the model on that rank does and does not say how they were sharded; `NxdLayout` holds
+all of that. The subtle part is key and value heads. If there are fewer of them than ranks, each is replicated, in one
+of two orders: `trn1` repeats all heads as a block (rank r has head r % heads) and permutes the query heads and the
+columns of the output projection accordingly; `trn2` puts the replicas of a head on adjacent ranks and leaves the query
+heads in place. One function (`kv_slots`) covers both, so that queries always stay with their keys.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,12 @@ from math import ceil
 from typing import Literal
 
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NORM_NAMES, NameStyle, QkvKind
-from trainyard.checkpoint.formats.tensor_map import StoredTensor, TensorRange
+from trainyard.checkpoint.formats.tensor_map import StoredTensor, unfused_tensors
 from trainyard.config.base import nearest_divisor
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
+from trainyard.models import AnyModelConfig
 
 KvOrder = Literal["trn1", "trn2"]
 PpTpRank = tuple[int, int]
@@ -28,22 +30,22 @@ class NxdLayout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
-    """Virtual stages of each pipeline rank; stage s is on rank s % pp."""
+    """Virtual stages per pipeline rank; stage s is on rank s % pp."""
     pipeline_cuts: tuple[int, ...] = ()
-    """Last layer of each stage but the last; empty: even, with what is left over on the last stages."""
+    """Last layer of each stage except the last. Empty: even stages; remaining layers go to the last stages."""
     kv_multiplier: int = 1
-    """How often key and value heads are repeated (kv_replicator)."""
+    """Replicas of each key and value head (NxD's kv_replicator)."""
     qkv: QkvKind = "separate"
     gate_up: bool = True
-    """Gate and up projections are one matrix."""
+    """Gate and up projections are fused in one matrix."""
     kv_order: KvOrder = "trn1"
     style: NameStyle = "hf"
     by_head: bool = True
-    """Megatron style: rows of matrices that share a tensor lie head by head, as NxDT's model takes them; False: one
-    matrix after the other, as the reference's converter writes them (its model reads something else from that)."""
+    """Megatron style: fused matrices are interleaved head by head, as NxDT's model expects. False: one matrix follows
+    the other, as NxD's reference converter writes them (NxDT's model misreads those)."""
     vocab: int | None = None
-    """Rows of the embedding and of the head over all ranks, with padding; default: rounded up to a multiple of tp.
-    NxD refuses a vocabulary that tp does not divide, so its configuration must give the padded number."""
+    """Rows of the embedding and of the output projection over all ranks, with padding. None: rounded up to a multiple
+    of tp. NxD refuses a vocabulary that tp does not divide, so its configuration has the padded number."""
 
 
 FLAG_NAMES = {
@@ -54,70 +56,69 @@ FLAG_NAMES = {
     "kv_order": "hw_backend",
     "style": "model_style",
 }
-"""What users know these fields by."""
+"""NxD's command-line flags for these fields, for error messages."""
+
+
+def require_llama(model: AnyModelConfig, nearest: str = "model.family=llama") -> LlamaConfig:
+    if not isinstance(model, LlamaConfig):
+        raise UserError(f"model.family={model.family}: NxD checkpoints hold Llama models only; nearest: {nearest}")
+    return model
 
 
 def rank_tensors(model: LlamaConfig, layout: NxdLayout) -> dict[PpTpRank, tuple[StoredTensor, ...]]:
-    """What every rank's file holds."""
+    """The tensors in every rank's file."""
     return {
-        (pp, tp): held
+        (pp, tp): tensors
         for pp in range(layout.pp)
-        for tp, held in enumerate(zip(*stage_tensors(model, layout, pp), strict=True))
+        for tp, tensors in enumerate(zip(*stage_tensors(model, layout, pp), strict=True))
     }
 
 
 def stage_tensors(model: LlamaConfig, layout: NxdLayout, pp_rank: int) -> Iterator[tuple[StoredTensor, ...]]:
-    """The tensors on a pipeline rank in the model's order; for each, what the tensor-parallel ranks hold of it.
+    """The tensors on a pipeline rank in the model's order, each as a tuple of its tensor-parallel shards.
 
-    A tied head is there too, as a copy of the embedding: NxD's state dict names both, and loading wants both.
+    A tied output projection is included as a copy of the embedding: NxD's state dict has both, and loading needs both.
     """
     check_layout(model, layout)
     names = NAME_TABLES[layout.style]
-    last = pp_rank == layout.pp - 1
     if pp_rank == 0:
         yield _vocab_tensors(names.embedding, "embedding.weight", model, layout)
     for layer in pp_rank_layers(model, layout, pp_rank):
         yield from _layer_tensors(model, layout, layer)
-    if last:
-        yield (StoredTensor(names.norm, 0, (TensorRange("norm.weight", 0, model.hidden),)),) * layout.tp
-        yield _vocab_tensors(
-            names.output, "embedding.weight" if model.tie_embeddings else "output.weight", model, layout
-        )
+    if pp_rank == layout.pp - 1:
+        yield (StoredTensor(names.norm, 0, (unfused_tensors(model)["norm.weight"],)),) * layout.tp
+        output = "embedding.weight" if model.tie_embeddings else "output.weight"
+        yield _vocab_tensors(names.output, output, model, layout)
 
 
 def qkv_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
-    """Query, key and value matrices of a layer, for each the ranks' shares."""
+    """The query, key and value matrices of a layer, each as a tuple of its tensor-parallel shards."""
     names, by_head = NAME_TABLES[layout.style], layout.style == "megatron" and layout.by_head
-    for name, letters in names.qkv[layout.qkv]:
-        yield tuple(
-            StoredTensor(
-                f"{names.layer_prefix}{layer}.{name}",
-                0,
-                _head_ranges(model, kv_slots(model, layout, rank), layer, letters, by_head),
-            )
-            for rank in range(layout.tp)
-        )
+    for suffix, letters in names.qkv[layout.qkv]:
+        name = f"{names.layer_prefix}{layer}.{suffix}"
+        slots = (kv_slots(model, layout, rank) for rank in range(layout.tp))
+        yield tuple(StoredTensor(name, 0, _head_slices(model, on_rank, layer, letters, by_head)) for on_rank in slots)
 
 
 def kv_slots(model: LlamaConfig, layout: NxdLayout, tp_rank: int) -> list[tuple[int, range]]:
-    """The key-value heads on a rank, and with each the query heads that look at it."""
-    kv, times = model.num_kv_heads, layout.kv_multiplier
-    here, queries = kv * times // layout.tp, model.heads // (kv * times)
+    """The key-value heads on a rank, each with the query heads that attend to it."""
+    kv, replicas = model.num_kv_heads, layout.kv_multiplier
+    slots_per_rank, queries = kv * replicas // layout.tp, model.heads // (kv * replicas)
     out = []
-    for slot in range(tp_rank * here, (tp_rank + 1) * here):
-        head, copy = (slot % kv, slot // kv) if layout.kv_order == "trn1" else (slot // times, slot % times)
-        first = (head * times + copy) * queries
+    for slot in range(tp_rank * slots_per_rank, (tp_rank + 1) * slots_per_rank):
+        head, replica = (slot % kv, slot // kv) if layout.kv_order == "trn1" else (slot // replicas, slot % replicas)
+        first = (head * replicas + replica) * queries
         out.append((head, range(first, first + queries)))
     return out
 
 
 def stage_cuts(model: LlamaConfig, layout: NxdLayout) -> tuple[int, ...]:
-    """The last layer of each stage but the last."""
+    """The last layer of each stage except the last."""
     stages = layout.pp * layout.vpp
     if layout.pipeline_cuts:
         return layout.pipeline_cuts
-    each, over = divmod(model.layers, stages)
-    ends = [(stage + 1) * each + max(0, stage + 1 - (stages - over)) for stage in range(stages)]
+    per_stage, remaining = divmod(model.layers, stages)
+    ends = [(stage + 1) * per_stage + max(0, stage + 1 - (stages - remaining)) for stage in range(stages)]
     return tuple(end - 1 for end in ends[:-1])
 
 
@@ -135,59 +136,60 @@ def padded_vocab(model: LlamaConfig, layout: NxdLayout) -> int:
 
 
 def check_layout(model: LlamaConfig, layout: NxdLayout) -> None:
-    """Refuse what no NxD model looks like, with the nearest thing that one does."""
+    """Refuse layouts that no NxD model has. The error names the nearest valid value."""
     for key in ("tp", "pp", "vpp", "kv_multiplier"):
         if getattr(layout, key) < 1:
             raise UserError(f"{FLAG_NAMES[key]}={getattr(layout, key)}: must be 1 or more")
     names = NAME_TABLES[layout.style]
     if layout.qkv not in names.qkv:
-        raise UserError(f"qkv={layout.qkv}: {layout.style} style has none of that; it has {' and '.join(names.qkv)}")
+        raise UserError(f"qkv={layout.qkv}: not available in {layout.style} style; use {' or '.join(names.qkv)}")
     if layout.gate_up not in names.gate_up:
-        raise UserError(f"gate_up=False: {layout.style} style keeps gate and up in one matrix; use gate_up=True")
+        raise UserError(f"gate_up=False: {layout.style} style fuses gate and up in one matrix; use gate_up=True")
     for key, size in (("heads", model.heads), ("ffn", model.ffn)):
         if size % layout.tp:
             raise UserError(f"tp_size={layout.tp}: does not divide {key}={size}; nearest: {_nearest_tp(model, layout)}")
-    if layout.kv_multiplier not in (works := valid_kv_multipliers(model, layout)):
+    if layout.kv_multiplier not in (valid := valid_kv_multipliers(model, layout)):
         raise UserError(
-            f"kv_size_multiplier={layout.kv_multiplier}: cannot put {model.num_kv_heads} kv heads of {model.heads} heads on "
-            f"tp_size={layout.tp} ranks (qkv={layout.qkv}, {layout.style} style, {layout.kv_order}); "
-            + (f"works: {_join_numbers(works)}" if works else f"nearest that works: {_suggest_fix(model, layout)}")
+            f"kv_size_multiplier={layout.kv_multiplier}: cannot split {model.num_kv_heads} kv heads of {model.heads} "
+            f"heads over tp_size={layout.tp} ranks (qkv={layout.qkv}, {layout.style} style, {layout.kv_order}); "
+            + (f"valid: {_join_numbers(valid)}" if valid else f"nearest: {_suggest_fix(model, layout)}")
         )
     if layout.vocab is not None and (layout.vocab < model.vocab or layout.vocab % layout.tp):
-        fits = ceil(model.vocab / layout.tp) * layout.tp
+        smallest = ceil(model.vocab / layout.tp) * layout.tp
         raise UserError(
-            f"vocab={layout.vocab}: must hold {model.vocab} and divide by tp_size={layout.tp}; least: {fits}"
+            f"vocab={layout.vocab}: must be at least {model.vocab} and a multiple of tp_size={layout.tp}; "
+            f"smallest: {smallest}"
         )
     _check_stages(model, layout)
 
 
 def valid_kv_multipliers(model: LlamaConfig, layout: NxdLayout) -> list[int]:
-    """Every kv_multiplier that fits the rest of the layout."""
-    repeated = layout.style == "hf" and layout.qkv in ("qkv_linear", "fused")
+    """Every kv_multiplier that is valid with the rest of the layout."""
+    can_replicate = layout.style == "hf" and layout.qkv in ("qkv_linear", "fused")
     queries = model.heads // model.num_kv_heads
     return [
-        times
-        for times in range(1, (queries if repeated else 1) + 1)
-        # The last: NxD sums gradients over ranks that hold the same heads, on trn2 over neighbours.
-        if queries % times == 0
-        and model.num_kv_heads * times % layout.tp == 0
-        and layout.tp % times == 0
-        and (times == 1 or layout.kv_order == "trn1" or model.num_kv_heads * times == layout.tp)
+        replicas
+        for replicas in range(1, (queries if can_replicate else 1) + 1)
+        if queries % replicas == 0
+        and model.num_kv_heads * replicas % layout.tp == 0
+        and layout.tp % replicas == 0
+        # NxD sums gradients over ranks that hold the same heads; on trn2 these are adjacent ranks.
+        and (replicas == 1 or layout.kv_order == "trn1" or model.num_kv_heads * replicas == layout.tp)
     ]
 
 
 def _check_stages(model: LlamaConfig, layout: NxdLayout) -> None:
     stages, cuts = layout.pp * layout.vpp, layout.pipeline_cuts
     if stages > model.layers:
-        what = f"pp_size={layout.pp} times virtual_pp_size={layout.vpp}"
-        raise UserError(f"{what}: {stages} stages for {model.layers} layers; at most {model.layers} stages")
+        keys = f"pp_size={layout.pp} times virtual_pp_size={layout.vpp}"
+        raise UserError(f"{keys}: {stages} stages for {model.layers} layers; at most {model.layers} stages")
     if cuts and (
         len(cuts) != stages - 1 or list(cuts) != sorted(set(cuts)) or cuts[0] < 0 or cuts[-1] > model.layers - 2
     ):
         even = _join_numbers(stage_cuts(model, NxdLayout(pp=layout.pp, vpp=layout.vpp))) or "none"
         raise UserError(
-            f"pipeline_cuts={_join_numbers(cuts)}: must be {stages - 1} rising layer numbers up to {model.layers - 2}, "
-            f"each the last layer of a stage; even would be: {even}"
+            f"pipeline_cuts={_join_numbers(cuts)}: must be {stages - 1} increasing layer numbers up to "
+            f"{model.layers - 2}, each the last layer of a stage; for even stages: {even}"
         )
 
 
@@ -197,10 +199,10 @@ def _nearest_tp(model: LlamaConfig, layout: NxdLayout) -> int:
 
 
 def _suggest_fix(model: LlamaConfig, layout: NxdLayout) -> str:
-    """Where no multiplier fits: a kind that repeats heads, or fewer ranks."""
-    repeats = NxdLayout(tp=layout.tp, qkv="qkv_linear", kv_order=layout.kv_order)
-    if layout.style == "hf" and (works := valid_kv_multipliers(model, repeats)):
-        return f"qkv=qkv_linear with kv_size_multiplier={works[0]}"
+    """A valid layout if no multiplier works: a qkv kind that replicates heads, or fewer ranks."""
+    replicating = NxdLayout(tp=layout.tp, qkv="qkv_linear", kv_order=layout.kv_order)
+    if layout.style == "hf" and (valid := valid_kv_multipliers(model, replicating)):
+        return f"qkv=qkv_linear with kv_size_multiplier={valid[0]}"
     return f"tp_size={nearest_divisor(layout.tp, model.num_kv_heads)}"
 
 
@@ -209,59 +211,56 @@ def _join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
 
 
 def _layer_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
-    names, tp = NAME_TABLES[layout.style], layout.tp
-    theirs, ours = f"{names.layer_prefix}{layer}.", f"layers.{layer}."
+    names, ranks = NAME_TABLES[layout.style], range(layout.tp)
+    nxd_prefix, unfused_prefix = f"{names.layer_prefix}{layer}.", f"layers.{layer}."
+    shard_size = model.ffn // layout.tp
+
+    def shard(matrix: str, dim: int, rank: int) -> TensorSlice:
+        full = unfused_tensors(model)[f"{unfused_prefix}mlp.{matrix}.weight"]
+        return full.narrow(dim, rank * shard_size, (rank + 1) * shard_size)
+
     yield from qkv_tensors(model, layout, layer)
-    yield tuple(
-        StoredTensor(
-            theirs + names.attention_output, 1, _head_ranges(model, kv_slots(model, layout, rank), layer, "o", False)
-        )
-        for rank in range(tp)
-    )
-    share = model.ffn // tp
-    for name, parts in names.gate_up[layout.gate_up]:
+    output = nxd_prefix + names.attention_output
+    slots = (kv_slots(model, layout, rank) for rank in ranks)
+    yield tuple(StoredTensor(output, 1, _head_slices(model, on_rank, layer, "o", False)) for on_rank in slots)
+    for suffix, matrices in names.gate_up[layout.gate_up]:
         yield tuple(
-            StoredTensor(
-                theirs + name, 0, tuple(_even_range(f"{ours}mlp.{part}.weight", share, rank) for part in parts)
-            )
-            for rank in range(tp)
+            StoredTensor(nxd_prefix + suffix, 0, tuple(shard(matrix, 0, rank) for matrix in matrices)) for rank in ranks
         )
-    yield tuple(
-        StoredTensor(theirs + names.down, 1, (_even_range(f"{ours}mlp.down.weight", share, rank),))
-        for rank in range(tp)
-    )
-    for name, part in NORM_NAMES.items():
-        yield (StoredTensor(theirs + name, 0, (TensorRange(f"{ours}{part}.weight", 0, model.hidden),)),) * tp
+    yield tuple(StoredTensor(nxd_prefix + names.down, 1, (shard("down", 1, rank),)) for rank in ranks)
+    for suffix, norm in NORM_NAMES.items():
+        full = unfused_tensors(model)[f"{unfused_prefix}{norm}.weight"]
+        yield (StoredTensor(nxd_prefix + suffix, 0, (full,)),) * layout.tp
 
 
-def _even_range(name: str, size: int, rank: int) -> TensorRange:
-    return TensorRange(name, rank * size, (rank + 1) * size)
-
-
-def _head_ranges(
-    model: LlamaConfig, here: list[tuple[int, range]], layer: int, letters: str, by_head: bool
-) -> tuple[TensorRange, ...]:
-    """Rows (columns for `o`) of the matrices in `letters` for the heads on a rank; what touches is one piece."""
+def _head_slices(
+    model: LlamaConfig, slots: list[tuple[int, range]], layer: int, letters: str, by_head: bool
+) -> tuple[TensorSlice, ...]:
+    """Rows (columns for `o`) of the matrices in `letters` for the heads on a rank. Adjacent heads are one slice."""
     size = model.head_size
-    order = [(slot, x) for slot in here for x in letters] if by_head else [(slot, x) for x in letters for slot in here]
-    pieces: list[TensorRange] = []
+    order = [(slot, x) for slot in slots for x in letters]
+    if not by_head:
+        order = [(slot, x) for x in letters for slot in slots]
+    ranges: list[tuple[str, int, int]] = []
     for (head, queries), letter in order:
-        part = f"layers.{layer}.attention.{'output' if letter == 'o' else letter}.weight"
         first, stop = (queries.start, queries.stop) if letter in "qo" else (head, head + 1)
         start = first * size
-        if pieces and pieces[-1].name == part and pieces[-1].stop == start:
-            start = pieces.pop().start
-        pieces.append(TensorRange(part, start, stop * size))
-    return tuple(pieces)
+        if ranges and ranges[-1][0] == letter and ranges[-1][2] == start:
+            start = ranges.pop()[1]
+        ranges.append((letter, start, stop * size))
+    matrices = {
+        letter: unfused_tensors(model)[f"layers.{layer}.attention.{'output' if letter == 'o' else letter}.weight"]
+        for letter in letters
+    }
+    return tuple(matrices[letter].narrow(int(letter == "o"), start, stop) for letter, start, stop in ranges)
 
 
 def _vocab_tensors(name: str, unfused_name: str, model: LlamaConfig, layout: NxdLayout) -> tuple[StoredTensor, ...]:
-    rows = padded_vocab(model, layout) // layout.tp
+    rows, full = padded_vocab(model, layout) // layout.tp, unfused_tensors(model)[unfused_name]
     out = []
     for rank in range(layout.tp):
         start, stop = (min(end * rows, model.vocab) for end in (rank, rank + 1))
-        piece = (
-            TensorRange(unfused_name, start, stop) if start < stop else TensorRange(unfused_name, 0, 0)
-        )  # this rank has padding only
+        # A rank with padding only gets an empty slice, the same on all of them.
+        piece = full.narrow(0, start, stop) if start < stop else full.narrow(0, 0, 0)
         out.append(StoredTensor(name, 0, (piece,), padded_size=rows))
     return tuple(out)

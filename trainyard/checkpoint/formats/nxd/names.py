@@ -1,6 +1,6 @@
-"""What NxD's two kinds of Llama model call their tensors: the one after Hugging Face's, and NxDT's Megatron one.
+"""Tensor names of NxD's two Llama implementations: the one derived from Hugging Face's, and NxDT's Megatron model.
 
-A table for each style, since nothing else differs between them. A tensor may hold several matrices, in the order given.
+The two differ in nothing else, so each is a table. A stored tensor may hold several matrices, in the given order.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ NameStyle = Literal["hf", "megatron"]
 
 @dataclass(frozen=True)
 class NameTable:
-    """Names of one style: outside the layers, then after the layer's prefix. A name may hold several matrices."""
+    """Tensor names of one style. Names inside a layer follow `layer_prefix` and the layer number."""
 
     embedding: str
     norm: str
@@ -21,7 +21,9 @@ class NameTable:
     attention_output: str
     down: str
     qkv: dict[QkvKind, tuple[tuple[str, str], ...]]
+    """The tensors of each kind, with the letters of the matrices (q, k, v) in each."""
     gate_up: dict[bool, tuple[tuple[str, tuple[str, ...]], ...]]
+    """The tensors and their matrices, fused (True) or separate."""
 
 
 NAME_TABLES: dict[NameStyle, NameTable] = {

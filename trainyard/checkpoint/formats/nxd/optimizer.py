@@ -1,10 +1,10 @@
-"""What an NxD run needs to go on here: master weights and AdamW's moments, at whatever tp, pp and dp it was saved.
+"""Reads the training state of an NxD run: master weights and AdamW's moments, saved at any tp, pp and dp.
 
-The optimizer's tensors lie as the model's do, so the description of the model's files serves for them as well. What the
-optimizer's files do not have are names: parameters are numbered in the order of their groups. NxD's and NxDT's own
-examples put all of a Llama model into one group (the names that they look for, LayerNorm, are not in it); NeMo and
-transformers have a second one, without weight decay, for norms and biases. Both orders are tried, against the shapes
-that the files give and, where there are master weights, against the weights themselves. What fits neither is refused.
+The optimizer's tensors are sharded as the model's, so the description of the model's files also serves for them. What
+the optimizer's files lack is names: parameters are numbered in the order of their groups. The examples of NxD and NxDT
+put all parameters of a Llama model into one group (they look for the name LayerNorm, which does not occur); NeMo and
+transformers have a second group, without weight decay, for norms and biases. Both orders are tried against the stored
+shapes and, if there are master weights, against the weights themselves. State that fits neither order is refused.
 """
 
 import re
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
-from trainyard.checkpoint.formats.nxd import layout
+from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd, read_rank_file
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints
 from trainyard.checkpoint.formats.nxd.layout import PpTpRank
@@ -36,9 +36,9 @@ from trainyard.checkpoint.formats.nxd.optimizer_files import (
 from trainyard.checkpoint.formats.nxd.validate import RankFiles, index_reader
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
-from trainyard.checkpoint.native.partition import LocalSlice
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models import AnyModelConfig
 
 __all__ = ["NxdTrainingState", "find_optimizer", "open_nxd_state"]
@@ -48,153 +48,159 @@ PARAM_ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
     "the model's order": lambda names: names,
     "the order of decay and no decay": lambda names: sorted(names, key=lambda name: bool(NO_DECAY_NAME.search(name))),
 }
-# A master weight may be a bf16 step away from the weight: Trainium can round at random, and with XLA_DOWNCAST_BF16 what
-# is saved as fp32 was bf16 on the device. (What is saved as fp64 was fp32 there.)
 MASTER_RTOL = torch.finfo(torch.bfloat16).eps
+"""A master weight may differ from the weight by one bf16 step: Trainium supports stochastic rounding, and with
+XLA_DOWNCAST_BF16 a tensor saved as fp32 was bf16 on the device (and one saved as fp64 was fp32)."""
 SAMPLE_ELEMENTS = 4096
-"""Elements that are compared at each end of a parameter."""
+"""Elements compared at each end of a parameter."""
 STEP_IN_TAG = re.compile(r"step[_=](\d+)")
 STEP_COUNTER_FILES = {"user_content.pt": ("total_steps", "global_step"), "scheduler.pt": ("last_epoch",)}
 
 
 @dataclass(frozen=True)
 class NxdTrainingState:
-    """Weights and moments of a run, to be read box by box."""
+    """Weights and moments of an NxD run: a StateSource."""
 
     model: LlamaConfig
     dtypes: dict[str, torch.dtype]
-    """Of each kind: fp32, but for weights without master weights, which are as the model's files have them."""
+    """The dtype of each kind of state: fp32, except for weights without master weights, which keep theirs."""
     updates: int
-    """That the optimizer has made."""
+    """Number of optimizer updates."""
     step: int | None
-    """Of the run, where the checkpoint tells."""
+    """Step of the run, if the checkpoint has it."""
     sources: Mapping[str, ShardedWeights[PpTpRank]]
+    """The tensors of each kind of state."""
 
-    def read_state(self, kind: str, box: LocalSlice) -> Tensor:
-        """A box of a part, from whichever files hold some of it."""
-        region = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-        return self.sources[kind].read(box.tensor_name, region).to(self.dtypes[kind])
+    def read_state(self, kind: str, wanted: TensorSlice) -> Tensor:
+        return self.sources[kind].read(wanted).to(self.dtypes[kind])
 
 
 def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> NxdTrainingState:
-    """The state at `path`, a checkpoint with model and optimizer; `hints` are those of open_nxd."""
-    weights, found, optimizer = open_nxd(path, model, hints), find_nxd(path), find_optimizer(path)
+    """Open the state at `path`, a checkpoint with model and optimizer. `hints` are those of open_nxd."""
+    weights, model_files, optimizer_files = open_nxd(path, model, hints), find_nxd(path), find_optimizer(path)
     assert isinstance(weights.model, LlamaConfig)
-    assert found
-    if optimizer is None:
-        raise UserError(f"{path}: has no optimizer state (no optim directory beside model); its weights can be read")
-    shares = {rank: [read_optimizer_shard(file) for file in files] for rank, files in optimizer.files.items()}
-    every = [share for held in shares.values() for share in held]
-    _check_consistent(every)
-    parameters = {rank: _trained_parameters(weights.model, read_rank_file(file)) for rank, file in found.files.items()}
-    named = {rank: _name_tensors(held, parameters[rank]) for rank, held in shares.items()}
+    assert model_files
+    if optimizer_files is None:
+        raise UserError(f"{path}: has no optimizer state (no directory optim next to model), only weights")
+    shards = {rank: [read_optimizer_shard(file) for file in files] for rank, files in optimizer_files.files.items()}
+    all_shards = [shard for rank_shards in shards.values() for shard in rank_shards]
+    _check_consistent(all_shards)
+    parameters = {
+        rank: _trained_parameters(weights.model, read_rank_file(file)) for rank, file in model_files.files.items()
+    }
+    named = {rank: _name_tensors(rank_shards, parameters[rank]) for rank, rank_shards in shards.items()}
     stored = [
-        (rank, each)
-        for rank, held in layout.rank_tensors(weights.model, weights.layout).items()
-        for each in held
-        if each.name in parameters[rank]
+        (rank, tensor)
+        for rank, tensors in nxd_layout.rank_tensors(weights.model, weights.layout).items()
+        for tensor in tensors
+        if tensor.name in parameters[rank]
     ]
 
-    def scattered(files: RankFiles) -> ShardedWeights[PpTpRank]:
+    def source(files: RankFiles) -> ShardedWeights[PpTpRank]:
         return ShardedWeights(weights.model, stored, index_reader(files), lambda rank, name: files[rank][name].dtype)
 
-    kinds = {kind: scattered({rank: held[kind] for rank, held in named.items()}) for kind in every[0].tensors}
-    dtypes = dict.fromkeys(kinds, torch.float32)
-    if "weights" not in kinds:
-        kinds["weights"] = weights
-        own = (lazy.dtype for held in parameters.values() for lazy in held.values())
-        dtypes["weights"] = reduce(torch.promote_types, own)
-    return NxdTrainingState(weights.model, dtypes, every[0].updates, _find_step(found.root), kinds)
+    sources = {kind: source({rank: tensors[kind] for rank, tensors in named.items()}) for kind in all_shards[0].tensors}
+    dtypes = dict.fromkeys(sources, torch.float32)
+    if "weights" not in sources:
+        sources["weights"] = weights
+        stored_dtypes = (tensor.dtype for tensors in parameters.values() for tensor in tensors.values())
+        dtypes["weights"] = reduce(torch.promote_types, stored_dtypes)
+    step = _find_step(model_files.root)
+    return NxdTrainingState(weights.model, dtypes, all_shards[0].updates, step, sources)
 
 
-def _check_consistent(shares: list[OptimizerShard]) -> None:
-    """Every file has the same kinds of tensors, of the same update."""
-    first = shares[0]
-    for share in shares[1:]:
-        if share.tensors.keys() != first.tensors.keys():
-            has, lacks = (first, share) if "weights" in first.tensors else (share, first)
+def _check_consistent(shards: list[OptimizerShard]) -> None:
+    """Refuse files with different kinds of tensors, or of different updates."""
+    first = shards[0]
+    for shard in shards[1:]:
+        if shard.tensors.keys() != first.tensors.keys():
+            has, lacks = (first, shard) if "weights" in first.tensors else (shard, first)
             raise UserError(
-                f"{lacks.path}: has no {MASTER_WEIGHTS_KEY}, but {has.path.name} has; they are not of one checkpoint"
+                f"{lacks.path}: has no {MASTER_WEIGHTS_KEY}, but {has.path.name} has; "
+                "they do not belong to one checkpoint"
             )
-        if share.updates != first.updates:
+        if shard.updates != first.updates:
             raise UserError(
-                f"{share.path}: is of update {share.updates}, {first.path.name} of {first.updates}; "
-                "they are not of one checkpoint"
+                f"{shard.path}: is of update {shard.updates}, {first.path.name} of {first.updates}; "
+                "they do not belong to one checkpoint"
             )
 
 
-def _trained_parameters(model: LlamaConfig, held: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """What the optimizer knows of a rank's file. A tied head is no parameter of its own where the embedding is."""
-    heads = [names.output for names in NAME_TABLES.values() if model.tie_embeddings and names.embedding in held]
-    return {name: lazy for name, lazy in held.items() if not IGNORED_BUFFERS.search(name) and name not in heads}
+def _trained_parameters(model: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors of a rank's file that the optimizer has state for. A tied output projection on the rank of the
+    embedding is the same parameter as the embedding."""
+    tied = [names.output for names in NAME_TABLES.values() if model.tie_embeddings and names.embedding in tensors]
+    return {name: tensor for name, tensor in tensors.items() if not IGNORED_BUFFERS.search(name) and name not in tied}
 
 
 def _name_tensors(
-    shares: Sequence[OptimizerShard], weights: Mapping[str, LazyTensor]
+    shards: Sequence[OptimizerShard], weights: Mapping[str, LazyTensor]
 ) -> dict[str, dict[str, LazyTensor]]:
-    """A rank's tensors of each kind by name, in the first order of parameters that fits."""
-    first, misfits = shares[0], []
-    for share in shares:
-        if len(share.shapes) != len(weights):
+    """The tensors of a rank by kind and name, in the first parameter order that fits."""
+    first, problems = shards[0], []
+    for shard in shards:
+        if len(shard.shapes) != len(weights):
             raise UserError(
-                f"{share.path}: has {len(share.shapes)} parameters, its model file {len(weights)}; "
-                "a run that trains all of the model was expected"
+                f"{shard.path}: has {len(shard.shapes)} parameters, its model file {len(weights)}; "
+                "expected a run that trains all parameters"
             )
-        if share.shapes != first.shapes:
-            raise UserError(f"{share.path}: its parameters have other shapes than those of {first.path.name}")
+        if shard.shapes != first.shapes:
+            raise UserError(f"{shard.path}: its parameters have other shapes than those of {first.path.name}")
     for order, sort in PARAM_ORDERS.items():
         names = sort(list(weights))
         wrong = next((i for i, name in enumerate(names) if first.shapes[i] != weights[name].shape), None)
         if wrong is not None:
-            has, wanted = list(first.shapes[wrong]), list(weights[names[wrong]].shape)
-            misfits.append(f"in {order} number {wrong} would be {names[wrong]} {wanted}, but is {has}")
+            shape, expected = list(first.shapes[wrong]), list(weights[names[wrong]].shape)
+            problems.append(f"in {order} parameter {wrong} is {names[wrong]} {expected}, but has shape {shape}")
             continue
-        merged = {kind: _merge_shards(shares, kind, names) for kind in first.tensors}
-        differing = (
+        merged = {kind: _merge_shards(shards, kind, names) for kind in first.tensors}
+        different = (
             name for name, master in merged.get("weights", {}).items() if not _nearly_equal(master, weights[name])
         )
-        if (other := next(differing, None)) is None:
+        if (name := next(different, None)) is None:
             return merged
-        misfits.append(f"in {order} the master weights of {other} are not its weights")
-    raise UserError(f"{first.path}: does not fit the model file beside it: {'; '.join(misfits)}")
+        problems.append(f"in {order} the master weights of {name} differ from its weights")
+    raise UserError(f"{first.path}: does not fit its model file: {'; '.join(problems)}")
 
 
-def _merge_shards(shares: Sequence[OptimizerShard], kind: str, names: list[str]) -> dict[str, LazyTensor]:
+def _merge_shards(shards: Sequence[OptimizerShard], kind: str, names: list[str]) -> dict[str, LazyTensor]:
     out: dict[str, LazyTensor] = {}
-    for number, name in enumerate(names):
-        shape = shares[0].shapes[number]
-        wanted = (rows_per_file(shape, len(shares)), *shape[1:])
-        for share in shares:
-            if (has := share.tensors[kind][number].shape) != wanted:
+    for i, name in enumerate(names):
+        full_shape = shards[0].shapes[i]
+        expected = (rows_per_file(full_shape, len(shards)), *full_shape[1:])
+        for shard in shards:
+            if (shape := shard.tensors[kind][i].shape) != expected:
                 # NxDT without model.wrap_with_zero saves one rank's rows; nxd_convert_zero_checkpoints keeps only the
                 # first rank's master weights.
                 raise UserError(
-                    f"{share.path}: {MOMENT_KEYS.get(kind, MASTER_WEIGHTS_KEY)} of {name} is {list(has)}, wanted {list(wanted)}, for "
-                    f"{list(shape)} shared out to {len(shares)} files; rows are missing, or it is of another checkpoint"
+                    f"{shard.path}: {MOMENT_KEYS.get(kind, MASTER_WEIGHTS_KEY)} of {name} is {list(shape)}, expected "
+                    f"{list(expected)}, for {list(full_shape)} sharded over {len(shards)} files; "
+                    "rows are missing, or it belongs to another checkpoint"
                 )
-        out[name] = RowShardedTensor([share.tensors[kind][number] for share in shares], shape)
+        out[name] = RowShardedTensor([shard.tensors[kind][i] for shard in shards], full_shape)
     return out
 
 
 def _nearly_equal(master: LazyTensor, weights: LazyTensor) -> bool:
-    rows, *rest = weights.shape
-    some = min(rows, max(1, SAMPLE_ELEMENTS // prod(rest)))
-    for start in (0, rows - some):
-        region = (slice(start, start + some), *(slice(0, size) for size in rest))
-        ours, theirs = master.read(region).float(), weights.read(region).float()
-        if not torch.allclose(ours, theirs, rtol=MASTER_RTOL, atol=1e-7, equal_nan=True):
+    """Compare the first and the last rows."""
+    full, rows = TensorSlice.full("", weights.shape), weights.shape[0]
+    sample_rows = min(rows, max(1, SAMPLE_ELEMENTS // prod(weights.shape[1:])))
+    for start in (0, rows - sample_rows):
+        index = full.narrow(0, start, start + sample_rows).to_index()
+        sampled = master.read(index).float(), weights.read(index).float()
+        if not torch.allclose(*sampled, rtol=MASTER_RTOL, atol=1e-7, equal_nan=True):
             return False
     return True
 
 
 def _find_step(root: Path) -> int | None:
     tag = root.parent if root.name == "model" else root
-    if named := STEP_IN_TAG.findall(tag.name):
-        return int(named[-1])
+    if steps := STEP_IN_TAG.findall(tag.name):
+        return int(steps[-1])
     for name, keys in STEP_COUNTER_FILES.items():
-        with suppress(UserError):  # anything may be in it
+        with suppress(UserError):  # the content of these files is up to the user
             content = open_torch_file(tag / name, allow_stubs=True)
             counts = [content.get(key) for key in keys] if isinstance(content, dict) else []
-            if number := next((count for count in counts if type(count) is int), None):
-                return number
+            if step := next((count for count in counts if type(count) is int), None):
+                return step
     return None

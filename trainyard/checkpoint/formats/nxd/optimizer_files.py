@@ -1,10 +1,10 @@
-"""Files of an NxD optimizer: found, and each one's tensors in the order in which the optimizer had its parameters.
+"""Finds and reads the optimizer files of an NxD checkpoint; tensors are in the order of the optimizer's parameters.
 
-    TAG/optim/dp_rank_00_tp_rank_00_pp_rank_00.pt    beside TAG/model; one for each data-parallel rank with ZeRO-1
-    optim.dp_rank_00.tp_rank_00                      before NxD 0.7, beside the model's files
+    TAG/optim/dp_rank_00_tp_rank_00_pp_rank_00.pt    next to TAG/model; one per data-parallel rank with ZeRO-1
+    optim.dp_rank_00.tp_rank_00                      before NxD 0.7, next to the model's files
 
-ZeRO-1 pads the rows of each parameter with zeros to a multiple of the data-parallel ranks, and each rank has an equal
-run of them. `Rows` is all of a parameter's runs as one tensor, so that nothing else has to know of that.
+ZeRO-1 pads the rows of each parameter with zeros to a multiple of the data-parallel size and gives each rank an equal
+range of rows. `RowShardedTensor` presents these ranges as one tensor.
 """
 
 import re
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from trainyard.checkpoint.formats.nxd.files import CURRENT_FILE_NAME, find_nxd
 from trainyard.checkpoint.formats.nxd.layout import PpTpRank
-from trainyard.checkpoint.formats.tensor_map import TensorIndex, full_index
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 
 OLD_OPTIMIZER_NAME = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)")
 MASTER_WEIGHTS_KEY = "sharded_master_weights"
 MOMENT_KEYS = {"first": "exp_avg", "second": "exp_avg_sq"}
-"""What the files call them."""
+"""Names of the moments in the files, by kind of state."""
 
 
 @dataclass(frozen=True)
 class OptimizerFiles:
     root: Path
-    """The directory that the files are in."""
+    """The directory of the files."""
     files: dict[PpTpRank, tuple[Path, ...]]
-    """For each rank of the model's files those of its data-parallel ranks, in order."""
+    """For each rank of the model, the files of its data-parallel ranks in order."""
 
 
 def find_optimizer(path: Path) -> OptimizerFiles | None:
-    """The optimizer's files of the checkpoint in `path`, which may be all that find_nxd takes; None: it has none."""
+    """Find the optimizer files of the checkpoint at `path` (any path that find_nxd accepts). None: it has none."""
     model = find_nxd(path)
     if model is None:
         return None
@@ -47,59 +47,57 @@ def find_optimizer(path: Path) -> OptimizerFiles | None:
         (tag, (OLD_OPTIMIZER_NAME,)),
         (model.root, (OLD_OPTIMIZER_NAME,)),
     ):
-        files = _find_files(folder, names)
-        if files:
+        if files := _find_files(folder, names):
             return OptimizerFiles(folder, _complete_grid(folder, files, list(model.files)))
-    if other := sorted(file.name for file in (tag / "optim").glob("*")):
+    if unknown := sorted(file.name for file in (tag / "optim").glob("*")):
         raise UserError(
-            f"{tag / 'optim'}: has {other[0]}, but no dp_rank_00_tp_rank_00_pp_rank_00.pt; what use_zero1_dcp or "
-            f"nxd_convert_zero_checkpoints --convert_to_full made is not read"
+            f"{tag / 'optim'}: has {unknown[0]}, but no dp_rank_00_tp_rank_00_pp_rank_00.pt; the output of "
+            "use_zero1_dcp and of nxd_convert_zero_checkpoints --convert_to_full is not supported"
         )
     return None
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """What one file holds, parameters in the optimizer's order."""
+    """The content of one file, with parameters in the optimizer's order."""
 
     path: Path
     shapes: list[tuple[int, ...]]
-    """Of the rank's whole parameters, without padding."""
+    """Shapes of the rank's full parameters, without padding."""
     tensors: dict[str, list[LazyTensor]]
-    """Its rows of the first and second moments, and of the master weights ("weights") if they were saved."""
+    """This file's rows of the moments, and of the master weights ("weights") if they were saved."""
     updates: int
 
 
 def read_optimizer_shard(path: Path) -> OptimizerShard:
     state = open_torch_file(path, allow_stubs=True)
     try:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        states = state["base_state"] if "base_state" in state else state["state"]  # without ZeRO-1 there is no base
-        missing = [number for number in numbers if number not in states]
-        if missing or not numbers:
-            what = f"no state for {len(missing)} of its {len(numbers)} parameters"
-            raise UserError(f"{path}: holds {what}; it was saved before the first update, or some were frozen")
-        tensors = {kind: [states[number][name] for number in numbers] for kind, name in MOMENT_KEYS.items()}
+        ids = [param_id for group in state["param_groups"] for param_id in group["params"]]
+        states = state["base_state"] if "base_state" in state else state["state"]  # base_state: ZeRO-1
+        missing = [param_id for param_id in ids if param_id not in states]
+        if missing or not ids:
+            raise UserError(
+                f"{path}: holds no state for {len(missing)} of its {len(ids)} parameters; "
+                "it was saved before the first update, or some were frozen"
+            )
+        tensors = {kind: [states[param_id][key] for param_id in ids] for kind, key in MOMENT_KEYS.items()}
         if MASTER_WEIGHTS_KEY in state:
-            tensors["weights"] = [state[MASTER_WEIGHTS_KEY][number] for number in numbers]
-        if not all(isinstance(each, LazyTensor) for held in tensors.values() for each in held):
-            raise TypeError("something else where a tensor should be")
-        shapes = [state["shape_info"][number] for number in numbers] if "base_state" in state else None
-        return OptimizerShard(
-            path,
-            [tuple(shape) for shape in shapes] if shapes else [each.shape for each in tensors["first"]],
-            tensors,
-            _as_int(states[numbers[0]]["step"]),
-        )
+            tensors["weights"] = [state[MASTER_WEIGHTS_KEY][param_id] for param_id in ids]
+        if not all(isinstance(tensor, LazyTensor) for values in tensors.values() for tensor in values):
+            raise TypeError("a value is not a tensor")
+        shapes = [tensor.shape for tensor in tensors["first"]]
+        if "base_state" in state:
+            shapes = [tuple(state["shape_info"][param_id]) for param_id in ids]
+        return OptimizerShard(path, shapes, tensors, _as_int(states[ids[0]]["step"]))
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        what = f"{type(error).__name__} {one_line(error)}"
-        raise UserError(f"{path}: not the state of an Adam optimizer as NxD saves it: {what}") from None
+        reason = f"{type(error).__name__} {one_line(error)}"
+        raise UserError(f"{path}: not the state of an Adam optimizer as NxD saves it: {reason}") from None
 
 
 class RowShardedTensor(LazyTensor):
-    """A tensor of which several files have an equal number of rows each; what is beyond `shape` is padding."""
+    """A tensor whose rows are distributed over several files in equal numbers; rows beyond `shape` are padding."""
 
     def __init__(self, files: Sequence[LazyTensor], shape: tuple[int, ...]) -> None:
         self._files, self._shape = files, shape
@@ -114,12 +112,12 @@ class RowShardedTensor(LazyTensor):
         return self._files[0].dtype
 
     def read(self, index: TensorIndex | None = None) -> Tensor:
-        rows, *rest = index or full_index(self._shape)
+        rows, *rest = index or TensorSlice.full("", self._shape).to_index()
         out = []
-        for number in range(rows.start // self._rows_per_file, -(-rows.stop // self._rows_per_file)):
-            begin = number * self._rows_per_file
-            inside = slice(max(rows.start - begin, 0), min(rows.stop - begin, self._rows_per_file))
-            out.append(self._files[number].read((inside, *rest)))
+        for i in range(rows.start // self._rows_per_file, -(-rows.stop // self._rows_per_file)):
+            first_row = i * self._rows_per_file
+            file_rows = slice(max(rows.start - first_row, 0), min(rows.stop - first_row, self._rows_per_file))
+            out.append(self._files[i].read((file_rows, *rest)))
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
@@ -131,11 +129,11 @@ def _find_files(folder: Path, names: Sequence[re.Pattern[str]]) -> dict[PpTpRank
     files: dict[PpTpRank, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = next(filter(None, (name.fullmatch(path.name) for name in names)), None)
-        if not match:  # so it is with the .tensors and .info.pt of xser
+        if not match:  # such as the .tensors and .info.pt files of xser
             continue
         rank = {key: int(value or 0) for key, value in match.groupdict().items()}
         if rank.get("ep"):
-            raise UserError(f"{path}: expert-parallel ranks hold a mixture of experts; Llama models have none")
+            raise UserError(f"{path}: file of an expert-parallel rank; Llama models have no experts")
         files.setdefault((rank.get("pp", 0), rank["tp"]), {})[rank["dp"]] = path
     return files
 
@@ -143,19 +141,19 @@ def _find_files(folder: Path, names: Sequence[re.Pattern[str]]) -> dict[PpTpRank
 def _complete_grid(
     folder: Path, files: dict[PpTpRank, dict[int, Path]], ranks: list[PpTpRank]
 ) -> dict[PpTpRank, tuple[Path, ...]]:
-    """All of them in order, if there is one for each rank of the model and of data parallelism."""
+    """The files in rank order. Refuses missing files and files of ranks that the model does not have."""
     if extra := sorted(set(files) - set(ranks)):
         pp, tp = extra[0]
         raise UserError(f"{folder}: has tp_rank_{tp:02d}_pp_rank_{pp:02d}, which the model's files do not have")
-    dp = max(max(held) for held in files.values()) + 1
+    dp = max(max(by_dp) for by_dp in files.values()) + 1
     grid = [(d, rank) for rank in ranks for d in range(dp)]
     if missing := [(d, rank) for d, rank in grid if d not in files.get(rank, {})]:
-        some = ", ".join(f"dp_rank_{d:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}" for d, (pp, tp) in missing[:4])
+        names = ", ".join(f"dp_rank_{d:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}" for d, (pp, tp) in missing[:4])
         more = " and others" if len(missing) > 4 else ""
-        raise UserError(f"{folder}: {len(missing)} of {len(grid)} files are missing: {some}{more}")
+        raise UserError(f"{folder}: {len(missing)} of {len(grid)} files are missing: {names}{more}")
     return {rank: tuple(files[rank][d] for d in range(dp)) for rank in ranks}
 
 
 def _as_int(value: Any) -> int:
-    """A step: some optimizers keep a number, some a tensor of one."""
+    """A step count, which some optimizers store as a number and others as a tensor."""
     return int(value.read().item() if isinstance(value, LazyTensor) else value)
