@@ -1,16 +1,18 @@
-"""Speeds that others and we have measured, as configurations, and the few constants fitted on them.
+"""Fit the few constants of `trainyard plan` to measured speeds, and show how far off each prediction is.
 
-trn1: aws-neuron-sdk, about-neuron/benchmarks/trn1/*.csv and earlier versions of them (general/benchmarks/trn1); where
-several releases of Neuron give a row, the last figure that was stated for the layout that is current. GPT 6.7B: the
-tutorial of the Megatron-LM reference; Llama 3 70B: the log of NxD Training's tutorial (321.9 s a step). Layouts and
-recompute are those of the scripts that these pages point to. H200: docs/performance.md and
-bench/results/gpu-h200.json.
+    python bench/calibrate.py        the table of docs/plan.md: each run predicted with constants fitted to the others
+
+trn1: aws-neuron-sdk, about-neuron/benchmarks/trn1/*.csv and earlier versions of them (general/benchmarks/trn1). If
+several releases of Neuron list a run, this is the last figure for the current layout. GPT 6.7B: the tutorial of the
+Megatron-LM reference. Llama 3 70B: the log of NxD Training's tutorial (321.9 s a step). Layouts and recompute are those
+of the scripts that these pages link to. H200: docs/performance.md and bench/results/gpu-h200.json.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,17 +21,17 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.spec import Hardware, parse_hardware
-from trainyard.plan.time.step_time import Efficiency, predict_step
+from trainyard.plan.time.efficiency import Efficiency
+from trainyard.plan.time.step_time import predict_step
 
 
 @dataclass(frozen=True)
 class PublishedRun:
     name: str
     hardware_name: str
-    """As --hardware takes it."""
+    """Hardware in the form of --hardware."""
     sections: dict[str, Any]
     sequences_per_second: float
-    """Sequences a second."""
     source: str
 
     @property
@@ -40,13 +42,13 @@ class PublishedRun:
         return parse({**self.sections, "data": {"source": "synthetic", **self.sections["data"]}})
 
 
-def _llama(vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, sequence: int) -> dict[str, Any]:
+def _llama(vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, seq_len: int) -> dict[str, Any]:
     return {
         "model": {
             "family": "llama", "vocab": vocab, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv,
-            "ffn": ffn, "max_positions": sequence,
+            "ffn": ffn, "max_positions": seq_len,
         },
-        "data": {"seq_len": sequence},
+        "data": {"seq_len": seq_len},
         "train": {"steps": 1000, "global_batch": 1024, "micro_batch": 1},
         "precision": {"kind": "bf16"},
         "recompute": {"kind": "attention"},
@@ -152,67 +154,65 @@ FITTED_CONSTANTS = {
     "trn1": (("matmul", "attention"), ("memory",), ("link",), ("network",)),
     "h200": (("matmul",), ("attention",), ("memory",)),
 }
-"""The constants of each set that are fitted; names in one bracket are one constant."""
+"""The constants that are fitted to each set of runs. Names in one tuple share a value."""
 
 
 def predicted_speed(run: PublishedRun, efficiency: Efficiency) -> float:
-    """Sequences a second."""
+    """Sequences per second."""
     config = run.config()
     layout = Layout.from_config(config, run.hardware.ranks)
     return config.train.global_batch / predict_step(config, layout, run.hardware, efficiency).seconds
 
 
 @cache
-def _time_shares(name: str, number: int) -> tuple[float, ...]:
-    """How a run's step time follows from one over each free constant: seconds for each, and those that none changes."""
-    run, free = RUN_SETS[name][number], FITTED_CONSTANTS[name]
-    at_peak = run.config().train.global_batch / predicted_speed(run, Efficiency())
-    out = []
-    for names in free:
+def _time_shares(set_name: str, index: int) -> tuple[float, ...]:
+    """Seconds of a step that are inversely proportional to each fitted constant, and seconds that depend on none."""
+    run = RUN_SETS[set_name][index]
+    batch = run.config().train.global_batch
+    at_peak = batch / predicted_speed(run, Efficiency())
+    shares = []
+    for names in FITTED_CONSTANTS[set_name]:
         half = Efficiency()._replace(**dict.fromkeys(names, 0.5))
-        out.append(run.config().train.global_batch / predicted_speed(run, half) - at_peak)
-    return *out, at_peak - sum(out)
+        shares.append(batch / predicted_speed(run, half) - at_peak)
+    return *shares, at_peak - sum(shares)
 
 
-def fit_efficiency(name: str, without: int | None = None) -> Efficiency:
-    """The constants that bring the set's runs (but `without`) closest, in the mean square of the relative error. None
-    is above 1: nothing is faster than its peak."""
-    runs = [number for number in range(len(RUN_SETS[name])) if number != without]
-    rows, rest = [], []
-    for number in runs:
-        measured = RUN_SETS[name][number].config().train.global_batch / RUN_SETS[name][number].sequences_per_second
-        *shares, fixed = _time_shares(name, number)
+def fit_efficiency(set_name: str, without: int | None = None) -> Efficiency:
+    """The constants with the least mean square of relative errors over the set's runs, except run `without`. None of
+    them is above 1: nothing is faster than its peak."""
+    rows, targets = [], []
+    for index, run in enumerate(RUN_SETS[set_name]):
+        if index == without:
+            continue
+        measured = run.config().train.global_batch / run.sequences_per_second
+        *shares, fixed = _time_shares(set_name, index)
         rows.append([share / measured for share in shares])
-        rest.append(1 - fixed / measured)
-    best = _least_squares(np.array(rows), np.array(rest))
-    names = {
-        each: float(1 / value) for group, value in zip(FITTED_CONSTANTS[name], best, strict=True) for each in group
-    }
-    return Efficiency(**names)
+        targets.append(1 - fixed / measured)
+    solution = _least_squares(np.array(rows), np.array(targets))
+    groups = zip(FITTED_CONSTANTS[set_name], solution, strict=True)
+    return Efficiency(**{name: float(1 / value) for names, value in groups for name in names})
 
 
 def _least_squares(a: Any, b: Any) -> Sequence[float]:
-    """x of at least 1 that makes a x closest to b: the best of all ways to hold some of them at 1."""
-    count = a.shape[1]
-    found = []
-    for free in product((False, True), repeat=count):
-        x = np.ones(count)
-        if any(free):
-            moved = np.array(free)
-            x[moved] = np.linalg.lstsq(a[:, moved], b - a[:, ~moved].sum(1), rcond=None)[0]
+    """The x >= 1 for which a x is closest to b: the best over all choices of components that are fixed at 1."""
+    candidates = []
+    for free in product((False, True), repeat=a.shape[1]):
+        mask = np.array(free)
+        x = np.ones(a.shape[1])
+        if mask.any():
+            x[mask] = np.linalg.lstsq(a[:, mask], b - a[:, ~mask].sum(1), rcond=None)[0]
         if (x >= 1).all():
-            found.append((float(((a @ x - b) ** 2).sum()), list(x)))
-    return min(found)[1]
+            candidates.append((float(((a @ x - b) ** 2).sum()), list(x)))
+    return min(candidates)[1]
 
 
 @dataclass(frozen=True)
 class HeldOutPrediction:
-    """A run predicted with constants fitted on the others."""
+    """A run predicted with constants fitted to the other runs."""
 
     run: PublishedRun
     predicted: float
-    fitted_on_all: float
-    """Predicted with constants fitted on all, itself included."""
+    """Sequences per second."""
     constants: Efficiency
 
     @property
@@ -220,10 +220,37 @@ class HeldOutPrediction:
         return self.predicted / self.run.sequences_per_second - 1
 
 
-def leave_one_out(name: str) -> list[HeldOutPrediction]:
-    every = fit_efficiency(name)
-    out = []
-    for number, run in enumerate(RUN_SETS[name]):
-        constants = fit_efficiency(name, number)
-        out.append(HeldOutPrediction(run, predicted_speed(run, constants), predicted_speed(run, every), constants))
-    return out
+def leave_one_out(set_name: str) -> list[HeldOutPrediction]:
+    predictions = []
+    for index, run in enumerate(RUN_SETS[set_name]):
+        constants = fit_efficiency(set_name, index)
+        predictions.append(HeldOutPrediction(run, predicted_speed(run, constants), constants))
+    return predictions
+
+
+def main() -> None:
+    for name in RUN_SETS:
+        predictions = leave_one_out(name)
+        print(f"\n{name}: constants fitted to all runs: {_format_constants(fit_efficiency(name))}\n")
+        print("| run | measured, sequences/s | predicted without it | error | constants without it | source |")
+        print("|---|---|---|---|---|---|")
+        for prediction in predictions:
+            run = prediction.run
+            measured, predicted = _format_speed(run.sequences_per_second), _format_speed(prediction.predicted)
+            constants = _format_constants(prediction.constants)
+            print(f"| {run.name} | {measured} | {predicted} | {prediction.error:+.1%} | {constants} | {run.source} |")
+        errors = [abs(prediction.error) for prediction in predictions]
+        print(f"\nmedian error {median(errors):.1%}, worst {max(errors):.1%}")
+
+
+def _format_speed(speed: float) -> str:
+    return f"{speed:,.0f}" if speed > 1000 else f"{speed:.4g}"
+
+
+def _format_constants(efficiency: Efficiency) -> str:
+    """Matrix products, attention, memory, link, network."""
+    return " ".join(f"{value:.2f}" for value in efficiency)
+
+
+if __name__ == "__main__":
+    main()

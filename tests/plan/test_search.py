@@ -8,7 +8,8 @@ from trainyard.plan.hardware.spec import parse_hardware
 from trainyard.plan.memory.peak import estimate_memory
 from trainyard.plan.report import with_overrides
 from trainyard.plan.search import search_layouts
-from trainyard.plan.time.step_time import fitted_efficiency, predict_step
+from trainyard.plan.time.efficiency import fitted_efficiency
+from trainyard.plan.time.step_time import predict_step
 
 
 @pytest.mark.parametrize(

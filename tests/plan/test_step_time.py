@@ -10,7 +10,8 @@ from trainyard.config.load import load
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.spec import Hardware, parse_hardware
 from trainyard.plan.time.comm_volume import Message
-from trainyard.plan.time.step_time import Efficiency, fitted_efficiency, message_time, predict_step
+from trainyard.plan.time.efficiency import Efficiency, fitted_efficiency
+from trainyard.plan.time.step_time import message_time, predict_step
 
 ON = parse_hardware("trn1.32xlarge:16")
 WORDS = {

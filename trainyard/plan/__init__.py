@@ -1,6 +1,6 @@
-"""What a run will need and how fast it will be, worked out before a device is touched.
+"""Memory, speed and cost of a run, predicted without a device.
 
-`messages` says what ranks send, `memory` what they hold, `time` how long a step takes; `hardware` is the table of what
-one may run on. `report` puts them together for one file, `search` for every layout that fits, `compare` against what a
-run has measured; `checks` finds what would fail. `published` holds the speeds that the few constants are fitted on.
+`memory` estimates the peak of a rank, `time` counts messages and predicts the step, `hardware` has the catalog of
+devices. `report` combines them for one configuration, `search` for every layout that fits, `compare_measured` compares
+with a finished run, `preflight` finds what would fail, `fit_check` is the memory check of `trainyard train`.
 """

@@ -1,4 +1,4 @@
-"""A prediction beside what a run has measured: its directory has the configuration and a line of numbers per step."""
+"""Comparison of a plan with a finished run, whose directory has config.yaml and a line of metrics per logged step."""
 
 import json
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from typing import Any
 
 from trainyard.config.load import load
 from trainyard.config.schema import Config
+from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.plan.hardware.catalog import CATALOG
 from trainyard.plan.report import Plan
 
 WARMUP_RECORDS = 2
-"""Logged lines at the start that are left out: the first steps compile, tune and fill caches."""
+"""Records at the start that are ignored: the first steps compile, tune and fill caches."""
 
 
 @dataclass(frozen=True)
@@ -30,59 +31,58 @@ class ComparisonRow:
 def load_run_config(directory: Path, overrides: list[str]) -> Config:
     path = directory / "config.yaml"
     if not path.is_file():
-        raise UserError(f"{directory}: not a run's directory: config.yaml is missing")
+        raise UserError(f"{directory}: not a run directory: config.yaml is missing")
     return load(path, overrides)
 
 
 def run_hardware(directory: Path) -> str | None:
-    """What the run was on, as a word for `hardware`; None where it does not say."""
+    """The hardware of the run in the form of `parse_hardware`; None if its metrics do not name it."""
     first = _read_records(directory / "metrics.jsonl")[0]
     device, ranks = first.get("device"), first.get("ranks")
     if not isinstance(device, str) or not isinstance(ranks, int):
         return None
     for name, entry in CATALOG.items():
         if name in device.lower():
-            node = entry.devices * next(iter(entry.ranks_per_device.values())) if entry.count_unit == "instances" else 1
-            return f"{name}:{-(-ranks // node)}"
+            per_instance = entry.devices * next(iter(entry.ranks_per_device.values()))
+            return f"{name}:{-(-ranks // per_instance) if entry.count_unit == 'instances' else ranks}"
     return f"cpu:{ranks}"
 
 
 def compare_with_measured(plan: Plan, directory: Path) -> list[ComparisonRow]:
-    """The median of what was measured after the first lines; memory at its highest."""
+    """Predictions next to the median of the records after warmup; memory next to its maximum."""
     records = _read_records(directory / "metrics.jsonl")
     steady = records[WARMUP_RECORDS:] or records[-1:]
 
-    def middle(name: str) -> float:
+    def measured(name: str) -> float:
         return float(median(record[name] for record in steady))
 
     cost = plan.cost
-    memory = "memory, GiB" + " (Python's own too)" * (plan.hardware.entry.kind == "cpu")
+    memory_name = "memory, GiB" + " (with Python)" * (plan.hardware.entry.kind == "cpu")
+    memory = max(record["memory_bytes"] for record in records)
     rows = [
-        ComparisonRow("ms per step", plan.step_time.seconds * 1000, middle("ms_per_iteration")),
-        ComparisonRow("tokens/s", cost.tokens_per_second, middle("tokens_per_second")),
-        ComparisonRow(
-            memory, plan.stage_memory[0].total / 2**30, max(each["memory_bytes"] for each in records) / 2**30
-        ),
+        ComparisonRow("ms per step", plan.step_time.seconds * 1000, measured("ms_per_iteration")),
+        ComparisonRow("tokens/s", cost.tokens_per_second, measured("tokens_per_second")),
+        ComparisonRow(memory_name, plan.stage_memory[0].total / GIB, memory / GIB),
     ]
     if all("mfu" in record for record in steady):
-        rows.append(ComparisonRow("MFU, %", 100 * cost.mfu_full, 100 * middle("mfu")))
+        rows.append(ComparisonRow("MFU, %", 100 * cost.mfu_full, 100 * measured("mfu")))
     return [row for row in rows if row.measured > 0]
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Lines of steps. A line that a crash cut short is left out."""
+    """Records of training steps. A line that a crash truncated is ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    out = []
+    records = []
     for line in lines:
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("ms_per_iteration"), float):
-            out.append(record)
-    if not out:
-        raise UserError(f"{path}: no step is in it yet; let the run log one (log.every)")
-    return out
+            records.append(record)
+    if not records:
+        raise UserError(f"{path}: has no step yet; let the run log one (log.every)")
+    return records

@@ -1,4 +1,4 @@
-"""Which groups of ranks a layout makes on Trainium, and which of them its runtime cannot serve."""
+"""The process groups of a layout on Trainium, and those that its runtime does not support."""
 
 from typing import NamedTuple
 
@@ -15,38 +15,39 @@ COMMUNICATION_GROUPS: dict[str, tuple[tuple[AxisName, ...], tuple[str, ...]]] = 
     "layout.pp": (("pp",), ("send",)),
     "all ranks": (("pp", "dp", "cp", "tp"), ("all_reduce",)),
 }
-"""What a group is called here, the dimensions in which its ranks differ, and what they do together."""
+"""Name of a group in messages to the user: its axes, and its collectives."""
 
 
 class GroupProblem(NamedTuple):
     message: str
     fatal: bool
-    """A run ends at once; the others are what users report."""
+    """The run ends at once. Other problems are those that users report."""
 
 
 def config_as_run(config: Config, hardware: Hardware) -> Config:
-    """With what Trainium does instead of a ring, whose graph would know its rank."""
+    """The configuration as the hardware runs it: Trainium gathers keys and values instead of passing them around a
+    ring, whose graph would depend on the rank."""
     if hardware.entry.kind != "trainium" or config.layout.cp == 1 or config.layout.cp_method != "ring":
         return config
     return config.model_copy(update={"layout": config.layout.model_copy(update={"cp_method": "all_gather"})})
 
 
 def group_problems(layout: Layout, hardware: Hardware) -> list[GroupProblem]:
-    """One for each kind of group that will not work."""
+    """One problem for each unsupported kind of group."""
     if hardware.entry.kind != "trainium":
         return []
+    generation = hardware.entry.generation
     try:
-        order = rank_order(hardware.entry.generation, hardware.lnc, layout.tp, layout.world_size)
+        order = rank_order(generation, hardware.lnc, layout.tp, layout.world_size)
     except UserError as error:
         return [GroupProblem(str(error), True)]
-    out = []
-    for name, (dimensions, kinds) in COMMUNICATION_GROUPS.items():
-        sizes = [getattr(layout, dimension) for dimension in dimensions]
-        first = layout.groups(*dimensions)[0]
-        ranks = [order[place] for place in first]
-        for kind in kinds if len(first) > 1 else ():
-            if wrong := group_problem(hardware.entry.generation, hardware.lnc, kind, ranks):
-                size = f"={sizes[0]}" if name.startswith("layout.") else f" of {len(first)}"
-                out.append(GroupProblem(f"{name}{size}: {wrong}, users of {hardware.entry.generation} report", False))
+    problems = []
+    for name, (axes, collectives) in COMMUNICATION_GROUPS.items():
+        first_group = layout.groups(*axes)[0]
+        ranks = [order[position] for position in first_group]
+        for collective in collectives if len(ranks) > 1 else ():
+            if problem := group_problem(generation, hardware.lnc, collective, ranks):
+                size = f"={getattr(layout, axes[0])}" if name.startswith("layout.") else f" of {len(ranks)}"
+                problems.append(GroupProblem(f"{name}{size}: {problem}, users of {generation} report", False))
                 break
-    return out
+    return problems

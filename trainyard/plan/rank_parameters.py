@@ -1,45 +1,56 @@
-"""Which parameters a pipeline rank holds, with their local shapes, from the blueprint: in the order of its memory."""
+"""The parameters of a rank and their local shapes, from the blueprint, in the order of the flat buffer."""
 
 from dataclasses import dataclass
 from functools import cache
 
+from trainyard.config.schema import Config
+from trainyard.core.constants import DTYPE_BYTES, MIB
 from trainyard.models import AnyModelConfig, family_of
 from trainyard.models.blueprint import ParamSpec
+from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import StageSpec
 
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A parameter as a tensor-parallel rank has it; the same for all ranks and, in blocks, for all layers."""
+    """A parameter on a tensor-parallel rank; the same for all ranks and, inside blocks, for all layers."""
 
     spec: ParamSpec
     shape: tuple[int, ...]
     replication: tuple[tuple[int, int], ...]
-    """Rows of each part, and how many ranks hold the same ones."""
+    """(rows, ranks that hold the same rows) of each part of a fused parameter."""
 
 
 def local_params(model: AnyModelConfig, tp: int, stages: list[StageSpec]) -> dict[str, LocalParam]:
-    """All that these stages hold, by name, in the order of memory: those with weight decay first. (Vectors of a block
-    may stand in another order than the model's own; they share their buckets all the same.)"""
-    rows = local_params_by_stage(model, tp)
-    found: dict[str, LocalParam] = {}
+    """The parameters of these stages by name, those with weight decay first. The vectors of a block may have another
+    order than in the model; they are in the same buckets all the same."""
+    params = local_params_by_stage(model, tp)
+    named: dict[str, LocalParam] = {}
     for stage in stages:
-        ends = rows["both"] * (stage.is_first or stage.is_last) + rows["first"] * stage.is_first
-        inside = [(each.spec.name.replace("*", str(layer)), each) for layer in stage.layers for each in rows["block"]]
-        before, after = ([(each.spec.name, each) for each in some] for some in (ends, rows["last"] * stage.is_last))
-        found |= dict([*before, *inside, *after])
-    return dict(sorted(found.items(), key=lambda item: not item[1].spec.weight_decay))
+        before = params["both"] * (stage.is_first or stage.is_last) + params["first"] * stage.is_first
+        named |= {param.spec.name: param for param in before}
+        for layer in stage.layers:
+            named |= {param.spec.name.replace("*", str(layer)): param for param in params["block"]}
+        named |= {param.spec.name: param for param in params["last"] * stage.is_last}
+    return dict(sorted(named.items(), key=lambda item: not item[1].spec.weight_decay))
+
+
+def rank_flat_buffer(config: Config, params: dict[str, LocalParam], shards: int) -> FlatBuffer:
+    """The flat buffer that a run lays out for `params`, which `local_params` returned."""
+    decayed = sum(param.spec.weight_decay for param in params.values())
+    bucket = config.layout.bucket_mib * MIB // DTYPE_BYTES[config.precision.grad_reduce_dtype]
+    return FlatBuffer([(name, param.shape) for name, param in params.items()], decayed, shards, bucket)
 
 
 @cache
 def local_params_by_stage(model: AnyModelConfig, tp: int) -> dict[str, list[LocalParam]]:
-    """By place."""
+    """Parameters by `ParamSpec.pipeline_stage`; those of a block once, for any layer."""
     blueprint = family_of(model).blueprint(model)
-    out: dict[str, list[LocalParam]] = {"first": [], "block": [], "last": [], "both": []}
-    for row in blueprint.specs:
-        name = row.name.replace("*", "0")
+    params: dict[str, list[LocalParam]] = {"first": [], "block": [], "last": [], "both": []}
+    for spec in blueprint.specs:
+        name = spec.name.replace("*", "0")
         shape = blueprint.local_shape(name, tp)
-        holders = blueprint.replication(name, tp)
-        parts = [part.stop - part.start for part in blueprint.tp_slices(name, tp)] if row.tp_dim == 0 else [shape[0]]
-        out[row.pipeline_stage].append(LocalParam(row, shape, tuple(zip(parts, holders, strict=True))))
-    return out
+        rows = [part.sizes[0] for part in blueprint.tp_slices(name, tp)] if spec.tp_dim == 0 else [shape[0]]
+        replication = tuple(zip(rows, blueprint.replication(name, tp), strict=True))
+        params[spec.pipeline_stage].append(LocalParam(spec, shape, replication))
+    return params

@@ -1,4 +1,4 @@
-"""A plan put together: memory of every stage, messages by axis, the step, its cost, what limits it, what to try."""
+"""The plan of one configuration: memory of every stage, traffic by axis, step time, cost, bottleneck, suggestions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,75 +12,68 @@ from trainyard.plan.group_rules import config_as_run
 from trainyard.plan.hardware.spec import Hardware
 from trainyard.plan.memory.peak import RankMemory, estimate_memory
 from trainyard.plan.time.cost import RunCost, estimate_cost
-from trainyard.plan.time.step_time import (
-    StepTime,
-    distinct_pipeline_ranks,
-    fitted_efficiency,
-    predict_step,
-    traffic_by_axis,
-)
+from trainyard.plan.time.efficiency import fitted_efficiency
+from trainyard.plan.time.step_time import StepTime, distinct_pipeline_ranks, predict_step, traffic_by_axis
 
 MEMORY_FILL_LIMIT = 0.95
-"""Part of a rank's memory that is filled by what is proposed: the model of memory is not exact."""
+"""Share of a rank's memory that a suggestion may fill: estimates are not exact."""
 MIN_SPEEDUP = 1.02
-"""Times faster that a change must make a step to be worth a line."""
+"""Least speedup that makes a change worth suggesting."""
 MAX_SUGGESTIONS = 3
-"""Lines of what to try."""
 COMPUTE_COMPONENTS = ("matmul", "attention")
 BOTTLENECK_NAMES = {
     "compute": "compute (matrix products and attention)",
     "memory": "memory bandwidth (norms, activations, losses)",
-    "tp": "communication of tensor-parallel ranks",
-    "cp": "communication of context-parallel ranks",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
     "pp": "communication between pipeline stages",
-    "dp": "communication of data-parallel ranks",
-    "bubble": "the bubble of the pipeline",
+    "dp": "data-parallel communication",
+    "bubble": "the pipeline bubble",
     "update": "the optimizer's update",
-    "all": "sums over all ranks",
+    "all": "all-reduces over all ranks",
 }
 
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one axis sends in a step, on the slowest pipeline rank."""
+    """Messages of one axis in a step, on the slowest pipeline rank."""
 
     messages: int
     nbytes: int
-    """Bytes, the larger side of each message."""
+    """Bytes of all messages, each by its input or output, whichever is larger."""
     seconds: float
     overlapped: float
-    """Of these, seconds while something is computed."""
+    """The part of `seconds` that overlaps with computation."""
 
 
 @dataclass(frozen=True)
 class Plan:
     original_config: Config
     config: Config
-    """What the hardware does of it."""
+    """The configuration as the hardware runs it."""
     layout: Layout
     hardware: Hardware
     stage_memory: list[RankMemory]
-    """Of a rank of each pipeline rank."""
+    """Memory of a rank at each pipeline position."""
     traffic: dict[str, AxisTraffic]
     step_time: StepTime
     cost: RunCost
 
     @property
     def fits(self) -> bool:
-        return max(each.total for each in self.stage_memory) <= self.hardware.memory
+        return max(memory.total for memory in self.stage_memory) <= self.hardware.memory
 
     @property
     def time_shares(self) -> dict[str, float]:
-        """Of the step, by what NAMES has."""
-        parts = dict(self.step_time.components)
-        compute = sum(parts.pop(name) for name in COMPUTE_COMPONENTS)
-        return {name: value / self.step_time.seconds for name, value in {"compute": compute, **parts}.items()}
+        """Share of the step by key of BOTTLENECK_NAMES."""
+        components = dict(self.step_time.components)
+        compute = sum(components.pop(name) for name in COMPUTE_COMPONENTS)
+        return {name: value / self.step_time.seconds for name, value in {"compute": compute, **components}.items()}
 
     @property
     def bottleneck(self) -> str:
-        """What the step would gain most from."""
         if not self.fits:
-            return "memory: it does not fit"
+            return "memory: the run does not fit"
         name, share = max(self.time_shares.items(), key=lambda item: item[1])
         return f"{BOTTLENECK_NAMES[name]}, {share:.0%} of the step"
 
@@ -88,22 +81,21 @@ class Plan:
 def make_plan(original_config: Config, hardware: Hardware, price_per_hour: float | None = None) -> Plan:
     config = config_as_run(original_config, hardware)
     layout = Layout.from_config(config, hardware.ranks)
-    e = fitted_efficiency(hardware)
-    found = predict_step(config, layout, hardware, e)
-    wires = {
-        axis: AxisTraffic(count, size, ideal.at_efficiency(e), found.overlapped.get(axis, 0.0))
-        for axis, (count, size, ideal) in traffic_by_axis(config, layout, found.slowest_pp, hardware).items()
+    efficiency = fitted_efficiency(hardware)
+    step_time = predict_step(config, layout, hardware, efficiency)
+    traffic = {
+        axis: AxisTraffic(count, size, ideal.at_efficiency(efficiency), step_time.overlapped.get(axis, 0.0))
+        for axis, (count, size, ideal) in traffic_by_axis(config, layout, step_time.slowest_pp, hardware).items()
     }
-    memories = [estimate_memory(config, layout, pp, hardware.entry.kind) for pp in range(layout.pp)]
     return Plan(
         original_config,
         config,
         layout,
         hardware,
-        memories,
-        wires,
-        found,
-        estimate_cost(config, hardware, found.seconds, price_per_hour),
+        [estimate_memory(config, layout, pp, hardware.entry.kind) for pp in range(layout.pp)],
+        traffic,
+        step_time,
+        estimate_cost(config, hardware, step_time.seconds, price_per_hour),
     )
 
 
@@ -112,7 +104,8 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
 
 
 def max_rank_memory(config: Config, layout: Layout, device_kind: str) -> int:
-    """Bytes of the rank that holds most. Ranks that have the same to do hold most where the first of them stands."""
+    """Bytes of the rank with the highest peak. Among pipeline ranks with the same work that is the first one, which has
+    the most micro batches in flight."""
     return max(estimate_memory(config, layout, pp, device_kind).total for pp in distinct_pipeline_ranks(layout))
 
 
@@ -120,79 +113,75 @@ def max_rank_memory(config: Config, layout: Layout, device_kind: str) -> int:
 class ConfigChange:
     overrides: str
     speedup: float
-    """Times as fast as the file."""
+    """Speed relative to the original configuration."""
     memory: int
 
 
 def suggest_changes(plan: Plan) -> list[ConfigChange]:
-    """Single changes that fit and make the step faster or, where the file does not fit, that make it fit."""
-    out = []
-    for words, config, layout in single_key_variants(plan.config, plan.hardware.ranks):
-        gain = (
-            plan.step_time.seconds
-            / predict_step(config, layout, plan.hardware, fitted_efficiency(plan.hardware)).seconds
-        )
-        if plan.fits and gain < MIN_SPEEDUP:
+    """Single changes that fit and make the step faster or, if the configuration does not fit, make it fit."""
+    changes = []
+    hardware, efficiency = plan.hardware, fitted_efficiency(plan.hardware)
+    for overrides, config, layout in single_key_variants(plan.config, hardware.ranks):
+        speedup = plan.step_time.seconds / predict_step(config, layout, hardware, efficiency).seconds
+        if plan.fits and speedup < MIN_SPEEDUP:
             continue
-        size = max_rank_memory(config, layout, plan.hardware.entry.kind)
-        if size <= MEMORY_FILL_LIMIT * plan.hardware.memory:
-            out.append(ConfigChange(words, gain, size))
-    return sorted(out, key=lambda change: -change.speedup)[:MAX_SUGGESTIONS]
+        memory = max_rank_memory(config, layout, hardware.entry.kind)
+        if memory <= MEMORY_FILL_LIMIT * hardware.memory:
+            changes.append(ConfigChange(overrides, speedup, memory))
+    return sorted(changes, key=lambda change: -change.speedup)[:MAX_SUGGESTIONS]
 
 
 def single_key_variants(config: Config, ranks: int) -> Iterator[tuple[str, Config, Layout]]:
-    """What single changes make of it, as far as they are possible."""
-    for words in _candidate_overrides(config):
+    """(overrides, config, layout) of each valid variant of `config` that changes one choice."""
+    for overrides in _candidate_overrides(config):
         try:
-            other = with_overrides(config, words)
-            layout = Layout.from_config(other, ranks)
+            variant = with_overrides(config, overrides)
+            layout = Layout.from_config(variant, ranks)
         except UserError:
             continue
-        yield " ".join(words), other, layout
+        yield " ".join(overrides), variant, layout
 
 
 def _candidate_overrides(config: Config) -> list[list[str]]:
-    """Other values of the keys that change speed or memory but not what is learned."""
+    """Other values of keys that change speed or memory but not the result of training."""
     layout, train, recompute = config.layout, config.train, config.recompute
-    out = [[f"train.micro_batch={train.micro_batch * 2}"]]
+    candidates = [[f"train.micro_batch={train.micro_batch * 2}"]]
     if train.micro_batch % 2 == 0:
-        out.append([f"train.micro_batch={train.micro_batch // 2}"])
+        candidates.append([f"train.micro_batch={train.micro_batch // 2}"])
     for kind in ("none", "attention", "full"):
         if kind != recompute.kind:
-            out.append([f"recompute.kind={kind}", *(["recompute.modules=[]"] if recompute.modules else [])])
-    out += [[f"layout.zero={zero}"] for zero in (1, 3) if zero != layout.zero]
+            candidates.append([f"recompute.kind={kind}", *(["recompute.modules=[]"] if recompute.modules else [])])
+    candidates += [[f"layout.zero={zero}"] for zero in (1, 3) if zero != layout.zero]
     if layout.tp > 1 and not layout.sequence_parallel:
-        out.append(["layout.sequence_parallel=true"])
+        candidates.append(["layout.sequence_parallel=true"])
     if layout.pp > 1 and not layout.pipeline_cuts and layout.pipeline_schedule == "1f1b":
-        out.append([f"layout.vpp={layout.vpp * 2}"])
+        candidates.append([f"layout.vpp={layout.vpp * 2}"])
     if config.precision.kind != "fp32" and config.precision.grad_reduce_dtype == "fp32":
-        out.append(["precision.reduce_dtype=bf16"])
-    halves = {"tp": layout.tp, "pp": layout.pp}
+        candidates.append(["precision.reduce_dtype=bf16"])
     cuts = ["layout.pipeline_cuts=[]"] if layout.pipeline_cuts else []
-    for name, value in halves.items():
-        out += [[f"layout.{name}={other}", *cuts] for other in (value // 2, value * 2) if other and value > 1]
-    return out
+    for name, size in (("tp", layout.tp), ("pp", layout.pp)):
+        candidates += [[f"layout.{name}={other}", *cuts] for other in (size // 2, size * 2) if other and size > 1]
+    return candidates
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, as plain data."""
-    entry = plan.hardware.entry
+    hardware, step_time = plan.hardware, plan.step_time
     return {
         "hardware": {
-            "name": plan.hardware.name,
-            "count": plan.hardware.count,
-            "lnc": plan.hardware.lnc,
-            "ranks": plan.hardware.ranks,
-            "memory_bytes": plan.hardware.memory,
-            "flops": {kind: plan.hardware.peak_flops(kind) for kind in ("bf16", "fp8", "fp32")},
-            "sources": entry.sources,
+            "name": hardware.name,
+            "count": hardware.count,
+            "lnc": hardware.lnc,
+            "ranks": hardware.ranks,
+            "memory_bytes": hardware.memory,
+            "flops": {dtype: hardware.peak_flops(dtype) for dtype in ("bf16", "fp8", "fp32")},
+            "sources": hardware.entry.sources,
         },
         "layout": {name: getattr(plan.layout, name) for name in ("tp", "pp", "cp", "dp", "vpp", "micro_batches")},
-        "efficiency": fitted_efficiency(plan.hardware)._asdict(),
-        "memory": [{**vars(each), "total": each.total} for each in plan.stage_memory],
+        "efficiency": fitted_efficiency(hardware)._asdict(),
+        "memory": [{**vars(memory), "total": memory.total} for memory in plan.stage_memory],
         "fits": plan.fits,
-        "messages": {axis: vars(wire) for axis, wire in plan.traffic.items()},
-        "step": {"seconds": plan.step_time.seconds, "slowest": plan.step_time.slowest_pp, **plan.step_time.components},
+        "messages": {axis: vars(traffic) for axis, traffic in plan.traffic.items()},
+        "step": {"seconds": step_time.seconds, "slowest": step_time.slowest_pp, **step_time.components},
         "cost": vars(plan.cost),
         "limit": plan.bottleneck,
     }

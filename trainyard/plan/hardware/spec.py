@@ -1,12 +1,11 @@
-"""What a plan is for: NAME:COUNT from the table, from a file of one's own, or the CPU that is here, measured."""
+"""The hardware of a plan: NAME:COUNT from the catalog, from a user's file, or this machine's CPU."""
 
 import difflib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import yaml
 
 from trainyard.config.schema import Config
@@ -14,16 +13,17 @@ from trainyard.core.errors import UserError
 from trainyard.plan.hardware.catalog import CATALOG, CatalogEntry
 
 HARDWARE_FORM = "NAME:COUNT, such as trn1.32xlarge:16, h200:8 or cpu:4; trn2.48xlarge:8:lnc1 for another LNC"
+FILE_EXAMPLE = "my-h200: {like: h200, price_per_hour: 20}"
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """So many of an entry, seen from one rank."""
+    """A number of catalog entries. Rates and memory are those of one rank."""
 
     name: str
     entry: CatalogEntry
     count: int
-    """Of what the entry counts: instances or devices."""
+    """Number of `entry.count_unit`: instances or devices."""
     lnc: int = 1
 
     @property
@@ -32,18 +32,19 @@ class Hardware:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of an instance."""
+        """Ranks on one instance."""
         if self.entry.count_unit == "devices":
             return min(self.count, self.entry.devices) * self.ranks_per_device
         return self.entry.devices * self.ranks_per_device
 
     @property
     def ranks(self) -> int:
-        return self.count * self.ranks_per_device * (1 if self.entry.count_unit == "devices" else self.entry.devices)
+        devices = self.count * (1 if self.entry.count_unit == "devices" else self.entry.devices)
+        return devices * self.ranks_per_device
 
     @property
     def instances(self) -> float:
-        """That are paid for; a part of one where fewer devices are used."""
+        """Billed instances; fractional if only some of an instance's devices are used."""
         return self.count if self.entry.count_unit == "instances" else self.count / self.entry.devices
 
     @property
@@ -52,9 +53,9 @@ class Hardware:
         return self.entry.memory // self.ranks_per_device
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense FLOP/s of one rank; kind: bf16, fp8 or fp32."""
-        rate: float = getattr(self.entry, f"{dtype}_flops")
-        return rate / self.ranks_per_device
+        """Dense FLOP/s of one rank in bf16, fp8 or fp32."""
+        flops: float = getattr(self.entry, f"{dtype}_flops")
+        return flops / self.ranks_per_device
 
     @property
     def memory_bandwidth(self) -> float:
@@ -65,25 +66,30 @@ class Hardware:
         return self.entry.link_bandwidth / self.ranks_per_device
 
     def describe(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         if self.entry.kind == "cpu":
-            return f"this machine's CPU, {self.ranks} rank{'s' * (self.ranks > 1)}"
+            return f"this machine's CPU, {ranks}"
         lnc = f" at LNC {self.lnc}" if len(self.entry.ranks_per_device) > 1 else ""
-        return f"{self.count} x {self.name}{lnc}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{self.count} x {self.name}{lnc}, {ranks}"
 
 
-def parse_hardware(text: str, catalog: dict[str, CatalogEntry] | None = None, measure: Any = None) -> Hardware:
-    """From NAME[:COUNT[:lncN]]. `probe` measures the CPU that is here: (ranks) to an entry."""
+def parse_hardware(
+    text: str,
+    catalog: dict[str, CatalogEntry] | None = None,
+    measure: Callable[[int], CatalogEntry] | None = None,
+) -> Hardware:
+    """Parse NAME[:COUNT[:lncN]]. `measure(ranks)` measures this machine's CPU for the name `cpu`."""
     catalog = catalog or CATALOG
     name, *rest = text.split(":")
     match = re.fullmatch(r"(\d+)(?::lnc(\d+))?", ":".join(rest) or "1")
     if not match or not int(match[1]):
-        raise UserError(f"--hardware {text}: not of the form {HARDWARE_FORM}")
+        raise UserError(f"--hardware {text}: expected {HARDWARE_FORM}")
     count = int(match[1])
     if name == "cpu" and measure:
         return Hardware("cpu", measure(count), 1)
     if name not in catalog:
-        near = difflib.get_close_matches(name, [*catalog, "cpu"], 1, 0.0)[0]
-        raise UserError(f"--hardware {name}: not known; nearest: {near}; here: {', '.join([*catalog, 'cpu'])}")
+        nearest = difflib.get_close_matches(name, [*catalog, "cpu"], 1, 0.0)[0]
+        raise UserError(f"--hardware {name}: unknown; nearest: {nearest}; known: {', '.join([*catalog, 'cpu'])}")
     entry = catalog[name]
     lnc = int(match[2]) if match[2] else next(iter(entry.ranks_per_device))
     if lnc not in entry.ranks_per_device:
@@ -92,7 +98,7 @@ def parse_hardware(text: str, catalog: dict[str, CatalogEntry] | None = None, me
 
 
 def needed_hardware(config: Config) -> str:
-    """What a file says it is meant for, as a word for `hardware`; the CPU that is here where it names nothing known."""
+    """The hardware that a file names, in the form of `parse_hardware`; this CPU if it names none of the catalog."""
     match = re.search(r"(\d+) x (\S+)", config.hardware)
     if match and match[2] in CATALOG:
         return f"{match[2]}:{match[1]}"
@@ -101,34 +107,28 @@ def needed_hardware(config: Config) -> str:
 
 
 def read_catalog(path: Path) -> dict[str, CatalogEntry]:
-    """The table with a user's entries: names to fields; `like` names the entry that the rest comes from."""
+    """The catalog with a user's entries: names to fields, where `like` names the entry that has all other fields."""
     try:
-        found = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        entries = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"--hardware-file {path}: cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
-        raise UserError(
-            f"--hardware-file {path}: not a mapping of names to fields, such as my-h200: {{like: h200, price_per_hour: 20}}"
-        )
-    table = dict(CATALOG)
-    known = {each.name: each for each in fields(CatalogEntry)}
-    for name, values in found.items():
+    if not isinstance(entries, dict) or not all(isinstance(values, dict) for values in entries.values()):
+        raise UserError(f"--hardware-file {path}: not a mapping of names to fields, such as {FILE_EXAMPLE}")
+    catalog = dict(CATALOG)
+    known = {field.name for field in fields(CatalogEntry)}
+    for name, values in entries.items():
         like = values.pop("like", name)
-        if like not in table:
-            raise UserError(f"--hardware-file {path}: {name}: like={like} is not known; here: {', '.join(table)}")
+        if like not in catalog:
+            raise UserError(f"--hardware-file {path}: {name}: like={like} is unknown; known: {', '.join(catalog)}")
         for key, value in values.items():
             if key not in known:
-                near = difflib.get_close_matches(key, [*known, "like"], 1, 0.0)[0]
-                raise UserError(f"--hardware-file {path}: {name}.{key}: unknown; nearest: {near}")
-            wanted = getattr(CATALOG["h200"], key)
-            numeric = isinstance(wanted, int | float) and isinstance(value, int | float) and value > 0
-            if not numeric and type(value) is not type(wanted):
-                raise UserError(f"--hardware-file {path}: {name}.{key}={value}: not a {type(wanted).__name__} above 0")
-        table[str(name)] = replace(
-            table[like], **values, sources={**table[like].sources, **dict.fromkeys(values, str(path))}
-        )
-    return table
-
-
-def host_memory() -> int:
-    return int(psutil.virtual_memory().total)
+                nearest = difflib.get_close_matches(key, [*known, "like"], 1, 0.0)[0]
+                raise UserError(f"--hardware-file {path}: {name}.{key}: unknown; nearest: {nearest}")
+            example = getattr(CATALOG["h200"], key)
+            numeric = isinstance(example, int | float) and isinstance(value, int | float) and value > 0
+            if not numeric and type(value) is not type(example):
+                expected = type(example).__name__
+                raise UserError(f"--hardware-file {path}: {name}.{key}={value}: expected a {expected} above 0")
+        sources = {**catalog[like].sources, **dict.fromkeys(values, str(path))}
+        catalog[str(name)] = replace(catalog[like], **values, sources=sources)
+    return catalog

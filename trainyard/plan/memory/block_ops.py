@@ -1,5 +1,4 @@
-"""The forward pass of a pipeline stage as a row of operations: what `models/llama.py`, `gpt.py` and `bert.py` do, read
-off them line by line."""
+"""The forward pass of a pipeline stage as a list of operations, following `models/llama.py`, `gpt.py` and `bert.py`."""
 
 from collections.abc import Callable
 
@@ -10,54 +9,56 @@ from trainyard.parallel.layout import StageSpec
 from trainyard.plan.memory.liveness import LivenessTimeline, OpMemory
 from trainyard.plan.memory.local_sizes import RankSizes
 from trainyard.plan.memory.op_memory import OpMemoryBuilder
-from trainyard.train.cross_entropy import MIN_CHUNK_TOKENS
+from trainyard.train.decisions import loss_chunk_tokens
 
 LOSS_LAYER = -2
-"""The block number of the loss."""
+"""Layer number of the loss."""
 
 
-def llama_block_ops(ops: OpMemoryBuilder, c: LlamaConfig, x: str) -> str:
-    r = ops.sizes
-    q, kv = r.heads * r.head_size, r.kv_heads * r.head_size
+def llama_block_ops(ops: OpMemoryBuilder, model: LlamaConfig, x: str) -> str:
+    sizes = ops.sizes
+    q, kv = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
     x, y = ops.rms_norm(x)
     with ops.scope("attention"):
-        flat = ops.column_parallel(y, q + 2 * kv) if c.fuse_qkv else ops.column_parallel(y, q, kv, kv)
-        qkv = flat[0] if c.fuse_qkv else ops.concat(flat)
+        projections = ops.column_parallel(y, q + 2 * kv) if model.fuse_qkv else ops.column_parallel(y, q, kv, kv)
+        qkv = projections[0] if model.fuse_qkv else ops.concat(projections)
         out = ops.attention(*ops.rope(qkv))
-        y = ops.reduce_output(ops.linear(out, r.tokens, q, r.hidden))
+        y = ops.reduce_output(ops.linear(out, sizes.tokens, q, sizes.hidden))
     x, y = ops.rms_norm(x, y)
     with ops.scope("mlp"):
-        flat = ops.column_parallel(y, 2 * r.ffn) if c.fuse_gate_up else ops.column_parallel(y, r.ffn, r.ffn)
-        gate_up = flat[0] if c.fuse_gate_up else ops.concat(flat)
-        y = ops.reduce_output(ops.linear(ops.swiglu(gate_up), r.tokens, r.ffn, r.hidden))
+        widths = (2 * sizes.ffn,) if model.fuse_gate_up else (sizes.ffn, sizes.ffn)
+        projections = ops.column_parallel(y, *widths)
+        gate_up = projections[0] if model.fuse_gate_up else ops.concat(projections)
+        y = ops.reduce_output(ops.linear(ops.swiglu(gate_up), sizes.tokens, sizes.ffn, sizes.hidden))
     return ops.residual_add(x, y)
 
 
-def _attention_ops(ops: OpMemoryBuilder, c: GptConfig | BertConfig, y: str) -> str:
-    r = ops.sizes
-    q = r.heads * r.head_size
+def _attention_ops(ops: OpMemoryBuilder, model: GptConfig | BertConfig, y: str) -> str:
+    sizes = ops.sizes
+    q = sizes.heads * sizes.head_size
     with ops.scope("attention"):
-        flat = ops.column_parallel(y, 3 * q) if c.fuse_qkv else ops.column_parallel(y, q, q, q)
-        out = ops.qkv_attention(flat, c.attention_dropout, r.packed_batch)
-        return ops.reduce_output(ops.linear(out, r.tokens, q, r.hidden))
+        projections = ops.column_parallel(y, 3 * q) if model.fuse_qkv else ops.column_parallel(y, q, q, q)
+        out = ops.qkv_attention(projections, model.attention_dropout, sizes.packed_batch)
+        return ops.reduce_output(ops.linear(out, sizes.tokens, q, sizes.hidden))
 
 
 def _mlp_ops(ops: OpMemoryBuilder, y: str) -> str:
-    r = ops.sizes
+    sizes = ops.sizes
     with ops.scope("mlp"):
-        (up,) = ops.column_parallel(y, r.ffn)
-        return ops.reduce_output(ops.linear(ops.gelu(up, r.tokens, r.ffn), r.tokens, r.ffn, r.hidden))
+        (up,) = ops.column_parallel(y, sizes.ffn)
+        activated = ops.gelu(up, sizes.tokens, sizes.ffn)
+        return ops.reduce_output(ops.linear(activated, sizes.tokens, sizes.ffn, sizes.hidden))
 
 
-def gpt_block_ops(ops: OpMemoryBuilder, c: GptConfig, x: str) -> str:
+def gpt_block_ops(ops: OpMemoryBuilder, model: GptConfig, x: str) -> str:
     x, y = ops.layer_norm(x)
-    x, y = ops.layer_norm(x, _attention_ops(ops, c, y), c.hidden_dropout)
-    return ops.add_dropout(x, _mlp_ops(ops, y), c.hidden_dropout)
+    x, y = ops.layer_norm(x, _attention_ops(ops, model, y), model.hidden_dropout)
+    return ops.add_dropout(x, _mlp_ops(ops, y), model.hidden_dropout)
 
 
-def bert_block_ops(ops: OpMemoryBuilder, c: BertConfig, x: str) -> str:
-    x, y = ops.layer_norm(x, _attention_ops(ops, c, x), c.hidden_dropout, post_norm=True)
-    _, y = ops.layer_norm(x, _mlp_ops(ops, y), c.hidden_dropout, post_norm=True)
+def bert_block_ops(ops: OpMemoryBuilder, model: BertConfig, x: str) -> str:
+    x, y = ops.layer_norm(x, _attention_ops(ops, model, x), model.hidden_dropout, post_norm=True)
+    _, y = ops.layer_norm(x, _mlp_ops(ops, y), model.hidden_dropout, post_norm=True)
     return y
 
 
@@ -65,113 +66,107 @@ BLOCK_OPS: dict[str, Callable[..., str]] = {"llama": llama_block_ops, "gpt": gpt
 
 
 def embedding_ops(ops: OpMemoryBuilder, config: Config, local_vocab: int) -> tuple[str, str]:
-    """`words`: rows of the embedding on this rank. Its gradient is as large as it is. Gives the embedding too: where
-    it is the head as well, its gradient from there waits for the one from here."""
-    r, c = ops.sizes, config.model
-    weight = local_vocab * c.hidden * r.element_size
+    """The embedded tokens, and the embedding matrix of `local_vocab` rows. The matrix is returned because, tied to the
+    output head, its gradient from the head stays alive until the embedding's backward pass."""
+    sizes, model = ops.sizes, config.model
+    weight = local_vocab * model.hidden * sizes.element_size
     x, tied = ops.record((), {"x": ops.hidden_bytes}, backward_workspace=weight, views={"weight": ("", weight)})
-    if r.tp > 1:  # words of other ranks are zeros, and then summed
-        (x,) = ops.record((x,), {"here": ops.hidden_bytes, "which": r.tokens}, ("which",))[:1]
+    if sizes.tp > 1:  # tokens whose rows other ranks hold are masked, then all ranks are summed
+        (x,) = ops.record((x,), {"masked": ops.hidden_bytes, "mask": sizes.tokens}, ("mask",))[:1]
         x = ops.reduce_output(x)
-    if isinstance(c, LlamaConfig):
+    if isinstance(model, LlamaConfig):
         return x, tied
-    tables = c.max_positions * c.hidden * r.element_size
-    (x,) = ops.record(
-        (x,), {"sum": ops.local_hidden_bytes}, (), ops.local_hidden_bytes, tables, grad_aliases=("d sum",)
-    )
-    if isinstance(c, GptConfig):
-        return (ops.dropout(x, c.embedding_dropout, with_bias=False) if c.embedding_dropout else x), tied
+    positions = model.max_positions * model.hidden * sizes.element_size
+    hidden = ops.local_hidden_bytes
+    (x,) = ops.record((x,), {"sum": hidden}, (), hidden, positions, grad_aliases=("d sum",))
+    if isinstance(model, GptConfig):
+        return (ops.dropout(x, model.embedding_dropout, with_bias=False) if model.embedding_dropout else x), tied
     _, x = ops.layer_norm(x)
-    return (ops.dropout(x, c.hidden_dropout, with_bias=False) if c.hidden_dropout else x), tied
+    return (ops.dropout(x, model.hidden_dropout, with_bias=False) if model.hidden_dropout else x), tied
 
 
 def output_head_ops(
     ops: OpMemoryBuilder, config: Config, x: str, tied: str | None, local_vocab: int, logits_bytes: int
 ) -> None:
-    """The last norm (or BERT's heads) and the loss."""
-    r, c = ops.sizes, config.model
-    tokens = r.tokens
-    if isinstance(c, LlamaConfig):
+    """The final norm (for BERT the head's transform) and the loss."""
+    sizes, model = ops.sizes, config.model
+    tokens = sizes.tokens
+    if isinstance(model, LlamaConfig):
         _, x = ops.rms_norm(x)
         x = ops.gather_tokens(x)
-    elif isinstance(c, GptConfig):
+    elif isinstance(model, GptConfig):
         _, x = ops.layer_norm(x)
         x = ops.gather_tokens(x)
     else:
-        tokens = r.samples * config.data.max_predictions
-        masked = tokens * c.hidden * r.element_size
-        if r.sequence_parallel:
-            x = ops.record((x,), {"whole": ops.hidden_bytes})[0]
+        tokens = sizes.samples * config.data.max_predictions
+        masked = tokens * model.hidden * sizes.element_size
+        if sizes.sequence_parallel:
+            x = ops.record((x,), {"gathered": ops.hidden_bytes})[0]
         x = ops.record((x,), {"masked": masked, "index": 8 * tokens}, ("index",))[0]
-        x = ops.linear(x, tokens, c.hidden, c.hidden)
-        x = ops.gelu(x, tokens, c.hidden)
+        x = ops.linear(x, tokens, model.hidden, model.hidden)
+        x = ops.gelu(x, tokens, model.hidden)
         (x,) = ops.record((x,), {"norm": masked}, (x,))
-        if r.tp > 1:
-            (x,) = ops.record((x,), {}, backward_workspace=masked, views={"on": (x, masked)})
+        if sizes.tp > 1:
+            (x,) = ops.record((x,), {}, backward_workspace=masked, views={"same": (x, masked)})
     loss_ops(ops, x, tied, tokens, local_vocab, logits_bytes)
 
 
 def loss_ops(ops: OpMemoryBuilder, x: str, tied: str | None, tokens: int, local_vocab: int, logits_bytes: int) -> None:
-    """As train/cross_entropy.py: gradients are made in the forward pass, from a chunk of logits at a time."""
-    r, hidden = ops.sizes, ops.sizes.hidden
-    most = max(MIN_CHUNK_TOKENS, logits_bytes // (4 * local_vocab))
-    size = -(-tokens // -(-tokens // most))
-    gap = -local_vocab % SIZE_MULTIPLE
-    logits = size * (local_vocab + gap) * r.element_size
-    weight = (local_vocab + gap) * hidden
-    plain = not r.fused_kernels or r.tp > 1
-    softmax = size * local_vocab * 4 if plain and not r.is_fp32 else 0  # one fp32 copy
-    product = (
-        weight * r.element_size if not (r.accumulating_gemm or r.is_fp32) else 0
-    )  # where a product cannot add to an fp32 sum
+    """The chunked cross entropy of `train/cross_entropy.py`, which computes gradients in the forward pass."""
+    sizes, hidden = ops.sizes, ops.sizes.hidden
+    chunk = loss_chunk_tokens(tokens, local_vocab, logits_bytes)
+    padding = -local_vocab % SIZE_MULTIPLE
+    weight = (local_vocab + padding) * hidden
+    logits = chunk * (local_vocab + padding) * sizes.element_size
+    by_torch = not sizes.fused_kernels or sizes.tp > 1
+    fp32_logits = chunk * local_vocab * 4 if by_torch and not sizes.is_fp32 else 0
+    # Where a matrix product cannot add to an fp32 buffer, its result exists too.
+    product = 0 if sizes.accumulating_gemm or sizes.is_fp32 else weight * sizes.element_size
+    padded_weight = weight * sizes.element_size if padding else 0
+    weight_grad_copy = 0 if sizes.is_fp32 or tied else local_vocab * hidden * sizes.element_size
     ops.layer = LOSS_LAYER
-    copy = 0 if r.is_fp32 else local_vocab * hidden * r.element_size
     ops.record(
         (x, tied) if tied else (x,),
-        {"d_hidden": tokens * hidden * r.element_size, "d_weight": weight * 4},
+        {"d_hidden": tokens * hidden * sizes.element_size, "d_weight": weight * 4},
         ("d_hidden", "d_weight"),
-        logits + max(softmax, product) + (weight * r.element_size if gap else 0),
-        0 if tied else copy,
-        grad_aliases=("d_hidden", "d_weight" if r.is_fp32 else None) if tied else ("d_hidden",),
+        logits + max(fp32_logits, product) + padded_weight,
+        weight_grad_copy,
+        grad_aliases=("d_hidden", "d_weight" if sizes.is_fp32 else None) if tied else ("d_hidden",),
     )
 
 
 def stage_timeline(
     config: Config, sizes: RankSizes, stage: StageSpec, local_vocab: int, logits_bytes: int, fp8_layers: range
 ) -> LivenessTimeline:
-    """A micro batch through a stage and back. `fp8`: blocks that multiply in it."""
-    recompute = config.recompute
-    parts: frozenset[str] = frozenset(
-        {"core_attention"}
-        if recompute.kind == "attention"
-        else recompute.modules
-        if recompute.kind == "selective"
-        else ()
-    )
-    w = OpMemoryBuilder(sizes)
-    w.keep_gathered = frozenset({"attention", "mlp"} if recompute.kind == "full" else parts)
-    shared = 8 * sizes.seq_len * sizes.head_size if config.model.family == "llama" else 16 * sizes.tokens
-    w.record((), {"shared": shared}, ("shared",))
+    """A micro batch through the forward and backward pass of a stage. `fp8_layers` compute in fp8."""
+    model, recompute = config.model, config.recompute
+    modules = {"attention": ("core_attention",), "selective": tuple(recompute.modules)}.get(recompute.kind, ())
+    keep_gathered = ("attention", "mlp") if recompute.kind == "full" else modules
+    ops = OpMemoryBuilder(sizes, frozenset(keep_gathered))
+    # Tensors that all blocks read: the cosines and sines of Llama, masks and positions of the others.
+    shared = 8 * sizes.seq_len * sizes.head_size if model.family == "llama" else 16 * sizes.tokens
+    ops.record((), {"shared": shared}, ("shared",))
     tied = None
     if stage.is_first:
-        x, own = embedding_ops(w, config, local_vocab)
-        tied = own if stage.is_last and getattr(config.model, "tie_embeddings", True) else None
-    else:  # lies where it was received
-        (x,) = w.record((), {}, views={"received": ("", w.local_hidden_bytes)})
-    for number in stage.layers:
-        w.layer, w.fp8 = number, sizes.fp8 if number in fp8_layers else ""
-        x = BLOCK_OPS[config.model.family](w, config.model, x)
-    w.layer, w.fp8 = config.model.layers, ""
+        x, embedding = embedding_ops(ops, config, local_vocab)
+        tied = embedding if stage.is_last and getattr(model, "tie_embeddings", True) else None
+    else:  # the input stays in the receive buffer
+        (x,) = ops.record((), {}, views={"received": ("", ops.local_hidden_bytes)})
+    for layer in stage.layers:
+        ops.layer, ops.fp8 = layer, sizes.fp8 if layer in fp8_layers else ""
+        x = BLOCK_OPS[model.family](ops, model, x)
+    ops.layer, ops.fp8 = model.layers, ""
     if stage.is_last:
-        output_head_ops(w, config, x, tied, local_vocab, logits_bytes)
-    else:  # kept until its gradient has come, which has a place already
-        w.record((x,), {}, (x,), grad_aliases=("",))
+        output_head_ops(ops, config, x, tied, local_vocab, logits_bytes)
+    else:  # saved until its gradient arrives, which has a receive buffer
+        ops.record((x,), {}, (x,), grad_aliases=("",))
 
-    def again(op: OpMemory) -> object:
-        if not 0 <= op.layer < config.model.layers:
+    def recompute_group(op: OpMemory) -> object:
+        if not 0 <= op.layer < model.layers:
             return None
         if recompute.kind == "full":
             return op.layer
-        return next(((op.layer, *op.scopes[: at + 1]) for at, part in enumerate(op.scopes) if part in parts), None)
+        depth = next((depth for depth, scope in enumerate(op.scopes, 1) if scope in modules), 0)
+        return (op.layer, *op.scopes[:depth]) if depth else None
 
-    return LivenessTimeline(w.recorded, again)
+    return LivenessTimeline(ops.recorded, recompute_group)

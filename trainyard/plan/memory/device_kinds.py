@@ -1,31 +1,30 @@
-"""Kinds of device, as far as memory goes."""
+"""Traits of a kind of device that decide how much memory a run needs there."""
 
 from dataclasses import dataclass
 
-MIB = 1 << 20
-DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+from trainyard.core.constants import MIB
 
 
 @dataclass(frozen=True)
 class DeviceKind:
     fused_kernels: bool
-    """It has kernels of its own."""
+    """The device has Triton kernels."""
     gathers_by_all_reduce: bool
-    """Its ranks gather and scatter by sums."""
+    """all-gather and reduce-scatter are emulated by an all-reduce."""
     accumulating_gemm: bool
-    """Its products of bf16 can add to an fp32 sum, and torch's RMS norm is one operation on it."""
+    """A bf16 matrix product can add to an fp32 buffer, and torch's RMS norm is a single operation."""
     gqa_fp32: bool
-    """As its Kernels.groups_fp32."""
+    """Attention in fp32 takes fewer kv heads than query heads (as `Kernels.gqa_fp32`)."""
     logits_bytes: int
-    """As its Device.logits_bytes."""
+    """fp32 logits that exist at one time (as `Device.logits_bytes`)."""
     workspace_bytes: int
-    """Held by libraries through torch's allocator."""
+    """Workspaces that libraries hold through torch's allocator."""
     fragmentation: float
-    """What the allocator holds beyond what is allocated, as a share of it."""
+    """Memory that the allocator reserves beyond what is allocated, as a fraction of the allocated bytes."""
 
 
 DEVICE_KINDS = {
-    # A CPU's allocator gives back what is freed.
+    # A CPU's allocator returns freed memory at once.
     "cpu": DeviceKind(
         fused_kernels=False,
         gathers_by_all_reduce=True,
@@ -35,8 +34,8 @@ DEVICE_KINDS = {
         workspace_bytes=0,
         fragmentation=0.0,
     ),
-    # Workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper. The share is the largest of the runs in
-    # bench/results/plan-memory-gpu.json (an H200, torch 2.11): 0.1 to 2.0 %, and 2.6 % in fp32.
+    # Workspaces: cuBLAS and cuBLASLt, 32 MiB each on Hopper. Fragmentation: the largest of the runs in
+    # bench/results/plan-memory-gpu.json (H200, torch 2.11), which have 0.1 to 2.0 %, and 2.6 % in fp32.
     "gpu": DeviceKind(
         fused_kernels=True,
         gathers_by_all_reduce=False,
@@ -46,7 +45,7 @@ DEVICE_KINDS = {
         workspace_bytes=64 * MIB,
         fragmentation=0.02,
     ),
-    # Nothing was measured on one: torch's operations one by one, without workspaces or gaps.
+    # Not measured. Assumed: torch's operations one by one, no workspaces, no fragmentation.
     "trainium": DeviceKind(
         fused_kernels=False,
         gathers_by_all_reduce=False,

@@ -1,9 +1,8 @@
-"""Bytes over a forward and a backward pass, without tensors: a row of operations, what each makes and what each keeps.
+"""Live bytes over a forward and a backward pass, computed from a list of operations instead of tensors.
 
-Autograd holds a tensor while somebody will still read it: a later operation, or the backward pass of an operation that
-has kept it. So a pass is written down as a straight line of events, forward and then backward, in which what is
-recomputed appears a second time under names of its own; a tensor is live from the event that makes it to the last that
-reads it. Everything follows from that, whatever is recomputed.
+Autograd keeps a tensor while something will still read it: a later operation, or the backward pass of an operation that
+saved it. A pass is therefore a sequence of events, forward and then backward, in which recomputed operations appear a
+second time under new names. A tensor is live from the event that allocates it to the last event that reads it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,28 +11,31 @@ from typing import NamedTuple
 
 
 class OpMemory(NamedTuple):
-    """One operation, as large as the model's code makes one thing of it. Bytes throughout."""
+    """Memory of one operation of the model's code. All sizes are bytes; tensors are identified by name."""
 
     inputs: tuple[str, ...]
-    """Activations that come in, each with a gradient."""
+    """Activations that the operation reads. Each of them gets a gradient."""
     outputs: Mapping[str, int]
+    """Size of each tensor that the operation allocates."""
     saved: tuple[str, ...] = ()
-    """What its backward pass reads besides the gradients: of `reads` and `makes`."""
+    """Inputs and outputs that the backward pass reads, besides gradients."""
     forward_workspace: int = 0
-    """Taken while it runs, besides all of these."""
+    """Temporary memory of the forward pass."""
     backward_workspace: int = 0
-    """The same in the backward pass; gradients of weights among it."""
+    """Temporary memory of the backward pass, weight gradients included."""
     views: Mapping[str, tuple[str, int]] = {}
-    """New names for memory that is there already, and how large their gradients are."""
+    """Outputs that share memory with another tensor: that tensor's name, and the size of the view's gradient."""
     grad_aliases: tuple[str | None, ...] = ()
-    """For each of `reads`: the tensor whose memory its gradient is; None, or left out: it has its own."""
+    """For each input, the tensor whose memory its gradient reuses. None or missing: the gradient has its own memory."""
     scopes: tuple[str, ...] = ()
-    """The parts of a block that it is in, outermost first."""
+    """Modules of the block that contain the operation, outermost first, named as `recompute.modules` names them."""
     layer: int = -1
-    """Which block it is in; before the first: -1."""
+    """The layer that contains the operation; -1 before the first layer."""
 
 
 class LivenessEvent(NamedTuple):
+    """An operation in its forward, recomputed or backward pass."""
+
     inputs: tuple[str, ...]
     outputs: Mapping[str, int]
     workspace: int
@@ -41,10 +43,10 @@ class LivenessEvent(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """What is live while an event runs."""
+    """Live bytes while an event runs."""
 
     live_before: int
-    """Tensors that were there already, those it reads among them."""
+    """Tensors that existed before the event, its inputs included."""
     allocated: int
     workspace: int
     layer: int
@@ -60,83 +62,87 @@ def grad_name(name: str) -> str:
 
 
 class LivenessTimeline:
+    """The events of a forward and a backward pass."""
+
     def __init__(self, ops: Sequence[OpMemory], recompute_group: Callable[[OpMemory], object]) -> None:
-        """`again` tells which operations are recomputed together: those in a row with the same answer; None: not."""
+        """`recompute_group` returns None for an operation that is not recomputed. Consecutive operations with equal
+        values are recomputed together."""
         self.aliases: dict[str, str] = {}
+        """The tensor that owns the memory of a view or of a gradient that reuses memory."""
         self.sizes: dict[str, int] = {}
-        """Of tensors by name: the memory of some is another's."""
         self.events: list[LivenessEvent] = []
         self.deferred_grad_bytes = sum(
             next(iter(op.outputs.values()), 0) for op in ops if op.inputs and op.backward_workspace
         )
-        """Gradients that a backward pass holds on to, if those of weights are left for later."""
-        spans = [(key, list(some)) for key, some in groupby(ops, recompute_group)]
+        """Output gradients that stay alive where weight gradients are computed later (zero-bubble schedules)."""
+        groups = [(key, list(members)) for key, members in groupby(ops, recompute_group)]
         for op in ops:
             self._add_forward(op, op.inputs, op.outputs, op.views)
         self.forward_count = len(self.events)
-        for key, some in reversed(spans):
-            names = self._add_recompute(some) if key is not None else {}
-            for op in reversed(some):
-                self._add_backward(op, names)
+        for key, members in reversed(groups):
+            recomputed = self._add_recompute(members) if key is not None else {}
+            for op in reversed(members):
+                self._add_backward(op, recomputed)
 
     def points(self) -> Iterator[MemoryPoint]:
-        held = 0
-        for number, (event, made, gone) in enumerate(zip(self.events, *self._lifetimes(), strict=True)):
-            yield MemoryPoint(held, made, event.workspace, event.layer, number < self.forward_count)
-            held += made - gone
+        live = 0
+        for index, (event, allocated, freed) in enumerate(zip(self.events, *self._lifetimes(), strict=True)):
+            yield MemoryPoint(live, allocated, event.workspace, event.layer, index < self.forward_count)
+            live += allocated - freed
 
     def _lifetimes(self) -> tuple[list[int], list[int]]:
-        """Bytes that each event makes, and that nobody reads after it."""
-        last: dict[str, int] = {}
-        for number, event in enumerate(self.events):
+        """Bytes that each event allocates, and bytes that no later event reads."""
+        last_use: dict[str, int] = {}
+        for index, event in enumerate(self.events):
             for name in (*event.inputs, *event.outputs):
-                last[self.aliases.get(name, name)] = number
-        made = [sum(event.outputs.values()) for event in self.events]
-        gone = [0] * len(self.events)
+                last_use[self.aliases.get(name, name)] = index
+        allocated = [sum(event.outputs.values()) for event in self.events]
+        freed = [0] * len(self.events)
         for event in self.events:
             for name, size in event.outputs.items():
-                gone[last[name]] += size
-        return made, gone
+                freed[last_use[name]] += size
+        return allocated, freed
 
     def _add_forward(
         self, op: OpMemory, inputs: tuple[str, ...], outputs: Mapping[str, int], views: Mapping[str, tuple[str, int]]
     ) -> None:
         self.sizes |= outputs
-        for name, (of, size) in views.items():
-            self.aliases[name] = self.aliases.get(of, of)
+        for name, (base, size) in views.items():
+            self.aliases[name] = self.aliases.get(base, base)
             self.sizes[name] = size
         self.events.append(LivenessEvent(inputs, outputs, op.forward_workspace, op.layer))
 
     def _add_recompute(self, ops: list[OpMemory]) -> dict[str, str]:
-        """Forward once more, up to the last operation that keeps something; gives the names of what is made."""
+        """Repeat the forward pass up to the last operation that saves something. Returns the new names of tensors."""
         names: dict[str, str] = {}
-        end = max((number for number, op in enumerate(ops) if op.saved), default=-1)
-        for number, op in enumerate(ops[: end + 1]):
-            reads = tuple(names.get(name, name) for name in op.inputs)
-            makes = {f"{name} again": size for name, size in op.outputs.items()}
+        end = max((index for index, op in enumerate(ops) if op.saved), default=-1)
+        for index, op in enumerate(ops[: end + 1]):
+            inputs = tuple(names.get(name, name) for name in op.inputs)
+            outputs = {f"{name} again": size for name, size in op.outputs.items()}
             names |= {name: f"{name} again" for name in (*op.outputs, *op.views)}
-            views = {f"{name} again": (names.get(of, of), size) for name, (of, size) in op.views.items()}
-            if number == end:  # it stops as soon as what this one keeps is there
-                makes = {name: size for name, size in makes.items() if name.removesuffix(" again") in op.saved}
-            self._add_forward(op, reads, makes, views)
+            views = {f"{name} again": (names.get(base, base), size) for name, (base, size) in op.views.items()}
+            if index == end:  # recomputation stops as soon as the last saved tensors exist
+                outputs = {name: size for name, size in outputs.items() if name.removesuffix(" again") in op.saved}
+            self._add_forward(op, inputs, outputs, views)
         return names
 
-    def _add_backward(self, op: OpMemory, names: Mapping[str, str]) -> None:
-        outs = [grad_name(name) for name in (*op.outputs, *op.views)]
-        reads = [name for name in outs if name in self.sizes]
-        reads += [names.get(name, name) for name in op.saved]
-        makes: dict[str, int] = {}
-        work = op.backward_workspace
-        for name, of in zip_longest(op.inputs, op.grad_aliases):
-            new, size = grad_name(name), self.sizes[name]
-            if new in self.sizes:  # a second one, added to the first
-                work += 0 if of else size
-                reads.append(new)
+    def _add_backward(self, op: OpMemory, recomputed: Mapping[str, str]) -> None:
+        """`recomputed` maps tensors to their recomputed copies."""
+        output_grads = [grad_name(name) for name in (*op.outputs, *op.views)]
+        inputs = [name for name in output_grads if name in self.sizes]
+        inputs += [recomputed.get(name, name) for name in op.saved]
+        outputs: dict[str, int] = {}
+        workspace = op.backward_workspace
+        for name, alias in zip_longest(op.inputs, op.grad_aliases):
+            gradient, size = grad_name(name), self.sizes[name]
+            if gradient in self.sizes:  # another reader's gradient exists: this one is added to it
+                workspace += 0 if alias else size
+                inputs.append(gradient)
                 continue
-            self.sizes[new] = size
-            if of is None:
-                makes[new] = size
+            self.sizes[gradient] = size
+            if alias is None:
+                outputs[gradient] = size
             else:
-                of = names.get(of, of)
-                self.aliases[new] = self.aliases.get(of, of)
-        self.events.append(LivenessEvent(tuple(reads), makes, work, op.layer))
+                alias = recomputed.get(alias, alias)
+                self.aliases[gradient] = self.aliases.get(alias, alias)
+        self.events.append(LivenessEvent(tuple(inputs), outputs, workspace, op.layer))

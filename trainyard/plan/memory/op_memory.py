@@ -1,44 +1,41 @@
-"""What the pieces of a model make and keep, byte by byte: the operations of `models/layers.py`,
-`parallel/tensor_parallel.py`
-and `kernels/` as rows of a `Tape`.
+"""Memory of the operations that models are made of: `models/layers.py`, `parallel/tensor_parallel.py`, `kernels/`.
 
-Plain kernels keep what torch's autograd keeps for each of their small operations; fused ones what they say themselves.
-Where a figure is not a tensor one can name in the code, it was read off a CPU's allocator (docs/memory.md says how).
+Reference kernels save what torch's autograd saves for each of their small operations; fused kernels save what their own
+code names. Figures that are not the size of a tensor in the code were read off a CPU's allocator (docs/memory.md).
 
-Shapes in names: t all tokens of a micro batch on this rank, s those that it holds between the parts of a block (fewer
-under sequence parallelism), D hidden, F ffn.
+Shapes: t tokens of a micro batch on this rank, s tokens between attention and MLP (fewer than t under sequence
+parallelism), D hidden, F ffn.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from trainyard.core.constants import MAX_REDUCTION_PROGRAMS
 from trainyard.parallel.attention_blocks import TILE_BYTES
 from trainyard.plan.memory.liveness import OpMemory, grad_name
 from trainyard.plan.memory.local_sizes import RankSizes
 
-TRITON_PROGRAMS = 2112
-"""As kernels/triton/column_sums.py, which needs Triton: partial sums of a vector's gradient, at most so many."""
-
 
 class OpMemoryBuilder:
-    """Writes down operations. Methods take and give names of tensors, as the model's modules do tensors."""
+    """Records operations. Methods take and return names of tensors where a model's modules take and return tensors."""
 
-    def __init__(self, sizes: RankSizes) -> None:
+    def __init__(self, sizes: RankSizes, keep_gathered: frozenset[str] = frozenset()) -> None:
         self.sizes = sizes
         self.recorded: list[OpMemory] = []
         self.nbytes: dict[str, int] = {}
+        """Size of each tensor."""
         self.layer = -1
         self.fp8: str = ""
-        """As `Run.fp8`, inside a block that multiplies so."""
+        """`RankSizes.fp8` inside a layer that computes in fp8, else empty."""
         self.scopes: tuple[str, ...] = ()
-        self.keep_gathered: frozenset[str] = frozenset()
-        """Parts that are recomputed, and so may keep what they gathered."""
+        self.keep_gathered = keep_gathered
+        """Modules that are recomputed, which may therefore save gathered tokens."""
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        before, self.scopes = self.scopes, (*self.scopes, name)
+        outer, self.scopes = self.scopes, (*self.scopes, name)
         yield
-        self.scopes = before
+        self.scopes = outer
 
     def record(
         self,
@@ -50,21 +47,29 @@ class OpMemoryBuilder:
         views: Mapping[str, tuple[str, int]] | None = None,
         grad_aliases: tuple[str | None, ...] = (),
     ) -> list[str]:
-        """Labels in `makes`, `keeps` and `views` become names; gives those of what is made, and of views."""
+        """Record an `OpMemory` and return the names of its outputs and views. Labels of outputs and views, which
+        `saved` and `grad_aliases` may use too, become unique names."""
         views = views or {}
-        label = {key: f"{len(self.recorded)} {key}" for key in (*outputs, *views)}
-        made = {label[key]: size for key, size in outputs.items()}
-        seen = {label[key]: of for key, of in views.items()}
-        self.nbytes |= made | {name: size for name, (_, size) in seen.items()}
-        kept = tuple(label.get(name, name) for name in saved)
-        own = label | {grad_name(key): grad_name(name) for key, name in label.items()}
-        shared = tuple(None if of is None else own.get(of, of) for of in grad_aliases)
-        self.recorded.append(
-            OpMemory(inputs, made, kept, forward_workspace, backward_workspace, seen, shared, self.scopes, self.layer)
+        names = {label: f"{len(self.recorded)} {label}" for label in (*outputs, *views)}
+        named_outputs = {names[label]: size for label, size in outputs.items()}
+        named_views = {names[label]: view for label, view in views.items()}
+        self.nbytes |= named_outputs | {name: size for name, (_, size) in named_views.items()}
+        known = names | {grad_name(label): grad_name(name) for label, name in names.items()}
+        op = OpMemory(
+            inputs,
+            named_outputs,
+            tuple(names.get(name, name) for name in saved),
+            forward_workspace,
+            backward_workspace,
+            named_views,
+            tuple(None if alias is None else known.get(alias, alias) for alias in grad_aliases),
+            self.scopes,
+            self.layer,
         )
-        return list(label.values())
+        self.recorded.append(op)
+        return list(names.values())
 
-    # Between the parts of a block.
+    # Between attention and MLP.
 
     @property
     def local_hidden_bytes(self) -> int:
@@ -76,220 +81,216 @@ class OpMemoryBuilder:
         """Bytes of [t, D]."""
         return self.sizes.tokens * self.sizes.hidden * self.sizes.element_size
 
-    def _partial_sums_bytes(self, rows: int, columns: int, kinds: int = 1) -> int:
-        """fp32 sums that programs of a fused backward pass leave."""
-        each = -(-rows // TRITON_PROGRAMS)
-        return -(-rows // each) * kinds * columns * 4
+    def _partial_sums_bytes(self, rows: int, columns: int, vectors: int = 1) -> int:
+        """fp32 partial sums that the programs of a fused backward kernel leave for `vectors` gradients."""
+        rows_per_program = -(-rows // MAX_REDUCTION_PROGRAMS)
+        return -(-rows // rows_per_program) * vectors * columns * 4
 
     def residual_add(self, x: str, y: str) -> str:
         return self.record((x, y), {"sum": self.nbytes[x]}, grad_aliases=("d sum", "d sum"))[0]
 
     def rms_norm(self, x: str, y: str | None = None) -> tuple[str, str]:
-        r, size = self.sizes, self.nbytes[x]
-        rows, fp32 = r.local_tokens, r.local_tokens * r.hidden * 4
+        """(residual, normed), where the residual is x or x + y."""
+        sizes, size = self.sizes, self.nbytes[x]
+        rows, fp32 = sizes.local_tokens, sizes.local_tokens * sizes.hidden * 4
         with self.scope("norm"):
-            if r.fused_kernels:
-                partial = self._partial_sums_bytes(rows, r.hidden)
+            if sizes.fused_kernels:
+                partial = self._partial_sums_bytes(rows, sizes.hidden)
                 if y is None:
-                    out, _, on = self.record(
-                        (x,), {"out": size, "inverse": 4 * rows}, (x, "inverse"), 0, partial, {"on": (x, size)}
+                    out, _, residual = self.record(
+                        (x,), {"out": size, "rstd": 4 * rows}, (x, "rstd"), 0, partial, {"residual": (x, size)}
                     )
-                    return on, out
+                    return residual, out
                 total, out, _ = self.record(
-                    (x, y), {"total": size, "out": size, "inverse": 4 * rows}, ("total", "inverse"), 0, partial,
+                    (x, y), {"total": size, "out": size, "rstd": 4 * rows}, ("total", "rstd"), 0, partial,
                     grad_aliases=(None, grad_name(x)),
                 )  # fmt: skip
                 return total, out
             total = x if y is None else self.residual_add(x, y)
-            if r.accumulating_gemm:
-                return total, self.record((total,), {"out": size, "inverse": 4 * rows}, (total, "inverse"))[0]
-            # In fp32 by single operations: its input and what the weight multiplies are kept.
-            copies = fp32 if r.is_fp32 else 2 * fp32
-            kept = ("wide", total) if r.is_fp32 else ("wide",)
+            if sizes.accumulating_gemm:
+                return total, self.record((total,), {"out": size, "rstd": 4 * rows}, (total, "rstd"))[0]
+            # In fp32 by single operations, which save the input and the factor of the weight.
+            copies = fp32 if sizes.is_fp32 else 2 * fp32
             out, _ = self.record(
-                (total,), {"out": size, "wide": copies + 4 * rows}, kept, 0 if r.is_fp32 else fp32,
-                2 * fp32 if r.is_fp32 else 3 * fp32,
-            )  # fmt: skip
+                (total,),
+                {"out": size, "fp32": copies + 4 * rows},
+                ("fp32", total) if sizes.is_fp32 else ("fp32",),
+                0 if sizes.is_fp32 else fp32,
+                2 * fp32 if sizes.is_fp32 else 3 * fp32,
+            )
         return total, out
 
     def layer_norm(self, x: str, y: str | None = None, p: float = 0.0, post_norm: bool = False) -> tuple[str, str]:
-        """x + dropout(y + bias), or `after` it the norm of that; and the norm."""
-        r, size, rows = self.sizes, self.nbytes[x], self.sizes.local_tokens
+        """(residual, normed). Pre-norm: residual = x + dropout(y + bias). Post-norm: residual = normed."""
+        sizes, size, rows = self.sizes, self.nbytes[x], self.sizes.local_tokens
         with self.scope("norm"):
-            if r.fused_kernels:
-                partial = self._partial_sums_bytes(rows, r.hidden, 2 if y is None else 3)
-                made = {"out": size, "each": 8 * rows}
+            if sizes.fused_kernels:
+                partial = self._partial_sums_bytes(rows, sizes.hidden, 2 if y is None else 3)
+                outputs = {"out": size, "mean_rstd": 8 * rows}
                 if y is None:
-                    out, _, on = self.record((x,), made, (x, "each"), 0, partial, {"on": (x, size)})
-                    return on, out
+                    out, _, residual = self.record((x,), outputs, (x, "mean_rstd"), 0, partial, {"residual": (x, size)})
+                    return residual, out
+                aliases = (None, None if p else grad_name(x))
                 out, _, total = self.record(
-                    (x, y),
-                    {**made, "total": size},
-                    ("total", "each"),
-                    0,
-                    partial,
-                    grad_aliases=(None, None if p else grad_name(x)),
+                    (x, y), {**outputs, "total": size}, ("total", "mean_rstd"), 0, partial, grad_aliases=aliases
                 )
                 return (out if post_norm else total), out
             total = x if y is None else self.add_dropout(x, y, p)
-            out, _ = self.record((total,), {"out": size, "each": 8 * rows}, (total, "each"))
+            out, _ = self.record((total,), {"out": size, "mean_rstd": 8 * rows}, (total, "mean_rstd"))
         return (out if post_norm else total), out
 
     def dropout(self, y: str, p: float, with_bias: bool = True) -> str:
-        """dropout(y + bias) alone."""
-        r, size = self.sizes, self.nbytes[y]
-        numbers = size // r.element_size
-        if r.fused_kernels:
-            return self.record(
-                (y,), {"out": size}, (), 0, self._partial_sums_bytes(r.local_tokens, r.hidden) if with_bias else 0
-            )[0]
-        # Random words are int32, made in a few steps; where they keep an element is one byte of it.
-        work = numbers * (9 if not r.is_fp32 else 8) + (size if with_bias else 0)
-        return self.record(
-            (y,), {"out": size, "mask": numbers}, ("mask",), work, numbers * (1 if not r.is_fp32 else 3)
-        )[0]
+        """dropout(y + bias), or dropout(y)."""
+        sizes, size = self.sizes, self.nbytes[y]
+        elements = size // sizes.element_size
+        if sizes.fused_kernels:
+            partial = self._partial_sums_bytes(sizes.local_tokens, sizes.hidden) if with_bias else 0
+            return self.record((y,), {"out": size}, (), 0, partial)[0]
+        # Random numbers are int32, computed in a few steps; the mask has one byte per element.
+        forward = elements * (8 if sizes.is_fp32 else 9) + (size if with_bias else 0)
+        backward = elements * (3 if sizes.is_fp32 else 1)
+        return self.record((y,), {"out": size, "mask": elements}, ("mask",), forward, backward)[0]
 
     def add_dropout(self, x: str, y: str, p: float) -> str:
         """x + dropout(y + bias)."""
-        r, size = self.sizes, self.nbytes[x]
-        if r.fused_kernels:
-            partial = self._partial_sums_bytes(r.local_tokens, r.hidden)
-            return self.record(
-                (x, y), {"sum": size}, backward_workspace=partial, grad_aliases=("d sum", None if p else "d sum")
-            )[0]
+        sizes, size = self.sizes, self.nbytes[x]
+        if sizes.fused_kernels:
+            partial = self._partial_sums_bytes(sizes.local_tokens, sizes.hidden)
+            aliases = ("d sum", None if p else "d sum")
+            return self.record((x, y), {"sum": size}, backward_workspace=partial, grad_aliases=aliases)[0]
         if p:
             return self.residual_add(x, self.dropout(y, p))
         return self.record((x, y), {"sum": size}, forward_workspace=size, grad_aliases=("d sum", "d sum"))[0]
 
     def concat(self, names: list[str]) -> str:
-        """Side by side, copied."""
         size = sum(self.nbytes[name] for name in names)
-        return self.record(tuple(names), {"joined": size}, grad_aliases=("d joined",) * len(names))[0]
+        return self.record(tuple(names), {"concat": size}, grad_aliases=("d concat",) * len(names))[0]
 
-    # Into and out of a part, where data crosses ranks.
+    # Into and out of attention and MLP, where tensor-parallel ranks communicate.
 
-    def linear(self, x: str, rows: int, inputs: int, outputs: int, label: str = "out") -> str:
-        """A product of [rows, inputs] with this rank's matrix."""
-        r, made = self.sizes, rows * outputs * self.sizes.element_size
+    def linear(self, x: str, rows: int, inputs: int, outputs: int) -> str:
+        """The product of [rows, inputs] and this rank's matrix."""
+        sizes = self.sizes
         weight = outputs * inputs
         if self.fp8:
-            return self._fp8_linear(x, rows, inputs, outputs, label)
-        return self.record((x,), {label: made}, (x,), 0, 0 if r.fused_wgrad else weight * r.element_size)[0]
+            return self._fp8_linear(x, rows, inputs, outputs)
+        backward = 0 if sizes.fused_wgrad else weight * sizes.element_size
+        return self.record((x,), {"out": rows * outputs * sizes.element_size}, (x,), 0, backward)[0]
 
-    def _fp8_linear(self, x: str, rows: int, inputs: int, outputs: int, label: str) -> str:
-        """x is kept in 8 bits, turned; weights and gradients are cast when they are used."""
-        r, weight = self.sizes, inputs * outputs
+    def _fp8_linear(self, x: str, rows: int, inputs: int, outputs: int) -> str:
+        """The transposed x is saved in 8 bits; weights and gradients are cast when they are used."""
+        sizes, weight = self.sizes, inputs * outputs
         padded = -(-rows // 16) * 16
-        made = {label: rows * outputs * r.element_size}
-        work, back = padded * inputs + weight, 2 * padded * outputs + weight + weight * r.element_size
-        if not r.fused_kernels:  # plain: each goes through fp32, and so does the product
-            work += 4 * (rows * inputs + weight + 2 * rows * outputs)
-            back += 4 * (rows * inputs + rows * outputs + weight)
+        out = {"out": rows * outputs * sizes.element_size}
+        forward, backward = padded * inputs + weight, 2 * padded * outputs + weight + weight * sizes.element_size
+        if not sizes.fused_kernels:  # reference kernels: casts and products go through fp32
+            forward += 4 * (rows * inputs + weight + 2 * rows * outputs)
+            backward += 4 * (rows * inputs + rows * outputs + weight)
         if self.fp8 == "bf16":
-            return self.record((x,), made, (x,), work, weight * r.element_size)[0]
-        return self.record((x,), {**made, "x8": padded * inputs}, ("x8",), work, back)[0]
+            return self.record((x,), out, (x,), forward, weight * sizes.element_size)[0]
+        return self.record((x,), {**out, "x8": padded * inputs}, ("x8",), forward, backward)[0]
+
+    @property
+    def _reorder_bytes(self) -> int:
+        """A copy that puts gathered tokens in order; a single sample needs none."""
+        return self.hidden_bytes if self.sizes.samples > 1 else 0
 
     def column_parallel(self, x: str, *outputs: int) -> list[str]:
-        """Column-split products of the same x."""
-        r = self.sizes
-        if r.sequence_parallel and not self.fp8 and not (self.keep_gathered & set(self.scopes)):
-            order = self.hidden_bytes if r.samples > 1 else 0  # ranks' tokens are put in order by a copy
-            weights = sum(outputs) * r.hidden * r.element_size
-            made = {f"out{n}": r.tokens * each * r.element_size for n, each in enumerate(outputs)}
-            summed = self.hidden_bytes if r.gathers_by_all_reduce else self.local_hidden_bytes
-            return self.record(
-                (x,), made, (x,), self.hidden_bytes + order, 2 * self.hidden_bytes + max(2 * order, summed) + weights
-            )
+        """Column-parallel products with the same x."""
+        sizes = self.sizes
+        if sizes.sequence_parallel and not self.fp8 and not (self.keep_gathered & set(self.scopes)):
+            reorder = self._reorder_bytes
+            weights = sum(outputs) * sizes.hidden * sizes.element_size
+            made = {f"out{index}": sizes.tokens * width * sizes.element_size for index, width in enumerate(outputs)}
+            summed = self.hidden_bytes if sizes.gathers_by_all_reduce else self.local_hidden_bytes
+            backward = 2 * self.hidden_bytes + max(2 * reorder, summed) + weights
+            return self.record((x,), made, (x,), self.hidden_bytes + reorder, backward)
         x = self.gather_tokens(x)
-        return [self.linear(x, r.tokens, r.hidden, each) for each in outputs]
+        return [self.linear(x, sizes.tokens, sizes.hidden, width) for width in outputs]
 
     def gather_tokens(self, x: str) -> str:
-        """Every token on every rank; backward sums."""
-        r = self.sizes
-        if r.tp == 1:
+        """All tokens on every rank; the backward pass sums gradients."""
+        sizes = self.sizes
+        if sizes.tp == 1:
             return x
-        if not r.sequence_parallel:
-            return self.record((x,), {}, backward_workspace=self.nbytes[x], views={"on": (x, self.nbytes[x])})[0]
-        order = self.hidden_bytes if r.samples > 1 else 0
-        return self.record(
-            (x,), {"whole": self.hidden_bytes}, (), order, order + (self.hidden_bytes if r.gathers_by_all_reduce else 0)
-        )[0]
+        if not sizes.sequence_parallel:
+            return self.record((x,), {}, backward_workspace=self.nbytes[x], views={"same": (x, self.nbytes[x])})[0]
+        reorder = self._reorder_bytes
+        backward = reorder + (self.hidden_bytes if sizes.gathers_by_all_reduce else 0)
+        return self.record((x,), {"gathered": self.hidden_bytes}, (), reorder, backward)[0]
 
     def reduce_output(self, x: str) -> str:
-        """After a row-split product: summed over ranks, each keeping its tokens under sequence parallelism."""
-        r = self.sizes
-        if r.tp == 1:
+        """The sum over ranks after a row-parallel product; under sequence parallelism each rank keeps its tokens."""
+        sizes = self.sizes
+        if sizes.tp == 1:
             return x
-        if not r.sequence_parallel:
+        if not sizes.sequence_parallel:
             return self.record((x,), {"sum": self.nbytes[x]}, grad_aliases=("d sum",))[0]
-        order = self.hidden_bytes if r.samples > 1 else 0
-        return self.record(
-            (x,),
-            {"own": self.local_hidden_bytes},
-            (),
-            order + (self.hidden_bytes if r.gathers_by_all_reduce else 0),
-            order,
-        )[0]
+        reorder = self._reorder_bytes
+        forward = reorder + (self.hidden_bytes if sizes.gathers_by_all_reduce else 0)
+        return self.record((x,), {"sum": self.local_hidden_bytes}, (), forward, reorder)[0]
 
-    # Inside the parts.
+    # Inside attention and MLP.
 
     def rope(self, qkv: str) -> tuple[str, str, str]:
-        r = self.sizes
-        q, k = (r.tokens * heads * r.head_size * r.element_size for heads in (r.heads, r.kv_heads))
-        work = back = 0
-        if not r.fused_kernels:  # rotated in fp32, half by half
-            work, back = (2 * q - k, 2 * q - k) if r.is_fp32 else (7 * q - k, 6 * q - k)
-        names = self.record((qkv,), {"q": q, "k": k}, (), work, max(back, 0), {"v": (qkv, k)})
+        sizes = self.sizes
+        q, k = (sizes.tokens * heads * sizes.head_size * sizes.element_size for heads in (sizes.heads, sizes.kv_heads))
+        forward = backward = 0
+        if not sizes.fused_kernels:  # rotated in fp32, one half at a time
+            forward, backward = (2 * q - k, 2 * q - k) if sizes.is_fp32 else (7 * q - k, 6 * q - k)
+        names = self.record((qkv,), {"q": q, "k": k}, (), forward, max(backward, 0), {"v": (qkv, k)})
         return names[0], names[1], names[2]
 
     def attention(self, q: str, k: str, v: str, p: float = 0.0) -> str:
-        """Of heads that lie side by side; `p`: dropout of its weights."""
-        r = self.sizes
-        out = r.tokens * r.heads * r.head_size * r.element_size
-        lse = 4 * r.tokens * r.heads
-        scores = r.tokens * r.seq_len * r.heads
-        if r.cp > 1 or r.document_mask:
+        """Attention with dropout `p` of its weights."""
+        sizes = self.sizes
+        out = sizes.tokens * sizes.heads * sizes.head_size * sizes.element_size
+        lse = 4 * sizes.tokens * sizes.heads
+        scores = sizes.tokens * sizes.seq_len * sizes.heads
+        if sizes.cp > 1 or sizes.document_mask:
             return self._context_attention(q, k, v, out, lse, p)
         with self.scope("core_attention"):
             if p:
-                # Softmax in fp32, which elements stay (a byte), and the weights as they multiply.
-                kept = scores * (9 if r.is_fp32 else 7)
-                work, back = (scores * 12, scores * 3) if r.is_fp32 else (scores * 14, scores * 6)
-                return self.record((q, k, v), {"out": out, "weights": kept}, (q, k, v, "weights"), work, back)[0]
-            if r.is_fp32 and not r.gqa_fp32 and r.kv_heads != r.heads:  # keys and values are copied for each head
-                k, v = (self.record((each,), {"copies": out})[0] for each in (k, v))
+                # Saved: the softmax in fp32, the mask (a byte per score) and the weights in the compute dtype.
+                saved = scores * (9 if sizes.is_fp32 else 7)
+                forward, backward = (scores * 12, scores * 3) if sizes.is_fp32 else (scores * 14, scores * 6)
+                outputs = {"out": out, "weights": saved}
+                return self.record((q, k, v), outputs, (q, k, v, "weights"), forward, backward)[0]
+            if sizes.is_fp32 and not sizes.gqa_fp32 and sizes.kv_heads != sizes.heads:
+                k, v = (self.record((name,), {"per_head": out})[0] for name in (k, v))  # copied for each query head
             return self.record((q, k, v), {"out": out, "lse": lse}, (q, k, v, "out", "lse"))[0]
 
     def _context_attention(self, q: str, k: str, v: str, out: int, lse: int, p: float) -> str:
-        """Merged in fp32; keys and values of other ranks come while those at hand are used."""
-        r = self.sizes
-        fp32 = out * 4 // r.element_size
-        pair = 2 * r.tokens * r.kv_heads * r.head_size * r.element_size
-        if r.cp > 1:
-            coming = pair * (r.cp + 1 if r.cp_all_gather else 2)
-            back = fp32 * 2 + (pair * 4 // r.element_size) * ((2 * r.cp) if r.cp_all_gather else 3) + coming
+        """Attention by blocks, merged in fp32. Keys and values of other ranks arrive during the computation."""
+        sizes = self.sizes
+        fp32 = out * 4 // sizes.element_size
+        kv = 2 * sizes.tokens * sizes.kv_heads * sizes.head_size * sizes.element_size
+        kv_fp32 = kv * 4 // sizes.element_size
+        if sizes.cp > 1:
+            received = kv * (sizes.cp + 1 if sizes.cp_all_gather else 2)
+            backward = fp32 * 2 + kv_fp32 * ((2 * sizes.cp) if sizes.cp_all_gather else 3) + received
         else:
-            coming, back = 0, fp32 * 2 + pair * 4 // r.element_size
-        tiles = 4 * TILE_BYTES if p else TILE_BYTES if r.document_mask else 0
-        least = 4 * r.heads * r.seq_len * r.cp
-        tiles = min(tiles, 4 * max(least, r.tokens * r.seq_len * r.cp * 4 * r.heads)) if tiles else 0
-        with self.scope("core_attention" if r.cp == 1 else "ring"):
-            return self.record(
-                (q, k, v), {"out": out, "lse": lse}, (q, k, v, "out", "lse"), 2 * fp32 + coming + tiles, back + tiles
-            )[0]
+            received, backward = 0, fp32 * 2 + kv_fp32
+        tiles = 4 * TILE_BYTES if p else TILE_BYTES if sizes.document_mask else 0
+        smallest = 4 * sizes.heads * sizes.seq_len * sizes.cp
+        tiles = min(tiles, 4 * max(smallest, sizes.tokens * sizes.seq_len * sizes.cp * 4 * sizes.heads))
+        with self.scope("core_attention" if sizes.cp == 1 else "ring"):
+            saved = (q, k, v, "out", "lse")
+            forward = 2 * fp32 + received + tiles
+            return self.record((q, k, v), {"out": out, "lse": lse}, saved, forward, backward + tiles)[0]
 
     def qkv_attention(self, projections: list[str], p: float, packed: bool) -> str:
-        """Of one product or of three with as many heads each; packed, or with dropout, by the device's own kernel."""
-        r = self.sizes
-        size = r.tokens * r.heads * r.head_size * r.element_size
-        lse = 4 * r.tokens * r.heads
-        if packed or (r.fused_kernels and p and r.cp == 1 and not r.document_mask):
+        """Attention on one fused or three separate projections with equal head counts. A fused kernel serves packed
+        batches and dropout."""
+        sizes = self.sizes
+        size = sizes.tokens * sizes.heads * sizes.head_size * sizes.element_size
+        lse = 4 * sizes.tokens * sizes.heads
+        if packed or (sizes.fused_kernels and p and sizes.cp == 1 and not sizes.document_mask):
             qkv = projections[0] if len(projections) == 1 else self.record(tuple(projections), {"qkv": 3 * size})[0]
             with self.scope("core_attention"):
                 return self.record((qkv,), {"out": size, "lse": lse}, (qkv, "out", "lse"), 0, lse)[0]
         if len(projections) == 1:
-            views = dict.fromkeys("qkv", (projections[0], size))
-            projections = self.record((projections[0],), {}, views=views)
+            projections = self.record((projections[0],), {}, views=dict.fromkeys("qkv", (projections[0], size)))
         return self.attention(projections[0], projections[1], projections[2], p)
 
     def swiglu(self, gate_up: str) -> str:
@@ -300,7 +301,7 @@ class OpMemoryBuilder:
             return self.record((gate_up,), {"out": half, "silu": half}, (gate_up, "silu"), 0, half)[0]
 
     def gelu(self, x: str, rows: int, columns: int) -> str:
-        """Of x + bias."""
+        """GELU(x + bias)."""
         size = self.nbytes[x]
         with self.scope("activation"):
             if self.sizes.fused_kernels:

@@ -1,13 +1,13 @@
-"""What a run takes of a rank's memory, from the configuration alone: arithmetic, no device and no tensors.
+"""Peak memory of a rank, computed from the configuration alone: no device and no tensors.
 
-The state of the optimizer is what `train/optim/optimizer.py` lays out, through the same `Flat`. Activations come from a
-`Tape` of each stage, and how many micro batches hold theirs at once from the order of the schedule. The peak is the
-largest of a few moments: a pass of some micro batch, gradients on their way to other ranks, the update.
-docs/memory.md has it in words, with what was measured.
+Optimizer state uses the `FlatBuffer` layout of a run. Activations come from a `LivenessTimeline` of each stage, and the
+pipeline schedule tells how many micro batches have saved theirs at the same time. The peak is the largest of a few
+points: a pass of some micro batch, gradients in flight, the update, initialization. docs/memory.md explains each and
+compares with measurements.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from trainyard import models
 from trainyard.config.schema import Config
@@ -22,111 +22,106 @@ from trainyard.plan.memory.schedule_order import schedule_actions
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank when it holds most."""
+    """Bytes on one rank at its peak."""
 
     weights: int
-    """In the dtype that is computed with; under ZeRO-2 and 3 the gathered ones too."""
+    """Weights in the compute dtype; under ZeRO-2 and 3 the gathered ones."""
     gradients: int
     optimizer: int
-    """Master weights and moments, and what an update takes besides."""
+    """Master weights, moments, and temporary memory of the update."""
     activations: int
     logits: int
-    """What the loss holds, where that is when most is held."""
+    """Memory of the loss, if the peak is there."""
     buffers: int
-    """Batches, what is received or under way, workspaces of libraries."""
+    """Batches, receive buffers, buckets in flight, workspaces of libraries."""
     fragmentation: int
 
     @property
     def total(self) -> int:
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.buffers
-            + self.fragmentation
-        )
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -> RankMemory:
-    """Of a rank at pipeline place `pp`; `kind` is one of KINDS."""
+    """The peak of a rank at pipeline position `pp`; `device_kind` is a key of DEVICE_KINDS."""
     device = DEVICE_KINDS[device_kind]
     blueprint = models.family_of(config.model).blueprint(config.model)
     stages = layout.stages_on(pp)
-    state = OptimizerMemory.from_config(config, layout, blueprint, stages)
-    run = rank_sizes(config, layout, device)
-    words = blueprint.local_shape("embedding.weight", layout.tp)[0]
-    last = config.model.layers - config.precision.bf16_last_layers
-    fp8 = range(config.precision.bf16_first_layers, last if config.precision.kind == "fp8" else 0)
+    state = OptimizerMemory.from_config(config, layout, stages)
+    sizes = rank_sizes(config, layout, device)
+    local_vocab = blueprint.local_shape("embedding.weight", layout.tp)[0]
+    fp8_end = config.model.layers - config.precision.bf16_last_layers if config.precision.kind == "fp8" else 0
+    fp8_layers = range(config.precision.bf16_first_layers, fp8_end)
     passes = [
-        PassMemory.from_timeline(stage_timeline(config, run, stage, words, device.logits_bytes, fp8))
+        PassMemory.from_timeline(stage_timeline(config, sizes, stage, local_vocab, device.logits_bytes, fp8_layers))
         for stage in stages
     ]
-    held = _batch_and_receive_bytes(config, layout, run, stages, device_kind) + device.workspace_bytes
-    moments = (
+    resident = _batch_and_receive_bytes(config, layout, sizes, stages, device_kind) + device.workspace_bytes
+    candidates = (
         *_schedule_peaks(layout, config, pp, passes, state),
-        *state.gradient_exchange(config, [one.live_after_layer for one in passes], device),
+        *state.gradient_exchange(config, [memory.live_after_layer for memory in passes], device),
         state.update_workspace(config, device),
-        state.initialization(held),
+        state.initialization(resident),
     )
-    best = max(moments, key=lambda each: each.total)
-    allocated = state.weights + state.gradients + state.optimizer + held + best.total
+    peak = max(candidates, key=lambda extra: extra.total)
+    allocated = state.weights + state.gradients + state.optimizer + resident + peak.total
     return RankMemory(
-        state.weights + best.weights,
-        state.gradients,
-        state.optimizer + best.optimizer,
-        best.activations,
-        best.logits,
-        held + best.buffers,
-        int(allocated * device.fragmentation),
+        weights=state.weights + peak.weights,
+        gradients=state.gradients,
+        optimizer=state.optimizer + peak.optimizer,
+        activations=peak.activations,
+        logits=peak.logits,
+        buffers=resident + peak.buffers,
+        fragmentation=int(allocated * device.fragmentation),
     )
 
 
 def _batch_and_receive_bytes(
     config: Config, layout: Layout, sizes: RankSizes, stages: list[StageSpec], device_kind: str
 ) -> int:
-    """Batches of a step, as they lie on the device, and places for what neighbours in the pipeline send: torch's
-    schedules have one for each micro batch."""
+    """The batches of a step on the device, and receive buffers: torch's pipeline schedules allocate one for each micro
+    batch and neighbor."""
     samples = layout.micro_batches * config.train.micro_batch
-    numbers = {
+    integers_per_sample = {
         "llama": 2 * sizes.seq_len,
         "gpt": 2 * sizes.seq_len,
         "bert": 3 * sizes.seq_len + 2 * config.data.max_predictions,
-    }
-    batch = 4 * samples * (numbers[config.model.family] + (2 * sizes.seq_len if sizes.document_mask else 0) + 2)
-    between = sizes.local_tokens * sizes.hidden * sizes.element_size
-    received = sum((not stage.is_first) + (not stage.is_last) for stage in stages) * layout.micro_batches * between
+    }[config.model.family]
+    if sizes.document_mask:
+        integers_per_sample += 2 * sizes.seq_len
+    batch = 4 * samples * (integers_per_sample + 2)
+    hidden = sizes.local_tokens * sizes.hidden * sizes.element_size
+    received = sum((not stage.is_first) + (not stage.is_last) for stage in stages) * layout.micro_batches * hidden
     return batch * (2 if device_kind == "cpu" else 1) + (received if layout.pp > 1 else 0)
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """A micro batch through a stage and back."""
+    """Memory of one micro batch in the forward and backward pass of a stage."""
 
     saved: int
+    """Bytes saved from forward to backward."""
     forward: ExtraMemory
+    """Peak of the forward pass."""
     backward: ExtraMemory
+    """Peak of the backward pass."""
     deferred_grads: int
-    """Gradients that wait for the weights' half, where backward is taken apart."""
+    """Gradients that wait for the weight half of a split backward pass."""
     live_after_layer: dict[int, int]
-    """Bytes that are live when a block's backward pass is over, by its number; -1: what is before the blocks."""
+    """Live bytes after each layer's backward pass; -1 stands for the embedding."""
 
     @classmethod
     def from_timeline(cls, timeline: LivenessTimeline) -> "PassMemory":
-        moments = list(timeline.points())
-        left: dict[int, int] = {}
-        for moment in moments:
-            if not moment.is_forward:
-                left[moment.layer] = moment.live
-        top = [max(some, key=lambda moment: moment.live + moment.workspace) for some in _forward_and_backward(moments)]
-        kept = next((moment.live_before for moment in moments if not moment.is_forward), 0)
-        return cls(kept, _as_extra_memory(top[0]), _as_extra_memory(top[1]), timeline.deferred_grad_bytes, left)
-
-
-def _forward_and_backward(points: list[MemoryPoint]) -> Iterator[list[MemoryPoint]]:
-    for forward in (True, False):
-        yield [moment for moment in points if moment.is_forward == forward]
+        points = list(timeline.points())
+        forward, backward = ([point for point in points if point.is_forward == half] for half in (True, False))
+        return cls(
+            backward[0].live_before if backward else 0,
+            *(
+                _as_extra_memory(max(half, key=lambda point: point.live + point.workspace))
+                for half in (forward, backward)
+            ),
+            timeline.deferred_grad_bytes,
+            {point.layer: point.live for point in backward},
+        )
 
 
 def _as_extra_memory(point: MemoryPoint) -> ExtraMemory:
@@ -138,21 +133,21 @@ def _as_extra_memory(point: MemoryPoint) -> ExtraMemory:
 def _schedule_peaks(
     layout: Layout, config: Config, pp: int, passes: list[PassMemory], state: OptimizerMemory
 ) -> Iterator[ExtraMemory]:
-    """Each pass of the rank's schedule, with what the micro batches that are under way keep."""
-    outstanding = 0
-    whole = config.layout.pipeline_schedule == "1f1b" or layout.pp == 1
-    at_loss, elsewhere, back = (
-        state.gathered_weights(config, *how) for how in ((True, False), (False, False), (False, True))
-    )
+    """The peak of each pass in the rank's schedule, with what the other micro batches in flight have saved."""
+    saved = 0
+    splits_backward = config.layout.pipeline_schedule != "1f1b" and layout.pp > 1
+    at_loss = state.gathered_weights(config, at_loss=True, backward=False)
+    in_forward = state.gathered_weights(config, at_loss=False, backward=False)
+    in_backward = state.gathered_weights(config, at_loss=False, backward=True)
     for action, stage in schedule_actions(config.layout.pipeline_schedule, layout, pp):
-        one = passes[stage]
-        held = one.saved if whole else one.saved + one.deferred_grads
+        memory = passes[stage]
+        deferred = memory.deferred_grads if splits_backward else 0
         if action == "forward":
-            yield one.forward.plus(outstanding, at_loss if one.forward.logits else elsewhere)
-            outstanding += one.saved
+            yield memory.forward.plus(saved, at_loss if memory.forward.logits else in_forward)
+            saved += memory.saved
         elif action == "backward":
-            yield one.backward.plus(outstanding - one.saved, back)
-            outstanding += held - one.saved
-            yield ExtraMemory(outstanding)
+            yield memory.backward.plus(saved - memory.saved, in_backward)
+            saved += deferred
+            yield ExtraMemory(saved)
         else:
-            outstanding -= held
+            saved -= memory.saved + deferred

@@ -1,8 +1,7 @@
-"""What one rank sends in a step, message by message, from shapes alone.
+"""The messages that one rank sends in a step, derived from shapes.
 
-A twin of what the Trainer really does, for every family and layout: tests/plan/test_comm_volume.py counts the
-messages of a rehearsed step, as any rank of hundreds, and compares them with these. Greetings between neighbours of a
-pipeline, which only the first step has, are left out.
+They equal what the Trainer sends, for every family and layout: tests/plan/test_comm_volume.py counts the messages of
+dry runs as any rank of hundreds. The shape exchange between pipeline neighbors in the first step is not included.
 """
 
 from bisect import bisect_right
@@ -17,15 +16,14 @@ from trainyard.config.model_schema import BertConfig
 from trainyard.config.schema import Config
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout, StageSpec
-from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage
+from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
+from trainyard.train.checkpointing.saver import SaveStatus
+from trainyard.train.decisions import loss_chunk_tokens, zero_stage
 
-MIB = 2**20
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-STATUS_VALUES = 5
-"""Numbers that a rank tells all others with each step: the wish to stop, and four about saves."""
-MIN_CHUNK_TOKENS = 256
-"""Tokens of a chunk of logits, at the least."""
+STATUS_VALUES = 1 + len(SaveStatus._fields)
+"""Values that a rank shares with all others in every step: its stop flag and its save status."""
 GROUP_AXES = {
     "tp": "tp",
     "kv_replicas": "tp",
@@ -36,19 +34,21 @@ GROUP_AXES = {
     "dp_cp_tp": "all",
     "world": "all",
 }
-"""The axis of a layout that each group belongs to."""
+"""The axis that the messages of each group of a `Mesh` count for."""
 
 
 class Message(NamedTuple):
+    """A collective, or a send or receive."""
+
     group: str
-    """As `Mesh` names it."""
+    """Process group, as `Mesh` names it."""
     group_size: int
     kind: str
     dtype: str
     nbytes: int
-    """Bytes of the larger one of what goes in and what comes out."""
+    """Bytes of the input or of the output, whichever is larger."""
     peer: int | None = None
-    """Of send and receive: the other's rank in the group."""
+    """For send and receive, the other rank's index in the group."""
 
 
 MessageCounts = Counter[Message]
@@ -56,7 +56,7 @@ MessageCounts = Counter[Message]
 
 @dataclass(frozen=True)
 class _RankMessages:
-    """One rank and what it adds up."""
+    """Collects the messages of one rank."""
 
     config: Config
     layout: Layout
@@ -67,7 +67,7 @@ class _RankMessages:
         self, group: str, group_size: int, kind: str, dtype: str, elements: int, times: int = 1, peer: int | None = None
     ) -> None:
         if group_size > 1 and elements and times:
-            self.counts[Message(group, group_size, kind, dtype, elements * DTYPE_BYTES[dtype], peer)] += times
+            self.counts[Message(group, group_size, kind, dtype, elements * ELEMENT_BYTES[dtype], peer)] += times
 
     @property
     def pp(self) -> int:
@@ -84,188 +84,186 @@ class _RankMessages:
 
     @property
     def tokens(self) -> int:
-        """Of a micro batch, on one context-parallel rank."""
+        """Tokens of a micro batch on one context-parallel rank."""
         return self.config.train.micro_batch * self.config.data.seq_len // self.layout.cp
 
     @property
-    def compute(self) -> str:
+    def compute_dtype(self) -> str:
         return DTYPE_NAMES[self.config.precision.compute_dtype]
+
+    @property
+    def reduce_dtype(self) -> str:
+        return DTYPE_NAMES[self.config.precision.grad_reduce_dtype]
 
 
 def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
-    """Those of one step of the rank at place `rank`; `logits_bytes` as the device has it (devices.Device)."""
-    this = _RankMessages(config, layout, rank, Counter())
-    _add_tensor_parallel(this, logits_bytes)
-    _add_pipeline(this)
-    _add_context_parallel(this)
-    held = local_params(config.model, layout.tp, this.stages)
-    (_add_data_parallel if config.layout.zero < 2 or this.shards == 1 else _add_fsdp)(this, held)
-    terms = 0 if config.train.loss else 2 if isinstance(config.model, BertConfig) else 1
-    this.add("dp_cp", this.shards, "all_reduce", "float32", terms)  # labels that count
-    this.add("world", layout.world_size, "all_reduce", "float32", 2 * max(terms, 1) + STATUS_VALUES)
-    return this.counts
+    """Messages of one step of the rank at position `rank` of the layout, with `Device.logits_bytes` of its device."""
+    messages = _RankMessages(config, layout, rank, Counter())
+    _add_tensor_parallel(messages, logits_bytes)
+    _add_pipeline(messages)
+    _add_context_parallel(messages)
+    params = local_params(config.model, layout.tp, messages.stages)
+    (_add_data_parallel if zero_stage(config, messages.shards) < 2 else _add_fsdp)(messages, params)
+    loss_terms = 0 if config.train.loss else 2 if isinstance(config.model, BertConfig) else 1
+    messages.add("dp_cp", messages.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
+    messages.add("world", layout.world_size, "all_reduce", "float32", 2 * max(loss_terms, 1) + STATUS_VALUES)
+    return messages.counts
 
 
-def _add_tensor_parallel(this: _RankMessages, logits_bytes: int) -> None:
-    """Attention and MLP each gather tokens before and scatter sums after, and backward the other way round; without
-    sequence parallelism both are a sum, one forward and one backward."""
-    config, layout = this.config, this.layout
-    tp, once, whole = layout.tp, layout.micro_batches, this.tokens * config.model.hidden
+def _add_tensor_parallel(messages: _RankMessages, logits_bytes: int) -> None:
+    """With sequence parallelism, attention and MLP each all-gather tokens before and reduce-scatter after, and the
+    reverse in backward. Without it both are an all-reduce, one forward and one backward."""
+    config, layout = messages.config, messages.layout
+    tp, micro_batches, hidden = layout.tp, layout.micro_batches, messages.tokens * config.model.hidden
     bert = isinstance(config.model, BertConfig)
-    precision, kind = config.precision, config.recompute.kind
-    parts = set(config.recompute.modules)
-    last = any(stage.is_last for stage in this.stages)
-    first = any(stage.is_first for stage in this.stages)
+    precision, recompute = config.precision, config.recompute
+    first, last = (any(getattr(stage, end) for stage in messages.stages) for end in ("is_first", "is_last"))
+    fp8_end = config.model.layers - precision.bf16_last_layers if precision.kind == "fp8" else 0
     gathers = sums = 0
-    for stage in this.stages:
-        for layer in stage.layers:
-            eight = (
-                precision.kind == "fp8"
-                and precision.bf16_first_layers <= layer < config.model.layers - precision.bf16_last_layers
-            )
-            for part in ("attention", "mlp"):
-                # What was gathered is not kept but gathered again, in backward or when a part is recomputed. In fp8 it
-                # is kept, unless the part is recomputed.
-                gathers += 2 + (not eight or kind == "full" or part in parts)
-            # A whole block that is recomputed makes attention's sum again; the MLP's, at its end, nobody needs.
-            sums += 4 + (kind == "full")
+    for layer in (layer for stage in messages.stages for layer in stage.layers):
+        fp8 = precision.bf16_first_layers <= layer < fp8_end
+        for module in ("attention", "mlp"):
+            # Gathered tokens are not saved but gathered again, in backward or when the module is recomputed. In fp8
+            # they are saved, unless the module is recomputed.
+            gathers += 2 + (not fp8 or recompute.kind == "full" or module in recompute.modules)
+        # Recomputing a full block repeats attention's sum. The MLP's, at the end of the block, is not needed again.
+        sums += 4 + (recompute.kind == "full")
+    # The embedding scatters and the head gathers; in backward the reverse. All ranks compute BERT's head: its tokens
+    # are gathered, and no gradient returns.
+    sums += first + (last and not bert)
+    dtype = messages.compute_dtype
     if config.layout.sequence_parallel:
-        # The embedding scatters and the head gathers; backward the other way. BERT's heads are repeated by all ranks:
-        # their tokens are gathered and nothing comes back.
-        this.add("tp", tp, "all_gather", this.compute, whole, once * (gathers + first + last))
-        this.add("tp", tp, "reduce_scatter", this.compute, whole, once * (sums + first + (last and not bert)))
+        messages.add("tp", tp, "all_gather", dtype, hidden, micro_batches * (gathers + first + last))
+        messages.add("tp", tp, "reduce_scatter", dtype, hidden, micro_batches * sums)
     else:
-        this.add("tp", tp, "all_reduce", this.compute, whole, once * (sums + first + (last and not bert)))
+        messages.add("tp", tp, "all_reduce", dtype, hidden, micro_batches * sums)
     if not last:
         return
     # The loss: for each token of a chunk of logits the maximum, then the sum and the label's logit.
-    tokens = config.train.micro_batch * config.data.max_predictions if bert else this.tokens
+    tokens = config.train.micro_batch * config.data.max_predictions if bert else messages.tokens
     if bert:
-        this.add("tp", tp, "all_reduce", this.compute, tokens * config.model.hidden, once)
-    most = max(MIN_CHUNK_TOKENS, logits_bytes // (4 * -(-config.model.vocab // tp)))
-    size = -(-tokens // -(-tokens // most))
-    for chunk, times in ((size, tokens // size), (tokens % size, 1)):
-        this.add("tp", tp, "all_reduce", "float32", chunk, once * times)
-        this.add("tp", tp, "all_reduce", "float32", 2 * chunk, once * times)
+        messages.add("tp", tp, "all_reduce", dtype, tokens * config.model.hidden, micro_batches)
+    chunk = loss_chunk_tokens(tokens, -(-config.model.vocab // tp), logits_bytes)
+    for size, times in ((chunk, tokens // chunk), (tokens % chunk, 1)):
+        messages.add("tp", tp, "all_reduce", "float32", size, micro_batches * times)
+        messages.add("tp", tp, "all_reduce", "float32", 2 * size, micro_batches * times)
 
 
-def _add_pipeline(this: _RankMessages) -> None:
-    """Activations down and gradients up, just this rank's tokens."""
-    layout = this.layout
-    shared = layout.tp if this.config.layout.sequence_parallel else 1
-    size = this.tokens * this.config.model.hidden // shared
-    for stage in this.stages:
-        neighbours = [stage.index - 1] * (not stage.is_first) + [stage.index + 1] * (not stage.is_last)
-        for peer in map(layout.stage_owner, neighbours):
-            for kind in ("send", "receive") if peer != this.pp else ():
-                this.add("pp", layout.pp, kind, this.compute, size, layout.micro_batches, peer)
+def _add_pipeline(messages: _RankMessages) -> None:
+    """Activations to the next stage and gradients to the previous one, for this rank's tokens."""
+    layout = messages.layout
+    token_shards = layout.tp if messages.config.layout.sequence_parallel else 1
+    size = messages.tokens * messages.config.model.hidden // token_shards
+    for stage in messages.stages:
+        neighbors = [stage.index - 1] * (not stage.is_first) + [stage.index + 1] * (not stage.is_last)
+        for peer in map(layout.stage_owner, neighbors):
+            for kind in ("send", "receive") if peer != messages.pp else ():
+                messages.add("pp", layout.pp, kind, messages.compute_dtype, size, layout.micro_batches, peer)
 
 
-def _add_context_parallel(this: _RankMessages) -> None:
-    """Keys and values, forward and once more in backward; their gradients, in fp32, home."""
-    config, layout = this.config, this.layout
+def _add_context_parallel(messages: _RankMessages) -> None:
+    """Keys and values, forward and again in backward, and their fp32 gradients back to the owner."""
+    config, layout = messages.config, messages.layout
     model, cp = config.model, layout.cp
-    kv = (
-        max(model.num_kv_heads // layout.tp, 1)
-        if model.num_kv_heads % layout.tp == 0 or layout.tp % model.num_kv_heads == 0
-        else model.heads // layout.tp
-    )
-    each = this.tokens * kv * model.head_size
-    blocks = layout.micro_batches * sum(len(stage.layers) for stage in this.stages)
-    again = config.recompute.kind == "full" or "attention" in config.recompute.modules
-    documents = this.tokens * (config.data.document_mask or isinstance(model, BertConfig))
+    divides = model.num_kv_heads % layout.tp == 0 or layout.tp % model.num_kv_heads == 0
+    kv_heads = max(model.num_kv_heads // layout.tp, 1) if divides else model.heads // layout.tp
+    keys = messages.tokens * kv_heads * model.head_size
+    blocks = layout.micro_batches * sum(len(stage.layers) for stage in messages.stages)
+    repeats = 2 + (config.recompute.kind == "full" or "attention" in config.recompute.modules)
+    document_ids = messages.tokens * (config.data.document_mask or isinstance(model, BertConfig))
+    dtype = messages.compute_dtype
     if config.layout.cp_method == "ring":
-        passes = blocks * (cp - 1) * (2 + again)
-        this.add("cp", cp, "all_to_all", this.compute, 2 * each, passes)
-        this.add("cp", cp, "all_to_all", "float32", 2 * each, blocks * (cp - 1))
-        this.add("cp", cp, "all_to_all", "int32", documents, passes)
+        messages.add("cp", cp, "all_to_all", dtype, 2 * keys, blocks * (cp - 1) * repeats)
+        messages.add("cp", cp, "all_to_all", "float32", 2 * keys, blocks * (cp - 1))
+        messages.add("cp", cp, "all_to_all", "int32", document_ids, blocks * (cp - 1) * repeats)
     else:
-        this.add("cp", cp, "all_gather", this.compute, cp * each, 2 * blocks * (2 + again))
-        this.add("cp", cp, "reduce_scatter", "float32", cp * each, 2 * blocks)
-        this.add("cp", cp, "all_gather", "int32", cp * documents, blocks * (2 + again))
+        messages.add("cp", cp, "all_gather", dtype, cp * keys, 2 * blocks * repeats)
+        messages.add("cp", cp, "reduce_scatter", "float32", cp * keys, 2 * blocks)
+        messages.add("cp", cp, "all_gather", "int32", cp * document_ids, blocks * repeats)
 
 
-def _add_data_parallel(this: _RankMessages, params: dict[str, LocalParam]) -> None:
-    """Once a step gradients, and with shards new weights: neighbours in memory together, up to the size of a bucket."""
-    config, shards = this.config, this.shards
-    travel = DTYPE_NAMES[config.precision.grad_reduce_dtype]
-    zero = config.layout.zero == 1 and shards > 1
-    flat = _flat_buffer(this, params, shards if zero else 1)
+def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
+    """Gradients once a step and, with ZeRO-1, new weights: bucket by bucket of the flat buffer."""
+    config, shards = messages.config, messages.shards
+    zero = zero_stage(config, shards)
+    flat = rank_flat_buffer(config, params, shards if zero else 1)
     for bucket in flat.buckets:
         if not zero:
-            this.add("dp_cp", shards, "all_reduce", travel, bucket.full_range.stop - bucket.full_range.start)
+            size = bucket.full_range.stop - bucket.full_range.start
+            messages.add("dp_cp", shards, "all_reduce", messages.reduce_dtype, size)
             continue
         size = shards * (bucket.shard_range.stop - bucket.shard_range.start)
-        this.add("dp_cp", shards, "reduce_scatter", travel, size)
-        this.add("dp_cp", shards, "all_gather", this.compute, size)
-    _add_replicated_params(this, params, flat, DTYPE_NAMES[config.precision.grad_accum_dtype])
+        messages.add("dp_cp", shards, "reduce_scatter", messages.reduce_dtype, size)
+        messages.add("dp_cp", shards, "all_gather", messages.compute_dtype, size)
+    _add_replicated_params(messages, params, flat, DTYPE_NAMES[config.precision.grad_accum_dtype])
 
 
-def _add_fsdp(this: _RankMessages, params: dict[str, LocalParam]) -> None:
-    """Once a micro batch, block by block: weights come (with ZeRO-3 twice), gradients go."""
-    config, shards, once = this.config, this.shards, this.layout.micro_batches
-    travel = DTYPE_NAMES[config.precision.grad_reduce_dtype]
+def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
+    """For every micro batch and block: weights are gathered (with ZeRO-3 twice), gradients reduce-scattered."""
+    config, shards, micro_batches = messages.config, messages.shards, messages.layout.micro_batches
 
-    def whole(some: list[LocalParam]) -> int:
-        """Elements of what travels together, each padded to equal shards."""
-        return sum(-(-each.shape[0] // shards) * shards * prod(each.shape[1:]) for each in some)
+    def padded_elements(members: list[LocalParam]) -> int:
+        """Elements of a group of parameters, each padded to equal shards."""
+        return sum(-(-param.shape[0] // shards) * shards * prod(param.shape[1:]) for param in members)
 
-    rows = local_params_by_stage(config.model, this.layout.tp)
-    for stage in this.stages:
-        ends = (
-            rows["both"] * (stage.is_first or stage.is_last)
-            + rows["first"] * stage.is_first
-            + rows["last"] * stage.is_last
-        )
-        twice = 1 + (config.layout.zero == 3)
-        for size, times, gathers in ((whole(rows["block"]), len(stage.layers), twice), (whole(ends), 1, 1)):
-            this.add("dp_cp", shards, "all_gather", this.compute, size, once * times * gathers)
-            this.add("dp_cp", shards, "reduce_scatter", travel, size, once * times)
-    kept = "bfloat16" if config.precision.kind == "bf16_sr" else "float32"
-    _add_replicated_params(this, params, _flat_buffer(this, params, shards), kept)
+    by_stage = local_params_by_stage(config.model, messages.layout.tp)
+    block = padded_elements(by_stage["block"])
+    block_gathers = 2 if config.layout.zero == 3 else 1
+    for stage in messages.stages:
+        ends = by_stage["first"] * stage.is_first + by_stage["last"] * stage.is_last
+        ends = by_stage["both"] * (stage.is_first or stage.is_last) + ends
+        for size, count, gathers in ((block, len(stage.layers), block_gathers), (padded_elements(ends), 1, 1)):
+            times = micro_batches * count
+            messages.add("dp_cp", shards, "all_gather", messages.compute_dtype, size, times * gathers)
+            messages.add("dp_cp", shards, "reduce_scatter", messages.reduce_dtype, size, times)
+    master_dtype = "bfloat16" if config.precision.kind == "bf16_sr" else "float32"
+    _add_replicated_params(messages, params, rank_flat_buffer(config, params, shards), master_dtype)
 
 
-def _flat_buffer(this: _RankMessages, params: dict[str, LocalParam], shards: int) -> FlatBuffer:
-    shapes = [(name, each.shape) for name, each in params.items()]
-    split = sum(each.spec.weight_decay for each in params.values())
-    bucket = this.config.layout.bucket_mib * MIB // DTYPE_BYTES[DTYPE_NAMES[this.config.precision.grad_reduce_dtype]]
-    return FlatBuffer(shapes, split, shards, bucket)
-
-
-def _add_replicated_params(this: _RankMessages, params: dict[str, LocalParam], flat: FlatBuffer, dtype: str) -> None:
-    """Gradients of what several tensor-parallel or pipeline ranks hold, this shard of it; and the norms."""
-    layout = this.layout
-    place = layout.coords(this.rank)
-    shard = place["dp"] * layout.cp + place["cp"] if flat.num_shards > 1 else 0
-    sums = Counter[str]()
-    for name, each in params.items():
-        row, rows, width = each.spec, flat.shard_row_range(name, shard), prod(each.shape[1:])
-        if row.pipeline_stage == "both":
-            sums["tied_embedding"] += len(rows) * width
-        if row.tp_dim is None:
-            sums["tp"] += len(rows) * width * (this.config.layout.sequence_parallel and not row.replicated_compute)
+def _add_replicated_params(
+    messages: _RankMessages, params: dict[str, LocalParam], flat: FlatBuffer, dtype: str
+) -> None:
+    """Gradients of parameters that several tensor-parallel or pipeline ranks hold, as far as they are in this rank's
+    shard, and the norms."""
+    layout = messages.layout
+    coords = layout.coords(messages.rank)
+    shard = coords["dp"] * layout.cp + coords["cp"] if flat.num_shards > 1 else 0
+    elements = Counter[str]()
+    for name, param in params.items():
+        spec, rows, width = param.spec, len(flat.shard_row_range(name, shard)), prod(param.shape[1:])
+        if spec.pipeline_stage == "both":
+            elements["tied_embedding"] += rows * width
+        if spec.tp_dim is None:
+            summed = messages.config.layout.sequence_parallel and not spec.replicated_compute
+            elements["tp"] += rows * width * summed
             continue
-        for count, holders in _replicated_rows(each, flat.spans[name].shard_rows, len(rows)):
-            sums["kv_replicas" if holders == layout.kv_replication else "tp"] += count * width
-    this.add("tp", layout.tp, "all_reduce", dtype, sums["tp"])
-    this.add("kv_replicas", layout.kv_replication, "all_reduce", dtype, sums["kv_replicas"])
+        for count, replicas in _replicated_rows(param, flat.spans[name].shard_rows, rows):
+            elements["kv_replicas" if replicas == layout.kv_replication else "tp"] += count * width
+    messages.add("tp", layout.tp, "all_reduce", dtype, elements["tp"])
+    messages.add("kv_replicas", layout.kv_replication, "all_reduce", dtype, elements["kv_replicas"])
     ends = {0, layout.stage_owner(layout.pp * layout.vpp - 1)}
-    this.add("tied_embedding", len(ends) if this.pp in ends else 1, "all_reduce", dtype, sums["tied_embedding"])
-    # Each parameter's norm (LAMB: of its gradient, of itself and of its update), then the norm of all.
-    group, ranks = ("dp_cp_tp", layout.tp * this.shards) if flat.num_shards > 1 else ("tp", layout.tp)
-    this.add(group, ranks, "all_reduce", "float32", len(flat.spans), 3 if this.config.optimizer.kind == "lamb" else 1)
-    this.add("pp", layout.pp, "all_reduce", "float32", 1)
+    tied = len(ends) if messages.pp in ends else 1
+    messages.add("tied_embedding", tied, "all_reduce", dtype, elements["tied_embedding"])
+    # Each parameter's norm (LAMB: of its gradient, of itself and of its update), then the global norm.
+    group, size = ("dp_cp_tp", layout.tp * messages.shards) if flat.num_shards > 1 else ("tp", layout.tp)
+    norms = 3 if messages.config.optimizer.kind == "lamb" else 1
+    messages.add(group, size, "all_reduce", "float32", len(flat.spans), norms)
+    messages.add("pp", layout.pp, "all_reduce", "float32", 1)
 
 
-def _replicated_rows(param: LocalParam, rows: int, mine: int) -> Iterator[tuple[int, int]]:
-    """Rows of a shard that are summed over so many ranks. A shard's `rows` are cut wherever a part begins in any shard,
-    and a piece is summed by all shards if any of them has to: so all ranks have one graph."""
+def _replicated_rows(param: LocalParam, shard_rows: int, rows: int) -> Iterator[tuple[int, int]]:
+    """(rows, replicas): the rows of this rank's shard, of which it has `rows`, that are summed over `replicas` ranks.
+
+    A shard is cut wherever a part of the parameter begins in any shard, and a range is summed on all shards if any of
+    them needs it, so that all ranks run the same graph.
+    """
     if len(param.replication) == 1:
-        if param.replication[0][1] > 1:
-            yield mine, param.replication[0][1]
+        replicas = param.replication[0][1]
+        if replicas > 1:
+            yield rows, replicas
         return
     starts = list(accumulate((size for size, _ in param.replication), initial=0))[:-1]
-    for first, end in pairwise([*sorted({start % rows for start in starts} | {0}), rows]):
-        places = range(first, param.shape[0], rows)
-        for holders in {param.replication[bisect_right(starts, row) - 1][1] for row in places} - {1}:
-            yield max(min(end, mine) - first, 0), holders
+    for begin, end in pairwise([*sorted({start % shard_rows for start in starts} | {0}), shard_rows]):
+        same_row = range(begin, param.shape[0], shard_rows)
+        for replicas in {param.replication[bisect_right(starts, row) - 1][1] for row in same_row} - {1}:
+            yield max(min(end, rows) - begin, 0), replicas
