@@ -292,7 +292,7 @@ raise ConnectionResetError("error B")
     assert_all_gone(tmp_path, 2)
 
 
-@pytest.mark.parametrize(("kind", "code"), [("UserError", 2), ("RunStopped", 1)])
+@pytest.mark.parametrize(("kind", "code"), [("UserError", 2), pytest.param("RunStopped", 1, marks=pytest.mark.nightly)])
 def test_one_line_errors_name_the_rank(tmp_path: Path, kind: str, code: int) -> None:
     body = f"""
 begin()
