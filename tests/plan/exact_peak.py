@@ -22,7 +22,7 @@ OPAQUE = {
     torch.ops.trainyard.context_attention.default: ring_attention.context_attention._init_fn,
     torch.ops.trainyard.context_attention_backward.default: ring_attention.context_attention_backward._init_fn,
 }
-FLASH = compat._ATTENTION_KERNELS[False, SDPBackend.FLASH_ATTENTION.value]
+FLASH = compat.ATTENTION_KERNELS[False, SDPBackend.FLASH_ATTENTION.value]
 
 
 class Live(TorchDispatchMode):

@@ -1,0 +1,87 @@
+"""torch's fused attention kernels with their log-sum-exp, behind scaled_dot_product_attention (torch 2.11 to 2.14).
+
+Queries are [B, H, T, K], keys and values [B, G, S, K] with G a divisor of H and a contiguous last dim; the log-sum-exp
+is fp32 [B, H, T], the bias [B, 1, T, S]. A backward accepts `out` and `lse` over more keys than it is given, and then
+returns these keys' contribution to the gradients: it recomputes weights as exp(score - lse), and otherwise needs only
+the row sums of dout * out.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+
+class AttentionKernel(NamedTuple):
+    """Forward and backward of one of torch's fused attention kernels."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], tuple[Tensor, Tensor]]
+    """(q, k, v, causal, bias) -> (out, lse). `causal` needs as many queries as keys and no bias."""
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Tensor | None], tuple[Tensor, Tensor, Tensor]
+    ]
+    """(dout, q, k, v, out, lse, causal, bias) -> gradients of q, k and v."""
+
+
+def select_attention_kernel(q: Tensor, k: Tensor, causal: bool, has_bias: bool) -> AttentionKernel | None:
+    """The kernel that scaled_dot_product_attention would choose; None if that kernel does not return its
+    log-sum-exp."""
+    if q.is_cuda and (q.shape[-1] % 8 or q.shape[2] == k.shape[2] == 1):
+        return None  # torch pads the head dim before it calls the kernel; the kernel rejects a single query and key
+    bias = q.new_empty(k.shape[2]).expand(*q.shape[:3], -1) if has_bias else None
+    # Ask as for training: some kernels have no backward for inputs that their forward accepts.
+    backend = torch._fused_sdp_choice(q.detach().requires_grad_(), k, k, bias, 0.0, causal, enable_gqa=True)
+    return ATTENTION_KERNELS.get((q.is_cuda, backend))
+
+
+def _flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+
+
+def _flash_on_cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+    )
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert bias is None
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert bias is None
+    rng_state = torch.empty(0, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng_state, rng_state
+    )
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    bias = None if bias is None else bias.expand(-1, q.shape[1], -1, -1)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal)
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias = None if bias is None else bias.expand(-1, q.shape[1], -1, -1)
+    lse, rng_state = lse.contiguous().unsqueeze(-1), torch.empty(0, dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, rng_state, rng_state, bias, None, None, q.shape[2], k.shape[2], 0.0, causal
+    )
+
+
+ATTENTION_KERNELS = {
+    (False, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash_on_cpu, _flash_on_cpu_backward),
+    (True, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash, _flash_backward),
+    (True, SDPBackend.CUDNN_ATTENTION.value): AttentionKernel(_cudnn, _cudnn_backward),
+}

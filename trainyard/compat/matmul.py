@@ -1,0 +1,43 @@
+"""Matrix products behind private names or with version-dependent arguments."""
+
+import torch
+from torch import Tensor
+
+
+def has_fast_bf16_matmul() -> bool:
+    """True if torch multiplies bf16 quickly on this CPU: with bf16 instructions or with MKL (torch 2.11 to 2.14)."""
+    mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) or mkl
+
+
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be fp32 and a and b bf16.
+
+    On GPUs the product accumulates into `total` in its epilogue, so it is never rounded or written (`out_dtype` of
+    addmm, torch 2.11 to 2.14).
+    """
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
+def scaled_mm(
+    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    """left @ right of fp8 matrices times their inverse scales, plus bias, in bf16 (torch 2.11 to 2.14).
+
+    `left` is row-major and `right` column-major, with sizes that are multiples of 16. Scales are fp32, both [1, 1] or
+    [M, 1] and [1, N]. At most one operand is e5m2. `fast_accum` is less exact: sums stay in the tensor cores' 22 bits.
+    """
+    return torch._scaled_mm(
+        left,
+        right,
+        scale_a=left_inverse,
+        scale_b=right_inverse,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
