@@ -1,4 +1,4 @@
-"""torch.compile as the configuration asks for it: small functions once, blocks one graph for all."""
+"""Apply torch.compile as configured: to small functions, and to blocks so that all of them share one graph."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,19 +15,19 @@ from trainyard.parallel.mesh import Mesh
 
 class CompileFn(Protocol):
     def __call__(self, function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
-        """The function, compiled when first called; `dynamic` where one graph should serve many shapes."""
+        """Wrap a function to compile at its first call; `dynamic` if one graph should serve many shapes."""
 
 
-def make_compile_fn(config: CompileSection, device: Device) -> CompileFn | None:
-    """What to wrap a function with; None where compilation is off, or no choice."""
-    how = device.compile_options()
-    if not config.enabled or how is None:
+def make_compile_fn(config: CompileSection, device: Device, local_rank: int = 0) -> CompileFn | None:
+    """The wrapper for functions; None if compilation is off or the device compiles everything anyway."""
+    options = device.compile_options()
+    if not config.enabled or options is None:
         return None
-    if how.backend == CompileOptions().backend:
-        inductor_cache.prepare_cache(device)
+    if options.backend == CompileOptions().backend:
+        inductor_cache.prepare_cache(device, local_rank)
 
     def wrap(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
-        return torch.compile(function, **_compile_arguments(how, config.mode, dynamic, fullgraph=False))
+        return torch.compile(function, **_compile_arguments(options, config.mode, dynamic, fullgraph=False))
 
     return wrap
 
@@ -42,8 +42,8 @@ def _compile_arguments(options: CompileOptions, mode: str, dynamic: bool | None,
 def compile_model(
     model: TransformerStage, options: CompileOptions, mode: str, padding_free: bool, compile_embedding: bool
 ) -> None:
-    """Each block's forward (one graph serves all), and what is before the blocks where it pays to."""
-    if padding_free:  # micro batches differ in length: one graph for all lengths
+    """Compile the forward of each block (one graph serves all) and, with `compile_embedding`, the embedding."""
+    if padding_free:  # micro batches differ in length, and one graph serves all lengths
         compat.disable_automatic_dynamic_shapes()
     if compile_embedding:
         model.embed = torch.compile(model.embed, **_compile_arguments(options, mode, padding_free, fullgraph=False))  # type: ignore[method-assign]
@@ -52,18 +52,23 @@ def compile_model(
 
 
 class CompileCounter:
-    """How many graphs were compiled and how many came from the cache, by torch's own counters."""
+    """Counts compiled graphs and cache hits with torch's own counters."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.last_counts: compat.CompileCounts | None = None
 
     def new_counts(self) -> dict[str, Any]:
-        """For a logged step: at the first all ranks' sums (all must ask), later what this rank has compiled since."""
-        now, before = compat.compile_counts(), self.last_counts
-        self.last_counts = now
+        """Counts for a logged step: the first call, which all ranks must make, sums over ranks; later calls count this
+        rank's new graphs."""
+        counts, before = compat.compile_counts(), self.last_counts
+        self.last_counts = counts
         if before is not None:
-            return {"graphs_compiled": more} if (more := now.graphs_compiled - before.graphs_compiled) else {}
-        each = self.mesh.all_gather_object(tuple(now))
-        compiled, cached, seconds = zip(*each, strict=True)
+            return (
+                {"graphs_compiled": new_graphs}
+                if (new_graphs := counts.graphs_compiled - before.graphs_compiled)
+                else {}
+            )
+        per_rank = self.mesh.all_gather_object(tuple(counts))
+        compiled, cached, seconds = zip(*per_rank, strict=True)
         return {"graphs_compiled": sum(compiled), "graphs_cached": sum(cached), "compile_seconds": max(seconds)}

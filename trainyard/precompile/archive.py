@@ -1,8 +1,9 @@
-"""Compiled code as one file: packed where it was precompiled, unpacked on the nodes that will use it.
+"""Archives of compiled code: packed where it was precompiled, unpacked on the nodes that use it.
 
-A pack is a tar with a list first: what must agree (`kept.fingerprint`), and each file's size and checksum. It holds
-code that will be run, so it is trusted as a program is: nothing in it protects against who made it. What is checked is
-that it is whole, that it fits this machine, and that nothing leaves the cache's directory.
+An archive is a tar file that starts with a manifest: the fingerprint of the toolchain, and size and checksum of each
+file. It contains code that training runs, so trust it like a program: nothing protects against its author.
+`unpack_cache` checks that the archive is complete, that it fits this machine, and that no file leaves the cache
+directory.
 """
 
 import hashlib
@@ -21,14 +22,16 @@ from trainyard.core.errors import UserError, one_line
 MANIFEST = "trainyard-pack.json"
 FORMAT_VERSION = 1
 INDEX_DIRS = ("fxgraph", "aotautograd", "runs")
-"""Put in place last: what they speak of is there then."""
+"""Indexes are moved into place last, after the files they refer to."""
 MAX_MANIFEST_BYTES = 64 << 20
-"""Bytes of the list."""
+"""Larger manifests are rejected."""
 COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ArchiveContents:
+    """The manifest of an archive."""
+
     fingerprint: dict[str, str]
     files: dict[str, tuple[int, str]]
     """Size and SHA-256 by path."""
@@ -39,17 +42,17 @@ class ArchiveContents:
 
 
 def pack_cache(cache_dir: Path, target: Path, names: list[str], fingerprint: Mapping[str, str]) -> ArchiveContents:
-    """Write these files of a cache to `target`."""
+    """Write the named files of a cache to the archive `target`."""
     files = {
         name: (path.stat().st_size, _sha256(path)) for name in sorted(names) if (path := cache_dir / name).is_file()
     }
     contents = ArchiveContents(dict(fingerprint), files)
-    said = {"format": FORMAT_VERSION, "fingerprint": contents.fingerprint, "files": files}
-    text = json.dumps(said, indent=1).encode()
+    manifest = {"format": FORMAT_VERSION, "fingerprint": contents.fingerprint, "files": files}
+    text = json.dumps(manifest, indent=1).encode()
     with atomic_file(target) as out, tarfile.open(fileobj=out, mode="w") as tar:
-        head = tarfile.TarInfo(MANIFEST)
-        head.size = len(text)
-        tar.addfile(head, io.BytesIO(text))
+        header = tarfile.TarInfo(MANIFEST)
+        header.size = len(text)
+        tar.addfile(header, io.BytesIO(text))
         for name in files:
             tar.add(cache_dir / name, name, recursive=False)
     return contents
@@ -58,82 +61,87 @@ def pack_cache(cache_dir: Path, target: Path, names: list[str], fingerprint: Map
 def unpack_cache(
     source: Path, cache_dir: Path, fingerprint: Mapping[str, str], on_progress: Callable[[int], None]
 ) -> ArchiveContents:
-    """Check all of a pack, then put its files into the cache at `place`. `see` is told the bytes read so far."""
+    """Verify the whole archive, then move its files into `cache_dir`. `on_progress` receives the bytes read so far."""
     try:
         with tarfile.open(source, "r:") as tar:
             contents = _read_manifest(tar, source)
             check_fingerprint(contents.fingerprint, fingerprint, source)
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".unpacking-") as name:
-                _extract(tar, contents, Path(name), source, on_progress)
-                for each in sorted(contents.files, key=lambda path: PurePosixPath(path).parts[0] in INDEX_DIRS):
-                    (cache_dir / each).parent.mkdir(parents=True, exist_ok=True)
-                    (Path(name) / each).replace(cache_dir / each)
+            with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".unpacking-") as staging:
+                _extract(tar, contents, Path(staging), source, on_progress)
+                for name in sorted(contents.files, key=lambda path: PurePosixPath(path).parts[0] in INDEX_DIRS):
+                    (cache_dir / name).parent.mkdir(parents=True, exist_ok=True)
+                    (Path(staging) / name).replace(cache_dir / name)
     except (tarfile.TarError, EOFError) as error:
-        raise UserError(f"{source}: not a pack, or cut off ({one_line(error)}); pack it again") from None
+        raise UserError(f"{source}: not an archive, or truncated ({one_line(error)}); pack it again") from None
     except FileNotFoundError as error:
         raise UserError(f"{error.filename}: no such file") from None
     return contents
 
 
-def check_fingerprint(theirs: Mapping[str, str], ours: Mapping[str, str], source: Path) -> None:
-    wrong = [f"{name}: {theirs.get(name)}, here {ours[name]}" for name in ours if theirs.get(name) != ours[name]]
-    if wrong:
+def check_fingerprint(archived: Mapping[str, str], current: Mapping[str, str], source: Path) -> None:
+    differences = [
+        f"{name}: {archived.get(name)}, here {current[name]}" for name in current if archived.get(name) != current[name]
+    ]
+    if differences:
         raise UserError(
-            f"{source}: compiled for another toolchain ({'; '.join(wrong)}); precompile here, or on a machine like this"
+            f"{source}: compiled for a different toolchain ({'; '.join(differences)}); "
+            "precompile here, or on an identical machine"
         )
 
 
 def _read_manifest(tar: tarfile.TarFile, source: Path) -> ArchiveContents:
-    first = tar.next()
-    stream = tar.extractfile(first) if first and first.isfile() and first.name == MANIFEST else None
-    if first is None or stream is None or first.size > MAX_MANIFEST_BYTES:
-        raise UserError(f"{source}: not a pack: it does not begin with {MANIFEST}; `trainyard cache pack` makes one")
+    member = tar.next()
+    stream = tar.extractfile(member) if member and member.isfile() and member.name == MANIFEST else None
+    if member is None or stream is None or member.size > MAX_MANIFEST_BYTES:
+        raise UserError(f"{source}: not an archive of `trainyard cache pack`: it does not begin with {MANIFEST}")
     try:
-        said: dict[str, Any] = json.loads(stream.read())
-        if said["format"] != FORMAT_VERSION:
-            raise UserError(f"{source}: a pack of format {said['format']}; this version reads {FORMAT_VERSION}")
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
-        found = {str(name): str(value) for name, value in said["fingerprint"].items()}
+        manifest: dict[str, Any] = json.loads(stream.read())
+        if manifest["format"] != FORMAT_VERSION:
+            raise UserError(f"{source}: archive format {manifest['format']}; this version reads {FORMAT_VERSION}")
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        archived_fingerprint = {str(name): str(value) for name, value in manifest["fingerprint"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{source}: its list cannot be read ({one_line(error)}); pack it again") from None
+        raise UserError(f"{source}: unreadable manifest ({one_line(error)}); pack it again") from None
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\0" in name:
-            raise UserError(f"{source}: {name!r} would leave the cache; not a pack of ours")
-    return ArchiveContents(found, files)
+            raise UserError(f"{source}: {name!r} would leave the cache; refusing to unpack")
+    return ArchiveContents(archived_fingerprint, files)
 
 
 def _extract(
-    tar: tarfile.TarFile, contents: ArchiveContents, to: Path, source: Path, see: Callable[[int], None]
+    tar: tarfile.TarFile, contents: ArchiveContents, directory: Path, source: Path, on_progress: Callable[[int], None]
 ) -> None:
-    left, done = dict(contents.files), 0
+    remaining, done = dict(contents.files), 0
     while (member := tar.next()) is not None:
-        if not member.isfile() or member.name not in left:
-            raise UserError(f"{source}: {member.name!r} is not in its list; not a pack of ours")
-        size, digest = left.pop(member.name)
+        if not member.isfile() or member.name not in remaining:
+            raise UserError(f"{source}: {member.name!r} is not in the manifest; refusing to unpack")
+        size, digest = remaining.pop(member.name)
         stream = tar.extractfile(member)
         assert stream is not None
-        path = to / member.name
+        path = directory / member.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as out:
             if member.size != size or _copy_and_hash(stream, out) != digest:
-                raise UserError(f"{source}: {member.name} is damaged; copy the pack again")
+                raise UserError(f"{source}: {member.name} is damaged; copy the archive again")
         if path.suffix == ".so":
             path.chmod(0o755)
         done += size
-        see(done)
-    if left:
-        raise UserError(f"{source}: {len(left)} files are missing, {min(left)} for one; copy the pack again")
+        on_progress(done)
+    if remaining:
+        raise UserError(
+            f"{source}: {len(remaining)} files are missing, such as {min(remaining)}; copy the archive again"
+        )
 
 
 def _copy_and_hash(stream: IO[bytes], out: IO[bytes] | None) -> str:
-    """The checksum of what is read, and written where there is somewhere to."""
+    """Copy a stream to `out`, if given, and return its SHA-256."""
     digest = hashlib.sha256()
-    while piece := stream.read(COPY_BYTES):
-        digest.update(piece)
+    while chunk := stream.read(COPY_BYTES):
+        digest.update(chunk)
         if out:
-            out.write(piece)
+            out.write(chunk)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The cache of compiled code: what is in it, what is damaged, and clearing up."""
+"""List, verify and clean the inductor cache."""
 
 import base64
 import fcntl
@@ -15,28 +15,28 @@ from trainyard.compile import inductor_cache
 from trainyard.precompile.precompile import read_records
 
 HASHED_PATH_DEPTH = {"fxgraph": 4, "aotautograd": 3}
-"""torch's directories whose files are named by a hash of what they hold, and how many names such a path has."""
+"""torch's directories whose files are named by a hash of their content, and the number of parts of such a path."""
 STAGING_PREFIX = ".sealing-"
 TRASH_PREFIX = ".removed-"
 
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """One compiled graph."""
+    """One compiled graph in the cache."""
 
     key: str
     size_bytes: int
-    """Of its entry alone: graphs share code."""
+    """Size of its index entry only, because graphs share code."""
     last_used: float
-    """When it was read or written last, in seconds since 1970, good to a day."""
+    """Last access in seconds since 1970, accurate to a day."""
     name: str
-    """What it computes, where it was precompiled."""
+    """What the graph computes; empty unless it was precompiled."""
     compile_seconds: float
-    """To compile it; 0 where that is not known."""
+    """Compile time; 0 if unknown."""
 
 
 def cache_dirs(root: Path) -> list[Path]:
-    """The caches below: one for each toolchain, and for each host where hosts do not share."""
+    """All cache directories below a root: one per toolchain and, if hosts do not share, per host."""
     found = [
         path.parent
         for pattern in ("*", "host-*/*")
@@ -45,70 +45,70 @@ def cache_dirs(root: Path) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith("."))
 
 
-def list_graphs(place: Path) -> list[CachedGraph]:
-    """Newest first."""
-    known = {graph["key"]: graph for record in read_records(place) for graph in record["graphs"]}
+def list_graphs(cache_dir: Path) -> list[CachedGraph]:
+    """All graphs of a cache, most recently used first."""
+    recorded = {graph["key"]: graph for record in read_records(cache_dir) for graph in record["graphs"]}
     found = []
-    for path in (place / "fxgraph").glob("*/*"):
-        about = [each.stat() for each in path.iterdir() if each.is_file()] if path.is_dir() else []
-        if about:
-            graph = known.get(path.name, {})
-            used = max(max(each.st_atime, each.st_mtime) for each in about)
-            size = sum(each.st_size for each in about)
+    for path in (cache_dir / "fxgraph").glob("*/*"):
+        stats = [file.stat() for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+        if stats:
+            graph = recorded.get(path.name, {})
+            used = max(max(file.st_atime, file.st_mtime) for file in stats)
+            size = sum(file.st_size for file in stats)
             found.append(CachedGraph(path.name, size, used, graph.get("name", ""), graph.get("seconds", 0.0)))
     return sorted(found, key=lambda entry: -entry.last_used)
 
 
-def total_bytes(place: Path) -> int:
+def total_bytes(cache_dir: Path) -> int:
     total = 0
-    for path in inductor_cache.list_files(place):
+    for path in inductor_cache.list_files(cache_dir):
         with suppress(OSError):
             total += path.stat().st_size
     return total
 
 
-def active_locks(place: Path) -> list[Path]:
-    """Locks that a process has: something is being compiled."""
-    return [path for path in (place / "locks").glob("*.lock") if _is_locked(path)]
+def active_locks(cache_dir: Path) -> list[Path]:
+    """Locks held by a process, which is compiling."""
+    return [path for path in (cache_dir / "locks").glob("*.lock") if _is_locked(path)]
 
 
-def clear_locks(place: Path) -> int:
-    """Remove the locks that nobody holds. torch's are let go by the system when their process ends, so that a file left
-    behind stops nobody; they are only many."""
-    free = [path for path in (place / "locks").glob("*.lock") if not _is_locked(path)]
-    for path in free:
+def clear_locks(cache_dir: Path) -> int:
+    """Remove lock files without a holder and return their number. The system releases a lock when its process ends, so
+    leftover files block nobody; they only accumulate."""
+    unlocked = [path for path in (cache_dir / "locks").glob("*.lock") if not _is_locked(path)]
+    for path in unlocked:
         path.unlink(missing_ok=True)
-    return len(free)
+    return len(unlocked)
 
 
-def find_damage(place: Path, on_progress: Callable[[int], None] = lambda count: None) -> dict[Path, str]:
-    """Damaged files, with what is wrong: libraries that are cut off, entries that are not what their name says."""
-    found = dict.fromkeys(inductor_cache.damaged_files(place), "cut off, or left by a killed compiler")
-    for count, path in enumerate(inductor_cache.list_files(place), 1):
+def find_damage(cache_dir: Path, on_progress: Callable[[int], None] = lambda count: None) -> dict[Path, str]:
+    """Damaged files and what is wrong with them: truncated libraries, and entries that do not match their hash."""
+    found = dict.fromkeys(inductor_cache.damaged_files(cache_dir), "truncated, or left by a killed compiler")
+    for count, path in enumerate(inductor_cache.list_files(cache_dir), 1):
         on_progress(count)
-        names = path.relative_to(place).parts
-        if HASHED_PATH_DEPTH.get(names[0]) == len(names) and path not in found and not path.name.startswith("."):
+        parts = path.relative_to(cache_dir).parts
+        if HASHED_PATH_DEPTH.get(parts[0]) == len(parts) and path not in found and not path.name.startswith("."):
             with suppress(OSError):
                 if entry_hash(path.read_bytes()) != path.name:
-                    found[path] = "not what its name says"
-    for path in place.glob(f"{STAGING_PREFIX}*"):
+                    found[path] = "content does not match its hash"
+    for path in cache_dir.glob(f"{STAGING_PREFIX}*"):
         if not _owner_alive(path):
             found[path] = "left by a killed precompile"
     return found
 
 
 def remove_atomically(path: Path) -> None:
-    """Out of sight in one move, then gone: nobody meets half of it."""
+    """Rename first, then delete, so that nobody sees a half-removed directory."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
-    os.replace(path, aside / path.name)
-    shutil.rmtree(aside)
+    trash = Path(tempfile.mkdtemp(dir=path.parent, prefix=TRASH_PREFIX))
+    os.replace(path, trash / path.name)
+    shutil.rmtree(trash)
 
 
 def entry_hash(content: bytes) -> str:
-    """As torch names entries (torch 2.11 to 2.14)."""
+    """Name of an entry with this content (torch 2.11 to 2.14)."""
     return base64.b32encode(hashlib.sha256(content).digest())[:51].decode().lower()
 
 
@@ -117,11 +117,11 @@ def _is_locked(lock: Path) -> bool:
         with lock.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True  # also where it cannot be known
+        return True  # or unknown
     return False
 
 
-def _owner_alive(sealing: Path) -> bool:
-    """Whether the process that made this directory, whose number it holds, still runs here."""
-    number = sealing.name.removeprefix(STAGING_PREFIX).partition("-")[0]
+def _owner_alive(staging: Path) -> bool:
+    """True if the process whose id is in the name of this directory is still running."""
+    number = staging.name.removeprefix(STAGING_PREFIX).partition("-")[0]
     return number.isdigit() and Path(f"/proc/{number}").exists()

@@ -136,12 +136,13 @@ def collect_graphs(request: CollectRequest, tell: SendMessage) -> None:
         compat.probe_cpu_isa()
     mode = compat.fake_tensor_mode()
     blueprint = models.family_of(config.model).blueprint(config.model)
-    with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank):
+    with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank) as world:
         with mode:
             trainer = Trainer(
                 minimal_config(config, request.world_size),
                 weights=lambda name: torch.empty(blueprint.spec(name).shape, device=device.torch_device),
                 device=device,
+                world=world,
             )
         ready = trainer.runner.stage_batch(trainer.loader.batch(0, trainer.batch_slice))
 

@@ -1,8 +1,7 @@
-"""Every graph of a run compiled before it starts: one process for each kind of rank collects, its forks compile.
+"""Compile every graph of a run before it starts: one process per kind of rank traces a step, and its forks compile.
 
-Ranks of one stage have the same graphs (`parallel/tensor_parallel.py`), so a handful of ranks stands for hundreds.
-What was compiled is in the cache when its graph ends;
-what fails leaves a log and no entry, and is tried again next time.
+Ranks of one stage have the same graphs, so a few ranks represent hundreds. A compiled graph is in the cache as soon as
+its compiler ends; a failed one leaves a log and no entry, and is retried the next time.
 """
 
 import hashlib
@@ -29,11 +28,13 @@ from trainyard.parallel.layout import Layout
 from trainyard.precompile.collect_graphs import CollectRequest
 
 RUNS_DIR = "runs"
-"""Directory of the records of what each run needs."""
+"""Directory with a record for each run: the graphs and files it needs."""
 
 
 @dataclass
 class PrecompiledGraph:
+    """One graph of the run. These fields are also the format of the records."""
+
     key: str
     name: str
     state: str
@@ -45,12 +46,14 @@ class PrecompiledGraph:
 
 @dataclass
 class PrecompileReport:
+    """What a precompilation did."""
+
     cache_dir: Path
     graphs: dict[str, PrecompiledGraph] = field(default_factory=dict)
     files: set[str] = field(default_factory=set)
-    """What the run needs, relative to `place`; empty where something failed."""
+    """Files that the run needs, relative to `cache_dir`; empty if something failed."""
     problems: list[str] = field(default_factory=list)
-    """Why a rank could not be collected."""
+    """Reasons why ranks could not be traced."""
     seconds: float = 0.0
 
     def count(self, *states: str) -> int:
@@ -69,33 +72,33 @@ def precompile(
     on_status: Callable[[str], None] = lambda line: None,
     on_graph: Callable[[PrecompiledGraph], None] = lambda graph: None,
 ) -> PrecompileReport:
-    """Compile all graphs of a run on `ranks` ranks, `here` of them on each machine. `see` is told of each graph when it
-    begins and when it ends."""
+    """Compile all graphs of a run on `world_size` ranks, `local_ranks` per machine. `on_graph` receives each graph when
+    its compilation starts and ends."""
     device = devices.select(config.device.name)
     check_precompile(config, device)
     layout = Layout.from_config(config, world_size)
     report, start = PrecompileReport(inductor_cache.prepare_cache(device)), time.monotonic()
-    chosen = representative_ranks(config, layout, device, local_ranks)
-    for number, rank in enumerate(chosen, 1):
-        on_status(f"collecting the graphs of rank {rank} ({number} of {len(chosen)} kinds)")
+    ranks = representative_ranks(config, layout, device, local_ranks)
+    for number, rank in enumerate(ranks, 1):
+        on_status(f"tracing rank {rank} ({number} of {len(ranks)} kinds of ranks)")
         request = CollectRequest(config.model_dump(mode="json"), rank, world_size, rank % local_ranks, workers)
-        sealed = False
+        complete = False
         for message in _run_collector(
             request, _collector_environment(report.cache_dir, local_ranks, workers, device), report
         ):
             if message["state"] == "sealed":
                 report.files.update(message["files"])
-                sealed = True
+                complete = True
                 continue
             graph = report.graphs.setdefault(
                 message["key"], PrecompiledGraph(message["key"], message.get("name", "?"), "")
             )
             if message["state"] == "cached" and graph.state:
-                continue  # a rank before has compiled it
+                continue  # an earlier rank compiled it
             for name in ("state", "seconds", "problem", "log"):
                 setattr(graph, name, message.get(name) or getattr(graph, name))
             on_graph(graph)
-        if not sealed and not report.failed_graphs and not report.problems:
+        if not complete and not report.failed_graphs and not report.problems:
             report.problems.append(f"rank {rank}: ended early; see {_log_path(report.cache_dir, rank)}")
     report.seconds = time.monotonic() - start
     if not report.failed_graphs and not report.problems:
@@ -104,16 +107,16 @@ def precompile(
 
 
 def check_precompile(config: Config, device: Device) -> None:
-    how = device.compile_options()
-    if how is None or how.backend != CompileOptions().backend:
-        raise UserError(f"device.name={device.name}: its graphs are compiled by its own tools; see docs/trainium.md")
+    options = device.compile_options()
+    if options is None or options.backend != CompileOptions().backend:
+        raise UserError(f"device.name={device.name}: its own tools compile its graphs; see docs/trainium.md")
     if not config.compile.enabled:
         raise UserError("compile.enabled=false: this run compiles nothing; nearest: compile.enabled=true")
 
 
 def representative_ranks(config: Config, layout: Layout, device: Device, local_ranks: int) -> list[int]:
-    """The first rank of each kind: of each pipeline rank, on each of a machine's devices where they have numbers, and
-    with stochastic rounding of each shard, whose pieces differ."""
+    """The first rank of each kind. Kinds differ by pipeline rank; by device index if compiled code contains it; and,
+    with stochastic rounding, by optimizer shard."""
     shards = config.layout.zero > 0 and config.precision.kind == "bf16_sr"
     found: dict[tuple[int, ...], int] = {}
     for rank in range(layout.world_size):
@@ -124,13 +127,15 @@ def representative_ranks(config: Config, layout: Layout, device: Device, local_r
 
 
 def write_record(report: PrecompileReport, config: Config, ranks: int) -> Path:
-    """Note what this run needs, for `trainyard cache`."""
+    """Record what this run needs, for `trainyard cache`."""
     place = report.cache_dir / RUNS_DIR
     place.mkdir(exist_ok=True)
     graphs = [asdict(graph) for graph in report.graphs.values()]
-    old = {graph["key"]: graph["seconds"] for found in read_records(report.cache_dir) for graph in found["graphs"]}
-    for graph in graphs:  # what was found in the cache took its time once
-        graph["seconds"] = graph["seconds"] or old.get(graph["key"], 0.0)
+    known_seconds = {
+        graph["key"]: graph["seconds"] for found in read_records(report.cache_dir) for graph in found["graphs"]
+    }
+    for graph in graphs:  # a cached graph keeps the compile time of its first record
+        graph["seconds"] = graph["seconds"] or known_seconds.get(graph["key"], 0.0)
     found = {"name": config.log.name, "ranks": ranks, "graphs": graphs, "files": sorted(report.files)}
     digest = hashlib.sha256(json.dumps(sorted(report.graphs)).encode()).hexdigest()[:8]
     path = place / f"{config.log.name}-{digest}.json"
@@ -139,7 +144,7 @@ def write_record(report: PrecompileReport, config: Config, ranks: int) -> Path:
 
 
 def read_records(place: Path) -> list[dict[str, Any]]:
-    """What has been precompiled; a record that cannot be read is none."""
+    """Records of all precompiled runs; unreadable records are ignored."""
     found = []
     for path in sorted((place / RUNS_DIR).glob("*.json")):
         with suppress(OSError, ValueError):
@@ -151,15 +156,15 @@ def _log_path(place: Path, rank: int) -> Path:
     return place / "logs" / f"collect-{rank}.log"
 
 
-def _collector_environment(place: Path, here: int, workers: int, device: Device) -> dict[str, str]:
-    """As a rank's: torch's keys hold the number of threads. In a fork a graph is compiled by one thread."""
-    own = {"OMP_NUM_THREADS": str(threads_per_rank(here))} if here > 1 else {}
-    compilers = "1" if device.fork_safe else str(workers)
+def _collector_environment(place: Path, local_ranks: int, workers: int, device: Device) -> dict[str, str]:
+    """The environment of a rank: torch's keys contain the number of threads. A fork compiles with one thread."""
+    threads_variable = {"OMP_NUM_THREADS": str(threads_per_rank(local_ranks))} if local_ranks > 1 else {}
+    compile_threads = "1" if device.fork_safe else str(workers)
     return {
-        **own,
+        **threads_variable,
         **os.environ,
         inductor_cache.TORCH_CACHE_VARIABLE: str(place),
-        "TORCHINDUCTOR_COMPILE_THREADS": compilers,
+        "TORCHINDUCTOR_COMPILE_THREADS": compile_threads,
     }
 
 
@@ -185,7 +190,7 @@ def _run_collector(
 
 @contextmanager
 def _collector_process(environment: dict[str, str], errors: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """In a session of its own, which is ended with this block; it ends by itself when we do."""
+    """Run the collector in its own session and kill the session at the end. It also dies with this process."""
     command = [sys.executable, "-m", "trainyard.precompile.collect_graphs"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:

@@ -1,13 +1,13 @@
-"""How a precompilation went, in words. The three totals read as neuron_parallel_compile's do."""
+"""Summary of a precompilation for people. The three totals have the wording of neuron_parallel_compile."""
 
 from trainyard.precompile.precompile import PrecompileReport
 
 
 def precompile_summary(report: PrecompileReport) -> list[str]:
     total, failed = len(report.graphs), len(report.failed_graphs)
-    cached = report.count("cached")
+    cached, compiled = report.count("cached"), report.count("compiled")
     lines = [
-        f"{cached} found in the cache, {report.count('compiled')} compiled in {report.seconds:.1f} s: {report.cache_dir}",
+        f"{cached} found in the cache, {compiled} compiled in {report.seconds:.1f} s: {report.cache_dir}",
         f"Total graphs: {total}",
         f"Total successful compilations: {total - failed}",
         f"Total failed compilations: {failed}",
@@ -18,5 +18,5 @@ def precompile_summary(report: PrecompileReport) -> list[str]:
             lines.append(f"  log: {graph.log}")
     lines += [f"not collected: {problem}" for problem in report.problems]
     if failed or report.problems:
-        lines.append("What failed is not in the cache: precompile again tries it again, and train would compile it.")
+        lines.append("Failed graphs are not in the cache: run precompile again to retry them, or train compiles them.")
     return lines
