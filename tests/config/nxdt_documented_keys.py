@@ -1,4 +1,4 @@
-"""Keys of NxD Training 1.6 by name, from its documents, its example files and its sources: what an import must know."""
+"""Keys of NxD Training 1.6, collected from its documentation, example files and source. The import must know them."""
 
 
 def _below(section: str, names: str) -> str:

@@ -43,17 +43,23 @@ def last_command(text: str, **variables: str) -> list[str]:
 
 
 def test_reference_script_matches_the_recipe() -> None:
-    ours = parse(import_script(HERE / "gpt3_6.7B_16_nodes.sh", {}, []).data)
+    config = parse(import_script(HERE / "gpt3_6.7B_16_nodes.sh", {}, []).data)
     recipe = load("gpt3-6.7b-16-nodes")
     for section in ("train", "optimizer", "schedule", "precision", "layout", "recompute"):
-        assert getattr(ours, section) == getattr(recipe, section), section
+        assert getattr(config, section) == getattr(recipe, section), section
     differences = {
-        name: (value, getattr(recipe.model, name)) for name, value in ours.model if value != getattr(recipe.model, name)
+        name: (value, getattr(recipe.model, name))
+        for name, value in config.model
+        if value != getattr(recipe.model, name)
     }
     assert differences == {"ffn": (16384, None)}
-    assert (ours.data.paths, ours.data.seq_len) == (recipe.data.paths, recipe.data.seq_len)
-    assert (ours.checkpoint.every, ours.checkpoint.keep, ours.checkpoint.directory) == (2000, 1, "32_layer_chkpt_16")
-    assert ours.evaluate.every == 0  # --split 100,0,0 holds out no samples
+    assert (config.data.paths, config.data.seq_len) == (recipe.data.paths, recipe.data.seq_len)
+    assert (config.checkpoint.every, config.checkpoint.keep, config.checkpoint.directory) == (
+        2000,
+        1,
+        "32_layer_chkpt_16",
+    )
+    assert config.evaluate.every == 0  # --split 100,0,0 holds out no samples
 
 
 def test_script_with_variables_defaults_arithmetic_and_a_blend() -> None:
@@ -71,8 +77,8 @@ def test_script_with_variables_defaults_arithmetic_and_a_blend() -> None:
 def test_script_with_arrays_and_unknown_arguments() -> None:
     with pytest.raises(UserError, match=r"--data-path: \$2 is not known.*NAME=VALUE"):
         import_script(HERE / "llama_arrays.sh", {}, [])
-    mapped = import_script(HERE / "llama_arrays.sh", {"DATA_PATH": "/d/x"}, [])
-    config = parse(mapped.data)
+    imported = import_script(HERE / "llama_arrays.sh", {"DATA_PATH": "/d/x"}, [])
+    config = parse(imported.data)
     assert (config.model.family, config.model.num_kv_heads, config.model.vocab, config.model.tie_embeddings) == (
         "llama",
         8,
@@ -81,7 +87,7 @@ def test_script_with_arrays_and_unknown_arguments() -> None:
     )
     assert (config.model.rope_theta, config.layout.ranks, config.layout.zero) == (500000.0, 16, 1)
     assert (config.recompute.kind, config.data.paths) == ("attention", ("/d/x",))
-    assert any("--save: $1 is not known" in line for line in mapped.warnings)
+    assert any("--save: $1 is not known" in line for line in imported.warnings)
 
 
 MAPPED = [
@@ -122,10 +128,10 @@ MAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "wanted"), MAPPED, ids=[each[0] or "defaults" for each in MAPPED])
-def test_flags_map_to_keys(flags: str, wanted: dict[str, object]) -> None:
+@pytest.mark.parametrize(("flags", "expected"), MAPPED, ids=[case[0] or "defaults" for case in MAPPED])
+def test_flags_map_to_keys(flags: str, expected: dict[str, object]) -> None:
     config = config_from_flags(flags)
-    for dotted, value in wanted.items():
+    for dotted, value in expected.items():
         section, name = dotted.split(".")
         assert getattr(getattr(config, section), name) == value, dotted
 
@@ -165,13 +171,13 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "wanted"), MISTAKES, ids=[each[0] for each in MISTAKES])
-def test_mistake_is_reported_on_one_line(flags: str, wanted: list[str]) -> None:
+@pytest.mark.parametrize(("flags", "expected"), MISTAKES, ids=[case[0] for case in MISTAKES])
+def test_mistake_is_reported_on_one_line(flags: str, expected: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         config_from_flags(flags)
     assert "\n" not in str(caught.value)
-    for word in wanted:
-        assert word in str(caught.value), caught.value
+    for part in expected:
+        assert part in str(caught.value), caught.value
 
 
 def test_flag_table_targets_exist_in_the_schema() -> None:
@@ -206,9 +212,9 @@ SHELL = [
 ]
 
 
-@pytest.mark.parametrize(("text", "wanted"), SHELL, ids=[each[0][:40] for each in SHELL])
-def test_shell_expansion(text: str, wanted: list[str]) -> None:
-    assert last_command(text) == wanted
+@pytest.mark.parametrize(("text", "expected"), SHELL, ids=[case[0][:40] for case in SHELL])
+def test_shell_expansion(text: str, expected: list[str]) -> None:
+    assert last_command(text) == expected
 
 
 def test_preset_variables_win() -> None:
@@ -216,7 +222,7 @@ def test_preset_variables_win() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("echo 'a", "x.sh:1: unclosed quote"),
         ('a\necho "b', "x.sh:2: unclosed quote"),
@@ -227,10 +233,10 @@ def test_preset_variables_win() -> None:
         ("X=aaaaaaaaaa\n" + "X=$X$X\n" * 40 + "echo $X", "exceeds 1000000 characters"),
     ],
 )
-def test_unreadable_script_is_reported_on_one_line(text: str, wanted: str, tmp_path: Path) -> None:
+def test_unreadable_script_is_reported_on_one_line(text: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         config_from_script(tmp_path / "x.sh", text)
-    assert wanted in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 

@@ -81,8 +81,8 @@ def ignore_warning(line: str) -> None:
 
 
 def imported(data: dict[str, Any]) -> tuple[Config, ImportedConfig]:
-    mapped = import_nxdt(data, "f.yaml", HERE)
-    return parse(copy.deepcopy(mapped.data)), mapped
+    result = import_nxdt(data, "f.yaml", HERE)
+    return parse(copy.deepcopy(result.data)), result
 
 
 def refusal(data: dict[str, Any]) -> str:
@@ -118,21 +118,15 @@ def test_unsupported_example_is_refused_by_key(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def differences(ours: Config, recipe: Config) -> dict[str, tuple[object, object]]:
-    a, b = ours.model_dump(), recipe.model_dump()
-    flat = [
-        (f"{section}.{key}", value)
-        for section, keys in b.items()
-        if isinstance(keys, dict)
-        for key, value in keys.items()
-    ]
-    at = {
-        f"{section}.{key}": value
-        for section, keys in a.items()
-        if isinstance(keys, dict)
-        for key, value in keys.items()
-    }
-    return {name: (at[name], value) for name, value in flat if at[name] != value}
+def flat(config: Config) -> dict[str, object]:
+    """Values by dotted key."""
+    sections = {name: section for name, section in config.model_dump().items() if isinstance(section, dict)}
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+def differences(config: Config, recipe: Config) -> dict[str, tuple[object, object]]:
+    values, recipe_values = flat(config), flat(recipe)
+    return {key: (values[key], value) for key, value in recipe_values.items() if values[key] != value}
 
 
 @pytest.mark.parametrize(
@@ -148,15 +142,15 @@ def differences(ours: Config, recipe: Config) -> dict[str, tuple[object, object]
     ],
 )
 def test_70b_example_matches_the_recipe(name: str, recipe: str, also: dict[str, object]) -> None:
-    found = differences(load(HERE / f"{name}.yaml", warn=ignore_warning), load(recipe))
-    assert found == {"layout.bucket_mib": (1024, 256), "log.name": ("hf_llama", recipe), **also}
+    changed = differences(load(HERE / f"{name}.yaml", warn=ignore_warning), load(recipe))
+    assert changed == {"layout.bucket_mib": (1024, 256), "log.name": ("hf_llama", recipe), **also}
 
 
 @pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt"])
 def test_imported_config_trains_as_smoke_trial(name: str, tmp_path: Path) -> None:
     small = smoke_config(load(HERE / f"{name}.yaml", warn=ignore_warning))
-    words = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]
-    summary = Trainer(parse(small.model_dump(mode="json"), words)).run()
+    overrides = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]
+    summary = Trainer(parse(small.model_dump(mode="json"), overrides)).run()
     assert (summary.steps, summary.skipped_steps) == (3, 0)
 
 
@@ -252,10 +246,10 @@ MAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "wanted"), MAPPED, ids=[str(each[0]) for each in MAPPED])
-def test_keys_map_to_ours(changes: dict[str, object], wanted: dict[str, object]) -> None:
+@pytest.mark.parametrize(("changes", "expected"), MAPPED, ids=[str(case[0]) for case in MAPPED])
+def test_keys_map_to_ours(changes: dict[str, object], expected: dict[str, object]) -> None:
     config, _ = imported(tree(**changes))
-    for dotted, value in wanted.items():
+    for dotted, value in expected.items():
         section, name = dotted.split(".")
         assert getattr(getattr(config, section), name) == value, dotted
 
@@ -273,16 +267,16 @@ MEGATRON = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "wanted"), MEGATRON, ids=[str(each[0]) for each in MEGATRON])
-def test_megatron_data_keys_map_to_ours(changes: dict[str, object], wanted: dict[str, object]) -> None:
+@pytest.mark.parametrize(("changes", "expected"), MEGATRON, ids=[str(case[0]) for case in MEGATRON])
+def test_megatron_data_keys_map_to_ours(changes: dict[str, object], expected: dict[str, object]) -> None:
     config, _ = imported(tree("megatron_llama_7B", **changes))
-    assert {name: getattr(config.data, name) for name in wanted} == wanted
+    assert {name: getattr(config.data, name) for name in expected} == expected
 
 
 def test_megatron_model_uses_tokenizer_vocabulary_and_rope_keys(tmp_path: Path) -> None:
     (tmp_path / "llama_tokenizer").mkdir()
-    words = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 298}, {"id": 299}]}
-    (tmp_path / "llama_tokenizer" / "tokenizer.json").write_text(json.dumps(words))
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 298}, {"id": 299}]}
+    (tmp_path / "llama_tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
     config, _ = imported(
         tree(
             "megatron_llama_7B",
@@ -342,7 +336,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "parts"), MISTAKES, ids=[str(each[1])[:60] for each in MISTAKES])
+@pytest.mark.parametrize(("name", "changes", "parts"), MISTAKES, ids=[str(case[1])[:60] for case in MISTAKES])
 def test_mistake_is_reported_on_one_line(name: str, changes: dict[str, object], parts: list[str]) -> None:
     line = refusal(tree(name, **changes))
     for part in parts:
@@ -354,8 +348,8 @@ def test_missing_key_error_tells_where_its_value_comes_from(tmp_path: Path) -> N
     path.write_text(yaml.safe_dump(tree(model__hidden_size=4352, model__num_layers=3)))
     with pytest.raises(UserError, match=r"model\.vocab: missing.*config\.json is missing.*vocab_size"):
         load(path, warn=ignore_warning)
-    words = ["model.vocab=300", "model.heads=34", "model.ffn=64", "layout.tp=1"]
-    assert load(path, words, warn=ignore_warning).model.vocab == 300
+    overrides = ["model.vocab=300", "model.heads=34", "model.ffn=64", "layout.tp=1"]
+    assert load(path, overrides, warn=ignore_warning).model.vocab == 300
 
 
 def test_config_json_next_to_the_file_is_read(tmp_path: Path) -> None:
@@ -374,16 +368,16 @@ def test_config_json_next_to_the_file_is_read(tmp_path: Path) -> None:
 
 def test_names_found_at_any_depth_are_used_with_a_warning() -> None:
     data = tree(model__context_parallel_size=2, trainer__ring_attention=True)
-    config, mapped = imported(data)
+    config, result = imported(data)
     assert config.layout.cp == 2
-    assert any("keys and values are all-gathered" in line for line in mapped.warnings)
-    assert any("model.context_parallel_size=2" in line and "at any depth" in line for line in mapped.warnings)
-    _, mapped = imported(tree("hf_llama3_70B_CP", model__context_parallel_size=4))
-    assert any("=2, which wins" in line for line in mapped.warnings)
+    assert any("keys and values are all-gathered" in line for line in result.warnings)
+    assert any("model.context_parallel_size=2" in line and "at any depth" in line for line in result.warnings)
+    _, result = imported(tree("hf_llama3_70B_CP", model__context_parallel_size=4))
+    assert any("=2, which wins" in line for line in result.warnings)
 
 
 def test_defects_of_nxdt_are_warned_about() -> None:
-    for name, changes, words in (
+    for name, changes, message in (
         ("hf_llama3_8B", {"model__do_layer_norm_weight_decay": False}, "inverts this key"),
         ("megatron_llama_7B", {"model__do_layer_norm_weight_decay": True}, "never decay here"),
         ("hf_llama3_8B", {"precision__type": "mixed_precisionSR"}, "spells this value in two ways"),
@@ -396,8 +390,8 @@ def test_defects_of_nxdt_are_warned_about() -> None:
         ("hf_llama3.1_405B_trn1", {}, "126 on 32 stages"),
         ("hf_llama3_8B", {"exp_manager__save_bf16": True}, "exp_manager.save_bf16=true: no effect here"),
     ):
-        _, mapped = imported(tree(name, **changes))
-        assert any(words in line for line in mapped.warnings), (words, mapped.warnings)
+        _, result = imported(tree(name, **changes))
+        assert any(message in line for line in result.warnings), (message, result.warnings)
 
 
 INTERPOLATIONS = [

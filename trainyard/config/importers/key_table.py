@@ -114,8 +114,8 @@ def key_outcome(name: str, value: object, rule: KeyRule, data: dict[str, Any]) -
     shown = []
     for dotted in rule.target.split(", "):
         section, _, leaf = dotted.partition(".")
-        if (found := data.get(section, {}).get(leaf)) is not None:
-            shown.append(f"{dotted} = {format_value(found)}")
+        if (new_value := data.get(section, {}).get(leaf)) is not None:
+            shown.append(f"{dotted} = {format_value(new_value)}")
     return KeyOutcome(name, value, ", ".join(shown) or f"{rule.target}: our default")
 
 

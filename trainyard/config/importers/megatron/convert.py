@@ -62,15 +62,15 @@ def import_flags(flags: list[str]) -> ImportedConfig:
 
 def _find_training_command(text: str, variables: Mapping[str, str], path: Path) -> TrainingCommand:
     """Return the first command that runs Megatron-LM's GPT."""
-    found: list[tuple[ShellCommand, int, str]] = []
+    candidates: list[tuple[ShellCommand, int, str]] = []
     for command in read_commands(text, variables, str(path)):
         matches = ((index, TRAINING_PROGRAM.fullmatch(word)) for index, word in enumerate(command.words))
         program = next(((index, match[1]) for index, match in matches if match), None)
         if program:
-            found.append((command, *program))
-    if not found:
+            candidates.append((command, *program))
+    if not candidates:
         raise UserError("no command runs pretrain_gpt.py; expected a launch script of Megatron-LM, or flags after --")
-    command, index, name = next((entry for entry in found if GPT_PROGRAM.fullmatch(entry[2])), found[0])
+    command, index, name = next((entry for entry in candidates if GPT_PROGRAM.fullmatch(entry[2])), candidates[0])
     if not GPT_PROGRAM.fullmatch(name):
         raise UserError(
             f"line {command.line}: {name}.py: only Megatron-LM's GPT can be imported (its BERT and T5 differ from our "

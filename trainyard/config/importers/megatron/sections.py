@@ -29,15 +29,15 @@ def model_section(flags: Flags) -> dict[str, Any]:
     """Return our model section."""
     family = "llama" if flags.get("swiglu") else "gpt"
     rope = flags.get("use-rotary-position-embeddings") or flags.get("no-position-embedding")
-    found: dict[str, object] = {
+    architecture: dict[str, object] = {
         "--normalization": flags.get("normalization", "LayerNorm"),
         "--position-embedding-type": "rope" if rope else flags.get("position-embedding-type", "learned_absolute"),
         "--disable-bias-linear": bool(flags.get("disable-bias-linear")),
     }
     for name, required in FAMILY_FLAGS[family].items():
-        if found[name] != required:
+        if architecture[name] != required:
             raise UserError(
-                f"{name}={format_value(found[name])}: not supported {'with' if family == 'llama' else 'without'} "
+                f"{name}={format_value(architecture[name])}: not supported {'with' if family == 'llama' else 'without'} "
                 f"--swiglu (family {family}); nearest: {format_value(required)}"
             )
     hidden, heads = flags.get("hidden-size"), flags.get("num-attention-heads")

@@ -41,7 +41,7 @@ DIRECT_KEYS = {
     "exp_manager.create_tensorboard_logger": "log.tensorboard",
     "exp_manager.checkpoint_callback_params.dirpath": "checkpoint.directory",
 }
-"""Keys whose value is copied to one of ours."""
+"""Keys whose value is copied to one of our keys."""
 UNREAD_MANUAL_KEY = ignore("any", MANUAL_ONLY)
 
 

@@ -25,19 +25,19 @@ def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
             f"model.sliding_window_size={window}: attention covers the full sequence here; nearest: {seq_len} or more, "
             "which has no effect"
         )
-    ours: ConfigKeys = {"data.seq_len": seq_len}
+    config_keys: ConfigKeys = {"data.seq_len": seq_len}
     if keys.get("data.data_prefix") is not None:
-        ours |= _megatron_data(keys, warnings)
+        config_keys |= _megatron_data(keys, warnings)
     elif path := keys.get("data.train_dir"):
         if path.endswith((".json", ".jsonl")):
             raise UserError(
                 f"data.train_dir={format_value(path)}: prompt and answer records: only pre-training is supported; "
                 "nearest: a directory written by trainyard data pack"
             )
-        ours |= {"data.source": "arrow", "data.paths": [path]}
+        config_keys |= {"data.source": "arrow", "data.paths": [path]}
     else:
         raise UserError("data.train_dir: missing; needed: a packed directory, or data.data_prefix for .bin and .idx")
-    return ours | _evaluation(keys, ours.get("data.split"), warnings)
+    return config_keys | _evaluation(keys, config_keys.get("data.split"), warnings)
 
 
 def _megatron_data(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:

@@ -54,28 +54,28 @@ def layout_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     pp = keys.get(STRATEGY + "pipeline_model_parallel_size") or 1
     vpp = keys.get(STRATEGY + "virtual_pipeline_model_parallel_size") or 1
     cp = keys.get(STRATEGY + "context_parallel_size") or 1
-    ours: ConfigKeys = {
+    config_keys: ConfigKeys = {
         "layout.zero": 0 if keys.get(STRATEGY + "zero1") is False else 1,
         "layout.sequence_parallel": bool(keys.get(STRATEGY + "sequence_parallel")) and tp != 1,
     }
     if keys.get("trainer.devices") and keys.get("trainer.num_nodes"):
-        ours["layout.ranks"] = keys["trainer.devices"] * keys["trainer.num_nodes"]
+        config_keys["layout.ranks"] = keys["trainer.devices"] * keys["trainer.num_nodes"]
     if cp > 1:
-        ours["layout.cp_method"] = "all_gather"
+        config_keys["layout.cp_method"] = "all_gather"
         warnings.append(f"context_parallel_size={cp}: keys and values are all-gathered; NxDT uses ring attention")
     cuts = keys.get("model.pipeline_cuts")
     if cuts:
         layers = [re.search(r"(\d{1,9})$", str(cut)) for cut in cuts]
         if not all(layers):
             raise UserError(f"model.pipeline_cuts={format_value(cuts)}: not names of layers, such as model.layers.18")
-        ours["layout.pipeline_cuts"] = [int(layer[1]) for layer in layers if layer]
+        config_keys["layout.pipeline_cuts"] = [int(layer[1]) for layer in layers if layer]
     num_layers = keys.get("model.num_layers") or pp * vpp
     if not cuts and pp * vpp > 1 and num_layers % (pp * vpp):
         warnings.append(
             f"model.num_layers={num_layers} on {pp * vpp} stages: NxDT assigns the remainder to the last stages, we to "
             "the middle ones; set model.pipeline_cuts to choose"
         )
-    return ours
+    return config_keys
 
 
 def precision_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
@@ -95,13 +95,13 @@ def _manual_precision(keys: NxdtKeys) -> ConfigKeys:
 
     if not (is_on("xla_use_bf16") or is_on("xla_downcast_bf16")):
         return {"precision.kind": "fp32"}
-    ours: ConfigKeys = {"precision.grad_dtype": "fp32" if keys.get("precision.fp32_grad_acc") else "bf16"}
+    config_keys: ConfigKeys = {"precision.grad_dtype": "fp32" if keys.get("precision.fp32_grad_acc") else "bf16"}
     if keys.get("precision.fp32_grads_cc"):
-        ours["precision.reduce_dtype"] = "fp32"
+        config_keys["precision.reduce_dtype"] = "fp32"
     if keys.get("precision.master_weights"):
-        return ours | {"precision.kind": "bf16"}
+        return config_keys | {"precision.kind": "bf16"}
     if is_on("neuron_rt_stochastic_rounding_en"):
-        return ours | {"precision.kind": "bf16_sr"}
+        return config_keys | {"precision.kind": "bf16_sr"}
     raise UserError(
         "precision.type=manual: bf16 weights rounded to nearest lose small updates and are not supported; "
         "nearest: master_weights True, or neuron_rt_stochastic_rounding_en '1'"
@@ -139,18 +139,18 @@ def schedule_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
         raise UserError(f"{SCHEDULER}name={format_value(name)}: not one of {schedules}; nearest: CosineAnnealing")
     ratio, warmup_steps = keys.get(SCHEDULER + "warmup_ratio"), keys.get(SCHEDULER + "warmup_steps")
     warmup_steps = int(ratio * steps) if ratio and warmup_steps is None else warmup_steps or 0
-    ours: ConfigKeys = {"schedule.kind": SCHEDULES[name], "schedule.warmup_steps": warmup_steps}
+    config_keys: ConfigKeys = {"schedule.kind": SCHEDULES[name], "schedule.warmup_steps": warmup_steps}
     if name in ("CosineAnnealing", "WarmupAnnealing"):
-        ours["schedule.min_lr"] = keys.get(SCHEDULER + "min_lr") or 0.0
+        config_keys["schedule.min_lr"] = keys.get(SCHEDULER + "min_lr") or 0.0
     constant_steps = keys.get(SCHEDULER + "constant_steps") or 0
     if name == "CosineAnnealing" and constant_steps > 0:
-        ours["schedule.decay_steps"] = max(steps - constant_steps, warmup_steps, 1)
+        config_keys["schedule.decay_steps"] = max(steps - constant_steps, warmup_steps, 1)
         if steps - constant_steps <= warmup_steps:
             warnings.append(
                 f"{SCHEDULER}constant_steps={constant_steps}: leaves none of {steps} steps for the decay: after the "
                 "warm-up the learning rate is min_lr, as in NxDT"
             )
-    return ours
+    return config_keys
 
 
 def recompute_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
@@ -187,21 +187,21 @@ def recompute_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
 def checkpoint_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     keep, every = keys.get(CALLBACK + "save_top_k"), keys.get(CALLBACK + "every_n_train_steps") or 0
     saves = keep != 0 and keys.get("exp_manager.create_checkpoint_callback") is not False
-    ours: ConfigKeys = {"checkpoint.every": every if saves else 0}
+    config_keys: ConfigKeys = {"checkpoint.every": every if saves else 0}
     if saves and (interval := keys.get(CALLBACK + "train_time_interval")):
-        ours["checkpoint.every_minutes"] = _minutes(interval)
+        config_keys["checkpoint.every_minutes"] = _minutes(interval)
     if keep:
-        ours["checkpoint.keep"] = max(keep, 0)  # NxDT's -1 keeps all, as our 0
-    ours["checkpoint.resume"] = "auto" if keys.get("exp_manager.resume_if_exists") else "none"
+        config_keys["checkpoint.keep"] = max(keep, 0)  # NxDT's -1 keeps all, as our 0
+    config_keys["checkpoint.resume"] = "auto" if keys.get("exp_manager.resume_if_exists") else "none"
     path = keys.get("exp_manager.resume_from_checkpoint")
     if path:
-        ours["checkpoint.init_from"] = path
+        config_keys["checkpoint.init_from"] = path
         if not keys.get("model.weight_init_only"):
             warnings.append(
                 f"exp_manager.resume_from_checkpoint={format_value(path)}: loads only the weights; to resume with the "
                 "optimizer state and the step: trainyard convert SRC DST --to native, then checkpoint.resume=DST"
             )
-    return ours
+    return config_keys
 
 
 def _minutes(interval: dict[str, Any]) -> float:
