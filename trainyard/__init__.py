@@ -29,7 +29,7 @@ _EXPORTS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: `trainyard --help` need not wait for torch."""
+    """Import an exported name on first use, so that `trainyard --help` does not import torch."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'trainyard' has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

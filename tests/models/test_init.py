@@ -1,4 +1,4 @@
-"""Initial weights do not depend on the layout or on what is fused."""
+"""Initial weights do not depend on the layout or on fusion."""
 
 import pytest
 import torch
@@ -7,45 +7,49 @@ from tests.support import configs
 from trainyard import models
 from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
 from trainyard.models.init import initial_values
+from trainyard.models.sharding import shard_tensor, unshard_tensor
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
-def test_ranks_hold_slices_of_the_whole(family: str, tp: int) -> None:
+def test_ranks_hold_slices_of_the_full_tensors(family: str, tp: int) -> None:
     section = configs.tiny_config(family).model
     blueprint = models.family_of(section).blueprint(section)
-    whole = initial_values(blueprint, 3)
+    full = initial_values(blueprint, 3)
     for name in blueprint.parameter_names():
-        row = blueprint.spec(name)
-        ranks = [initial_values(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
-        assert all(tuple(value.shape) == blueprint.local_shape(name, tp, rank) for rank, value in enumerate(ranks))
-        pieces = {part.name: [] for part in row.fused_parts} if row.fused_parts else {row.name: []}
-        dim = row.tp_dim or 0
-        for rank, value in enumerate(ranks):
+        spec = blueprint.spec(name)
+        shards = [initial_values(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
+        assert all(tuple(shard.shape) == blueprint.local_shape(name, tp, rank) for rank, shard in enumerate(shards))
+        pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        dim = spec.tp_dim or 0
+        for rank, shard in enumerate(shards):
             start = 0
-            for pattern, held in zip(pieces, blueprint.tp_slices(name, tp, rank), strict=True):
-                size = held.sizes[dim]
-                pieces[pattern].append((held.offsets[dim], value.narrow(dim, start, size)))
+            for piece in blueprint.tp_slices(name, tp, rank):
+                size = piece.sizes[dim]
+                pieces.setdefault(piece.name, []).append((piece.offsets[dim], shard.narrow(dim, start, size)))
                 start += size
         parts = []
-        for found in pieces.values():
-            distinct = dict(found)  # copies of a kv head start at the same place
-            assert all(torch.equal(distinct[start], value) for start, value in found)
-            parts.append(torch.cat([distinct[start] for start in sorted(distinct)], dim))
-        assert torch.equal(torch.cat(parts, 0 if row.fused_parts else dim), whole(name)), name
+        for offsets_and_values in pieces.values():
+            by_offset = dict(offsets_and_values)  # replicas of a kv head have the same offset
+            assert all(torch.equal(by_offset[offset], value) for offset, value in offsets_and_values)
+            parts.append(torch.cat([by_offset[offset] for offset in sorted(by_offset)], dim))
+        assert torch.equal(torch.cat(parts, 0 if spec.fused_parts else dim), full(name)), name
+        assert torch.equal(unshard_tensor(blueprint, name, shards), full(name)), name
+        for rank, shard in enumerate(shards):
+            assert torch.equal(shard_tensor(blueprint, name, full(name), tp, rank), shard), name
 
 
-def test_fusing_does_not_change_weights() -> None:
+def test_fusion_does_not_change_weights() -> None:
     values = {}
-    for fused in (True, False):
-        section = configs.tiny_config({**configs.LLAMA, "fuse_qkv": fused, "fuse_gate_up": fused}).model
-        values[fused] = initial_values(models.family_of(section).blueprint(section), 0)
-    fused, apart = values[True], values[False]
+    for fuse in (True, False):
+        section = configs.tiny_config({**configs.LLAMA, "fuse_qkv": fuse, "fuse_gate_up": fuse}).model
+        values[fuse] = initial_values(models.family_of(section).blueprint(section), 0)
+    fused, unfused = values[True], values[False]
     assert torch.equal(
-        fused("layers.1.attention.qkv.weight"), torch.cat([apart(f"layers.1.attention.{x}.weight") for x in "qkv"])
+        fused("layers.1.attention.qkv.weight"), torch.cat([unfused(f"layers.1.attention.{x}.weight") for x in "qkv"])
     )
     assert torch.equal(
-        fused("layers.0.mlp.gate_up.weight"), torch.cat([apart(f"layers.0.mlp.{x}.weight") for x in ("gate", "up")])
+        fused("layers.0.mlp.gate_up.weight"), torch.cat([unfused(f"layers.0.mlp.{x}.weight") for x in ("gate", "up")])
     )
 
 
@@ -68,9 +72,9 @@ def test_standard_deviations_follow_the_blueprint() -> None:
     assert torch.equal(values("norm.weight"), torch.ones(256))
 
 
-def test_kv_heads_are_copied_when_ranks_outnumber_them() -> None:
-    row = ParamSpec("k", (8, 3), 0, (FusedPart("k", 8, 2),), init_std=1.0)
-    blueprint = Blueprint((row,), 1)
+def test_kv_heads_are_replicated_if_ranks_outnumber_them() -> None:
+    spec = ParamSpec("k", (8, 3), 0, (FusedPart("k", 8, 2),), init_std=1.0)
+    blueprint = Blueprint((spec,), 1)
     starts = [blueprint.tp_slices("k", 4, rank)[0].offsets[0] for rank in range(4)]
     assert starts == [0, 0, 4, 4]
     assert blueprint.local_shape("k", 4) == (4, 3)

@@ -5,101 +5,97 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.test_parity import batch_for
 from tests.support import configs
+from tests.support.configs import tiny_batch
 from trainyard import models
 from trainyard.config.schema import RecomputeSection
 from trainyard.core.counter_rng import RowSeeds, key32
 from trainyard.kernels.reference import Kernels
 from trainyard.models.flops import flops_per_sample
 from trainyard.models.layers import CoreAttention, Dropout, token_seeds
-from trainyard.parallel import recompute
 from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.process_group import Group
+from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
 
 
-def draw(samples: list[int], tokens: range = range(16), step: int = 1) -> RowSeeds:
+def seeds(samples: list[int], positions: range = range(16), step: int = 1) -> RowSeeds:
     key = torch.tensor(key32(0, "step", step), dtype=torch.int32)
-    batch = {"rng_key": key, "sample_ids": torch.tensor(samples, dtype=torch.int32)}
-    return token_seeds(batch, torch.tensor(tokens, dtype=torch.int32))
+    batch: models.Batch = {"rng_key": key, "sample_ids": torch.tensor(samples, dtype=torch.int32)}
+    return token_seeds(batch, torch.tensor(positions, dtype=torch.int32))
 
 
-def test_masks_follow_the_sample_not_its_place_in_the_micro_batch() -> None:
+def test_masks_follow_the_sample_not_its_index_in_the_micro_batch() -> None:
     dropout = Dropout(0.3, "site", Kernels())
     x = torch.ones(4, 16, 32)
-    whole = dropout(x, draw([0, 1, 2, 3]))
-    assert torch.equal(dropout(x[:2], draw([2, 3])), whole[2:])
-    assert torch.equal(dropout(x, draw([3, 2, 1, 0])), whole.flip(0))
-    halves = [dropout(x[:, :8], draw([0, 1, 2, 3], part)) for part in (range(8), range(8, 16))]
-    assert torch.equal(torch.cat(halves, 1), whole)
+    full = dropout(x, seeds([0, 1, 2, 3]))
+    assert torch.equal(dropout(x[:2], seeds([2, 3])), full[2:])
+    assert torch.equal(dropout(x, seeds([3, 2, 1, 0])), full.flip(0))
+    halves = [dropout(x[:, :8], seeds([0, 1, 2, 3], positions)) for positions in (range(8), range(8, 16))]
+    assert torch.equal(torch.cat(halves, 1), full)
 
 
 def test_masks_change_with_step_site_and_sample() -> None:
     x = torch.ones(2, 16, 64)
-    a = Dropout(0.5, "a", Kernels())(x, draw([0, 1]))
-    for other in (Dropout(0.5, "b", Kernels())(x, draw([0, 1])), Dropout(0.5, "a", Kernels())(x, draw([0, 1], step=2))):
-        assert 0.4 < (a == other).float().mean() < 0.6
-    assert not torch.equal(a[0], a[1])
-    assert 0.4 < (a[0] == a[1]).float().mean() < 0.6
+    a, b = Dropout(0.5, "a", Kernels()), Dropout(0.5, "b", Kernels())
+    y = a(x, seeds([0, 1]))
+    for other in (b(x, seeds([0, 1])), a(x, seeds([0, 1], step=2))):
+        assert 0.4 < (y == other).float().mean() < 0.6
+    assert not torch.equal(y[0], y[1])
+    assert 0.4 < (y[0] == y[1]).float().mean() < 0.6
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_keeps_the_mean(p: float) -> None:
-    y = Dropout(p, "s", Kernels())(torch.ones(8, 16, 4096), draw(list(range(8))))
+    y = Dropout(p, "s", Kernels())(torch.ones(8, 16, 4096), seeds(list(range(8))))
     assert (y == 0).float().mean() == pytest.approx(p, abs=3e-3)
     assert y.mean() == pytest.approx(1.0, abs=5e-3)
-    assert torch.equal(Dropout(p, "s", Kernels()).eval()(torch.ones(1, 16, 4), draw([0])), torch.ones(1, 16, 4))
+    assert torch.equal(Dropout(p, "s", Kernels()).eval()(torch.ones(1, 16, 4), seeds([0])), torch.ones(1, 16, 4))
 
 
-def test_attention_dropout_follows_global_heads_and_matches_its_mean() -> None:
+def test_attention_dropout_follows_global_heads_and_keeps_the_mean() -> None:
     q, k, v = (torch.randn(3, 4, 16, 8) for _ in range(3))
-    whole = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(), ContextAxis())
-    y = whole(q, k, v, seeds=draw([0, 1, 2]))
-    upper = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(Group((0, 1), 1)), ContextAxis())
-    assert torch.equal(upper(q[:, 2:], k[:, 2:], v[:, 2:], seeds=draw([0, 1, 2])), y[:, 2:])
-    mean = torch.stack([whole(q, k, v, seeds=draw([0, 1, 2], step=step)) for step in range(400)]).mean(0)
-    torch.testing.assert_close(mean, whole.eval()(q, k, v), atol=0.15, rtol=0.1)
+    full = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(), ContextAxis())
+    y = full(q, k, v, seeds=seeds([0, 1, 2]))
+    upper_half = CoreAttention(4, 4, True, 0.2, "s", TensorAxis(Group((0, 1), 1)), ContextAxis())
+    assert torch.equal(upper_half(q[:, 2:], k[:, 2:], v[:, 2:], seeds=seeds([0, 1, 2])), y[:, 2:])
+    mean = torch.stack([full(q, k, v, seeds=seeds([0, 1, 2], step=step)) for step in range(400)]).mean(0)
+    torch.testing.assert_close(mean, full.eval()(q, k, v), atol=0.15, rtol=0.1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_copy_of_kv_heads_for_each_query_head_changes_nothing(causal: bool) -> None:
-    """In fp32, where the device's attention does not take fewer kv heads."""
-    given = [torch.randn(2, heads, 16, 8) for heads in (6, 2, 2)]
-    found = []
-    for groups in (True, False):
+def test_repeated_kv_heads_equal_grouped_attention(causal: bool) -> None:
+    """The fp32 fallback for devices whose attention kernel does not take fewer kv heads than query heads."""
+    inputs = [torch.randn(2, heads, 16, 8) for heads in (6, 2, 2)]
+    results = []
+    for has_gqa in (True, False):
         kernels = Kernels()
-        kernels.has_fp32_gqa = groups
+        kernels.has_fp32_gqa = has_gqa
         core = CoreAttention(6, 2, causal, 0.0, "s", TensorAxis(), ContextAxis(), kernels)
-        parts = [x.clone().requires_grad_() for x in given]
-        y = core(*parts)
+        qkv = [x.clone().requires_grad_() for x in inputs]
+        y = core(*qkv)
         y.square().sum().backward()
-        found.append([y.detach(), *(x.grad for x in parts)])
-    for grouped, copied in zip(*found, strict=True):
-        torch.testing.assert_close(copied, grouped)
+        results.append([y.detach(), *(x.grad for x in qkv)])
+    for grouped, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(repeated, grouped)
 
 
 @pytest.mark.parametrize("kind", ["attention", "full", "norm", "mlp", "activation", "core_attention", "attention+mlp"])
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
-def test_recompute_changes_no_bit(family: str, kind: str) -> None:
-    section = configs.tiny_config(
-        {
-            **configs.TINY_MODELS[family],
-            **({} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        }
-    ).model
+def test_recompute_is_bit_exact(family: str, kind: str) -> None:
+    dropout = {} if family == "llama" else {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    section = configs.tiny_config({**configs.TINY_MODELS[family], **dropout}).model
     gradients = []
-    for recomputed in (False, True):
+    for recompute in (False, True):
         model = configs.tiny_model(section)
-        if recomputed:
+        if recompute:
             config = (
                 RecomputeSection(kind=kind)
                 if kind in ("attention", "full")
                 else RecomputeSection(kind="selective", modules=kind.split("+"))
             )
-            assert recompute.apply_recompute(list(model.layers.children()), config) >= 2
-        output = model(batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60})
-        output.logits().square().mean().backward()
+            assert apply_recompute(list(model.layers.children()), config) >= 2
+        model(tiny_batch(family)).logits().square().mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert gradient is None or torch.equal(gradient, gradients[1][name]), name
@@ -107,37 +103,32 @@ def test_recompute_changes_no_bit(family: str, kind: str) -> None:
 
 def test_recompute_saves_memory() -> None:
     section = configs.tiny_config({**configs.LLAMA, "layers": 4}).model
-    saved = {}
+    saved_elements = {}
     for kind in ("none", "attention", "full"):
         model = configs.tiny_model(section)
-        recompute.apply_recompute(list(model.layers.children()), RecomputeSection(kind=kind))
+        apply_recompute(list(model.layers.children()), RecomputeSection(kind=kind))
         sizes: list[int] = []
 
-        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+        def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
             sizes.append(tensor.numel())
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model(batch_for("llama"))
-        saved[kind] = sum(sizes)
-    assert saved["full"] < 0.3 * saved["none"]
-    assert saved["attention"] < saved["none"]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tiny_batch("llama"))
+        saved_elements[kind] = sum(sizes)
+    assert saved_elements["full"] < 0.3 * saved_elements["none"]
+    assert saved_elements["attention"] < saved_elements["none"]
 
 
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
 def test_flops_match_torchs_counter(family: str) -> None:
     section = configs.tiny_config(family).model
     model = configs.tiny_model(section)
-    batch = batch_for(family) | {"tokens": batch_for(family)["tokens"] % 60}
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it knows no CPU flash kernel
-        output = model.eval()(batch)
-        output.logits()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it has no rule for CPU flash
+        model.eval()(tiny_batch(family)).logits()
     blueprint = models.family_of(section).blueprint(section)
     flops = flops_per_sample(section, blueprint, 24, 6)
     samples, forward = 3, flops.full_attention / 3
     assert counter.get_total_flops() == pytest.approx(samples * forward, rel=1e-6)
-    assert (
-        flops.causal_attention == flops.full_attention
-        if family == "bert"
-        else flops.causal_attention < flops.full_attention
-    )
+    is_causal = family != "bert"
+    assert (flops.causal_attention < flops.full_attention) == is_causal

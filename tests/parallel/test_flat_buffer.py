@@ -1,48 +1,48 @@
-"""Flat memory and its shards: dealt out and collected, nothing is lost, whatever the shapes and the rank count."""
+"""Flat buffers and their shards: scatter and gather lose nothing, for any shapes and any number of ranks."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from trainyard.parallel.flat_buffer import FlatBuffer
 
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
 
 @given(shapes, st.integers(1, 7), st.integers(1, 300), st.data())
-def test_what_is_dealt_is_collected(
-    found: list[tuple[int, ...]], shards: int, bucket: int, data: st.DataObject
+@examples(100)
+def test_gather_is_the_inverse_of_scatter(
+    shape_list: list[tuple[int, ...]], num_shards: int, bucket_elements: int, data: st.DataObject
 ) -> None:
-    named = [(f"p{number}", shape) for number, shape in enumerate(found)]
-    split = data.draw(st.integers(0, len(named)))
-    flat = FlatBuffer(named, split, shards, bucket)
-    row = torch.arange(1.0, flat.size + 1)
-    back = torch.zeros(flat.size)
-    rows = [torch.zeros(flat.shard_size) for _ in range(shards)]
-    for each in flat.buckets:
-        dealt = torch.zeros(shards, each.shard_range.stop - each.shard_range.start)
-        flat.scatter_to_shards(each, row, dealt)
-        for shard in range(shards):
-            rows[shard][each.shard_range] = dealt[shard]
-        flat.gather_from_shards(each, dealt, back)
-        # one side of the split alone
-        assert (
-            len({number < split for number, (name, _) in enumerate(named) if name in {s.name for s in each.spans}}) == 1
-        )
-    for name, shape in named:
-        assert torch.equal(flat.view(back, name), flat.view(row, name))
-        whole = torch.cat([flat.shard_view(rows[shard], name, shard) for shard in range(shards)])
-        assert torch.equal(whole, flat.view(row, name))
-        assert whole.shape == shape
-    decayed = [flat.spans[name].shard_start for name, _ in named[:split]]
-    assert all(at < flat.shard_decay_end for at in decayed)
-    assert all(flat.spans[name].shard_start >= flat.shard_decay_end for name, _ in named[split:])
+    named = {f"p{index}": shape for index, shape in enumerate(shape_list)}
+    num_decayed = data.draw(st.integers(0, len(named)))
+    decayed = set(list(named)[:num_decayed])
+    flat = FlatBuffer(list(named.items()), num_decayed, num_shards, bucket_elements)
+    buffer = torch.arange(1.0, flat.size + 1)
+    gathered = torch.zeros(flat.size)
+    shard_buffers = [torch.zeros(flat.shard_size) for _ in range(num_shards)]
+    for bucket in flat.buckets:
+        shards = torch.zeros(num_shards, bucket.shard_range.stop - bucket.shard_range.start)
+        flat.scatter_to_shards(bucket, buffer, shards)
+        for shard in range(num_shards):
+            shard_buffers[shard][bucket.shard_range] = shards[shard]
+        flat.gather_from_shards(bucket, shards, gathered)
+        assert len({span.name in decayed for span in bucket.spans}) == 1  # no bucket mixes decayed and other parameters
+    for name, shape in named.items():
+        assert torch.equal(flat.view(gathered, name), flat.view(buffer, name))
+        full = torch.cat([flat.shard_view(shard_buffers[shard], name, shard) for shard in range(num_shards)])
+        assert torch.equal(full, flat.view(buffer, name))
+        assert full.shape == shape
+        assert (flat.spans[name].shard_start < flat.shard_decay_end) == (name in decayed)
 
 
 @given(shapes, st.integers(1, 5))
-def test_one_shard_is_the_whole(found: list[tuple[int, ...]], bucket: int) -> None:
-    flat = FlatBuffer([(f"p{number}", shape) for number, shape in enumerate(found)], len(found), 1, bucket)
+@examples(100)
+def test_a_single_shard_equals_the_full_buffer(shape_list: list[tuple[int, ...]], bucket_elements: int) -> None:
+    named = [(f"p{index}", shape) for index, shape in enumerate(shape_list)]
+    flat = FlatBuffer(named, len(named), 1, bucket_elements)
     assert (flat.size, flat.shard_decay_end) == (flat.shard_size, flat.shard_size)
-    row = torch.arange(float(flat.size))
+    buffer = torch.arange(float(flat.size))
     for name in flat.spans:
-        assert torch.equal(flat.view(row, name), flat.shard_view(row, name, 0))
+        assert torch.equal(flat.view(buffer, name), flat.shard_view(buffer, name, 0))

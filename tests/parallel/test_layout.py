@@ -1,11 +1,10 @@
-"""The arithmetic of ranks, and every rule that a layout must keep, in one line with what would work."""
+"""Layouts: rank arithmetic, stages, and every rule with its one-line error and the nearest valid layouts."""
 
+from itertools import product
 from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support import configs
 from trainyard.config.load import load
@@ -13,6 +12,7 @@ from trainyard.config.recipes import recipe_names
 from trainyard.config.smoke import fit_to_ranks, smoke_config
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout, head_range, replication_factor
+from trainyard.parallel.world import World
 
 MODEL = {**configs.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
 
@@ -32,40 +32,40 @@ def test_ranks_are_pp_dp_cp_tp_with_tp_fastest() -> None:
     assert layout.coords(13) == {"pp": 1, "dp": 1, "cp": 0, "tp": 1}
 
 
-@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_every_rank_is_in_one_group_of_each_kind(tp: int, pp: int, cp: int, dp: int) -> None:
-    world = tp * pp * cp * dp
-    layout = Layout.from_config(config({"tp": tp, "pp": pp, "cp": cp}), world)
-    for kinds in (("tp",), ("cp",), ("pp",), ("dp", "cp"), ("dp", "cp", "tp"), ("pp", "dp", "cp", "tp")):
-        groups = layout.groups(*kinds)
-        assert sorted(rank for group in groups for rank in group) == list(range(world))
-        assert {len(group) for group in groups} == {prod(getattr(layout, kind) for kind in kinds)}
+def test_every_rank_is_in_one_group_per_axis() -> None:
+    for tp, pp, cp, dp in product((1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4)):
+        world_size = tp * pp * cp * dp
+        layout = Layout(tp, pp, cp, dp)
+        for axes in (("tp",), ("cp",), ("pp",), ("dp", "cp"), ("dp", "cp", "tp"), ("pp", "dp", "cp", "tp")):
+            groups = layout.groups(*axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(world_size))
+            assert {len(group) for group in groups} == {prod(getattr(layout, axis) for axis in axes)}
 
 
-WRONG = [
-    # layout, ranks, other sections, what the line says
+VIOLATIONS = [
+    # layout, ranks, other sections, part of the error
     ({"tp": 3}, 3, {}, "layout.tp=3: does not divide model.heads=8"),
     ({"pp": 8}, 8, {}, "layout.pp=8: pp x vpp = 8 stages for 6 layers"),
     ({"pp": 2, "vpp": 4}, 2, {}, "pp x vpp = 8 stages for 6 layers"),
     ({"pp": 2, "pipeline_cuts": (5,)}, 2, {}, "layout.pipeline_cuts=[5]: the model's 6 layers are 0 to 5"),
     ({"cp": 2}, 2, {"data": {"seq_len": 18}}, "layout.cp=2: data.seq_len=18 is not a multiple of 2 x cp = 4"),
-    ({"tp": 4, "sequence_parallel": True}, 4, {"data": {"seq_len": 18}}, "sequence parallel, and 18 / cp=1 tokens"),
-    ({"tp": 2, "pp": 2}, 6, {}, "needs a multiple of 4 ranks, this run has 6 (--nproc 4 or 8 here"),
-    ({}, 3, {}, "train.global_batch=8: not a multiple of micro_batch x data parallel = 1 x 3 (say 6 or 9)"),
-    ({"pp": 2, "vpp": 2}, 2, {"train": {"global_batch": 5, "micro_batch": 1}}, "5 micro batches do not come in rounds"),
+    ({"tp": 4, "sequence_parallel": True}, 4, {"data": {"seq_len": 18}}, "data.seq_len / cp = 18 / 1 divisible by tp"),
+    ({"tp": 2, "pp": 2}, 6, {}, "needs a multiple of 4 ranks, this run has 6 (use --nproc 4 or 8"),
+    ({}, 3, {}, "train.global_batch=8: not a multiple of micro_batch x data parallel = 1 x 3 (use 6 or 9)"),
+    ({"pp": 2, "vpp": 2}, 2, {"train": {"global_batch": 5, "micro_batch": 1}}, "5 cannot be split that way (use 4)"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "ranks", "sections", "words"), WRONG)
-def test_a_broken_rule_is_one_line(layout: Any, ranks: int, sections: Any, words: str) -> None:
+@pytest.mark.parametrize(("layout", "ranks", "sections", "message"), VIOLATIONS)
+def test_a_violated_rule_is_one_line(layout: Any, ranks: int, sections: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         Layout.from_config(config(layout, **sections), ranks)
     line = str(error.value)
-    assert words in line
+    assert message in line
     assert "\n" not in line
 
 
-def test_ffn_must_divide_too() -> None:
+def test_tp_must_divide_ffn() -> None:
     with pytest.raises(UserError, match=r"layout\.tp=8: does not divide model\.ffn=100"):
         Layout.from_config(config({"tp": 8}, {**MODEL, "ffn": 100}), 8)
 
@@ -73,14 +73,14 @@ def test_ffn_must_divide_too() -> None:
 @pytest.mark.parametrize(
     ("layout", "ranks"), [({"tp": 3}, 6), ({"tp": 16}, 16), ({"cp": 3, "tp": 2}, 6), ({"tp": 5}, 8)]
 )
-def test_the_nearest_layouts_work(layout: dict[str, Any], ranks: int) -> None:
+def test_suggested_layouts_are_valid(layout: dict[str, Any], ranks: int) -> None:
     sections = {"train": {"global_batch": 48, "micro_batch": 1}, "data": {"seq_len": 64}}
     with pytest.raises(UserError) as error:
         Layout.from_config(config(layout, **sections), ranks)
-    offered = str(error.value).partition(f"nearest on {ranks} ranks: ")[2].split(", ")
-    assert 1 <= len(offered) <= 3
-    for words in offered:
-        sizes = {key: int(value) for key, value in (word.split("=") for word in words.split(" (")[0].split())}
+    suggestions = str(error.value).partition(f"nearest on {ranks} ranks: ")[2].split(", ")
+    assert 1 <= len(suggestions) <= 3
+    for suggestion in suggestions:
+        sizes = {key: int(size) for key, size in (word.split("=") for word in suggestion.split(" (")[0].split())}
         assert Layout.from_config(config(sizes, **sections), ranks).world_size == ranks
 
 
@@ -93,30 +93,31 @@ def test_stages_cover_the_layers_and_spare_the_ends() -> None:
     assert [list(stage.layers) for stage in cut] == [[0], [1, 2, 3], [4, 5]]
 
 
-def test_virtual_stages_go_round_or_in_a_vee() -> None:
-    around = Layout.from_config(config({"pp": 3, "vpp": 2}, train={"global_batch": 6}), 3)
-    assert [around.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-    vee = Layout.from_config(config({"pp": 3, "vpp": 2, "pipeline_schedule": "zbv"}, train={"global_batch": 6}), 3)
-    assert [vee.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [stage.index for stage in vee.stages_on(0)] == [0, 5]
+def test_virtual_stages_in_rounds_or_in_a_v() -> None:
+    rounds = Layout.from_config(config({"pp": 3, "vpp": 2}, train={"global_batch": 6}), 3)
+    assert [rounds.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    v_shape = Layout.from_config(config({"pp": 3, "vpp": 2, "pipeline_schedule": "zbv"}, train={"global_batch": 6}), 3)
+    assert [v_shape.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert [stage.index for stage in v_shape.stages_on(0)] == [0, 5]
 
 
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
-def test_every_rank_has_the_kv_heads_of_its_queries(kv: int, tp: int) -> None:
-    heads = kv * tp  # any tp that divides the heads
-    held = [head_range(kv, tp, rank) for rank in range(tp)]
-    assert len({end - first for first, end in held}) == 1
-    for rank, (first, end) in enumerate(held):
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_every_rank_has_the_kv_heads_of_its_queries(kv_heads: int, tp: int) -> None:
+    heads = kv_heads * tp  # a number of heads that tp divides
+    ranges = [head_range(kv_heads, tp, rank) for rank in range(tp)]
+    assert len({end - first for first, end in ranges}) == 1
+    for rank, (first, end) in enumerate(ranges):
         for query in range(rank * heads // tp, (rank + 1) * heads // tp):
-            assert first <= query // (heads // kv) < end
-    for head in range(kv):
-        holders = [rank for rank, (first, end) in enumerate(held) if first <= head < end]
-        assert len(holders) == replication_factor(kv, tp)
-        assert holders == list(range(holders[0], holders[0] + len(holders)))
+            assert first <= query // (heads // kv_heads) < end
+    for head in range(kv_heads):
+        replicas = [rank for rank, (first, end) in enumerate(ranges) if first <= head < end]
+        assert len(replicas) == replication_factor(kv_heads, tp)
+        assert replicas == list(range(replicas[0], replicas[0] + len(replicas)))
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_recipes_work_as_written_and_shrunk(name: str) -> None:
+def test_recipes_are_valid_as_written_and_in_smoke_size(name: str) -> None:
     recipe = load(name)
     if recipe.layout.ranks:
         assert Layout.from_config(recipe, recipe.layout.ranks).world_size == recipe.layout.ranks
@@ -124,10 +125,18 @@ def test_recipes_work_as_written_and_shrunk(name: str) -> None:
         assert Layout.from_config(smoke_config(recipe, ranks), ranks).world_size == ranks
 
 
-def test_shrinking_keeps_every_axis_that_ranks_allow() -> None:
+def test_smoke_size_keeps_every_axis_that_fits() -> None:
     small = smoke_config(load("llama3-70b"), 8).layout
     assert (small.tp, small.pp, small.cp, small.zero) == (2, 2, 1, 1)  # and dp 2
     small = smoke_config(load("llama3-70b-cp"), 8).layout
     assert (small.tp, small.pp, small.cp) == (2, 2, 2)
     assert fit_to_ranks(load("llama2-7b"), 8).layout.tp == 4
     assert fit_to_ranks(load("llama2-7b"), 8).model == load("llama2-7b").model
+
+
+def test_world_reads_the_launchers_variables() -> None:
+    assert World.from_environment({}) == World(0, 1, 0, 1)
+    variables = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    assert World.from_environment(variables) == World(9, 16, 1, 8)
+    with pytest.raises(UserError, match=r"RANK=x WORLD_SIZE=2 .*: must be integers"):
+        World.from_environment({"RANK": "x", "WORLD_SIZE": "2"})

@@ -1,7 +1,7 @@
-"""The arithmetic of ranks: who does what, and every rule that a layout must keep.
+"""The layout: how ranks divide the work along tp, pp, cp and dp, and every rule that a layout must satisfy.
 
-Ranks are arranged [pp][dp][cp][tp], tp fastest. Everything is checked here, before a process group exists; an error
-says which rule is broken and names the nearest layouts that keep all of them.
+Ranks are arranged [pp][dp][cp][tp], tp fastest. All rules are checked here, before a process group exists; an error
+names the violated rule and the nearest valid layouts.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from trainyard.core.errors import UserError
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXIS_ORDER: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
 MAX_SUGGESTIONS = 3
-"""How many working layouts an error line names."""
+"""Valid layouts that an error message names."""
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stretch of the model that one pipeline rank runs in one go."""
+    """A pipeline stage: consecutive layers that one pipeline rank runs at once."""
 
     index: int
     layers: range
@@ -33,19 +33,21 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Layout:
+    """The sizes of all parallel axes, and how pipeline ranks divide the layers."""
+
     tp: int = 1
     pp: int = 1
     cp: int = 1
     dp: int = 1
     vpp: int = 1
     kv_replication: int = 1
-    """Neighbouring tensor-parallel ranks that hold the same kv heads, where there are fewer heads than ranks."""
+    """Adjacent tensor-parallel ranks that hold the same kv heads, if there are fewer heads than ranks."""
     micro_batches: int = 1
     """Micro batches per rank and optimizer step."""
     stages: tuple[StageSpec, ...] = ()
-    """All stages of the pipeline, pp x vpp of them."""
+    """All pp x vpp pipeline stages."""
     v_shaped: bool = False
-    """Stages go down the ranks and up again (zbv) instead of round and round."""
+    """Stages run down the pipeline ranks and back up (zbv) instead of in rounds."""
 
     @property
     def world_size(self) -> int:
@@ -59,28 +61,28 @@ class Layout:
         )
 
     def coords(self, rank: int) -> dict[AxisName, int]:
-        """Where a rank stands in each dimension."""
-        out: dict[AxisName, int] = {}
-        for dimension in reversed(AXIS_ORDER):
-            rank, out[dimension] = divmod(rank, getattr(self, dimension))
-        return out
+        """The coordinate of a rank along each axis."""
+        coords: dict[AxisName, int] = {}
+        for axis in reversed(AXIS_ORDER):
+            rank, coords[axis] = divmod(rank, getattr(self, axis))
+        return coords
 
     def groups(self, *axes: AxisName) -> list[list[int]]:
-        """Ranks that differ in these dimensions only, group by group; every rank is in exactly one."""
-        out: dict[tuple[int, ...], list[int]] = {}
+        """The groups of ranks that differ only along these axes; every rank is in exactly one."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.coords(rank)
-            out.setdefault(tuple(place[d] for d in AXIS_ORDER if d not in axes), []).append(rank)
-        return list(out.values())
+            coords = self.coords(rank)
+            groups.setdefault(tuple(coords[axis] for axis in AXIS_ORDER if axis not in axes), []).append(rank)
+        return list(groups.values())
 
     def stages_on(self, pp_rank: int) -> list[StageSpec]:
-        """The stages of a pipeline rank, in the order in which a micro batch meets them."""
+        """The stages of a pipeline rank, in the order in which a micro batch passes them."""
         return [stage for stage in self.stages if self.stage_owner(stage.index) == pp_rank]
 
     def stage_owner(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
-        turn, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.v_shaped and turn % 2 else place
+        round_index, pp_rank = divmod(stage, self.pp)
+        return self.pp - 1 - pp_rank if self.v_shaped and round_index % 2 else pp_rank
 
     @cached_property
     def layer_owner(self) -> dict[int, int]:
@@ -89,11 +91,12 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> Self:
-        """The layout of `config` on `world` ranks, or one line that says why there is none."""
+        """The layout of `config` on `world_size` ranks. Raises UserError if a rule is violated."""
         layout = config.layout
-        if wrong := _first_violation(config, world_size, layout.tp, layout.pp, layout.cp):
-            near = _nearest_layouts(config, world_size)
-            raise UserError(wrong + (f"; nearest on {world_size} rank{'s' * (world_size > 1)}: {near}" if near else ""))
+        if violation := _first_violation(config, world_size, layout.tp, layout.pp, layout.cp):
+            nearest = _nearest_layouts(config, world_size)
+            on = f"nearest on {world_size} rank{'s' * (world_size > 1)}"
+            raise UserError(f"{violation}; {on}: {nearest}" if nearest else violation)
         dp = world_size // (layout.tp * layout.pp * layout.cp)
         return cls(
             layout.tp,
@@ -115,9 +118,9 @@ def shard_rows(num_rows: int, num_shards: int, shard: int) -> range:
 
 
 def head_range(units: int, tp: int, rank: int) -> tuple[int, int]:
-    """Which units (heads) rank `rank` of `tp` holds: [first, end), equally many on each rank.
+    """The units (heads) [first, end) that tensor-parallel rank `rank` of `tp` holds; every rank has equally many.
 
-    Fewer units than ranks: each is held by tp / units ranks. Where neither divides the other, every rank holds all.
+    With fewer units than ranks, tp / units ranks hold each unit. If neither divides the other, every rank holds all.
     """
     if units % tp == 0:
         return rank * units // tp, (rank + 1) * units // tp
@@ -127,13 +130,13 @@ def head_range(units: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def replication_factor(units: int, tp: int) -> int:
-    """How many neighbouring ranks hold the same units."""
+    """How many adjacent tensor-parallel ranks hold the same units."""
     return 1 if units % tp == 0 else tp // units if tp % units == 0 else tp
 
 
 def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int) -> str | None:
-    """The first rule that this layout breaks on `world` ranks, in words."""
-    model, layout, train, sequence = config.model, config.layout, config.train, config.data.seq_len
+    """The first rule that this layout violates on `world_size` ranks, as text for the user."""
+    model, layout, train, seq_len = config.model, config.layout, config.train, config.data.seq_len
     stages = pp * layout.vpp
     if model.heads % tp:
         return f"layout.tp={tp}: does not divide model.heads={model.heads}"
@@ -142,57 +145,59 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
     if stages > model.layers:
         return f"layout.pp={pp}: pp x vpp = {stages} stages for {model.layers} layers"
     if layout.pipeline_cuts and pp == layout.pp and layout.pipeline_cuts[-1] >= model.layers - 1:
-        return f"layout.pipeline_cuts={list(layout.pipeline_cuts)}: the model's {model.layers} layers are 0 to {model.layers - 1}"
-    if cp > 1 and sequence % (2 * cp):
-        return f"layout.cp={cp}: data.seq_len={sequence} is not a multiple of 2 x cp = {2 * cp}"
-    if layout.sequence_parallel and sequence // cp % tp:
-        return f"layout.tp={tp}: sequence parallel, and {sequence} / cp={cp} tokens do not divide by it"
+        cuts = list(layout.pipeline_cuts)
+        return f"layout.pipeline_cuts={cuts}: the model's {model.layers} layers are 0 to {model.layers - 1}"
+    if cp > 1 and seq_len % (2 * cp):
+        return f"layout.cp={cp}: data.seq_len={seq_len} is not a multiple of 2 x cp = {2 * cp}"
+    if layout.sequence_parallel and seq_len // cp % tp:
+        return f"layout.tp={tp}: sequence parallelism needs data.seq_len / cp = {seq_len} / {cp} divisible by tp"
     if world_size % (tp * pp * cp):
-        shards = tp * pp * cp
+        model_ranks = tp * pp * cp
         return (
-            f"layout tp={tp} x pp={pp} x cp={cp}: needs a multiple of {shards} ranks, this run has {world_size} "
-            f"(--nproc {nearest_multiples(world_size, shards)} here, or --smoke for a trial)"
+            f"layout tp={tp} x pp={pp} x cp={cp}: needs a multiple of {model_ranks} ranks, this run has {world_size} "
+            f"(use --nproc {nearest_multiples(world_size, model_ranks)}, or --smoke for a trial)"
         )
     dp = world_size // (tp * pp * cp)
     if train.global_batch % (train.micro_batch * dp):
         return (
             f"train.global_batch={train.global_batch}: not a multiple of micro_batch x data parallel = "
-            f"{train.micro_batch} x {dp} (say {nearest_multiples(train.global_batch, train.micro_batch * dp)})"
+            f"{train.micro_batch} x {dp} (use {nearest_multiples(train.global_batch, train.micro_batch * dp)})"
         )
     micro = train.global_batch // (train.micro_batch * dp)
     if pp > 1 and (layout.vpp > 1 or layout.pipeline_schedule != "1f1b") and micro % max(micro // pp, 1):
-        return f"layout.pp={pp}: {micro} micro batches do not come in rounds of at least pp (say {micro // pp * pp})"
+        return (
+            f"layout.pp={pp}: this schedule needs equal rounds of at least pp micro batches; {micro} cannot be split "
+            f"that way (use {micro // pp * pp})"
+        )
     return None
 
 
 def _nearest_layouts(config: Config, world_size: int) -> str:
-    """The working layouts closest to what was asked, in words; empty when there is none."""
-    layout = config.layout
-    asked = (layout.tp, layout.pp, layout.cp)
+    """The valid layouts closest to the configured one, as text; empty if there are none."""
+    configured = (config.layout.tp, config.layout.pp, config.layout.cp)
 
-    def distance(found: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
-        return sum(abs(log2(a / b)) for a, b in zip(found, asked, strict=True)), found
+    def distance(sizes: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
+        return sum(abs(log2(a / b)) for a, b in zip(sizes, configured, strict=True)), sizes
 
-    working = [
-        found for found in _candidate_sizes(config, world_size) if not _first_violation(config, world_size, *found)
-    ]
-    best = sorted(working, key=distance)[:MAX_SUGGESTIONS]
-    return ", ".join(f"tp={tp} pp={pp} cp={cp} (dp={world_size // (tp * pp * cp)})" for tp, pp, cp in best)
+    candidates = _candidate_sizes(config, world_size)
+    valid = [sizes for sizes in candidates if not _first_violation(config, world_size, *sizes)]
+    nearest = sorted(valid, key=distance)[:MAX_SUGGESTIONS]
+    return ", ".join(f"tp={tp} pp={pp} cp={cp} (dp={world_size // (tp * pp * cp)})" for tp, pp, cp in nearest)
 
 
 def _candidate_sizes(config: Config, world_size: int) -> Iterator[tuple[int, int, int]]:
-    """Every (tp, pp, cp) whose product divides `world`; one pipeline rank only where nothing asks for more."""
+    """Every (tp, pp, cp) whose product divides `world_size`; pp stays as configured if other keys depend on it."""
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    single = config.layout.vpp == 1 and config.layout.pipeline_schedule != "zbv" and not config.layout.pipeline_cuts
-    pipelines = divisors if single else [d for d in divisors if d == config.layout.pp]
-    for tp, pp, cp in product(divisors, pipelines, divisors):
+    pp_is_free = config.layout.vpp == 1 and config.layout.pipeline_schedule != "zbv" and not config.layout.pipeline_cuts
+    pp_sizes = divisors if pp_is_free else [d for d in divisors if d == config.layout.pp]
+    for tp, pp, cp in product(divisors, pp_sizes, divisors):
         if world_size % (tp * pp * cp) == 0:
             yield tp, pp, cp
 
 
 def _split_stages(config: Config) -> tuple[StageSpec, ...]:
-    """Which layers each stage runs. Layers that are over after an even split go to the middle: the first stage has the
-    embedding to do as well, and the last one the head."""
+    """Assign layers to stages. If they do not divide evenly, the middle stages get one more layer, because the first
+    stage also computes the embedding and the last one the head."""
     layers, count = config.model.layers, config.layout.pp * config.layout.vpp
     if config.layout.pipeline_cuts:
         ends = [cut + 1 for cut in config.layout.pipeline_cuts] + [layers]
@@ -204,6 +209,6 @@ def _split_stages(config: Config) -> tuple[StageSpec, ...]:
         ends = [sum(sizes[: stage + 1]) for stage in range(count)]
     starts = [0, *ends[:-1]]
     return tuple(
-        StageSpec(number, range(start, end), number == 0, number == count - 1)
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        StageSpec(index, range(start, end), index == 0, index == count - 1)
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True))
     )

@@ -1,4 +1,4 @@
-"""Pipeline stages under torch's schedules: which stage runs which micro batch when, and who sends what to whom."""
+"""Pipeline parallelism: runs a rank's stages with torch's pipeline schedules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +27,8 @@ MULTI_STAGE_SCHEDULES: dict[str, Any] = {
 
 
 class Pipeline:
-    """Runs a rank's stages. A stage's module takes (activations, **micro batch) and gives activations; the last one
-    gives its part of the loss, as one number."""
+    """Runs a rank's stages. A stage's module takes (activations, **micro batch) and returns activations; the module of
+    the last stage returns its part of the loss, a scalar."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Pipeline:
         activations: Tensor,
         device: torch.device,
     ) -> None:
-        """`tokens` and `activations`: what the first and the other stages are given for a micro batch (shapes only)."""
+        """`tokens` and `activations` are example inputs of the first stage and of the others (only shapes matter)."""
         layout: Layout = mesh.layout
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages: list[Any] = [
@@ -60,20 +60,20 @@ class Pipeline:
         self.schedule: Any
         if schedule != "1f1b" and not compat.supports_zero_bubble():
             raise UserError(
-                f"layout.pipeline_schedule={schedule}: this torch cannot take our backward pass apart, 2.13 and newer can; "
+                f"layout.pipeline_schedule={schedule}: needs torch 2.13 or newer, which can split the backward pass; "
                 "nearest: 1f1b"
             )
         if schedule == "1f1b" and layout.vpp == 1:
-            # With fewer micro batches than stages 1F1B has no steady state left: all forwards, then all backwards.
+            # With fewer micro batches than stages, 1F1B has no steady state: run all forwards, then all backwards.
             single = Schedule1F1B if count >= layout.pp else ScheduleGPipe
             self.schedule = single(stages[0], count, _sum_loss, scale_grads=False)
         else:
             self.schedule = MULTI_STAGE_SCHEDULES[schedule](stages, count, _sum_loss, scale_grads=False)
 
     def run(self, batch: dict[str, Tensor], backward: bool) -> None:
-        """All micro batches of a batch, forward and (if asked for) backward."""
+        """Run all micro batches of a batch, forward and optionally backward."""
         arguments = (batch["tokens"],) if self.has_first_stage else ()
-        target = batch["sample_ids"] if self.has_last_stage else None  # only its rows are counted
+        target = batch["sample_ids"] if self.has_last_stage else None  # the schedule only counts its rows
         if backward:
             self.schedule.step(*arguments, target=target, return_outputs=False, **batch)
         else:

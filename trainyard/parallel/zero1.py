@@ -1,0 +1,126 @@
+"""ZeRO-1 communication: bucketed gradient reduction and weight gathering that overlap with backward and forward.
+
+- Gradients: a bucket is sent when the last micro batch has filled it, while backward continues with the layers below.
+- Weights: buckets are gathered in the order in which the next forward pass uses them, while it runs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
+from trainyard.parallel.process_group import Group, wait
+
+MAX_IN_FLIGHT = 2
+"""Buckets in flight at a time: enough to overlap, and few enough to bound the memory of their copies."""
+
+
+class GradientReducer:
+    """Sums gradients over the ranks of `group`: by all-reduce if the buffer has one shard, else by reduce-scatter."""
+
+    def __init__(
+        self, flat: FlatBuffer, group: Group, gradients: Tensor, reduced_grads: Tensor, dtype: torch.dtype
+    ) -> None:
+        """`dtype` is the dtype of communication. `reduced_grads` is `gradients` itself if nothing is sharded."""
+        self.flat, self.group = flat, group
+        self.gradients, self.reduced_grads, self.dtype = gradients, reduced_grads, dtype
+        self.bucket_index = {span.name: index for index, bucket in enumerate(flat.buckets) for span in bucket.spans}
+        self.pending_grads: list[int] = []
+        self.started: set[int] = set()
+        self.in_flight: deque[tuple[Bucket, Tensor]] = deque()
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Expect every gradient once per micro batch."""
+        self.pending_grads = [micro_batches * len(bucket.spans) for bucket in self.flat.buckets]
+        self.started.clear()
+
+    def on_grad_ready(self, name: str) -> None:
+        """Count a gradient that backward has accumulated, and send its bucket when it is complete."""
+        index = self.bucket_index[name]
+        self.pending_grads[index] -= 1
+        if self.pending_grads[index] == 0:
+            self._start_bucket(index)
+
+    def finish(self) -> None:
+        """Send the buckets that are not sent yet, and wait for all. Call it after the last backward pass."""
+        for index in reversed(range(len(self.flat.buckets))):
+            self._start_bucket(index)
+        while self.in_flight:
+            self._complete()
+
+    def _start_bucket(self, index: int) -> None:
+        if index in self.started or self.group.size == 1:
+            return
+        self.started.add(index)
+        bucket = self.flat.buckets[index]
+        if len(self.in_flight) == MAX_IN_FLIGHT:
+            self._complete()
+        if self.flat.num_shards == 1:
+            gradients = self.gradients[bucket.full_range]
+            self.in_flight.append((bucket, self.group.start_all_reduce_(gradients.to(self.dtype))))
+            return
+        length = bucket.shard_range.stop - bucket.shard_range.start
+        shards = self.gradients.new_zeros(self.flat.num_shards, length, dtype=self.dtype)
+        self.flat.scatter_to_shards(bucket, self.gradients, shards)
+        self.in_flight.append((bucket, self.group.start_reduce_scatter(shards.view(-1))))
+
+    def _complete(self) -> None:
+        bucket, pending = self.in_flight.popleft()
+        total = wait(pending)
+        if self.flat.num_shards > 1:
+            self.reduced_grads[bucket.shard_range].copy_(total)
+        elif self.dtype != self.reduced_grads.dtype:  # otherwise the all-reduce was in place
+            self.reduced_grads[bucket.full_range].copy_(total)
+
+
+class WeightGatherer:
+    """All-gathers the updated weights of every rank's shard, in the order of use."""
+
+    def __init__(
+        self, flat: FlatBuffer, group: Group, weights: Tensor, needed_at: Callable[[str], Iterable[str]]
+    ) -> None:
+        """`needed_at` returns the moments at which a parameter is used, such as a layer index."""
+        self.flat, self.group, self.weights = flat, group, weights
+        # Norms and biases are few, lie at the end of the buffer, and are needed from the start.
+        undecayed = range(flat.shard_decay_end, flat.shard_undecayed_end)
+        self.buckets = sorted(flat.buckets, key=lambda bucket: bucket.shard_range.start not in undecayed)
+        self.buckets_needed: dict[str, int] = {}
+        """For each moment, how many buckets must be complete."""
+        for index, bucket in enumerate(self.buckets):
+            for span in bucket.spans:
+                for moment in needed_at(span.name):
+                    self.buckets_needed[moment] = max(self.buckets_needed.get(moment, 0), index + 1)
+        self.shard: Tensor | None = None
+        self.started = self.completed = len(self.buckets)
+        self.in_flight: deque[Tensor] = deque()
+
+    def start(self, shard: Tensor) -> None:
+        """Begin to gather the updated weights. `shard` must not change before all buckets are complete."""
+        self.shard = shard
+        self.started = self.completed = 0
+        self._start_next()
+
+    def wait_for(self, moment: str) -> None:
+        """Wait for the weights used at this moment."""
+        self._complete(self.buckets_needed.get(moment, 0))
+
+    def wait_all(self) -> None:
+        """Wait for all weights."""
+        self._complete(len(self.buckets))
+
+    def _start_next(self) -> None:
+        assert self.shard is not None
+        while self.started < len(self.buckets) and len(self.in_flight) < MAX_IN_FLIGHT:
+            piece = self.shard[self.buckets[self.started].shard_range].to(self.weights.dtype)
+            self.in_flight.append(self.group.start_all_gather(piece))
+            self.started += 1
+
+    def _complete(self, count: int) -> None:
+        while self.completed < count:
+            bucket = self.buckets[self.completed]
+            shards = wait(self.in_flight.popleft()).view(self.flat.num_shards, -1)
+            self.flat.gather_from_shards(bucket, shards, self.weights)
+            self.completed += 1
+            self._start_next()
