@@ -1,0 +1,103 @@
+"""Small random transformers models of every family and variant, as references for logits, losses and gradients."""
+
+import json
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from trainyard.core.constants import IGNORE_INDEX
+
+LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+GPT = {
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+BERT = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-gqa": ("llama", {"num_key_value_heads": 2}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-head-dim": ("llama", {"head_dim": 20, "num_key_value_heads": 2}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA31, "num_key_value_heads": 2}),
+    "deepseek-linear": ("llama", {"rope_theta": 100000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "gpt2": ("gpt", {}),
+    "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
+    "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
+    "bert": ("bert", {}),
+    "bert-gelu-new": ("bert", {"hidden_act": "gelu_new"}),
+}
+HF_CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
+    "gpt": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT),
+    "bert": (transformers.BertConfig, transformers.BertForPreTraining, BERT),
+}
+
+
+def hf_reference(variant: str) -> tuple[str, nn.Module, dict[str, Any]]:
+    """(family, model, config.json) of a random transformers model."""
+    family, changes = VARIANTS[variant]
+    config_class, model_class, base = HF_CLASSES[family]
+    config = config_class(**{**base, **changes})
+    torch.manual_seed(1)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # make biases and norms random too
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return family, model.eval(), json.loads(config.to_json_string())
+
+
+def hf_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Logits at the positions where our model has them, and transformers' own loss."""
+    tokens = batch["tokens"].long()
+    cross_entropy = nn.functional.cross_entropy
+    if family != "bert":
+        logits = model(input_ids=tokens).logits
+        return logits, cross_entropy(logits.flatten(0, 1), batch["labels"].long().flatten(), ignore_index=IGNORE_INDEX)
+    labels = torch.full(tokens.shape, IGNORE_INDEX)
+    for sample in range(len(tokens)):
+        positions = batch["masked_positions"][sample].tolist()
+        for position, label in zip(positions, batch["labels"][sample].tolist(), strict=True):
+            labels[sample, position] = label
+    out = model(
+        input_ids=tokens,
+        attention_mask=batch["attention_mask"].long(),
+        token_type_ids=batch["segment_ids"].long(),
+        labels=labels,
+        next_sentence_label=batch["next_sentence_labels"],
+    )
+    index = batch["masked_positions"].long().unsqueeze(-1).expand(-1, -1, out.prediction_logits.shape[-1])
+    return out.prediction_logits.gather(1, index), out.loss
