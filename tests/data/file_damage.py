@@ -1,13 +1,13 @@
-"""Damage to the bytes of a file, as generated cases, and what has to be said about it."""
+"""Generated damage to the bytes of a file, and the form of the error that it must cause."""
 
 from hypothesis import strategies as st
 
-NUMBERS = (0, 1, -1, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63), 7, 255)
+VALUES = (0, 1, -1, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63), 7, 255)
 EDITS = st.lists(
     st.tuples(
-        st.sampled_from(["cut", "more", "drop", "byte", "bit", "short", "long"]),
+        st.sampled_from(["cut", "append", "drop", "byte", "bit", "int32", "int64"]),
         st.integers(0, 1 << 20),
-        st.sampled_from(NUMBERS),
+        st.sampled_from(VALUES),
     ),
     min_size=1,
     max_size=4,
@@ -15,26 +15,26 @@ EDITS = st.lists(
 
 
 def mutate(data: bytes, edits: list[tuple[str, int, int]]) -> bytes:
-    """Each edit: what to do, where (modulo the length), and a number to do it with."""
+    """Apply edits of the form (action, position modulo the length, value)."""
     out = bytearray(data)
-    for what, place, number in edits:
-        at = place % (len(out) + 1)
-        if what == "cut":
-            del out[at:]
-        elif what == "more":
-            out += bytes([number & 255]) * (place % 30)
-        elif what == "drop":
-            del out[at : at + 1 + number % 20]
-        elif what == "byte":
-            out[at : at + 1] = bytes([number & 255])
-        elif what == "bit" and at < len(out):
-            out[at] ^= 1 << number % 8
+    for action, position, value in edits:
+        offset = position % (len(out) + 1)
+        if action == "cut":
+            del out[offset:]
+        elif action == "append":
+            out += bytes([value & 255]) * (position % 30)
+        elif action == "drop":
+            del out[offset : offset + 1 + value % 20]
+        elif action == "byte":
+            out[offset : offset + 1] = bytes([value & 255])
+        elif action == "bit" and offset < len(out):
+            out[offset] ^= 1 << value % 8
         else:
-            size = 4 if what == "short" else 8
-            out[at : at + size] = (number % (1 << 8 * size)).to_bytes(size, "little")
+            size = 4 if action == "int32" else 8
+            out[offset : offset + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
     return bytes(out)
 
 
-def in_one_line(error: Exception) -> None:
+def assert_one_line(error: Exception) -> None:
     assert "\n" not in str(error)
     assert str(error)

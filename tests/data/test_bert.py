@@ -133,7 +133,9 @@ def test_samples_are_two_segments_between_special_tokens(vocab: TokenizerSpec) -
 def test_a_true_pair_is_one_run_of_text_and_a_random_one_is_of_two_documents(vocab: TokenizerSpec) -> None:
     found = batch(BertOptions(vocab, 64, 10, dupe_factor=4), text())
     checked = 0
-    for row, length, apart in zip(unmasked(found), found["attention_mask"].sum(1), found["next_sentence_labels"], strict=True):
+    for row, length, apart in zip(
+        unmasked(found), found["attention_mask"].sum(1), found["next_sentence_labels"], strict=True
+    ):
         first, second = np.flatnonzero(row == 3)
         a, b = row[1:first] - 5, row[first + 1 : second] - 5
         assert (np.diff(a) == 1).all()
@@ -181,7 +183,8 @@ def test_half_of_the_pairs_are_random(vocab: TokenizerSpec) -> None:
 
 def test_one_document_in_ten_gives_short_samples(vocab: TokenizerSpec) -> None:
     lengths = [
-        batch(BertOptions(vocab, 128, 20, short_seq_prob=short), text(), 1)["attention_mask"].sum(1) for short in (0.0, 0.1, 1.0)
+        batch(BertOptions(vocab, 128, 20, short_seq_prob=short), text(), 1)["attention_mask"].sum(1)
+        for short in (0.0, 0.1, 1.0)
     ]
     below = [(each < 90).mean() for each in lengths]
     assert below[0] < 0.2 < below[1] < 0.5 < below[2]
@@ -262,7 +265,7 @@ def test_sentences_and_documents_without_tokens_are_left_out(vocab: TokenizerSpe
 
 
 def test_workers_do_not_change_a_byte(vocab: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE", 1 << 13)
+    monkeypatch.setattr(documents, "SLICE_BYTES", 1 << 13)
     inputs = [jsonl(tmp_path / "a.jsonl")]
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(inputs[0].read_bytes()))
     inputs.append(tmp_path / "b.jsonl.gz")
@@ -282,7 +285,7 @@ def test_workers_do_not_change_a_byte(vocab: TokenizerSpec, tmp_path: Path, monk
 def test_files_have_the_names_types_and_sizes_of_the_reference(
     vocab: TokenizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "PIECE", 1 << 13)
+    monkeypatch.setattr(documents, "SLICE_BYTES", 1 << 13)
     source = jsonl(tmp_path / "a.jsonl")
     counts, _ = made([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=7)
     paths = sorted((tmp_path / "out").glob("*_training_*.hdf5"))

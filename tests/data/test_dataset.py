@@ -1,4 +1,4 @@
-"""Text through each tokenizer, masked sentence pairs, and clear lines for files that are not there."""
+"""Data sets from a configuration: text with each tokenizer, synthetic samples, and one-line errors."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,8 @@ from trainyard.data.text.tokenizer import load_tokenizer
 TEXT = "The engine left the yard. Then it came back, and the bell rang: naïve café, 東京.\n"
 
 
-def quiet(line: str) -> None:
-    return
-
-
-def tokens_of(config: Config) -> np.ndarray:
-    return read_text(config, config.data.paths, quiet).all_tokens
+def read_tokens(config: Config) -> np.ndarray:
+    return read_text(config, config.data.paths).all_tokens
 
 
 def text_config(**data: object):
@@ -37,7 +33,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bpe(path: Path) -> Tokenizer:
+def train_bpe(path: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -48,30 +44,30 @@ def bpe(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def test_bytes_with_an_end_after_each_document(text: Path) -> None:
-    tokens = tokens_of(text_config(paths=[str(text / "*.txt")]))
+def test_byte_tokens_have_an_end_token_after_each_document(text: Path) -> None:
+    tokens = read_tokens(text_config(paths=[str(text / "*.txt")]))
     first = f"a.txt {TEXT}" * 20
     assert bytes(tokens[: len(first.encode())].astype(np.uint8)).decode() == first
     assert list(np.flatnonzero(tokens == 256)) == [len(first.encode()), len(tokens) - 1]
 
 
-def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
-    tokenizer = bpe(text / "tokenizer.json")
+def test_tokenizer_json_and_gpt2_files_give_the_same_tokens(text: Path) -> None:
+    tokenizer = train_bpe(text / "tokenizer.json")
     saved = json.loads((text / "tokenizer.json").read_text())["model"]
     (text / "vocab.json").write_text(json.dumps(saved["vocab"]))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]]
     (text / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     paths = [str(text / "a.txt")]
-    one = tokens_of(text_config(paths=paths, tokenizer=str(text / "tokenizer.json")))
+    tokens = read_tokens(text_config(paths=paths, tokenizer=str(text / "tokenizer.json")))
     files = {"vocab_file": str(text / "vocab.json"), "merges_file": str(text / "merges.txt")}
     config = text_config(paths=paths, tokenizer="gpt2", **files)
-    assert np.array_equal(one, tokens_of(config))
-    assert one[-1] == tokenizer.token_to_id("<|endoftext|>")
-    assert load_tokenizer(tokenizer_spec(config)).decode(one[:-1].tolist()) == f"a.txt {TEXT}" * 20
+    assert np.array_equal(tokens, read_tokens(config))
+    assert tokens[-1] == tokenizer.token_to_id("<|endoftext|>")
+    assert load_tokenizer(tokenizer_spec(config)).decode(tokens[:-1].tolist()) == f"a.txt {TEXT}" * 20
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         ({"paths": ["nowhere/*.txt"]}, "data.paths=nowhere"),
         ({"tokenizer": "nowhere.json"}, "data.tokenizer=nowhere.json"),
@@ -83,56 +79,58 @@ def test_tokenizer_json_and_gpt2_files_agree(text: Path) -> None:
         ({"tokenizer": "BPE", "end_of_text": "<nope>"}, "<nope>"),
     ],
 )
-def test_what_is_wrong_with_the_data_is_said(tmp_path: Path, data: dict, words: str) -> None:
+def test_invalid_settings_are_one_line_errors(tmp_path: Path, data: dict, message: str) -> None:
     (tmp_path / "TINY").write_text("short")
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe\x00\x01" * 100)
-    bpe(tmp_path / "BPE")
-    here = {"TINY", "BINARY", "BPE"}
+    train_bpe(tmp_path / "BPE")
+    files = {"TINY", "BINARY", "BPE"}
 
-    def place(value: object) -> object:
+    def full_path(value: object) -> object:
         if isinstance(value, list):
-            return [place(each) for each in value]
-        return str(tmp_path / str(value)) if value in here else value
+            return [full_path(item) for item in value]
+        return str(tmp_path / str(value)) if value in files else value
 
-    with pytest.raises(UserError, match=words) as caught:
-        build_datasets(text_config(**{key: place(value) for key, value in data.items()}))
+    with pytest.raises(UserError, match=message) as caught:
+        build_datasets(text_config(**{key: full_path(value) for key, value in data.items()}))
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
+def test_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.vocab=100.*257"):
         build_datasets(configs.tiny_config({**configs.LLAMA, "vocab": 100}, data={"source": "text"}))
 
 
-def test_validation_takes_the_end() -> None:
-    train, held, _ = build_datasets(text_config(validation_fraction=0.1))
-    assert held is not None
-    assert len(held) == round(0.1 * (len(train) + len(held)))
+def test_validation_samples_come_from_the_end() -> None:
+    train, validation, _ = build_datasets(text_config(validation_fraction=0.1))
+    assert validation is not None
+    assert len(validation) == round(0.1 * (len(train) + len(validation)))
     last = train.samples(np.asarray([len(train) - 1]))["labels"][0, -1]
-    assert held.samples(np.asarray([0]))["tokens"][0, 0] == last
+    assert validation.samples(np.asarray([0]))["tokens"][0, 0] == last
 
 
-def test_the_built_in_text_is_the_same_everywhere() -> None:
+def test_demo_corpus_is_reproducible() -> None:
     assert make_story(3) == make_story(3)
     assert len(set(make_stories(50))) == 50
     assert " together " in "".join(make_stories(50))
 
 
-def test_masked_pairs_are_what_bert_expects() -> None:
+def test_synthetic_pairs_have_the_format_of_bert() -> None:
     config = configs.tiny_config("bert", data={"seq_len": 32, "max_predictions": 5})
     batch = SyntheticSentencePairs(config).samples(np.arange(200, dtype=np.int64))
-    tokens, mask, places, labels = (batch[name] for name in ("tokens", "attention_mask", "masked_positions", "labels"))
+    tokens, mask, positions, labels = (
+        batch[name] for name in ("tokens", "attention_mask", "masked_positions", "labels")
+    )
     assert tokens.shape == mask.shape == batch["segment_ids"].shape == (200, 32)
-    assert places.shape == labels.shape == (200, 5)
+    assert positions.shape == labels.shape == (200, 5)
     counted = labels != -100
     assert (counted.sum(1) >= 1).all()
     assert (labels[counted] >= 4).all()
     assert (tokens[mask == 0] == 0).all()
-    chosen = np.take_along_axis(tokens, places.astype(np.int64), 1)
+    chosen = np.take_along_axis(tokens, positions.astype(np.int64), 1)
     assert 0.7 < (chosen[counted] == MASK).mean() < 0.9
     assert 0.05 < (chosen[counted] == labels[counted]).mean() < 0.2
-    for row in range(200):  # each place at most once, inside the text
-        used = places[row][counted[row]]
+    for row in range(200):  # each position at most once, inside the text
+        used = positions[row][counted[row]]
         assert len(set(used)) == len(used)
         assert (mask[row][used] == 1).all()
     assert 0.35 < batch["next_sentence_labels"].mean() < 0.65
@@ -140,7 +138,7 @@ def test_masked_pairs_are_what_bert_expects() -> None:
 
 
 @pytest.mark.parametrize("source", ["text", "synthetic"])
-def test_separate_documents_reach_the_batch(source: str) -> None:
+def test_document_mask_reaches_the_samples(source: str) -> None:
     config = configs.tiny_config(
         data={"source": source, "document_mask": True, "seq_len": 64}, model={**configs.LLAMA, "vocab": 260}
     )

@@ -14,10 +14,11 @@ import datasets
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.file_damage import EDITS, in_one_line, mutate
+from tests.data.file_damage import EDITS, assert_one_line, mutate
+from tests.support.examples import examples
 from trainyard.cli import main
 from trainyard.cli.data.inspect import format_histogram, quote_for_terminal
 from trainyard.core.errors import UserError
@@ -67,7 +68,7 @@ def bert(path: Path, **changes: object) -> Path:
 
 
 @given(st.lists(st.lists(st.integers(0, 5000), max_size=20), max_size=5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_figures_are_exact(parts: list[list[int]]) -> None:
     lengths, kept = [length for part in parts for length in part], LengthStats()
     for part in parts:
@@ -88,10 +89,10 @@ def test_figures_are_exact(parts: list[list[int]]) -> None:
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=3), max_size=10), st.integers(1, 7))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_token_files(rows: list[list[list[int]]], stretch: int) -> None:
     whole = [[token for row in document for token in row] for document in rows]
-    with TemporaryDirectory() as directory, patch.object(inspection, "STRETCH", stretch):
+    with TemporaryDirectory() as directory, patch.object(inspection, "ELEMENTS_PER_READ", stretch):
         prefix = token_files(Path(directory) / "x", rows, "uint16")
         report = look(prefix, InspectOptions(check=True, num_samples=3, vocab_size=10, end_token=4))
     assert report.facts["dtype"] == "uint16"
@@ -154,7 +155,7 @@ def test_arrow(tmp_path: Path) -> None:
 
 
 def test_hdf5(tmp_path: Path) -> None:
-    with patch.object(inspection, "STRETCH", 16):  # two rows at a time
+    with patch.object(inspection, "ELEMENTS_PER_READ", 16):  # two rows at a time
         report = look(bert(tmp_path / "x.hdf5"), CHECK._replace(vocab=24, samples=1))
     assert (report.facts["sequences"], report.facts["tokens"]) == (3, 15)
     assert report.facts["columns"]["input_ids"] == "int32 [3, 8]"
@@ -274,7 +275,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     st.one_of(EDITS, EDITS, st.binary(max_size=200)),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_damaged_files_are_refused_or_counted(base: dict[str, bytes], file: str, damage: object, check: bool) -> None:
     def damaged(data: bytes) -> bytes:
         return damage if isinstance(damage, bytes) else mutate(data, damage)
@@ -290,7 +291,7 @@ def test_damaged_files_are_refused_or_counted(base: dict[str, bytes], file: str,
         try:
             report = look(path, InspectOptions(check, num_samples=2))
         except UserError as error:
-            in_one_line(error)
+            assert_one_line(error)
             return
         json.dumps([report.facts, report.lengths, report.samples])
         if file == "lines":

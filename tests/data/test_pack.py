@@ -14,10 +14,11 @@ from unittest.mock import patch
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.file_damage import EDITS, in_one_line, mutate
+from tests.data.file_damage import EDITS, assert_one_line, mutate
+from tests.support.examples import examples
 from trainyard.cli import main
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
@@ -77,7 +78,7 @@ def flat(rows: list[list[int]]) -> list[int]:
     st.integers(1, 9),
     st.integers(1, 3),
 )
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_all_blocks_together_are_the_row(
     rows: list[list[list[int]]], sequence: int, end: int | None, keep_last: bool, chunk: int, batch: int
 ) -> None:
@@ -85,8 +86,8 @@ def test_all_blocks_together_are_the_row(
     whole, rest = divmod(len(tokens), sequence)
     with (
         TemporaryDirectory() as directory,
-        patch.object(packing, "CHUNK", chunk),
-        patch.object(packing, "BATCH_ROWS", batch),
+        patch.object(packing, "TOKENS_PER_READ", chunk),
+        patch.object(packing, "MAX_BATCH_ROWS", batch),
     ):
         place = Path(directory)
         data = token_files(place / "x", rows)
@@ -113,11 +114,11 @@ def test_all_blocks_together_are_the_row(
 
 
 @given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 40), st.sampled_from([2, 3]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_text_by_any_number_of_workers(texts: list[str], sequence: int, workers: int) -> None:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     tokens, _ = stream([[*text.encode(), END] if text else [] for text in texts], END)
-    with TemporaryDirectory() as directory, patch.object(documents, "PIECE", 40):
+    with TemporaryDirectory() as directory, patch.object(documents, "SLICE_BYTES", 40):
         place = Path(directory)
         (place / "x.jsonl").write_text(lines)
         made = []
@@ -283,7 +284,7 @@ LINES = "".join(json.dumps({"text": text, "n": [1.5, None]}) + "\n" for text in 
 
 
 @given(st.sampled_from(["x.jsonl", "x.jsonl.gz"]), st.one_of(EDITS, st.binary(max_size=120)), st.booleans())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_damaged_lines_are_refused_or_skipped(name: str, damage: object, inside: bool) -> None:
     """What is packed is what Python's own json finds in the lines that are whole."""
 
@@ -313,7 +314,7 @@ def test_damaged_lines_are_refused_or_skipped(name: str, damage: object, inside:
             parts = chunks_from_text([path], TokenizeOptions(BYTES, ("text",), append_eod=True), 1)
             write_blocks(parts, Path(directory) / "out", PackOptions(3, pad_last=True), False, bad.append, quiet)
         except UserError as error:
-            in_one_line(error)
+            assert_one_line(error)
             return
         found = packed(Path(directory) / "out")
     if name.endswith(".gz"):

@@ -3,9 +3,10 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from trainyard.data.text.sentences import split_sentences
 
 CASES = {
@@ -52,7 +53,7 @@ def test_newlines_are_kept_with_the_sentence_before() -> None:
     assert split_sentences("\nOne.  Two.\n\nThree", keep_newlines=True) == ["\nOne.  ", "Two.\n\n", "Three"]
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(TEXTS | st.text(max_size=60))
 def test_nothing_is_lost(text: str) -> None:
     sentences = split_sentences(text)

@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 from reference import Gpt2, token_files
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.support.examples import examples
 from trainyard.cli.console import SkipReporter
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
@@ -77,7 +78,7 @@ TEXTS = st.lists(
 
 
 @given(TEXTS)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_words_are_encoded_as_the_reference_does(files: Path, texts: list[str]) -> None:
     tokenizer = load_tokenizer(spec(files))
     tokens, counts = tokenizer.encode(texts)
@@ -92,9 +93,9 @@ def test_odd_texts_and_a_full_table(files: Path, monkeypatch: pytest.MonkeyPatch
     texts = [*ODD, *make_stories(30), *long] * 2
     wanted = [token for text in texts for token in reference(files).encode(text)]
     for bits, characters, kept in ((19, 1 << 17, 1 << 16), (5, 1 << 17, 7), (19, 50, 1 << 16), (19, 50, 7)):
-        monkeypatch.setattr(words, "BITS", bits)
-        monkeypatch.setattr(words, "CHARACTERS", characters)
-        monkeypatch.setattr(words, "LONG_WORDS", kept)
+        monkeypatch.setattr(words, "TABLE_BITS", bits)
+        monkeypatch.setattr(words, "BATCH_CHARACTERS", characters)
+        monkeypatch.setattr(words, "MAX_LONG_WORDS", kept)
         tokenizer = load_tokenizer(spec(files))
         assert isinstance(tokenizer.words, FastGpt2Encoder)
         assert tokenizer.encode(texts)[0].tolist() == wanted
@@ -125,7 +126,7 @@ def test_the_bytes_are_the_references_for_any_number_of_workers(
 ) -> None:
     texts = [*ODD, *make_stories(40)]
     lines(tmp_path / "a.jsonl", texts)
-    monkeypatch.setattr(documents, "PIECE", 700)
+    monkeypatch.setattr(documents, "SLICE_BYTES", 700)
     plain = reference(files)
     end = [plain.numbers["<|endoftext|>"]] if append else []
     wanted = token_files([[plain.encode(text) + end] for text in texts if text], "<u2", 8)
@@ -151,7 +152,7 @@ def test_every_kind_of_input_gives_the_same(files: Path, tmp_path: Path, monkeyp
     (tmp_path / "g").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "g" / f"{number:04}.txt").write_bytes(text.encode())
-    monkeypatch.setattr(documents, "PIECE", 500)
+    monkeypatch.setattr(documents, "SLICE_BYTES", 500)
     found = {}
     for path in sorted(tmp_path.glob("[a-g]*")):
         inputs = documents.resolve_inputs([str(path / "*.txt") if path.name == "g" else str(path)])
@@ -246,7 +247,7 @@ def test_bad_lines_are_named_and_skipped_or_fatal(files: Path, tmp_path: Path, m
     for name, data in (("a.jsonl", b"\n".join(rows)), ("b.jsonl.gz", gzip.compress(b"\n".join(rows) + b"\n"))):
         path = tmp_path / name
         path.write_bytes(data)
-        monkeypatch.setattr(documents, "PIECE", 40)
+        monkeypatch.setattr(documents, "SLICE_BYTES", 40)
         found = run([path], tmp_path / "out", TokenizeOptions(spec(files)))
         assert [each.location for each in found] == [f"line {number}" for number in range(2, 15, 2)]
         assert len(MegatronTokens(tmp_path / "out_text_document")) == 7
@@ -286,7 +287,7 @@ def test_bad_files_are_one_line(files: Path, tmp_path: Path, name: str, data: by
     ),
     st.sampled_from(["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt"]),
 )
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_random_bytes_are_read_or_refused(
     files: Path, tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str
 ) -> None:

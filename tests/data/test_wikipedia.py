@@ -14,10 +14,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from tests.data import wikipedia_dumps
+from tests.support.examples import examples
 from trainyard.cli import main
 from trainyard.cli.console import SkipReporter
 from trainyard.core.errors import UserError
@@ -140,10 +141,10 @@ def test_bytes_that_look_like_a_stream_and_streams_of_any_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams are found by their first bytes: right however often those appear, and in a stream too long to hold."""
-    monkeypatch.setattr(dump, "STREAM", re.compile(dump.STREAM_START.pattern + rb"|[\x00-\x03]"))
-    monkeypatch.setattr(dump, "LONG", 300)
-    monkeypatch.setattr(dump, "READ", 1000)
-    monkeypatch.setattr(dump, "UNPACK", 700)
+    monkeypatch.setattr(dump, "STREAM_START", re.compile(dump.STREAM_START.pattern + rb"|[\x00-\x03]"))
+    monkeypatch.setattr(dump, "MAX_STREAM_BYTES", 300)
+    monkeypatch.setattr(dump, "READ_BYTES", 1000)
+    monkeypatch.setattr(dump, "UNPACK_BYTES", 700)
     for kind in ("xml.bz2", "multistream.xml.bz2", "chopped.xml.bz2"):
         (tmp_path / kind).write_bytes(wikipedia_dumps.KINDS[kind](PAGES))
         for workers in (1, 4):
@@ -290,7 +291,7 @@ def test_a_truncated_dump_says_how_many_articles_were_complete(tmp_path: Path, k
 
 def test_a_page_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dump, "LARGEST", 100_000)
-    monkeypatch.setattr(dump, "READ", 10_000)
+    monkeypatch.setattr(dump, "READ_BYTES", 10_000)
     (tmp_path / "a.xml").write_bytes(wikipedia_dumps.dump([PAGES[0], "<page>" + "x" * 10_000_000]))
     with pytest.raises(UserError, match="a page of more than"):
         run(tmp_path / "a.xml", output=tmp_path / "out")
@@ -330,7 +331,7 @@ def broken(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=broken())
 def test_no_bytes_crash_it(tmp_path: Path, data: bytes) -> None:
     """A line for the user, or articles that are whole lines with ids of the dump."""

@@ -3,9 +3,10 @@
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from trainyard.data.wikipedia.wikitext import WikiNamespaces, wikitext_to_text
 
 INLINE = [
@@ -168,7 +169,7 @@ def nest(inner: st.SearchStrategy[tuple[str, str]]) -> st.SearchStrategy[tuple[s
     return st.one_of(kept, dropped, leaf, both)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.recursive(PLAIN.map(lambda text: (text, text)), nest, max_leaves=12))
 def test_nested_markup_leaves_its_words(made: tuple[str, str]) -> None:
     source, expected = made
@@ -181,7 +182,7 @@ MARKS = (
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5)), max_size=40).map("".join))
 def test_anything_can_be_read(source: str) -> None:
     text = wikitext_to_text(source)
@@ -190,7 +191,7 @@ def test_anything_can_be_read(source: str) -> None:
     assert "\n\n\n" not in text
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.sampled_from(MARKS), max_size=20).map("".join))
 def test_no_broken_paragraph_takes_the_next(source: str) -> None:
     """However broken a paragraph is: what follows it, and holds no mark that could end it, stays."""

@@ -1,11 +1,11 @@
-"""Directories as the datasets library's save_to_disk leaves them, with rows of tokens, read in place.
+"""Directories saved by the datasets library (save_to_disk) with fixed-length token rows, read in place.
 
-    data-00000-of-00002.arrow, ...  Arrow streams: record batches of rows, each column a list of numbers per row
-    state.json                      names of the data files, in order, and a fingerprint that caches go by
+    data-00000-of-00002.arrow, ...  Arrow streams: record batches of rows, each column a list of integers per row
+    state.json                      names of the data files, in order, and a fingerprint for caches
     dataset_info.json               types of the columns
 
-The library itself is not needed. Files are mapped into memory, and what they say is checked when they are opened: a
-stream that was cut off between two batches is one that Arrow does not complain about.
+The datasets library itself is not needed. Files are memory-mapped and validated when they are opened; Arrow does not
+report a stream that was truncated between two batches, so this module does.
 """
 
 import json
@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.lib.stride_tricks import sliding_window_view
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.loading.token_samples import IGNORE_INDEX, document_ids
+from trainyard.data.samples import Sample, document_ids
 
 STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""Of every whole stream."""
+"""Last bytes of every complete Arrow stream."""
+READ_ERRORS = (OSError, ValueError, MemoryError, pa.ArrowException)
 
 IntArray = NDArray[Any]
 
@@ -34,95 +36,90 @@ def data_files(directory: Path) -> list[Path]:
         raise UserError(f"{directory}: no such directory")
     if (directory / SPLITS_FILE).is_file():
         splits = sorted(state.parent for state in directory.glob(f"*/{STATE_FILE}"))
-        raise UserError(f"{directory}: has splits; name one of: {', '.join(map(str, splits)) or '(none is there)'}")
+        raise UserError(f"{directory}: has splits; use one of: {', '.join(map(str, splits)) or '(none found)'}")
     path = directory / STATE_FILE
     if not path.is_file():
-        raise UserError(f"{directory}: has no {STATE_FILE}; wanted: a directory that save_to_disk wrote")
+        raise UserError(f"{directory}: has no {STATE_FILE}; expected a directory written by save_to_disk")
     try:
-        names = [each["filename"] for each in json.loads(path.read_bytes())["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(path.read_bytes())["_data_files"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise UserError(f"{path}: has no list of data files; save the data set again") from None
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not (directory / name).is_file():
-            raise UserError(f"{path}: names {name!r}, which is not in {directory}; was it copied in part?")
+            raise UserError(f"{path}: names {name!r}, which is not in {directory}; was the copy incomplete?")
     return [directory / name for name in names]
 
 
 class ArrowStream(NamedTuple):
-    file_bytes: NDArray[np.uint8]
-    """The whole file, mapped."""
+    mapped: pa.Buffer
+    """The file, memory-mapped."""
     schema: pa.Schema
     column_names: list[str]
-    """Of the columns."""
     batches: Iterator[pa.RecordBatch]
-    """Views of `data`."""
+    """Record batches of valid structure: views of `mapped`, unless the stream is compressed or big-endian."""
 
 
 def open_stream(path: Path) -> ArrowStream:
     size = path.stat().st_size
     if size < len(END_OF_STREAM):
-        raise UserError(f"{path}: {size} bytes are no Arrow stream; truncated?")
-    data: NDArray[np.uint8] = np.memmap(path, np.uint8, "r")
-    if data[-len(END_OF_STREAM) :].tobytes() != END_OF_STREAM:
-        raise UserError(f"{path}: does not end as an Arrow stream does; truncated?")
-    source = pa.BufferReader(data)
+        raise UserError(f"{path}: {size} bytes are too few for an Arrow stream; truncated?")
+    mapped = pa.memory_map(str(path)).read_buffer()
+    if mapped.slice(size - len(END_OF_STREAM)).to_pybytes() != END_OF_STREAM:
+        raise UserError(f"{path}: no end-of-stream marker; truncated?")
+    source = pa.BufferReader(mapped)
     try:
         reader = pa.ipc.open_stream(source)
-        return ArrowStream(data, reader.schema, reader.schema.names, _validated_batches(path, source, reader))
-    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+        return ArrowStream(mapped, reader.schema, reader.schema.names, _validated_batches(path, source, reader))
+    except READ_ERRORS as error:
         raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
 
 
 def _validated_batches(path: Path, source: pa.BufferReader, reader: Any) -> Iterator[pa.RecordBatch]:
-    number = 0
+    count = 0
     while True:
         try:
             batch = reader.read_next_batch()
             batch.validate()
         except StopIteration:
             break
-        except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
-            raise UserError(f"{path}: batch {number} cannot be read: {one_line(error)}") from None
+        except READ_ERRORS as error:
+            raise UserError(f"{path}: batch {count} cannot be read: {one_line(error)}") from None
         yield batch
-        number += 1
+        count += 1
     if source.tell() != source.size():
-        raise UserError(f"{path}: ends after {number} batches, {source.size() - source.tell()} bytes too early")
+        raise UserError(f"{path}: the stream ends after {count} batches, {source.size() - source.tell()} bytes early")
 
 
-def _list_dtype(path: Path, schema: pa.Schema, name: str) -> np.dtype[Any]:
-    """Of the numbers in a column whose rows are lists of them."""
+def require_int_lists(path: Path, schema: pa.Schema, name: str) -> None:
+    """Raise unless each row of the column is a list of integers."""
     index = schema.get_field_index(name)
     if index < 0:
         raise UserError(f"{path}: no column {name!r}; has: {', '.join(schema.names)}")
     kind, types = schema.types[index], pa.types
-    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)) or not types.is_integer(
-        kind.value_type
-    ):
-        raise UserError(f"{path}: column {name!r} is {kind}; wanted: a list of whole numbers in each row")
-    return np.dtype(kind.value_type.to_pandas_dtype())
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise UserError(f"{path}: column {name!r} is {kind}; expected a list of integers in each row")
 
 
 def list_column(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[np.int64], IntArray]:
-    """A column whose rows are lists of whole numbers: where each row begins and ends, and all values, in place."""
-    _list_dtype(path, batch.schema, name)
+    """A column of integer lists: the length of each row, and the values of all rows without a copy."""
+    require_int_lists(path, batch.schema, name)
     column = batch.column(name)
-    if column.null_count or column.values.null_count:
-        raise UserError(f"{path}: column {name!r} has rows or numbers that are missing (null)")
-    values = column.values.to_numpy(zero_copy_only=True)
-    if pa.types.is_fixed_size_list(column.type):
-        ends = np.arange(len(column) + 1, dtype=np.int64) * column.type.list_size
-    else:
-        ends = column.offsets.to_numpy(zero_copy_only=True).astype(np.int64) if len(column) else np.zeros(1, np.int64)
-    if ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] > len(values):
-        raise UserError(f"{path}: column {name!r} says rows where there are none; the file is damaged")
-    return ends, values
+    try:
+        column.validate(full=True)
+    except READ_ERRORS as error:
+        raise UserError(f"{path}: column {name!r} is damaged: {one_line(error)}") from None
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        raise UserError(f"{path}: column {name!r} has missing rows or values (null)")
+    return pc.list_value_length(column).to_numpy().astype(np.int64), values.to_numpy(zero_copy_only=True)
 
 
 class ArrowDataset:
-    """A Source of rows that are `sequence` tokens each, in one or more saved directories.
+    """A data set of rows of `seq_len` tokens in one or more saved directories.
 
-    Labels are the file's, one place further on, since models here do not shift them: the last of a row counts nowhere,
-    nor does padding. With `separate`, documents are kept apart where position_ids start again.
+    Labels are the file's, shifted by one, since models here do not shift them. The last label of a row and those of
+    padding are IGNORE_INDEX. With `document_mask`, a document starts where position_ids do not count on.
     """
 
     def __init__(
@@ -130,107 +127,94 @@ class ArrowDataset:
     ) -> None:
         self.seq_len, self.document_mask = seq_len, document_mask
         self.token_limit = vocab_size or 2**31
-        self.files = [name for path in paths for name in data_files(path.expanduser())]
-        self.columns: dict[str, list[IntArray]] = {}
-        """By name, for each file: a row from every place in it, numbers of the column's dtype. Nothing is copied."""
-        file, rows, places = [], [], []
-        for number, name in enumerate(self.files):
-            stream = open_stream(name)
-            self._add_columns(name, stream)
-            for batch in stream.batches:
-                if batch.num_rows:
-                    file.append(number)
-                    rows.append(batch.num_rows)
-                    places.append(
-                        [self._value_offset(name, stream.file_bytes, batch, column) for column in self.columns]
-                    )
-        if not rows:
+        self.columns: list[str] = []
+        self.dtypes: dict[str, np.dtype[Any]] = {}
+        self.batch_files: list[Path] = []
+        self.batch_arrays: list[dict[str, IntArray]] = []
+        """Columns of each record batch, [rows, seq_len]: views of the mapped files."""
+        for file in (file for path in paths for file in data_files(path.expanduser())):
+            self._open_file(file)
+        if not self.batch_arrays:
             raise UserError(f"{', '.join(map(str, paths))}: has no rows")
-        self.batch_file = np.array(file)
-        """Of each record batch."""
-        self.batch_ends = np.cumsum(rows, dtype=np.int64)
-        """Rows up to the end of each batch."""
-        self.batch_starts = self.batch_ends - rows
-        self.value_offsets = dict(zip(self.columns, np.array(places, np.int64).T, strict=True))
-        """By column, of each batch."""
+        num_rows = [len(arrays["input_ids"]) for arrays in self.batch_arrays]
+        self.batch_ends = np.cumsum(num_rows, dtype=np.int64)
+        self.batch_starts = self.batch_ends - num_rows
 
     def __len__(self) -> int:
         return int(self.batch_ends[-1])
 
-    def _add_columns(self, file: Path, stream: ArrowStream) -> None:
+    def _open_file(self, file: Path) -> None:
+        stream = open_stream(file)
         names = stream.column_names
         labels = "labels" if "labels" in names else "attention_mask"
-        wanted = ["input_ids", *([labels] if labels in names else [])]
+        columns = ["input_ids", *([labels] if labels in names else [])]
         if self.document_mask:
             if "position_ids" not in names:
-                raise UserError(
-                    f"{file}: no column 'position_ids', which tells documents apart; data.document_mask=false"
-                )
-            wanted.append("position_ids")
-        if self.columns and wanted != list(self.columns):
-            raise UserError(f"{file}: has {', '.join(wanted)}, but {self.files[0]} {', '.join(self.columns)}")
-        for name in wanted:
-            dtype = _list_dtype(file, stream.schema, name)
-            numbers = np.frombuffer(stream.file_bytes, dtype, len(stream.file_bytes) // dtype.itemsize)
-            width = min(self.seq_len, len(numbers))  # a file that is smaller than a row has none
-            self.columns.setdefault(name, []).append(sliding_window_view(numbers, width))
+                raise UserError(f"{file}: no column 'position_ids' to separate documents; use data.document_mask=false")
+            columns.append("position_ids")
+        if self.columns and columns != self.columns:
+            raise UserError(f"{file}: has {', '.join(columns)}, but the files before it {', '.join(self.columns)}")
+        self.columns = columns
+        for name in columns:
+            require_int_lists(file, stream.schema, name)
+        for batch in stream.batches:
+            if batch.num_rows:
+                self.batch_files.append(file)
+                self.batch_arrays.append({name: self._rows(file, stream.mapped, batch, name) for name in columns})
+                for name, array in self.batch_arrays[-1].items():
+                    self.dtypes[name] = np.result_type(array, self.dtypes.get(name, array.dtype))
 
-    def _value_offset(self, file: Path, data: NDArray[np.uint8], batch: pa.RecordBatch, name: str) -> int:
-        """Where a batch's values of a column begin, in numbers of its dtype from the beginning of the file."""
-        ends, values = list_column(file, batch, name)
-        lengths = np.diff(ends)
+    def _rows(self, file: Path, mapped: pa.Buffer, batch: pa.RecordBatch, name: str) -> IntArray:
+        lengths, values = list_column(file, batch, name)
         if (lengths != self.seq_len).any():
-            other = int(lengths[(lengths != self.seq_len).argmax()])
-            if (lengths == other).all():
-                raise UserError(f"{file}: rows of {other} tokens, but data.seq_len={self.seq_len}; nearest: {other}")
+            length = int(lengths[(lengths != self.seq_len).argmax()])
+            if (lengths == length).all():
+                raise UserError(f"{file}: rows of {length} tokens, but data.seq_len={self.seq_len}; nearest: {length}")
             raise UserError(
                 f"{file}: rows of {lengths.min()} to {lengths.max()} tokens; pack them (trainyard data pack)"
             )
-        place = values.ctypes.data - data.ctypes.data
-        if not 0 <= place < len(data) or place % values.itemsize:
-            raise UserError(f"{file}: is compressed or big-endian, so it cannot be read in place; save it again")
-        return place // values.itemsize + int(ends[0])
+        if not 0 <= values.ctypes.data - mapped.address < mapped.size:
+            raise UserError(f"{file}: is compressed or big-endian and cannot be read in place; save it again")
+        return values.reshape(-1, self.seq_len)
 
-    def samples(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         batches = np.searchsorted(self.batch_ends, indices, side="right")
-        found = {name: self._read_rows(name, indices, batches) for name in self.columns}
-        tokens = self._check_tokens(found["input_ids"], indices, 0)
+        locations = list(zip(batches.tolist(), (indices - self.batch_starts[batches]).tolist(), strict=True))
+        columns = {name: self._read_rows(name, locations) for name in self.columns}
+        tokens = self._check_tokens(columns["input_ids"], indices, 0)
         labels = np.full_like(tokens, IGNORE_INDEX)
-        if "labels" in found:
-            labels[:, :-1] = self._check_tokens(found["labels"], indices, IGNORE_INDEX)[:, 1:]
-        elif "attention_mask" in found:
-            np.copyto(labels[:, :-1], tokens[:, 1:], where=found["attention_mask"][:, 1:] != 0)
+        if "labels" in columns:
+            labels[:, :-1] = self._check_tokens(columns["labels"], indices, IGNORE_INDEX)[:, 1:]
+        elif "attention_mask" in columns:
+            np.copyto(labels[:, :-1], tokens[:, 1:], where=columns["attention_mask"][:, 1:] != 0)
         else:
             labels[:, :-1] = tokens[:, 1:]
         sample = {"tokens": tokens, "labels": labels}
         if self.document_mask:
-            positions = found["position_ids"]
-            begins = np.zeros(positions.shape, np.bool_)
-            begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-            sample |= document_ids(begins)
+            positions = columns["position_ids"]
+            starts = np.zeros(positions.shape, np.bool_)
+            starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+            sample |= document_ids(starts)
         return sample
 
-    def _read_rows(self, name: str, numbers: NDArray[np.int64], batches: NDArray[np.int64]) -> IntArray:
-        """[numbers, sequence] of a column, as its files have it."""
-        column, files = self.columns[name], self.batch_file[batches]
-        places = self.value_offsets[name][batches] + (numbers - self.batch_starts[batches]) * self.seq_len
-        rows = np.empty((len(numbers), self.seq_len), np.result_type(*column))
-        for file in np.unique(files):
-            here = files == file
-            rows[here] = column[file][places[here]]
+    def _read_rows(self, name: str, locations: list[tuple[int, int]]) -> IntArray:
+        """[len(locations), seq_len] of a column, by (record batch, row)."""
+        rows = np.empty((len(locations), self.seq_len), self.dtypes[name])
+        for out, (batch, row) in zip(rows, locations, strict=True):
+            out[:] = self.batch_arrays[batch][name][row]
         return rows
 
-    def _check_tokens(self, rows: IntArray, numbers: NDArray[np.int64], least: int) -> NDArray[np.int32]:
-        """Rows of tokens or labels: in the vocabulary, or else `least`."""
+    def _check_tokens(self, rows: IntArray, indices: NDArray[np.int64], allowed: int) -> NDArray[np.int32]:
+        """Rows as int32; raises if a value is neither in the vocabulary nor `allowed`."""
         if rows.size and (rows.max() >= self.token_limit or rows.min() < 0):
-            wrong = (rows >= self.token_limit) | ((rows < 0) & (rows != least))
-            if wrong.any():
-                row, place = np.argwhere(wrong)[0]
-                number = numbers[row]
-                file = self.files[self.batch_file[np.searchsorted(self.batch_ends, number, side="right")]]
+            invalid = (rows >= self.token_limit) | ((rows < 0) & (rows != allowed))
+            if invalid.any():
+                row, column = np.argwhere(invalid)[0]
+                file = self.batch_files[np.searchsorted(self.batch_ends, indices[row], side="right")]
                 raise UserError(
-                    f"{file}: token {rows[row, place]} in row {number}, but tokens are 0 to {self.token_limit - 1}"
+                    f"{file}: token {rows[row, column]} in row {indices[row]}, but tokens are 0 to "
+                    f"{self.token_limit - 1}"
                 )
         return rows.astype(np.int32, copy=False)

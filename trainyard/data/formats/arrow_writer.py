@@ -1,4 +1,4 @@
-"""Writes rows of tokens as the datasets library's save_to_disk would: the layout is told in arrow.py."""
+"""Writes token rows as the datasets library's save_to_disk does; arrow_dataset.py describes the layout."""
 
 import hashlib
 import json
@@ -17,16 +17,16 @@ from trainyard.core.errors import UserError
 from trainyard.data.formats.arrow_dataset import INFO_FILE, STATE_FILE, IntArray
 
 SHARD_BYTES = 500 << 20
-"""Bytes of a data file, at which the next begins: the library's own limit."""
+"""Size at which a data file ends and the next begins: the limit of the datasets library."""
 
 
 class ArrowDatasetWriter:
-    """Fills a hidden directory beside `directory`, which gets its name when all is there; the old one goes then."""
+    """Fills a hidden directory next to `directory` and renames it when complete, replacing the old one."""
 
     def __init__(
         self, directory: Path, columns: dict[str, str], overwrite: bool = False, shard_bytes: int = SHARD_BYTES
     ) -> None:
-        """`columns`: the dtype of each."""
+        """`columns`: the dtype of each column."""
         self.directory = _check_target(directory, overwrite)
         self.columns, self.shard_bytes = columns, shard_bytes
         self.schema = pa.schema([(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in columns.items()])
@@ -39,7 +39,7 @@ class ArrowDatasetWriter:
         self.temporary_directory = Path(tempfile.mkdtemp(dir=self.directory.parent, prefix=prefix, suffix=".part"))
 
     def add(self, batch: dict[str, IntArray]) -> None:
-        """A batch: for each column an array [rows, tokens]."""
+        """Append a record batch: for each column an array [rows, tokens]."""
         if self.stream is None:
             self.shard_paths.append(self.temporary_directory / f"part-{len(self.shard_paths):05d}")
             self.file = pa.OSFile(str(self.shard_paths[-1]), "wb")
@@ -48,9 +48,9 @@ class ArrowDatasetWriter:
         for name, dtype in self.columns.items():
             values = np.ascontiguousarray(batch[name])
             assert values.dtype == dtype
-            ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
-            arrays.append(pa.ListArray.from_arrays(pa.array(ends), pa.array(values.reshape(-1))))
-            if name != "labels":  # they follow from the rest
+            offsets = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+            arrays.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.reshape(-1))))
+            if name != "labels":  # labels follow from the other columns
                 self.fingerprint.update(values.data)
         self.stream.write_batch(pa.record_batch(arrays, schema=self.schema))
         if self.file.tell() >= self.shard_bytes:
@@ -59,7 +59,9 @@ class ArrowDatasetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if self.stream is not None:
                 self._close_shard()
@@ -74,10 +76,11 @@ class ArrowDatasetWriter:
         self.stream = None
 
     def _commit(self) -> None:
-        names = [f"data-{number:05d}-of-{len(self.shard_paths):05d}.arrow" for number in range(len(self.shard_paths))]
-        for part, name in zip(self.shard_paths, names, strict=True):
-            part.rename(self.temporary_directory / name)
-        # The older of the library's two names for lists: all of its versions know it.
+        count = len(self.shard_paths)
+        names = [f"data-{index:05d}-of-{count:05d}.arrow" for index in range(count)]
+        for path, name in zip(self.shard_paths, names, strict=True):
+            path.rename(self.temporary_directory / name)
+        # "Sequence" is the older of the library's two names for lists; all of its versions read it.
         features = {
             name: {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "Sequence"}
             for name, dtype in self.columns.items()
@@ -108,13 +111,13 @@ class ArrowDatasetWriter:
 
 
 def _check_target(directory: Path, overwrite: bool) -> Path:
-    """Where a new directory may go. Only what is empty or was saved by this kind of writer is ever replaced."""
+    """The absolute path to write to. Replaces only an empty directory or one saved by this kind of writer."""
     directory = directory.expanduser().resolve()
     if not directory.parent.is_dir() or not os.access(directory.parent, os.W_OK):
-        raise UserError(f"{directory}: {directory.parent} is no directory that can be written to")
+        raise UserError(f"{directory}: {directory.parent} is not a writable directory")
     if directory.exists():
         if not directory.is_dir() or (any(directory.iterdir()) and not (directory / STATE_FILE).is_file()):
-            raise UserError(f"{directory}: is there and is not a saved data set, so it is kept; choose another name")
+            raise UserError(f"{directory}: exists and is not a saved data set; choose another name")
         if any(directory.iterdir()) and not overwrite:
-            raise UserError(f"{directory}: is there already; --overwrite replaces it")
+            raise UserError(f"{directory}: already exists; --overwrite replaces it")
     return directory

@@ -1,10 +1,11 @@
-"""BERT's samples in an HDF5 file, as its training scripts share them.
+"""BERT samples in HDF5 files, in the format of the public training scripts.
 
     input_ids i4 [N, S], input_mask i1 [N, S], segment_ids i1 [N, S], next_sentence_labels i1 [N],
     masked_lm_positions i4 [N, P], masked_lm_ids i4 [N, P]: a position of 0 ends the list
 
-Files of other tools are read too: more datasets, other integers. Ours are of HDF5 1.10, the first with checksums for
-all that describes the data (compressed data has its own); older ones have none there, so what a file says is checked.
+Files of other tools may have more datasets and other integer types. Files written here use HDF5 1.10, the first
+version with checksums for all metadata (compressed data has its own); older files have none, so everything read from
+a file is validated.
 """
 
 import os
@@ -31,13 +32,12 @@ DATASET_DTYPES = {
 CHUNK_BYTES = 1 << 19
 """Bytes of tokens that are compressed together."""
 SAMPLES_PER_READ = 1 << 13
-"""Samples read at a time."""
 CHUNK_CACHE_BYTES = 64 << 20
-"""Bytes of unpacked chunks kept while reading, so that none is unpacked twice where a block ends within it."""
+"""Decompressed chunks that HDF5 caches, so that no chunk is decompressed twice where a read ends inside it."""
 UINT16_VOCAB = 1 << 16
-"""Tokens that fit in 16 bits."""
+"""Largest vocabulary whose tokens fit in 16 bits."""
 MAX_VOCAB = 1 << 24
-"""A token from here on is a broken file, not a vocabulary."""
+"""A token id from here on means a damaged file, not a large vocabulary."""
 
 Arrays = dict[str, NDArray[Any]]
 Records = NDArray[np.void]
@@ -49,28 +49,27 @@ class BertShape(NamedTuple):
     max_predictions: int
 
     def dataset_shape(self, name: str) -> tuple[int, ...]:
-        """Of a dataset."""
         if name == "next_sentence_labels":
             return (self.num_samples,)
         return (self.num_samples, self.max_predictions if name.startswith("masked_lm") else self.seq_len)
 
 
-def record_dtype(sequence: int, predictions: int, vocab: int) -> np.dtype[np.void]:
-    """A packed sample: tokens in 16 bits where they fit, masks as bits. Labels and places are 0 after the last."""
-    token, bits = "<u2" if vocab <= UINT16_VOCAB else "<i4", ceil(sequence / 8)
+def record_dtype(seq_len: int, max_predictions: int, vocab_size: int) -> np.dtype[np.void]:
+    """A compact sample: 16-bit tokens where they fit, masks as bits. Unused labels and positions are 0."""
+    token, mask_bytes = "<u2" if vocab_size <= UINT16_VOCAB else "<i4", ceil(seq_len / 8)
     fields = [
-        ("tokens", token, (sequence,)),
-        ("labels", token, (predictions,)),
-        ("masked_positions", "<u2", (predictions,)),
-        ("attention_mask", "u1", (bits,)),
-        ("segment_ids", "u1", (bits,)),
+        ("tokens", token, (seq_len,)),
+        ("labels", token, (max_predictions,)),
+        ("masked_positions", "<u2", (max_predictions,)),
+        ("attention_mask", "u1", (mask_bytes,)),
+        ("segment_ids", "u1", (mask_bytes,)),
         ("next_sentence_labels", "u1"),
     ]
     return np.dtype(fields, align=True)
 
 
 def write_samples(path: Path, blocks: Iterable[Records], shape: BertShape) -> None:
-    """A file of these samples, safe on disk when this returns and not whole before."""
+    """Write an HDF5 file. It is on disk when this returns; until then it is incomplete."""
     import h5py
 
     rows = max(min(CHUNK_BYTES // (4 * shape.seq_len), shape.num_samples), 1)
@@ -95,82 +94,80 @@ def write_samples(path: Path, blocks: Iterable[Records], shape: BertShape) -> No
 
 
 def _rechunk(blocks: Iterable[Records], rows: int) -> Iterator[Records]:
-    """The same samples, so many at a time: whole chunks of the file."""
-    held: list[Records] = []
+    """The same samples in blocks of `rows`, the chunks of the file; the last block may be shorter."""
+    pending: list[Records] = []
     count = 0
     for block in blocks:
-        held.append(block)
+        pending.append(block)
         count += len(block)
         if count >= rows:
-            joined, whole = np.concatenate(held), count - count % rows
-            for start in range(0, whole, rows):
+            joined, complete = np.concatenate(pending), count - count % rows
+            for start in range(0, complete, rows):
                 yield joined[start : start + rows]
-            held, count = [joined[whole:]], count - whole
+            pending, count = [joined[complete:]], count - complete
     if count:
-        yield np.concatenate(held)
+        yield np.concatenate(pending)
 
 
 def read_shape(path: Path) -> BertShape:
-    """Of a file that has all datasets, of fitting sizes, with all of their bytes."""
-    with _open_hdf5(path) as file:
+    """The shape of a file, after checking that all datasets exist, fit each other and are completely stored."""
+    with open_hdf5(path) as file:
         for name in DATASET_DTYPES:
             if name not in file:
                 raise UserError(f"{path}: no dataset {name}; has: {', '.join(sorted(file)) or 'none'}")
-            found = file[name]
-            if not hasattr(found, "dtype") or found.dtype.kind not in "iu":
+            dataset = file[name]
+            if not hasattr(dataset, "dtype") or dataset.dtype.kind not in "iu":
                 raise UserError(f"{path}: {name}: not a dataset of integers")
-            if found.ndim != (1 if name == "next_sentence_labels" else 2):
-                raise UserError(f"{path}: {name}: has the shape {found.shape}; wanted: {_expected_shape(name)}")
-        samples, sequence = file["input_ids"].shape
-        shape = BertShape(samples, sequence, file["masked_lm_positions"].shape[1])
+            if dataset.ndim != (1 if name == "next_sentence_labels" else 2):
+                raise UserError(f"{path}: {name}: has shape {dataset.shape}; expected {_expected_shape(name)}")
+        num_samples, seq_len = file["input_ids"].shape
+        shape = BertShape(num_samples, seq_len, file["masked_lm_positions"].shape[1])
         for name in DATASET_DTYPES:
-            if file[name].shape != shape.dataset_shape(name):
-                raise UserError(
-                    f"{path}: {name}: has the shape {file[name].shape}, but {shape.dataset_shape(name)} would fit the others"
-                )
+            expected = shape.dataset_shape(name)
+            if file[name].shape != expected:
+                raise UserError(f"{path}: {name}: has shape {file[name].shape}; the other datasets require {expected}")
             if not _fully_stored(file[name]):
-                raise UserError(f"{path}: {name}: parts of it are missing; truncated or damaged?")
+                raise UserError(f"{path}: {name}: some of its data is missing; truncated or damaged?")
         return shape
 
 
 def read_blocks(path: Path, shape: BertShape) -> Iterator[Arrays]:
-    """The datasets, some samples at a time, every number checked."""
-    with _open_hdf5(path) as file:
+    """The datasets, some samples at a time, with every value checked."""
+    limits = {"input_ids": MAX_VOCAB, "masked_lm_ids": MAX_VOCAB, "masked_lm_positions": shape.seq_len}
+    with open_hdf5(path) as file:
         for start in range(0, shape.num_samples, SAMPLES_PER_READ):
-            found = {name: file[name][start : start + SAMPLES_PER_READ] for name in DATASET_DTYPES}
-            limits = {"input_ids": MAX_VOCAB, "masked_lm_ids": MAX_VOCAB, "masked_lm_positions": shape.seq_len}
-            for name, array in found.items():
+            arrays = {name: file[name][start : start + SAMPLES_PER_READ] for name in DATASET_DTYPES}
+            for name, array in arrays.items():
                 limit = limits.get(name, 2)
-                wrong = (array < 0) | (array >= limit)
-                if wrong.any():
-                    row = int(wrong.reshape(len(array), -1).any(1).argmax())
-                    value = array[row][wrong[row]][0] if array.ndim > 1 else array[row]
-                    raise UserError(f"{path}: {name}: sample {start + row} has {value}; wanted: from 0 to {limit - 1}")
-            used = np.sort(found["masked_lm_positions"], axis=1)
-            twice = ((used[:, 1:] == used[:, :-1]) & (used[:, 1:] > 0)).any(1)
-            if twice.any():
-                raise UserError(
-                    f"{path}: masked_lm_positions: sample {start + int(twice.argmax())} has the same place twice"
-                )
-            yield found
+                invalid = (array < 0) | (array >= limit)
+                if invalid.any():
+                    row = int(invalid.reshape(len(array), -1).any(1).argmax())
+                    value = array[row][invalid[row]][0] if array.ndim > 1 else array[row]
+                    raise UserError(f"{path}: {name}: sample {start + row} has {value}; expected 0 to {limit - 1}")
+            positions = np.sort(arrays["masked_lm_positions"], axis=1)
+            repeated = ((positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] > 0)).any(1)
+            if repeated.any():
+                row = start + int(repeated.argmax())
+                raise UserError(f"{path}: masked_lm_positions: sample {row} has the same position twice")
+            yield arrays
 
 
-def to_records(found: Arrays, dtype: np.dtype[np.void]) -> Records:
-    """Samples as read from a file, as records."""
-    out = np.zeros(len(found["input_ids"]), dtype)
-    places, labels = found["masked_lm_positions"], found["masked_lm_ids"]
-    counted = np.logical_and.accumulate(places != 0, axis=1)
-    out["tokens"] = found["input_ids"]
-    out["masked_positions"][:, : places.shape[1]] = np.where(counted, places, 0)
-    out["labels"][:, : places.shape[1]] = np.where(counted, labels, 0)
-    out["attention_mask"] = np.packbits(found["input_mask"].astype(np.uint8), axis=1)
-    out["segment_ids"] = np.packbits(found["segment_ids"].astype(np.uint8), axis=1)
-    out["next_sentence_labels"] = found["next_sentence_labels"]
-    return out
+def to_records(arrays: Arrays, dtype: np.dtype[np.void]) -> Records:
+    """Samples as read from a file, as compact records."""
+    records = np.zeros(len(arrays["input_ids"]), dtype)
+    positions, labels = arrays["masked_lm_positions"], arrays["masked_lm_ids"]
+    counted = np.logical_and.accumulate(positions != 0, axis=1)
+    records["tokens"] = arrays["input_ids"]
+    records["masked_positions"][:, : positions.shape[1]] = np.where(counted, positions, 0)
+    records["labels"][:, : positions.shape[1]] = np.where(counted, labels, 0)
+    records["attention_mask"] = np.packbits(arrays["input_mask"].astype(np.uint8), axis=1)
+    records["segment_ids"] = np.packbits(arrays["segment_ids"].astype(np.uint8), axis=1)
+    records["next_sentence_labels"] = arrays["next_sentence_labels"]
+    return records
 
 
 @contextmanager
-def _open_hdf5(path: Path) -> Iterator[Any]:
+def open_hdf5(path: Path) -> Iterator[Any]:
     import h5py
 
     try:
@@ -178,17 +175,17 @@ def _open_hdf5(path: Path) -> Iterator[Any]:
             yield file
     except UserError:
         raise
-    except Exception as error:  # of many kinds, by what is wrong with the file
+    except Exception as error:  # h5py raises many types, depending on the damage
         raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}") from None
 
 
 def _fully_stored(dataset: Any) -> bool:
-    """Whether each part of the array has a place in the file; what has none would be read as zeros."""
+    """True if each chunk of the array is in the file; h5py reads missing chunks as zeros."""
     if dataset.chunks is None:
         return dataset.id.get_storage_size() == dataset.nbytes
     starts = product(*(range(0, size, chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True)))
-    wanted = prod(ceil(size / chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-    return dataset.id.get_num_chunks() == wanted and all(
+    num_chunks = prod(ceil(size / chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    return dataset.id.get_num_chunks() == num_chunks and all(
         dataset.id.get_chunk_info_by_coord(start).size for start in starts
     )
 

@@ -1,18 +1,18 @@
-"""Samples of BERT's HDF5 files as a source.
+"""A data set of BERT's HDF5 files, read from an uncompressed cache.
 
-To take one sample out of a compressed file is to unpack a thousand. So the first reader of a set checks every number of
-it and writes the samples, packed but not compressed, to one file that all later readers map into memory. Such a copy
-has its name only when it is whole, and says at its end which files, of which size and time, it was made from.
+Reading one sample of a compressed file decompresses a thousand. So the first reader of a set of files validates all of
+it and writes the samples as compact records to one cache file, which every reader maps into memory. A cache file gets
+its name when it is complete, and its footer records the source files with their sizes and modification times.
 """
 
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
+from trainyard.data.file_lock import file_lock
 from trainyard.data.formats.bert_hdf5 import (
     MAX_VOCAB,
     UINT16_VOCAB,
@@ -32,127 +34,142 @@ from trainyard.data.formats.bert_hdf5 import (
     record_dtype,
     to_records,
 )
-from trainyard.data.loading.dataset import Sample
+from trainyard.data.samples import Sample
+
+logger = logging.getLogger(__name__)
 
 CACHE_MAGIC = b"TYPAIRS1"
 CACHE_DIRECTORY = ".trainyard-cache"
 STALE_S = 3600.0
-"""Seconds after which a half-written copy that nobody adds to is removed."""
+"""Seconds without a write after which an incomplete cache file is removed."""
 LOG_INTERVAL_S = 10.0
-"""Seconds between lines about progress."""
 
-Say = Callable[[str], None]
 FileStats = list[list[str | int]]
-"""Path from the first file's directory, bytes, and time of change in nanoseconds, of each."""
+"""For each source file: path relative to the first file's directory, size, and modification time in nanoseconds."""
 
 
 class BertHdf5Dataset:
     """The samples of HDF5 files, in the order of the files."""
 
-    def __init__(self, paths: Sequence[Path], seq_len: int, max_predictions: int, say: Say = lambda line: None) -> None:
+    def __init__(self, paths: Sequence[Path], seq_len: int, max_predictions: int) -> None:
         if not paths:
-            raise UserError("data.paths: no HDF5 files; name some, for instance DIRECTORY/*_training_*.hdf5")
-        copy = _open_or_build_cache(paths, seq_len, max_predictions, say)
+            raise UserError("data.paths: no HDF5 files; set it to files such as DIRECTORY/*_training_*.hdf5")
+        cache = _open_or_build_cache(paths, seq_len, max_predictions)
         self.seq_len, self.max_predictions = seq_len, max_predictions
-        self.vocab_size = copy.vocab
-        """All tokens are below this."""
-        self._record_dtype = copy.record_dtype
-        # Rows of bytes are gathered several times faster than records are.
-        rows = np.memmap(copy.path, np.uint8, "r", shape=(copy.samples, copy.record_dtype.itemsize))
-        self._record_bytes: NDArray[np.uint8] = np.asarray(rows)
+        self.vocab_size = cache.vocab_size
+        """All token ids are below this."""
+        self._record_dtype = cache.record_dtype
+        # Gathering rows of bytes is several times faster than gathering records.
+        records = np.memmap(cache.path, np.uint8, "r", shape=(cache.num_samples, cache.record_dtype.itemsize))
+        self._record_bytes: NDArray[np.uint8] = np.asarray(records)
 
     def __len__(self) -> int:
         return len(self._record_bytes)
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        found = self._record_bytes.take(indices, axis=0).view(self._record_dtype)[:, 0]
+        records = self._record_bytes.take(indices, axis=0).view(self._record_dtype)[:, 0]
         shape = (len(indices), self.max_predictions)
-        places, labels = np.zeros(shape, np.int32), np.full(shape, -100, np.int32)
-        count = found["masked_positions"].shape[1]
-        places[:, :count] = found["masked_positions"]
-        np.copyto(labels[:, :count], found["labels"], where=found["masked_positions"] > 0)
+        positions, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32)
+        count = records["masked_positions"].shape[1]
+        positions[:, :count] = records["masked_positions"]
+        np.copyto(labels[:, :count], records["labels"], where=records["masked_positions"] > 0)
         return {
-            "tokens": found["tokens"].astype(np.int32),
-            "segment_ids": np.unpackbits(found["segment_ids"], axis=1, count=self.seq_len).astype(np.int32),
-            "attention_mask": np.unpackbits(found["attention_mask"], axis=1, count=self.seq_len).astype(np.int32),
-            "masked_positions": places,
+            "tokens": records["tokens"].astype(np.int32),
+            "segment_ids": np.unpackbits(records["segment_ids"], axis=1, count=self.seq_len).astype(np.int32),
+            "attention_mask": np.unpackbits(records["attention_mask"], axis=1, count=self.seq_len).astype(np.int32),
+            "masked_positions": positions,
             "labels": labels,
-            "next_sentence_labels": found["next_sentence_labels"].astype(np.int32),
+            "next_sentence_labels": records["next_sentence_labels"].astype(np.int32),
         }
 
 
 class CacheFile(NamedTuple):
-    """What a copy says of itself."""
+    """The footer of a cache file."""
 
     path: Path
     files: FileStats
-    samples: int
-    sequence: int
-    predictions: int
-    vocab: int
+    num_samples: int
+    seq_len: int
+    max_predictions: int
+    vocab_size: int
 
     @property
     def record_dtype(self) -> np.dtype[np.void]:
-        return record_dtype(self.sequence, self.predictions, self.vocab)
+        return record_dtype(self.seq_len, self.max_predictions, self.vocab_size)
 
 
-def _open_or_build_cache(paths: Sequence[Path], sequence: int, predictions: int, say: Say) -> CacheFile:
-    """One that is there, or a new one. Of several processes one makes it and the others wait; where files cannot be
-    locked each makes its own, all alike, and the last stays."""
+FOOTER_KEYS = {
+    "files": "files",
+    "samples": "num_samples",
+    "sequence": "seq_len",
+    "predictions": "max_predictions",
+    "vocab": "vocab_size",
+}
+"""JSON keys of the footer, and the fields of CacheFile."""
+
+
+def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: int) -> CacheFile:
+    """An existing cache file or a new one. One of several processes writes it and the others wait. Without file locks,
+    each process writes its own identical file, and the last one stays."""
     base = paths[0].absolute().parent
     files = _file_stats(paths, base)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard" / "hdf5"
-    # Beside the data, paths count from there: it may be mounted elsewhere tomorrow.
-    choices = [base / CACHE_DIRECTORY / _cache_name("", files), cache / _cache_name(str(base), files)]
-    copy = next((found for path in choices if (found := _read_footer(path, files))), None)
-    if copy:
-        _check_shape(paths[0], BertShape(copy.samples, copy.sequence, copy.predictions), sequence, predictions)
-        return copy
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard" / "hdf5"
+    # Next to the data, the name depends on relative paths only: the data may be mounted elsewhere tomorrow.
+    candidates = [base / CACHE_DIRECTORY / _cache_name("", files), user_cache / _cache_name(str(base), files)]
+    cache = next((found for path in candidates if (found := _read_footer(path, files))), None)
+    if cache:
+        shape = BertShape(cache.num_samples, cache.seq_len, cache.max_predictions)
+        _check_shape(paths[0], shape, seq_len, max_predictions)
+        return cache
     shapes = [read_shape(path) for path in paths]
     for path, shape in zip(paths, shapes, strict=True):
-        _check_shape(path, shape, sequence, predictions)
-    samples, most = sum(shape.num_samples for shape in shapes), max(shape.max_predictions for shape in shapes)
-    if not samples:
+        _check_shape(path, shape, seq_len, max_predictions)
+    num_samples = sum(shape.num_samples for shape in shapes)
+    if not num_samples:
         raise UserError(f"{paths[0]}: no samples in this set of {len(paths)} files")
-    bytes_ = samples * record_dtype(sequence, most, UINT16_VOCAB).itemsize
-    for path in choices:
+    most_predictions = max(shape.max_predictions for shape in shapes)
+    cache_bytes = num_samples * record_dtype(seq_len, most_predictions, UINT16_VOCAB).itemsize
+    for path in candidates:
         directory = path.parent
-        if not _writable(directory):
+        if not _make_writable(directory):
             continue
-        with file_lock(directory / "lock", partial(say, f"waiting for another process that fills {directory}")):
-            if copy := _read_footer(path, files):
-                return copy
+        waiting = partial(logger.info, "waiting for another process that fills %s", directory)
+        with file_lock(directory / "lock", waiting):
+            if cache := _read_footer(path, files):
+                return cache
             _remove_stale(directory)
-            if shutil.disk_usage(directory).free > bytes_:
+            if shutil.disk_usage(directory).free > cache_bytes:
                 try:
-                    return _write_cache(path, paths, shapes, UINT16_VOCAB, say)
+                    return _write_cache(path, paths, shapes, UINT16_VOCAB)
                 except OverflowError:
-                    return _write_cache(path, paths, shapes, MAX_VOCAB, say)
-    places = " nor ".join(str(path.parent) for path in choices)
-    raise UserError(f"{paths[0]}: unpacked, the set takes {bytes_ / 2**30:.1f} GiB; neither {places} has room for it")
+                    return _write_cache(path, paths, shapes, MAX_VOCAB)
+    directories = " nor ".join(str(path.parent) for path in candidates)
+    raise UserError(
+        f"{paths[0]}: uncompressed, the set takes {cache_bytes / 2**30:.1f} GiB; neither {directories} has room for it"
+    )
 
 
-def _check_shape(path: Path, shape: BertShape, sequence: int, predictions: int) -> None:
-    if shape.seq_len != sequence:
+def _check_shape(path: Path, shape: BertShape, seq_len: int, max_predictions: int) -> None:
+    if shape.seq_len != seq_len:
         raise UserError(
-            f"{path}: has samples of {shape.seq_len} tokens, but data.seq_len={sequence}; nearest: {shape.seq_len}"
+            f"{path}: has samples of {shape.seq_len} tokens, but data.seq_len={seq_len}; nearest: {shape.seq_len}"
         )
-    if shape.max_predictions > predictions:
+    if shape.max_predictions > max_predictions:
         raise UserError(
-            f"{path}: has up to {shape.max_predictions} masked places a sample, but data.max_predictions={predictions}; "
-            f"nearest: {shape.max_predictions}"
+            f"{path}: has up to {shape.max_predictions} masked positions per sample, but "
+            f"data.max_predictions={max_predictions}; nearest: {shape.max_predictions}"
         )
 
 
 def _file_stats(paths: Sequence[Path], base: Path) -> FileStats:
-    found: FileStats = []
+    stats: FileStats = []
     for path in paths:
         try:
             stat = path.stat()
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
-        found.append([os.path.relpath(path.absolute(), base), stat.st_size, stat.st_mtime_ns])
-    return found
+        stats.append([os.path.relpath(path.absolute(), base), stat.st_size, stat.st_mtime_ns])
+    return stats
 
 
 def _cache_name(base: str, files: FileStats) -> str:
@@ -160,62 +177,65 @@ def _cache_name(base: str, files: FileStats) -> str:
 
 
 def _read_footer(path: Path, files: FileStats | None) -> CacheFile | None:
-    """What a copy says of itself, if it is of these files (or any) and as long as it says."""
+    """The footer, if the cache file is complete and was made from these files (None: any files)."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 16, 0))
             end = file.read()
-            length = int.from_bytes(end[:8], "little")
-            if end[8:] != CACHE_MAGIC or length > size - 16:
+            footer_bytes = int.from_bytes(end[:8], "little")
+            if end[8:] != CACHE_MAGIC or footer_bytes > size - 16:
                 return None
-            file.seek(size - 16 - length)
-            copy = CacheFile(path, **json.loads(file.read(length)))
-        whole = copy.samples * copy.record_dtype.itemsize == size - 16 - length
-    except (OSError, ValueError, TypeError):
+            file.seek(size - 16 - footer_bytes)
+            footer = json.loads(file.read(footer_bytes))
+        cache = CacheFile(path, **{FOOTER_KEYS[key]: value for key, value in footer.items()})
+        complete = cache.num_samples * cache.record_dtype.itemsize == size - 16 - footer_bytes
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
-    return copy if whole and (files is None or files == copy.files) else None
+    return cache if complete and (files is None or files == cache.files) else None
 
 
-def _write_cache(path: Path, paths: Sequence[Path], shapes: Sequence[BertShape], vocab: int, say: Say) -> CacheFile:
-    """Raises OverflowError where a token is not below `vocab`."""
+def _write_cache(path: Path, paths: Sequence[Path], shapes: Sequence[BertShape], vocab_size: int) -> CacheFile:
+    """Raises OverflowError if a token id is not below `vocab_size`."""
     base = paths[0].absolute().parent
     files = _file_stats(paths, base)
-    samples, predictions = sum(shape.num_samples for shape in shapes), max(shape.max_predictions for shape in shapes)
-    dtype = record_dtype(shapes[0].seq_len, predictions, vocab)
-    say(f"unpacking {len(paths)} HDF5 files with {samples:,} samples, once, to {path}")
-    begun = said = time.monotonic()
+    num_samples = sum(shape.num_samples for shape in shapes)
+    max_predictions = max(shape.max_predictions for shape in shapes)
+    dtype = record_dtype(shapes[0].seq_len, max_predictions, vocab_size)
+    logger.info("unpacking %d HDF5 files with %s samples, once, to %s", len(paths), f"{num_samples:,}", path)
+    started_at = logged_at = time.monotonic()
     done = largest = 0
     try:
         with atomic_file(path) as file:
             for source, shape in zip(paths, shapes, strict=True):
-                for found in read_blocks(source, shape):
+                for arrays in read_blocks(source, shape):
                     for name in ("input_ids", "masked_lm_ids"):
-                        largest = max(largest, int(found[name].max(initial=0)))
-                    if largest >= vocab:
+                        largest = max(largest, int(arrays[name].max(initial=0)))
+                    if largest >= vocab_size:
                         raise OverflowError
-                    file.write(to_records(found, dtype).tobytes())
-                    done += len(found["input_ids"])
+                    file.write(to_records(arrays, dtype).tobytes())
+                    done += len(arrays["input_ids"])
                     now = time.monotonic()
-                    if now - said >= LOG_INTERVAL_S:
-                        said = now
-                        left = timedelta(seconds=round((now - begun) / done * (samples - done)))
-                        say(f"unpacking: {done / samples:.1%}, {left} left")
+                    if now - logged_at >= LOG_INTERVAL_S:
+                        logged_at = now
+                        left = timedelta(seconds=round((now - started_at) / done * (num_samples - done)))
+                        logger.info("unpacking: %.1f%%, %s left", 100 * done / num_samples, left)
             if _file_stats(paths, base) != files:
                 raise UserError(f"{base}: files changed while they were read; start again")
-            copy = CacheFile(path, files, samples, shapes[0].seq_len, predictions, largest + 1)
-            _write_footer(file, copy)
+            cache = CacheFile(path, files, num_samples, shapes[0].seq_len, max_predictions, largest + 1)
+            _write_footer(file, cache)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    return copy
+    return cache
 
 
-def _write_footer(file: BinaryIO, copy: CacheFile) -> None:
-    said = json.dumps({name: value for name, value in copy._asdict().items() if name != "path"}).encode()
-    file.write(said + len(said).to_bytes(8, "little") + CACHE_MAGIC)
+def _write_footer(file: BinaryIO, cache: CacheFile) -> None:
+    footer = json.dumps({key: getattr(cache, field) for key, field in FOOTER_KEYS.items()}).encode()
+    file.write(footer + len(footer).to_bytes(8, "little") + CACHE_MAGIC)
 
 
-def _writable(directory: Path) -> bool:
+def _make_writable(directory: Path) -> bool:
+    """Create the directory if needed; False if it cannot be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -224,36 +244,15 @@ def _writable(directory: Path) -> bool:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Removes what killed processes left, and beside the data, copies of files that are no longer as they were."""
+    """Remove files left by killed processes and, next to the data, caches of files that changed or are gone."""
     with suppress(OSError):
         for path in directory.glob(".*.part"):
             if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink()
     for path in directory.glob("*.pairs") if directory.name == CACHE_DIRECTORY else ():
-        copy = _read_footer(path, None)
-        names = [directory.parent / str(name) for name, *_ in copy.files] if copy else []
+        cache = _read_footer(path, None)
+        sources = [directory.parent / str(name) for name, *_ in cache.files] if cache else []
         with suppress(OSError):
-            if not all(name.exists() for name in names) or (
-                copy and _file_stats(names, directory.parent) != copy.files
-            ):
+            missing = not all(source.exists() for source in sources)
+            if missing or (cache and _file_stats(sources, directory.parent) != cache.files):
                 path.unlink()
-
-
-@contextmanager
-def file_lock(path: Path, on_busy: Callable[[], None]) -> Iterator[None]:
-    """One process at a time; one that finds another here calls `busy` and then waits. The lock of a process ends with
-    it, however it ends. Where files cannot be locked, there is none."""
-    try:
-        file = path.open("ab")
-    except OSError:
-        yield
-        return
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            on_busy()
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield

@@ -1,8 +1,8 @@
-"""Documents from files of many kinds, in pieces that any process can read by itself.
+"""Text documents from files of many kinds, in slices that any process can read on its own.
 
-JSON lines (.json, .jsonl; .gz and .zst of them), text (.txt: a file is a document), Parquet, and directories that the
-datasets library saved. A piece is a few MiB: a range of bytes, a row group, a batch of records; what can only be read
-from the beginning (compressed files) is read by the parent and handed out.
+Kinds: JSON lines (.json, .jsonl, also .gz and .zst), text (.txt, one document per file), Parquet, and directories
+saved by the datasets library. A slice is a few MiB: a byte range, a row group or a record batch. Compressed files can
+only be read from the start, so the parent process decompresses them and hands out the lines.
 """
 
 import glob
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SLICE_BYTES = 4 << 20
-"""Bytes."""
 JSON_LINES_SUFFIXES = (".json", ".jsonl")
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
 TEXT_SUFFIXES = (".txt", ".text")
 JSON_DECODER = json.JSONDecoder()
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""JSON can say it; UTF-8 cannot."""
+"""Lone surrogates are valid in JSON escapes but cannot be encoded as UTF-8."""
 SUPPORTED_INPUTS = (
-    "JSON lines (.json, .jsonl, also .gz and .zst), .txt, .parquet, or a directory of the datasets library"
+    "JSON lines (.json, .jsonl, also .gz and .zst), .txt, .parquet, or a directory saved by the datasets library"
 )
 
 
@@ -35,41 +34,44 @@ class InputSlice(NamedTuple):
     kind: str
     """lines, text, parquet or arrow."""
     start: int
-    """Of its bytes, or its row group or batch."""
+    """First byte, row group or record batch; for `data`, the number of lines before it."""
     end: int
     data: bytes | None
-    """Lines that the parent had to read."""
+    """Lines that the parent process decompressed."""
     input_bytes: int
-    """Bytes of the input that are read when this piece is."""
+    """Bytes of the input file that this slice stands for, for progress."""
 
 
 class UnreadableRecord(NamedTuple):
-    """What could not be read."""
-
     path: Path
     location: str
-    """Within the file: `line 12`."""
+    """Position within the file, such as `line 12`."""
     reason: str
 
     def __str__(self) -> str:
         return f"{self.path}: {self.location}: {self.reason}"
 
 
+def match_paths(pattern: str) -> list[Path]:
+    """Paths that match a name or glob, sorted; `~` is the home directory."""
+    return [Path(match) for match in sorted(glob.glob(str(Path(pattern).expanduser())))]
+
+
 def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
     """Files and directories by name or glob, sorted within each pattern."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for pattern in patterns:
-        matches = [Path(match) for match in sorted(glob.glob(str(Path(pattern).expanduser())))]
+        matches = match_paths(pattern)
         if not matches:
             raise UserError(f"{pattern}: no such file")
         for path in matches:
             _file_kind(path)
-        found += matches
-    return found
+        paths += matches
+    return paths
 
 
 def total_bytes(paths: Sequence[Path]) -> int:
-    """Bytes of all inputs, compressed as they are."""
+    """Size of all inputs on disk."""
     return sum(file.stat().st_size for path in paths for file in (_arrow_files(path) if path.is_dir() else [path]))
 
 
@@ -89,38 +91,39 @@ def input_slices(paths: Sequence[Path]) -> Iterator[InputSlice]:
             yield from _line_ranges(path)
 
 
-def read_documents(piece: InputSlice, keys: Sequence[str]) -> Iterator[tuple[str, ...] | UnreadableRecord]:
-    """The texts under `keys` of each document, or what is wrong with it."""
-    if piece.kind == "lines":
-        yield from _read_lines(piece, keys)
+def read_documents(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[tuple[str, ...] | UnreadableRecord]:
+    """The texts under `keys` of each document, or the reason why a document is unreadable."""
+    path = input_slice.path
+    if input_slice.kind == "lines":
+        yield from _read_lines(input_slice, keys)
         return
-    if piece.kind == "text":
+    if input_slice.kind == "text":
         try:
-            text = piece.path.read_bytes().decode()
+            text = path.read_bytes().decode()
         except UnicodeDecodeError as error:
-            yield UnreadableRecord(piece.path, f"byte {error.start}", "not UTF-8")
+            yield UnreadableRecord(path, f"byte {error.start}", "not UTF-8")
         else:
             yield (text,) * len(keys)
         return
-    table = _read_table(piece, keys)
+    table = _read_table(input_slice, keys)
     columns = [table.column(key).to_pylist() for key in keys]
     for number, row in enumerate(zip(*columns, strict=True)):
         if all(isinstance(text, str) for text in row):
             yield row
         else:
             name = next(key for key, text in zip(keys, row, strict=True) if not isinstance(text, str))
-            yield UnreadableRecord(piece.path, f"row {number} of part {piece.start}", f"{name!r} is no text")
+            yield UnreadableRecord(path, f"row {number} of part {input_slice.start}", f"{name!r} is not text")
 
 
-def line_number(piece: InputSlice, offset: int) -> int:
-    """Of the line that begins at a byte of a file's piece (bytes of the unpacked text)."""
-    if piece.data is not None:
-        return piece.start + piece.data.count(b"\n", 0, offset) + 1
-    with piece.path.open("rb") as file:
-        count, left = 1, piece.start + offset
-        while left > 0 and (block := file.read(min(left, SLICE_BYTES))):
+def line_number(input_slice: InputSlice, offset: int) -> int:
+    """1-based number of the line that starts `offset` bytes into the (decompressed) slice."""
+    if input_slice.data is not None:
+        return input_slice.start + input_slice.data.count(b"\n", 0, offset) + 1
+    with input_slice.path.open("rb") as file:
+        count, remaining = 1, input_slice.start + offset
+        while remaining > 0 and (block := file.read(min(remaining, SLICE_BYTES))):
             count += block.count(b"\n")
-            left -= len(block)
+            remaining -= len(block)
     return count
 
 
@@ -128,27 +131,25 @@ def _file_kind(path: Path) -> str:
     if path.is_dir():
         if not _arrow_files(path):
             raise UserError(
-                f"{path}: a directory without the data-*.arrow of the datasets library; wanted: {SUPPORTED_INPUTS}"
+                f"{path}: a directory without data-*.arrow of the datasets library; supported: {SUPPORTED_INPUTS}"
             )
         return "arrow"
-    suffixes = path.suffixes
-    last = suffixes[-1] if suffixes else ""
-    inner = suffixes[-2] if len(suffixes) > 1 else ""
-    if last in JSON_LINES_SUFFIXES or (last in COMPRESSION_BY_SUFFIX and inner in JSON_LINES_SUFFIXES):
+    *_, inner, suffix = ("", "", *path.suffixes)
+    if suffix in JSON_LINES_SUFFIXES or (suffix in COMPRESSION_BY_SUFFIX and inner in JSON_LINES_SUFFIXES):
         return "lines"
-    if last in TEXT_SUFFIXES:
+    if suffix in TEXT_SUFFIXES:
         return "text"
-    if last == ".parquet":
+    if suffix == ".parquet":
         return "parquet"
-    raise UserError(f"{path}: not a kind of file that is read; wanted: {SUPPORTED_INPUTS}")
+    raise UserError(f"{path}: unsupported kind of file; supported: {SUPPORTED_INPUTS}")
 
 
 def _line_ranges(path: Path) -> Iterator[InputSlice]:
-    """Ranges of bytes that end where a line does. Only their ends are read here."""
+    """Byte ranges that end at line ends. Only the ends are read here."""
     total, start = path.stat().st_size, 0
     with path.open("rb") as file:
         if file.read(1) == b"[":
-            raise UserError(f"{path}: one JSON array; wanted: JSON lines, a document on each line")
+            raise UserError(f"{path}: one JSON array; expected JSON lines, one document per line")
         while start < total:
             file.seek(min(start + SLICE_BYTES, total))
             file.readline()
@@ -161,22 +162,21 @@ def _decompressed_lines(path: Path) -> Iterator[InputSlice]:
     import pyarrow as pa
 
     line = 0
-    rest = b""
+    partial_line = b""
     with path.open("rb") as raw, pa.input_stream(raw, compression=COMPRESSION_BY_SUFFIX[path.suffix]) as stream:
-        before = 0
+        file_position = 0
         while True:
             try:
                 block = stream.read(SLICE_BYTES)
             except (OSError, pa.ArrowException) as error:
-                raise UserError(f"{path}: cannot be unpacked after line {line}: {one_line(error)}") from None
-            data, rest = rest + block, b""
+                raise UserError(f"{path}: cannot be decompressed after line {line}: {one_line(error)}") from None
+            data, partial_line = partial_line + block, b""
             if block:
                 cut = data.rfind(b"\n") + 1
-                data, rest = data[:cut], data[cut:]
+                data, partial_line = data[:cut], data[cut:]
             if data:
-                now = raw.tell()
-                yield InputSlice(path, "lines", line, 0, data, now - before)
-                before, line = now, line + data.count(b"\n")
+                yield InputSlice(path, "lines", line, 0, data, raw.tell() - file_position)
+                file_position, line = raw.tell(), line + data.count(b"\n")
             if not block:
                 return
 
@@ -186,79 +186,83 @@ def _row_groups(path: Path) -> Iterator[InputSlice]:
     from pyarrow import parquet
 
     try:
-        metadata = parquet.ParquetFile(path).metadata
+        num_groups = parquet.ParquetFile(path).metadata.num_row_groups
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not a Parquet file: {one_line(error)}") from None
-    groups = metadata.num_row_groups
-    for number in range(groups):
-        yield InputSlice(path, "parquet", number, number + 1, None, path.stat().st_size // groups)
+    for group in range(num_groups):
+        yield InputSlice(path, "parquet", group, group + 1, None, path.stat().st_size // num_groups)
 
 
 def _arrow_files(path: Path) -> list[Path]:
-    """Of a saved dataset, or of all splits of one."""
+    """Data files of a saved data set, or of all its splits."""
     return sorted(path.glob("data-*.arrow")) or sorted(path.glob("*/data-*.arrow"))
 
 
 def _record_batches(path: Path) -> Iterator[InputSlice]:
     import pyarrow as pa
 
-    sizes = []
     try:
         with pa.memory_map(str(path)) as file:
-            sizes += [batch.nbytes for batch in pa.ipc.open_stream(file)]
+            sizes = [batch.nbytes for batch in pa.ipc.open_stream(file)]
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
-    for number, bytes_ in enumerate(sizes):
-        yield InputSlice(path, "arrow", number, number + 1, None, bytes_)
+    for index, num_bytes in enumerate(sizes):
+        yield InputSlice(path, "arrow", index, index + 1, None, num_bytes)
 
 
-def _read_lines(piece: InputSlice, keys: Sequence[str]) -> Iterator[tuple[str, ...] | UnreadableRecord]:
-    data = piece.data
+def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[tuple[str, ...] | UnreadableRecord]:
+    data = input_slice.data
     if data is None:
-        with piece.path.open("rb") as file:
-            file.seek(piece.start)
-            data = file.read(piece.end - piece.start)
+        with input_slice.path.open("rb") as file:
+            file.seek(input_slice.start)
+            data = file.read(input_slice.end - input_slice.start)
     offset = 0
     for line in data.split(b"\n"):
-        why = ""
         if line.strip():
-            try:
-                document: Any = JSON_DECODER.decode(line.decode())
-            except UnicodeDecodeError:
-                why = "not UTF-8"
-            except (ValueError, RecursionError) as error:
-                why = f"not JSON: {one_line(error)}"
+            texts = _parse_line(line, keys)
+            if isinstance(texts, str):
+                yield UnreadableRecord(input_slice.path, f"line {line_number(input_slice, offset)}", texts)
             else:
-                if not isinstance(document, dict):
-                    why = "not a JSON object"
-                elif missing := [key for key in keys if not isinstance(document.get(key), str)]:
-                    why = f"no text under {missing[0]!r}"
-                elif any(SURROGATE.search(document[key]) for key in keys if not document[key].isascii()):
-                    why = "half of a pair of surrogates, which is no character"
-                else:
-                    yield tuple(document[key] for key in keys)
-        if why:
-            yield UnreadableRecord(piece.path, f"line {line_number(piece, offset)}", why)
+                yield texts
         offset += len(line) + 1
 
 
-def _read_table(piece: InputSlice, keys: Sequence[str]) -> "pa.Table":
+def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | str:
+    """The texts of a JSON document, or the reason why it has none."""
+    try:
+        document: Any = JSON_DECODER.decode(line.decode())
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {one_line(error)}"
+    if not isinstance(document, dict):
+        return "not a JSON object"
+    if missing := [key for key in keys if not isinstance(document.get(key), str)]:
+        return f"no text under {missing[0]!r}"
+    texts = tuple(document[key] for key in keys)
+    if any(SURROGATE.search(text) for text in texts if not text.isascii()):
+        return "a lone surrogate, which is not a character"
+    return texts
+
+
+def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
     import pyarrow as pa
     from pyarrow import parquet
 
+    path, index = input_slice.path, input_slice.start
     try:
-        if piece.kind == "parquet":
-            file = parquet.ParquetFile(piece.path)
-            _require_columns(piece.path, file.schema_arrow.names, keys)
-            return file.read_row_group(piece.start, columns=list(keys))
-        with pa.memory_map(str(piece.path)) as mapped:
+        if input_slice.kind == "parquet":
+            file = parquet.ParquetFile(path)
+            _require_columns(path, file.schema_arrow.names, keys)
+            return file.read_row_group(index, columns=list(keys))
+        with pa.memory_map(str(path)) as mapped:
             stream = pa.ipc.open_stream(mapped)
-            _require_columns(piece.path, stream.schema.names, keys)
-            for _ in range(piece.start):
+            _require_columns(path, stream.schema.names, keys)
+            for _ in range(index):
                 stream.read_next_batch()
             return pa.Table.from_batches([stream.read_next_batch()])
     except (OSError, pa.ArrowException, StopIteration) as error:
-        raise UserError(f"{piece.path}: part {piece.start} cannot be read: {one_line(error)}") from None
+        raise UserError(f"{path}: part {index} cannot be read: {one_line(error)}") from None
 
 
 def _require_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
-"""Megatron's token files: PREFIX.bin has the tokens of all sequences, PREFIX.idx says where each begins and ends.
+"""Megatron's token files: PREFIX.bin holds the tokens of all sequences, PREFIX.idx their lengths and offsets.
 
-    .idx: magic, version (u64), dtype code (u8), sequences N (u64), document entries D (u64), then
-          N sizes (i32), N byte offsets (i64), D numbers of the first sequence of each document, and N (i64)
+    .idx: magic, version (u64), dtype code (u8), number of sequences N (u64), number of document entries D (u64), then
+          N sequence lengths (i32), N byte offsets (i64), D document entries (i64): the first sequence of each
+          document, and N
 
-A sequence is a document, or a sentence of one. Whatever an index says is checked against the files before it is used.
+A sequence is a document or a sentence of one. Every value of an index is checked against the files before it is used.
 """
 
 import os
@@ -23,20 +24,20 @@ INDEX_MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 TOKEN_DTYPES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-"""By code. 6 and 7 are floating-point numbers, whose sizes differ between versions: no tokens."""
+"""By dtype code. Codes 6 and 7 are floating point with sizes that differ between versions: never tokens."""
 DTYPE_CODES = {name: code for code, name in TOKEN_DTYPES.items()}
 UINT16_VOCAB_LIMIT = 65500
-"""Below it tokens are uint16, as the reference does it."""
+"""Megatron stores tokens of vocabularies below this size as uint16."""
 
 TEMPORARY_SUFFIXES = (".bin", ".idx", ".sizes", ".documents")
 COPY_BYTES = 4 << 20
-"""Bytes of sizes turned into offsets at a time."""
+"""Bytes of sequence lengths that are converted to offsets at a time."""
 
 Tokens = NDArray[Any]
 
 
-def token_dtype(vocab: int) -> str:
-    return "uint16" if vocab < UINT16_VOCAB_LIMIT else "int32"
+def token_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size < UINT16_VOCAB_LIMIT else "int32"
 
 
 def prefix_of(path: Path) -> Path:
@@ -50,33 +51,35 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 class MegatronTokens:
-    """Sequences of tokens in two files, mapped into memory: opening reads the index, tokens come as they are asked."""
+    """Token sequences in a pair of memory-mapped files. Opening reads the index; tokens are read on access."""
 
     def __init__(self, path: Path) -> None:
         self.prefix = prefix_of(path)
-        index, tokens = (_with_suffix(self.prefix, suffix) for suffix in (".idx", ".bin"))
-        for file in (index, tokens):
+        index_path, token_path = (_with_suffix(self.prefix, suffix) for suffix in (".idx", ".bin"))
+        for file in (index_path, token_path):
             if not file.is_file():
-                raise UserError(f"{file}: no such file; a set of tokens is PREFIX.bin and PREFIX.idx")
-        self.dtype, self.sequence_lengths, self.sequence_starts, self.document_bounds = _read_index(index)
-        length = tokens.stat().st_size
-        if length % self.dtype.itemsize:
-            raise UserError(f"{tokens}: {length} bytes are not whole {self.dtype} tokens; truncated?")
-        self.tokens: Tokens = np.memmap(tokens, self.dtype, "r") if length else np.zeros(0, self.dtype)
-        """All of them, one after the other."""
-        _validate(index, tokens, self)
+                raise UserError(f"{file}: no such file; token files are a pair PREFIX.bin and PREFIX.idx")
+        self.dtype, self.sequence_lengths, self.sequence_starts, self.document_bounds = _read_index(index_path)
+        num_bytes = token_path.stat().st_size
+        if num_bytes % self.dtype.itemsize:
+            raise UserError(
+                f"{token_path}: {num_bytes} bytes are not a whole number of {self.dtype} tokens; truncated?"
+            )
+        self.tokens: Tokens = np.memmap(token_path, self.dtype, "r") if num_bytes else np.zeros(0, self.dtype)
+        """All tokens of the .bin file."""
+        _validate(index_path, token_path, self)
 
     def __len__(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.sequence_lengths)
 
-    def sequence(self, number: int) -> Tokens:
-        start = self.sequence_starts[number]
-        return self.tokens[start : start + self.sequence_lengths[number]]
+    def sequence(self, index: int) -> Tokens:
+        start = self.sequence_starts[index]
+        return self.tokens[start : start + self.sequence_lengths[index]]
 
     @property
     def contiguous(self) -> bool:
-        """Whether sequences lie one after the other with nothing between: so every writer leaves them."""
+        """True if the sequences follow each other without gaps, as every known writer leaves them."""
         ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
         return bool(
             (self.sequence_starts == ends - self.sequence_lengths).all()
@@ -85,61 +88,65 @@ class MegatronTokens:
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Token dtype, sequence lengths, sequence starts (in tokens) and document bounds (in sequences)."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(INDEX_HEADER.size)
-    if head.startswith(LEGACY_MAGIC):
-        raise UserError(f"{path}: an index of the kind before memory maps (TNTIDX); make the set anew from its text")
-    if not head.startswith(INDEX_MAGIC):
-        raise UserError(f"{path}: not an index of tokens (begins with {head[:9]!r}, not {INDEX_MAGIC!r})")
-    if len(head) < INDEX_HEADER.size:
+        header = file.read(INDEX_HEADER.size)
+    if header.startswith(LEGACY_MAGIC):
+        raise UserError(f"{path}: an index in the old TNTIDX format, which has no memory map; tokenize the text again")
+    if not header.startswith(INDEX_MAGIC):
+        raise UserError(f"{path}: not a token index (starts with {header[:9]!r}, not {INDEX_MAGIC!r})")
+    if len(header) < INDEX_HEADER.size:
         raise UserError(f"{path}: {size} bytes are too few for an index; truncated?")
-    _, version, code, count, entries = INDEX_HEADER.unpack(head)
+    _, version, code, num_sequences, num_entries = INDEX_HEADER.unpack(header)
     if version != 1:
-        raise UserError(f"{path}: version {version} of the index; only 1 is known")
+        raise UserError(f"{path}: index version {version}; only version 1 is supported")
     if code not in TOKEN_DTYPES:
         known = ", ".join(f"{number} {name}" for number, name in TOKEN_DTYPES.items())
-        raise UserError(f"{path}: dtype code {code}, which is no kind of token; known: {known}")
-    expected = INDEX_HEADER.size + 12 * count + 8 * entries
-    if size not in (expected, expected + count):  # one more byte each: modes of multimodal sets
-        raise UserError(f"{path}: {size} bytes, but {count} sequences and {entries} document entries take {expected}")
-    whole = np.memmap(path, np.uint8, "r")
-    at = INDEX_HEADER.size
-    sizes = whole[at : at + 4 * count].view("<i4")
-    offsets = np.frombuffer(whole, "<i8", count, at + 4 * count)
-    documents = np.frombuffer(whole, "<i8", entries, at + 12 * count)
+        raise UserError(f"{path}: dtype code {code} is not a token type; known: {known}")
+    expected = INDEX_HEADER.size + 12 * num_sequences + 8 * num_entries
+    if size not in (expected, expected + num_sequences):  # multimodal data sets have one more byte per sequence
+        raise UserError(
+            f"{path}: {size} bytes, but {num_sequences} sequences and {num_entries} document entries take {expected}"
+        )
+    content = np.memmap(path, np.uint8, "r")
+    start = INDEX_HEADER.size
+    lengths = content[start : start + 4 * num_sequences].view("<i4")
+    offsets = np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences)
+    documents = np.frombuffer(content, "<i8", num_entries, start + 12 * num_sequences)
     dtype = np.dtype(TOKEN_DTYPES[code]).newbyteorder("<")
     if (offsets % dtype.itemsize).any():
         raise UserError(f"{path}: offsets that are not multiples of {dtype.itemsize}, the bytes of a token")
-    return dtype, sizes, offsets // dtype.itemsize, documents
+    return dtype, lengths, offsets // dtype.itemsize, documents
 
 
-def _validate(index: Path, tokens: Path, found: MegatronTokens) -> None:
-    if not len(found.sequence_lengths):
-        if found.document_bounds.any():
-            raise UserError(f"{index}: documents with sequences, but no sequences")
+def _validate(index_path: Path, token_path: Path, data: MegatronTokens) -> None:
+    if not len(data):
+        if data.document_bounds.any():
+            raise UserError(f"{index_path}: documents with sequences, but no sequences")
         return
-    ends = found.sequence_starts + found.sequence_lengths
-    # `ends` may be beyond 64 bits, and then negative.
-    wrong = (found.sequence_lengths < 0) | (found.sequence_starts < 0) | (ends > len(found.tokens)) | (ends < 0)
-    if wrong.any():
-        number = int(wrong.argmax())
+    lengths, starts, num_tokens = data.sequence_lengths, data.sequence_starts, len(data.tokens)
+    ends = starts + lengths
+    # `ends` overflows to a negative value beyond 63 bits.
+    invalid = (lengths < 0) | (starts < 0) | (ends > num_tokens) | (ends < 0)
+    if invalid.any():
+        index = int(invalid.argmax())
         raise UserError(
-            f"{tokens}: {len(found.tokens)} tokens, but sequence {number} is said to be {found.sequence_starts[number]} to "
-            f"{ends[number]}; truncated, or not of this index"
+            f"{token_path}: {num_tokens} tokens, but by the index sequence {index} is {starts[index]} to "
+            f"{ends[index]}; truncated, or from another index"
         )
-    documents = found.document_bounds
-    rising = (np.diff(documents) >= 0).all() if len(documents) else False
-    if not rising or documents[0] != 0 or documents[-1] != len(found.sequence_lengths):
+    bounds = data.document_bounds
+    increasing = (np.diff(bounds) >= 0).all() if len(bounds) else False
+    if not increasing or bounds[0] != 0 or bounds[-1] != len(data):
         raise UserError(
-            f"{index}: document entries do not rise from 0 to {len(found.sequence_lengths)}, the number of sequences"
+            f"{index_path}: document entries do not increase from 0 to {len(data)}, the number of sequences"
         )
 
 
 class MegatronTokensWriter:
-    """Writes both files under other names and gives them their own when all is there, the index last.
+    """Writes both files under temporary names and renames them when complete, the index last.
 
-    Nothing is kept in memory: sizes and document entries wait in files of their own until their number is known.
+    Memory does not grow: lengths and document entries wait in temporary files until their number is known.
     """
 
     def __init__(self, prefix: Path, dtype: str) -> None:
@@ -155,7 +162,7 @@ class MegatronTokensWriter:
     def add(
         self, tokens: Tokens, sequence_lengths: NDArray[np.int32], sequences_per_document: NDArray[np.int64]
     ) -> None:
-        """Sequences one after the other, how long each is, and how many sequences each document has."""
+        """Append documents: the tokens of their sequences, one after the other."""
         assert tokens.dtype == self.dtype
         self.files[".bin"].write(tokens.tobytes())
         self.files[".sizes"].write(sequence_lengths.astype("<i4").tobytes())
@@ -169,7 +176,9 @@ class MegatronTokensWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if kind is None:
                 self._commit()
@@ -179,22 +188,22 @@ class MegatronTokensWriter:
                 self.temporary_paths[suffix].unlink(missing_ok=True)
 
     def _commit(self) -> None:
-        index, sizes, documents = (self.files[suffix] for suffix in (".idx", ".sizes", ".documents"))
+        index, lengths, documents = (self.files[suffix] for suffix in (".idx", ".sizes", ".documents"))
         index.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, self.dtype_code, self.num_sequences, self.num_document_entries))
-        sizes.seek(0)
-        shutil.copyfileobj(sizes, index)
-        sizes.seek(0)
-        before = 0
-        while block := sizes.read(COPY_BYTES):
-            ends = before + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64)
+        lengths.seek(0)
+        shutil.copyfileobj(lengths, index)
+        lengths.seek(0)
+        start = 0
+        while block := lengths.read(COPY_BYTES):
+            ends = start + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64)
             index.write(((ends - np.frombuffer(block, "<i4")) * self.dtype.itemsize).astype("<i8").tobytes())
-            before = int(ends[-1])
+            start = int(ends[-1])
         documents.seek(0)
         shutil.copyfileobj(documents, index)
         for suffix in (".bin", ".idx"):
             self.files[suffix].flush()
             os.fsync(self.files[suffix].fileno())
-        # An old index must not stand beside new tokens.
+        # Remove the old index first: it must never be next to new tokens.
         _with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(self.temporary_paths[suffix], _with_suffix(self.prefix, suffix))

@@ -1,7 +1,8 @@
-"""Several sources by weight. Which one a global index is of, and which of its samples, follows from the index alone.
+"""Blends of several data sets by weight.
 
-Every CYCLE indices have each source as often as its weight says, at random places; a source's samples come in its own
-shuffled order, each once per epoch of that source, however the others are sized.
+The data set and the sample at a global position follow from the position alone. Every CYCLE_SAMPLES positions hold
+each data set as often as its weight says, in random order. The samples of a data set come in its own shuffled order,
+each once per epoch of that data set, whatever the sizes of the others.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,15 @@ from numpy.typing import NDArray
 
 from trainyard.core.counter_rng import key64
 from trainyard.core.errors import UserError
-from trainyard.data.loading.dataset import Dataset, Sample, gather_samples
+from trainyard.data.loading.dataset import Dataset, gather_samples
 from trainyard.data.loading.shuffle import shuffled_indices
+from trainyard.data.samples import Sample
 
 CYCLE_SAMPLES = 1 << 14
 
 
 class BlendedDataset:
-    """A Source without end: any number from 0 on is a sample, and they are in order already."""
+    """An endless, already shuffled data set: every index from 0 on is a sample."""
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> None:
         self.datasets = datasets
@@ -26,29 +28,32 @@ class BlendedDataset:
         self.cycle_seed = key64(seed, "cycle")
         self.samples_per_cycle = apportion(weights, CYCLE_SAMPLES)
         if (self.samples_per_cycle == 0).any():
-            raise UserError(f"data.weights={list(weights)}: one is under 1/{CYCLE_SAMPLES} of all; leave that set out")
+            raise UserError(
+                f"data.weights={list(weights)}: a weight is below 1/{CYCLE_SAMPLES} of the sum; remove that data set"
+            )
         self.cycle_ends = np.cumsum(self.samples_per_cycle)
 
     def __len__(self) -> int:
         return 1 << 62
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        which, inside = self.locate(indices)
-        for number, source in enumerate(self.datasets):
-            here = which == number
-            inside[here] = shuffled_indices(self.seeds[number], inside[here], len(source))
-        return gather_samples(self.datasets, which, inside)
+        dataset_indices, positions = self.locate(indices)
+        for number, dataset in enumerate(self.datasets):
+            selected = dataset_indices == number
+            positions[selected] = shuffled_indices(self.seeds[number], positions[selected], len(dataset))
+        return gather_samples(self.datasets, dataset_indices, positions)
 
-    def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each number, and its index among that source's."""
-        place = shuffled_indices(self.cycle_seed, numbers, CYCLE_SAMPLES)
-        which = np.searchsorted(self.cycle_ends, place, side="right")
-        starts = self.cycle_ends - self.samples_per_cycle
-        return which, numbers // CYCLE_SAMPLES * self.samples_per_cycle[which] + place - starts[which]
+    def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The data set of each index, and the position in the sample order of that data set."""
+        slot = shuffled_indices(self.cycle_seed, indices, CYCLE_SAMPLES)
+        dataset_indices = np.searchsorted(self.cycle_ends, slot, side="right")
+        cycle_starts = self.cycle_ends - self.samples_per_cycle
+        per_cycle = self.samples_per_cycle[dataset_indices]
+        return dataset_indices, indices // CYCLE_SAMPLES * per_cycle + slot - cycle_starts[dataset_indices]
 
 
 class IndexedBlend:
-    """Sources by a list that says, for each sample, which source's which it is."""
+    """A blend by lists: sample i is sample `sample_indices[i]` of data set `dataset_indices[i]`."""
 
     def __init__(
         self, datasets: Sequence[Dataset], dataset_indices: NDArray[np.uint8], sample_indices: NDArray[np.int64]
@@ -59,15 +64,14 @@ class IndexedBlend:
         return len(self.dataset_indices)
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        return gather_samples(
-            self.datasets, self.dataset_indices[indices].astype(np.int64), self.sample_indices[indices]
-        )
+        dataset_indices = self.dataset_indices[indices].astype(np.int64)
+        return gather_samples(self.datasets, dataset_indices, self.sample_indices[indices])
 
 
 def apportion(weights: Sequence[float], total: int) -> NDArray[np.int64]:
-    """Whole numbers by weight that add up to `total`: the largest remainders are rounded up."""
+    """Integers proportional to the weights that add up to `total`, by the largest remainder method."""
     exact = np.asarray(weights, np.float64) / sum(weights) * total
-    whole = np.floor(exact).astype(np.int64)
-    most = np.argsort(whole - exact, kind="stable")[: total - int(whole.sum())]
-    whole[most] += 1
-    return whole
+    counts = np.floor(exact).astype(np.int64)
+    largest_remainders = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
+    counts[largest_remainders] += 1
+    return counts

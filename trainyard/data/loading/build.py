@@ -1,7 +1,7 @@
-"""From a configuration to its samples: the training ones, in their order, and the held-out ones."""
+"""From a configuration to its training and validation data sets."""
 
-import glob
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import NamedTuple
@@ -12,133 +12,122 @@ from numpy.typing import NDArray
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.documents import InputSlice, UnreadableRecord
+from trainyard.data.formats.documents import InputSlice, UnreadableRecord, match_paths
 from trainyard.data.formats.megatron_bin import MegatronTokens
-from trainyard.data.loading import megatron_order
 from trainyard.data.loading.blend import BlendedDataset, IndexedBlend
 from trainyard.data.loading.dataset import ConcatDataset, Dataset, Subset
 from trainyard.data.loading.demo_corpus import make_stories
+from trainyard.data.loading.megatron_order import MegatronOrderDataset, blend_indices, split_documents
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
-from trainyard.data.loading.token_samples import ContiguousTokens, ReorderedTokens, TokenSamples, TokenStream
+from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
 from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 DEMO_DOCUMENTS = 1500
 BLEND_MARGIN = 1.005
-"""The reference makes so many more of each blended set, in case rounding takes some."""
+"""Megatron prepares this many times the samples of each blended data set, in case rounding takes some."""
 
 
 class TrainValidDatasets(NamedTuple):
     train: Dataset
     validation: Dataset | None
     needs_shuffle: bool
-    """Whether the training samples are still to be shuffled."""
+    """True if the loader has to shuffle the training samples; blends and Megatron's order are shuffled already."""
 
 
-def build_datasets(config: Config, say: Say = lambda line: None) -> TrainValidDatasets:
+def build_datasets(config: Config) -> TrainValidDatasets:
     data = config.data
     if data.source == "tokens" and data.order == "megatron":
         return _build_in_megatron_order(config)
-    trains, helds = [], []
+    trains, validations = [], []
     for paths in _path_groups(config):
-        whole, held = _build_dataset(config, paths, say)
-        count = max(round(len(whole) * data.validation_fraction), 1) if data.validation_fraction else 0
-        if len(whole) <= count:
-            where = ", ".join(paths) or "the text"
+        train, validation = _build_dataset(config, paths)
+        count = max(round(len(train) * data.validation_fraction), 1) if data.validation_fraction else 0
+        if len(train) <= count:
+            source = ", ".join(paths) or "the built-in text"
             raise UserError(
-                f"data.seq_len={data.seq_len}: {where} gives no sample to train on; use more text or a shorter one"
+                f"data.seq_len={data.seq_len}: {source} has no sample to train on; use more text or a shorter seq_len"
             )
         if count:
-            whole, held = Subset(whole, 0, len(whole) - count), Subset(whole, len(whole) - count, count)
-        trains.append(whole)
-        helds.append(held)
-    held_out = ConcatDataset([held for held in helds if held]) if any(helds) else None
+            train, validation = Subset(train, 0, len(train) - count), Subset(train, len(train) - count, count)
+        trains.append(train)
+        validations.append(validation)
+    validation = ConcatDataset([dataset for dataset in validations if dataset]) if any(validations) else None
     if data.weights:
-        return TrainValidDatasets(BlendedDataset(trains, data.weights, config.train.seed), held_out, False)
-    return TrainValidDatasets(trains[0], held_out, True)
+        return TrainValidDatasets(BlendedDataset(trains, data.weights, config.train.seed), validation, False)
+    return TrainValidDatasets(trains[0], validation, True)
 
 
 def _path_groups(config: Config) -> list[tuple[str, ...]]:
-    """The paths of each set: all together, or one for each weight."""
+    """The paths of each data set: one per weight, or all together."""
     data = config.data
     return [(path,) for path in data.paths] if data.weights else [data.paths]
 
 
-def _build_dataset(config: Config, paths: tuple[str, ...], say: Say) -> tuple[Dataset, Dataset | None]:
-    """Samples of one set, and those that data.split holds out."""
+def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dataset | None]:
+    """The data set of these paths, and the part that data.split holds out for validation."""
     data, model = config.data, config.model
     if data.source == "synthetic":
         return (SyntheticSentencePairs(config) if model.family == "bert" else SyntheticTokens(config)), None
     if data.source == "hdf5":
         from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
 
-        pairs = BertHdf5Dataset(_match_files(paths), data.seq_len, data.max_predictions, say)
+        pairs = BertHdf5Dataset(_match_files(paths), data.seq_len, data.max_predictions)
         if pairs.vocab_size > model.vocab:
             raise UserError(
-                f"{', '.join(paths)}: has the token {pairs.vocab_size - 1}, but model.vocab={model.vocab}; the samples are "
-                "of another vocabulary, or model.vocab is too small"
+                f"{', '.join(paths)}: contains token {pairs.vocab_size - 1}, but model.vocab={model.vocab}; the "
+                "samples were made with another vocabulary, or model.vocab is too small"
             )
         return pairs, None
     if data.source == "arrow":
         from trainyard.data.formats.arrow_dataset import ArrowDataset
 
-        return ArrowDataset(_match_files(paths, directories=True), data.seq_len, data.document_mask, model.vocab), None
+        directories = _match_files(paths, directories=True)
+        return ArrowDataset(directories, data.seq_len, data.document_mask, model.vocab), None
     if data.source == "text":
-        row = read_text(config, paths, say)
-        return TokenSamples(row, data.seq_len, model.vocab, data.document_mask, data.mask_eod_loss), None
+        stream = read_text(config, paths)
+        return TokenSamples(stream, data.seq_len, model.vocab, data.document_mask, data.mask_eod_loss), None
     trains: list[Dataset] = []
-    helds: list[Dataset] = []
+    validations: list[Dataset] = []
     for prefix in _token_prefixes(paths):
-        tokens = MegatronTokens(prefix)
-        train, held = range(len(tokens)), range(0)
+        token_files = MegatronTokens(prefix)
+        train, validation = range(len(token_files)), range(0)
         if data.split:
-            train, held, _ = megatron_order.split_documents(data.split, len(tokens))
-        for numbers, into in ((train, trains), (held, helds)):
-            into += _token_samples(config, tokens, numbers)
-    return ConcatDataset(trains), ConcatDataset(helds) if helds else None
+            train, validation, _ = split_documents(data.split, len(token_files))
+        trains += _token_samples(config, token_files, train)
+        validations += _token_samples(config, token_files, validation)
+    return ConcatDataset(trains), ConcatDataset(validations) if validations else None
 
 
-def _token_samples(config: Config, tokens: MegatronTokens, numbers: range) -> list[Dataset]:
-    """Samples of some sequences of a set; none where they are too short for one."""
-    if not len(numbers):
-        return []
-    data = config.data
-    rows = TokenSamples(
-        _token_stream(tokens, numbers), data.seq_len, config.model.vocab, data.document_mask, data.mask_eod_loss
-    )
-    return [rows] if len(rows) else []
-
-
-def _token_stream(data: MegatronTokens, numbers: range) -> TokenStream:
-    """Sequences of a set as they follow each other."""
-    if not data.contiguous:
-        return ReorderedTokens(data, np.arange(numbers.start, numbers.stop, dtype=np.int32))
-    first = int(data.sequence_starts[numbers.start])
-    last = int(data.sequence_starts[numbers.stop - 1]) + int(data.sequence_lengths[numbers.stop - 1])
-    begins = data.sequence_starts[numbers.start : numbers.stop] - first
-    return ContiguousTokens(str(data.prefix), data.tokens[first:last], begins)
+def _token_samples(config: Config, token_files: MegatronTokens, sequences: range) -> list[Dataset]:
+    """A data set of these sequences; an empty list if they are too short for one sample."""
+    data, stream = config.data, token_stream(token_files, sequences)
+    samples = TokenSamples(stream, data.seq_len, config.model.vocab, data.document_mask, data.mask_eod_loss)
+    return [samples] if len(samples) else []
 
 
 def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
-    """As the reference would for this many steps, from train.seed."""
+    """The samples that Megatron trains on for this number of steps and train.seed."""
     data, train = config.data, config.train
     prefixes = _token_prefixes(data.paths)
     weights = [weight / sum(data.weights) for weight in data.weights] if data.weights else [1.0]
     if len(prefixes) != len(weights):
-        raise UserError(f"data.paths: {len(prefixes)} sets; data.order=megatron wants one, or data.weights for each")
+        raise UserError(
+            f"data.paths: {len(prefixes)} data sets; data.order=megatron needs exactly one, or data.weights for each"
+        )
     total = train.steps * train.global_batch
-    sources: list[Dataset] = []
-    helds: list[Dataset] = []
+    trains: list[Dataset] = []
+    validations: list[Dataset] = []
     for prefix, weight in zip(prefixes, weights, strict=True):
-        tokens = MegatronTokens(prefix)
-        wanted = total if len(prefixes) == 1 else ceil(ceil(total * weight) * BLEND_MARGIN)
-        own, held, _ = megatron_order.split_documents(data.split or "1,0,0", len(tokens))
-        sources.append(
-            megatron_order.MegatronOrderDataset(
-                tokens,
-                own,
-                wanted,
+        token_files = MegatronTokens(prefix)
+        num_samples = total if len(prefixes) == 1 else ceil(ceil(total * weight) * BLEND_MARGIN)
+        train_documents, validation_documents, _ = split_documents(data.split or "1,0,0", len(token_files))
+        trains.append(
+            MegatronOrderDataset(
+                token_files,
+                train_documents,
+                num_samples,
                 data.seq_len,
                 train.seed,
                 config.model.vocab,
@@ -146,53 +135,51 @@ def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
                 data.mask_eod_loss,
             )
         )
-        helds += _token_samples(config, tokens, held)
-    held_out = ConcatDataset(helds) if helds else None
-    if len(sources) == 1:
-        return TrainValidDatasets(sources[0], held_out, False)
-    return TrainValidDatasets(IndexedBlend(sources, *megatron_order.blend_indices(weights, total)), held_out, False)
+        validations += _token_samples(config, token_files, validation_documents)
+    dataset = trains[0] if len(trains) == 1 else IndexedBlend(trains, *blend_indices(weights, total))
+    return TrainValidDatasets(dataset, ConcatDataset(validations) if validations else None, False)
 
 
-def read_text(config: Config, paths: tuple[str, ...], say: Say) -> ContiguousTokens:
-    """Every document through the tokenizer, the end token after each, in memory."""
+def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
+    """Tokenize every document into memory, with the end token after each."""
     data = config.data
     tokenizer = load_tokenizer(tokenizer_spec(config))
     if tokenizer.vocab_size > config.model.vocab:
         raise UserError(
-            f"model.vocab={config.model.vocab}: the tokenizer has {tokenizer.vocab_size} tokens; nearest: {tokenizer.vocab_size}"
+            f"model.vocab={config.model.vocab}: the tokenizer has {tokenizer.vocab_size} tokens; "
+            f"nearest: {tokenizer.vocab_size}"
         )
-    rows: list[NDArray[np.int32]] = []
-    counts: list[NDArray[np.int64]] = []
+    token_arrays: list[NDArray[np.int32]] = []
+    length_arrays: list[NDArray[np.int64]] = []
 
     def add(texts: list[str]) -> None:
-        tokens, sizes = tokenizer.encode(texts)
-        rows.append(np.insert(tokens, np.cumsum(sizes), tokenizer.end_id))
-        counts.append(sizes + 1)
+        tokens, lengths = tokenizer.encode(texts)
+        token_arrays.append(np.insert(tokens, np.cumsum(lengths), tokenizer.end_id))
+        length_arrays.append(lengths + 1)
 
     if not paths:
         if data.tokenizer != "bytes":
-            raise UserError(
-                "data.paths: missing; name the text files (or use data.tokenizer=bytes for the built-in text)"
-            )
+            raise UserError("data.paths: missing; set it to text files (or data.tokenizer=bytes for the built-in text)")
         add(make_stories(DEMO_DOCUMENTS))
     for path in _match_files(paths, directories=True):
-        say(f"reading {path}")
-        known = path.is_dir() or path.suffix in (
-            *documents.JSON_LINES_SUFFIXES,
-            *documents.COMPRESSION_BY_SUFFIX,
-            ".parquet",
-        )
-        for piece in documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0, None, 0)]:
+        logger.info("reading %s", path)
+        for input_slice in _text_slices(path):
             texts = []
-            for found in documents.read_documents(piece, ["text"]):
-                if isinstance(found, UnreadableRecord):
-                    raise UserError(f"{found.path}: {found.location}: {found.reason}")
-                texts.append(found[0])
+            for record in documents.read_documents(input_slice, ["text"]):
+                if isinstance(record, UnreadableRecord):
+                    raise UserError(str(record))
+                texts.append(record[0])
             add(texts)
-    ends = np.cumsum(np.concatenate(counts))
-    return ContiguousTokens(
-        ", ".join(paths) or "the built-in text", np.concatenate(rows), ends - np.concatenate(counts)
-    )
+    lengths = np.concatenate(length_arrays)
+    name = ", ".join(paths) or "the built-in text"
+    return ContiguousTokens(name, np.concatenate(token_arrays), np.cumsum(lengths) - lengths)
+
+
+def _text_slices(path: Path) -> Iterable[InputSlice]:
+    """Slices of a file; a file of an unknown kind is one document."""
+    if path.is_dir() or path.suffix in (*documents.JSON_LINES_SUFFIXES, *documents.COMPRESSION_BY_SUFFIX, ".parquet"):
+        return documents.input_slices([path])
+    return [InputSlice(path, "text", 0, 0, None, 0)]
 
 
 def tokenizer_spec(config: Config) -> TokenizerSpec:
@@ -201,25 +188,24 @@ def tokenizer_spec(config: Config) -> TokenizerSpec:
 
 
 def _token_prefixes(paths: Sequence[str]) -> list[Path]:
-    """Of sets of tokens: a name without its suffix, or a glob that finds the .idx."""
-    found: list[Path] = []
+    """PREFIX of each PREFIX.bin and PREFIX.idx, from names with or without the suffix, or globs of them."""
+    prefixes: list[Path] = []
     for pattern in paths:
         name = pattern.removesuffix(".idx").removesuffix(".bin")
-        matches = sorted(glob.glob(str(Path(f"{name}.idx").expanduser())))
+        matches = match_paths(f"{name}.idx")
         if not matches:
-            raise UserError(f"data.paths={pattern}: no such set of tokens ({name}.bin and {name}.idx)")
-        found += [Path(match).with_suffix("") for match in matches]
-    if not found:
-        raise UserError("data.paths: missing; name the sets of tokens (PREFIX of PREFIX.bin and PREFIX.idx)")
-    return found
+            raise UserError(f"data.paths={pattern}: no such token files ({name}.bin and {name}.idx)")
+        prefixes += [match.with_suffix("") for match in matches]
+    if not prefixes:
+        raise UserError("data.paths: missing; set it to token files (PREFIX of PREFIX.bin and PREFIX.idx)")
+    return prefixes
 
 
 def _match_files(paths: Sequence[str], directories: bool = False) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for pattern in paths:
-        matches = [Path(match) for match in sorted(glob.glob(str(Path(pattern).expanduser())))]
-        files = [match for match in matches if match.is_file() or (directories and match.is_dir())]
-        if not files:
-            raise UserError(f"data.paths={pattern}: no such file; give text files, or --smoke for a trial without data")
-        found += files
-    return found
+        matches = [path for path in match_paths(pattern) if path.is_file() or (directories and path.is_dir())]
+        if not matches:
+            raise UserError(f"data.paths={pattern}: no such file; set it to text files, or use --smoke to try without")
+        files += matches
+    return files

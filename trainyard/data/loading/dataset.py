@@ -1,4 +1,4 @@
-"""Where samples come from. A source numbers its samples and gives any of them; their order is not its business."""
+"""Data sets: numbered samples in any order. The loader decides which sample belongs to which step."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,18 +6,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Sample = dict[str, NDArray[np.int32]]
+from trainyard.data.samples import Sample
 
 
 class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        """The samples of these numbers, stacked: each array is [len(numbers), ...]."""
+        """The samples at these indices, stacked: each array is [len(indices), ...]."""
 
 
 class Subset:
-    """The samples of another source from `first` on: one side of a split."""
+    """`count` samples of another data set from `start` on: one side of a split."""
 
     def __init__(self, dataset: Dataset, start: int, count: int) -> None:
         self.dataset, self.start, self.count = dataset, start, count
@@ -30,28 +30,29 @@ class Subset:
 
 
 class ConcatDataset:
-    """Several sources one after the other."""
+    """Several data sets, one after the other."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.datasets = datasets
-        self.ends = np.cumsum([len(source) for source in datasets])
+        self.ends = np.cumsum([len(dataset) for dataset in datasets])
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        which = np.searchsorted(self.ends, indices, side="right")
+        dataset_indices = np.searchsorted(self.ends, indices, side="right")
         starts = np.concatenate((np.zeros(1, np.int64), self.ends))
-        return gather_samples(self.datasets, which, indices - starts[which])
+        return gather_samples(self.datasets, dataset_indices, indices - starts[dataset_indices])
 
 
 def gather_samples(
     datasets: Sequence[Dataset], dataset_indices: NDArray[np.int64], sample_indices: NDArray[np.int64]
 ) -> Sample:
-    """Samples of several sources: of each, which source's it is and which of that source's."""
-    out: Sample = {}
-    for number in np.unique(dataset_indices).tolist():
-        here = dataset_indices == number
-        for name, array in datasets[number].samples(sample_indices[here]).items():
-            out.setdefault(name, np.empty((len(dataset_indices), *array.shape[1:]), np.int32))[here] = array
-    return out
+    """Stack samples of several data sets: sample `sample_indices[i]` of `datasets[dataset_indices[i]]`."""
+    stacked: Sample = {}
+    for dataset in np.unique(dataset_indices).tolist():
+        selected = dataset_indices == dataset
+        for name, array in datasets[dataset].samples(sample_indices[selected]).items():
+            shape = (len(dataset_indices), *array.shape[1:])
+            stacked.setdefault(name, np.empty(shape, np.int32))[selected] = array
+    return stacked

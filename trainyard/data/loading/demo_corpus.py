@@ -1,5 +1,5 @@
-"""A text that trainyard writes itself, so that a first run needs no download: small stories with a grammar, some
-arithmetic that is right, and recurring names, enough structure for a small model to learn visibly."""
+"""Generated stories for a first run without a download: simple grammar, correct arithmetic and recurring names,
+enough structure for a small model to learn visibly."""
 
 import random
 
@@ -14,29 +14,29 @@ NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 
 def make_story(seed: int) -> str:
-    """One story of a dozen sentences, the same for the same seed."""
-    draw = random.Random(seed)
-    hero, friend = draw.sample(NAMES, 2)
-    place, thing, colour = draw.choice(PLACES), draw.choice(THINGS), draw.choice(COLORS)
-    lines = [f"{hero} and {friend} worked at {place}.", f"There was a {colour} {thing} in {place}."]
-    for _ in range(draw.randint(6, 12)):
-        who, other = draw.sample([hero, friend], 2)
-        kind = draw.randrange(5)
+    """One story of about a dozen sentences, a function of the seed."""
+    rng = random.Random(seed)
+    hero, friend = rng.sample(NAMES, 2)
+    place, thing, color = rng.choice(PLACES), rng.choice(THINGS), rng.choice(COLORS)
+    lines = [f"{hero} and {friend} worked at {place}.", f"There was a {color} {thing} in {place}."]
+    for _ in range(rng.randint(6, 12)):
+        who, other = rng.sample([hero, friend], 2)
+        kind = rng.randrange(5)
         if kind == 0:
-            lines.append(f"{draw.choice(TIMES)} {who} {draw.choice(VERBS)} the {colour} {thing}.")
+            lines.append(f"{rng.choice(TIMES)} {who} {rng.choice(VERBS)} the {color} {thing}.")
         elif kind == 1:
             lines.append(f'"Where is the {thing}?" asked {who}. "It is at {place}," said {other}.')
         elif kind == 2:
-            a, b = draw.randint(0, 5), draw.randint(0, 5)
+            a, b = rng.randint(0, 5), rng.randint(0, 5)
             lines.append(f"{who} had {NUMBERS[a]} {thing}s and {other} had {NUMBERS[b]}; together {NUMBERS[a + b]}.")
         elif kind == 3:
-            lines.append(f"{who} was {draw.choice(FEELINGS)}, and so was {other}.")
+            lines.append(f"{who} was {rng.choice(FEELINGS)}, and so was {other}.")
         else:
-            place = draw.choice(PLACES)
+            place = rng.choice(PLACES)
             lines.append(f"Then they walked to {place} with the {thing}.")
     lines.append(f"That evening {hero} and {friend} went home.")
     return " ".join(lines) + "\n"
 
 
 def make_stories(count: int, seed: int = 0) -> list[str]:
-    return [make_story(seed * 1_000_003 + i) for i in range(count)]
+    return [make_story(seed * 1_000_003 + index) for index in range(count)]

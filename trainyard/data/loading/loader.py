@@ -1,14 +1,15 @@
-"""Global batches by step number: asking for step 5,000 costs the same as asking for step 0."""
+"""Global batches by step: the batch of step 5,000 costs the same as the batch of step 0."""
 
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from trainyard.core.batch import Batch
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.data.loading.dataset import Dataset
 from trainyard.data.loading.shuffle import shuffled_indices
 
@@ -16,50 +17,49 @@ T = TypeVar("T")
 
 
 class BatchLoader:
+    """Batches of a data set in host memory. Nothing is stored between steps, so a run can resume at any step."""
+
     def __init__(self, dataset: Dataset, global_batch: int, seed: int, shuffle: bool = True) -> None:
         self.dataset = dataset
         self.global_batch = global_batch
         self.seed = seed
         self.shuffle = shuffle
 
-    def batch(self, step: int, sample_slice: slice = slice(None)) -> dict[str, Tensor]:
-        """The samples of one optimizer step, or some `rows` of them, in host memory. `sample` numbers them within the
-        global batch."""
-        place = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
-        index = place + step * self.global_batch
-        numbers = shuffled_indices(self.seed, index, len(self.dataset)) if self.shuffle else index
-        return self._collate(numbers, place)
+    def batch(self, step: int, sample_slice: slice = slice(None)) -> Batch:
+        """The samples of one optimizer step, or the `sample_slice` of them that one rank needs."""
+        sample_ids = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
+        positions = sample_ids + step * self.global_batch
+        indices = shuffled_indices(self.seed, positions, len(self.dataset)) if self.shuffle else positions
+        return self._collate(indices, sample_ids)
 
     def prefetch(
-        self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[dict[str, Tensor]], T]
+        self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[Batch], T]
     ) -> Generator[T, None, None]:
-        """The batches of steps `first` to `end`, prepared; each in a thread while the one before is worked on."""
+        """`prepare(batch)` for steps `first_step` to `end_step`; a thread works on the next step meanwhile."""
 
         def make(step: int) -> T:
             return prepare(self.batch(step, sample_slice))
 
         with ThreadPoolExecutor(1) as thread:
-            coming: Future[T] | None = None
+            pending: Future[T] | None = None
             for step in range(first_step, end_step):
-                batch = coming.result() if coming else make(step)
-                coming = thread.submit(make, step + 1) if step + 1 < end_step else None
-                yield batch
+                prepared = pending.result() if pending else make(step)
+                pending = thread.submit(make, step + 1) if step + 1 < end_step else None
+                yield prepared
 
-    def one_epoch(self, sample_slice: slice = slice(None)) -> Iterator[dict[str, Tensor]]:
-        """Every sample exactly once, in order (some `rows` of each batch); the last batch is filled up with labels that
-        count nowhere."""
-        place = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
-        for first in range(0, len(self.dataset), self.global_batch):
-            numbers = first + place
-            batch = self._collate(numbers % len(self.dataset), place)
-            extra = torch.from_numpy(numbers >= len(self.dataset))
-            for name in ("labels", "next_sentence_labels"):
-                if name in batch:
-                    batch[name][extra] = -100
+    def one_epoch(self, sample_slice: slice = slice(None)) -> Iterator[Batch]:
+        """Every sample exactly once and in order. Samples that fill up the last batch have labels IGNORE_INDEX."""
+        sample_ids = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
+        for start in range(0, len(self.dataset), self.global_batch):
+            indices = start + sample_ids
+            batch = self._collate(indices % len(self.dataset), sample_ids)
+            padding = torch.from_numpy(indices >= len(self.dataset))
+            batch["labels"][padding] = IGNORE_INDEX
+            if "next_sentence_labels" in batch:
+                batch["next_sentence_labels"][padding] = IGNORE_INDEX
             yield batch
 
-    def _collate(self, numbers: NDArray[np.int64], place: NDArray[np.int64]) -> dict[str, Tensor]:
-        arrays = self.dataset.samples(numbers)
-        batch = {name: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)) for name, array in arrays.items()}
-        batch["sample_ids"] = torch.from_numpy(place.astype(np.int32))
-        return batch
+    def _collate(self, indices: NDArray[np.int64], sample_ids: NDArray[np.int64]) -> Batch:
+        arrays = {**self.dataset.samples(indices), "sample_ids": sample_ids}
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(array, np.int32)) for name, array in arrays.items()}
+        return cast(Batch, tensors)

@@ -1,4 +1,4 @@
-"""Samples without files, for trials and benchmarks: each follows from its number."""
+"""Synthetic samples without files, for trials and benchmarks: each sample is a function of its index."""
 
 from collections.abc import Callable
 
@@ -7,20 +7,19 @@ import torch
 from numpy.typing import NDArray
 
 from trainyard.config.schema import Config
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import element_bits, key32, key64, row_seeds
 from trainyard.core.errors import UserError
-from trainyard.data.loading.dataset import Sample
-from trainyard.data.loading.token_samples import document_ids
+from trainyard.data.samples import Sample, document_ids
 
 CLS, SEP, MASK, FIRST_WORD_ID = 1, 2, 3, 4
-"""Numbers with a meaning in masked samples; 0 is padding."""
+"""Special token ids of masked samples; 0 is padding."""
 MEAN_DOCUMENT_TOKENS = 64
-"""Length of documents, on average."""
 
 
 class SyntheticTokens:
-    """Token rows without files: each follows from its number. Part of every next token is predictable. Kept apart,
-    documents have 1 / `WORDS` of a chance to end at each token."""
+    """Random tokens, half of which follow from the token before them. With `data.document_mask`, documents end at each
+    token with probability 1 / MEAN_DOCUMENT_TOKENS."""
 
     def __init__(self, config: Config) -> None:
         self.vocab_size, self.seq_len = config.model.vocab, config.data.seq_len
@@ -31,24 +30,24 @@ class SyntheticTokens:
         return 1 << 24
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        rows = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
-        for row, number in zip(rows, indices, strict=True):
-            draw = np.random.Generator(np.random.Philox(key64(self.seed, "tokens", number) % 2**64))
-            row[:] = draw.integers(0, self.vocab_size, self.seq_len + 1)
+        windows = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
+        for row, index in zip(windows, indices, strict=True):
+            rng = np.random.Generator(np.random.Philox(key64(self.seed, "tokens", index) % 2**64))
+            row[:] = rng.integers(0, self.vocab_size, self.seq_len + 1)
             row[1::2] = (row[:-1:2] * 7 + 1) % self.vocab_size
             if self.document_mask:
-                row[draw.random(len(row)) < 1 / MEAN_DOCUMENT_TOKENS] = 0
-        out = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+                row[rng.random(len(row)) < 1 / MEAN_DOCUMENT_TOKENS] = 0
+        sample = {"tokens": windows[:, :-1], "labels": windows[:, 1:]}
         if self.document_mask:
-            begins = np.zeros((len(rows), self.seq_len), np.bool_)
-            begins[:, 1:] = rows[:, :-2] == 0
-            out |= document_ids(begins)
-        return out
+            starts = np.zeros((len(windows), self.seq_len), np.bool_)
+            starts[:, 1:] = windows[:, :-2] == 0
+            sample |= document_ids(starts)
+        return sample
 
 
 class SyntheticSentencePairs:
-    """Masked sentence pairs without files, shaped like BERT's: [CLS] a [SEP] b [SEP] and padding; 80 % of the chosen
-    places masked, 10 % random, 10 % kept. In a true pair, b goes on where a ended."""
+    """Masked sentence pairs in BERT's format: [CLS] a [SEP] b [SEP] and padding. Of the chosen positions, 80% are
+    masked, 10% random and 10% unchanged. In a true pair, b continues where a ends."""
 
     def __init__(self, config: Config) -> None:
         if config.model.vocab < 2 * FIRST_WORD_ID:
@@ -63,57 +62,62 @@ class SyntheticSentencePairs:
         return 1 << 24
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
+        """Names end with their shape: B samples, T tokens, P predictions."""
         draw = self._random_columns(indices)
-        room, places = self.seq_len - 3, self.max_predictions
-        least = max(room // 2, min(2, room))
-        words_B1 = least + draw(1) % (room + 1 - least)
+        max_words, max_predictions = self.seq_len - 3, self.max_predictions
+        min_words = max(max_words // 2, min(2, max_words))
+        words_B1 = min_words + draw(1) % (max_words + 1 - min_words)
         cut_B1 = words_B1 // 2
-        first_B1, apart_B1, jump_B1 = draw(1) % self.num_words, draw(1) % 2, 1 + draw(1) % (self.num_words - 1)
-        at_T = np.arange(self.seq_len)
-        second_BT = at_T > cut_B1 + 1
-        number_BT = at_T - 1 - second_BT  # runs of neighbouring words
-        text_BT = FIRST_WORD_ID + (first_B1 + number_BT + second_BT * apart_B1 * jump_B1) % self.num_words
-        ends_BT = (at_T == cut_B1 + 1) | (at_T == words_B1 + 2)
-        used_BT = at_T <= words_B1 + 2
-        row_BT = np.where(ends_BT, SEP, text_BT) * used_BT
-        row_BT[:, 0] = CLS
-        word_BT = used_BT & ~ends_BT & (at_T > 0)
-        # The words with the lowest of random numbers are chosen.
+        first_B1 = draw(1) % self.num_words
+        unrelated_B1 = draw(1) % 2
+        jump_B1 = 1 + draw(1) % (self.num_words - 1)
+        position_T = np.arange(self.seq_len)
+        second_BT = position_T > cut_B1 + 1
+        offset_BT = position_T - 1 - second_BT  # a text is a run of consecutive word ids
+        text_BT = FIRST_WORD_ID + (first_B1 + offset_BT + second_BT * unrelated_B1 * jump_B1) % self.num_words
+        separator_BT = (position_T == cut_B1 + 1) | (position_T == words_B1 + 2)
+        used_BT = position_T <= words_B1 + 2
+        tokens_BT = np.where(separator_BT, SEP, text_BT) * used_BT
+        tokens_BT[:, 0] = CLS
+        word_BT = used_BT & ~separator_BT & (position_T > 0)
+        # Choose the words with the lowest random numbers.
         order_BT = np.where(word_BT, draw(self.seq_len), np.iinfo(np.int64).max).argsort(1)
-        count_B1 = np.minimum(np.maximum(np.rint(0.15 * words_B1).astype(np.int64), 1), np.minimum(places, words_B1))
-        counted_BP = np.arange(places) < count_B1
-        place_BP = np.pad(order_BT[:, :places], ((0, 0), (0, max(places - self.seq_len, 0))))
-        place_BP = np.sort(np.where(counted_BP, place_BP, self.seq_len), 1)  # those that do not count come last
-        place_BP = np.where(counted_BP, place_BP, 0)
-        label_BP = np.take_along_axis(row_BT, place_BP, 1)
-        what_BP, other_BP = draw(places) % 10, FIRST_WORD_ID + draw(places) % self.num_words
-        new_BP = np.where(what_BP < 8, MASK, np.where(what_BP == 9, other_BP, label_BP))
-        rows_B, columns_P = np.nonzero(counted_BP)
-        row_BT[rows_B, place_BP[rows_B, columns_P]] = new_BP[rows_B, columns_P]
-        found = {
-            "tokens": row_BT,
+        limit_B1 = np.minimum(max_predictions, words_B1)
+        count_B1 = np.minimum(np.maximum(np.rint(0.15 * words_B1).astype(np.int64), 1), limit_B1)
+        counted_BP = np.arange(max_predictions) < count_B1
+        missing = max(max_predictions - self.seq_len, 0)
+        positions_BP = np.pad(order_BT[:, :max_predictions], ((0, 0), (0, missing)))
+        positions_BP = np.sort(np.where(counted_BP, positions_BP, self.seq_len), 1)  # unused entries sort to the end
+        positions_BP = np.where(counted_BP, positions_BP, 0)
+        labels_BP = np.take_along_axis(tokens_BT, positions_BP, 1)
+        action_BP, random_BP = draw(max_predictions) % 10, FIRST_WORD_ID + draw(max_predictions) % self.num_words
+        new_BP = np.where(action_BP < 8, MASK, np.where(action_BP == 9, random_BP, labels_BP))
+        rows, columns = np.nonzero(counted_BP)
+        tokens_BT[rows, positions_BP[rows, columns]] = new_BP[rows, columns]
+        sample = {
+            "tokens": tokens_BT,
             "segment_ids": second_BT & used_BT,
             "attention_mask": used_BT,
-            "masked_positions": place_BP,
-            "labels": np.where(counted_BP, label_BP, -100),
-            "next_sentence_labels": apart_B1[:, 0],
+            "masked_positions": positions_BP,
+            "labels": np.where(counted_BP, labels_BP, IGNORE_INDEX),
+            "next_sentence_labels": unrelated_B1[:, 0],
         }
-        return {name: array.astype(np.int32) for name, array in found.items()}
+        return {name: array.astype(np.int32) for name, array in sample.items()}
 
-    def _random_columns(self, numbers: NDArray[np.int64]) -> Callable[[int], NDArray[np.int64]]:
-        """Columns of numbers from 0 to 2^31 for each sample, new ones at each call."""
+    def _random_columns(self, indices: NDArray[np.int64]) -> Callable[[int], NDArray[np.int64]]:
+        """A function that returns [samples, columns] integers from 0 to 2^31, new ones at each call."""
         key = torch.tensor(key32(self.seed, "pairs"), dtype=torch.int32)
-        number = torch.from_numpy(numbers.astype(np.int32))
-        a, b = row_seeds(key, number, torch.zeros_like(number))
+        rows = torch.from_numpy(indices.astype(np.int32))
+        a, b = row_seeds(key, rows, torch.zeros_like(rows))
         site = torch.zeros((), dtype=torch.int32)
-        drawn = 0
+        columns_used = 0
 
         def draw(columns: int) -> NDArray[np.int64]:
-            nonlocal drawn
-            column = torch.arange(drawn, drawn + columns, dtype=torch.int32)
-            drawn += columns
-            cells = element_bits((a[:, None], b[:, None]), site, column) & 0x7FFFFFFF
-            out: NDArray[np.int64] = cells.numpy().astype(np.int64)
-            return out
+            nonlocal columns_used
+            column = torch.arange(columns_used, columns_used + columns, dtype=torch.int32)
+            columns_used += columns
+            bits = element_bits((a[:, None], b[:, None]), site, column) & 0x7FFFFFFF
+            values: NDArray[np.int64] = bits.numpy().astype(np.int64)
+            return values
 
         return draw

@@ -1,8 +1,9 @@
-"""Samples for causal models: rows of `sequence` inputs and as many labels, cut from a long row of tokens.
+"""Samples for causal models: `seq_len` inputs and as many labels, cut from a stream of tokens.
 
-The row is all documents one after the other (`Flat`), or in an order of its own (`Chain`). Sample number n begins at
-token n * sequence and its last label is the next one's first input, so that an epoch has every token as a label once
-(but for the very first, which nothing predicts). The last sample is filled up with labels that count nowhere.
+The stream is all documents one after the other (`ContiguousTokens`) or sequences in a given order
+(`ReorderedTokens`). Sample n starts at token n * seq_len and its last label is the first input of sample n + 1, so an
+epoch has every token as a label once (except the very first, which has no context). The last sample is filled up with
+labels IGNORE_INDEX.
 """
 
 from collections.abc import Iterator
@@ -11,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.megatron_bin import MegatronTokens, Tokens
-
-IGNORE_INDEX = -100
+from trainyard.data.samples import Sample, document_ids
 
 
 class TokenStream(Protocol):
-    """A long row of tokens, never all in memory."""
+    """A long sequence of tokens, never entirely in memory."""
 
     name: str
 
@@ -27,14 +28,14 @@ class TokenStream(Protocol):
     def tokens(self, start: int, count: int) -> Tokens: ...
 
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
-        """Where documents begin, from the token `start` up to, but not with, `end`."""
+        """Positions from `start` to `end` (exclusive) at which documents start."""
 
 
 class ContiguousTokens:
-    """Documents as they lie in memory or in a file."""
+    """Documents in the order in which they lie in memory or in a file."""
 
     def __init__(self, name: str, tokens: Tokens, document_starts: NDArray[np.int64]) -> None:
-        """`begins`: the first token of each document, rising."""
+        """`document_starts`: position of the first token of each document, increasing."""
         self.name, self.all_tokens, self.all_document_starts = name, tokens, document_starts
 
     def __len__(self) -> int:
@@ -48,12 +49,12 @@ class ContiguousTokens:
 
 
 class ReorderedTokens:
-    """Sequences of a set in any order, each as often as it is named."""
+    """Sequences of token files in any order, each as often as `sequence_order` names it."""
 
     def __init__(self, token_files: MegatronTokens, sequence_order: NDArray[np.int32]) -> None:
         self.name, self.token_files, self.sequence_order = str(token_files.prefix), token_files, sequence_order
         self.sequence_ends = np.cumsum(token_files.sequence_lengths[sequence_order], dtype=np.int64)
-        """Where each sequence of the chain ends."""
+        """End of each sequence in the stream."""
 
     def __len__(self) -> int:
         return int(self.sequence_ends[-1]) if len(self.sequence_ends) else 0
@@ -62,23 +63,34 @@ class ReorderedTokens:
         return np.concatenate(list(self._sequence_spans(start, count)))
 
     def _sequence_spans(self, start: int, count: int) -> Iterator[Tokens]:
-        number = int(np.searchsorted(self.sequence_ends, start, side="right"))
-        while count > 0 and number < len(self.sequence_order):
-            sequence = self.token_files.sequence(int(self.sequence_order[number]))
-            begin = int(self.sequence_ends[number]) - len(sequence)
-            part = sequence[start - begin : start - begin + count]
-            yield part
-            start, count, number = start + len(part), count - len(part), number + 1
+        index = int(np.searchsorted(self.sequence_ends, start, side="right"))
+        while count > 0 and index < len(self.sequence_order):
+            sequence = self.token_files.sequence(int(self.sequence_order[index]))
+            sequence_start = int(self.sequence_ends[index]) - len(sequence)
+            span = sequence[start - sequence_start : start - sequence_start + count]
+            yield span
+            start, count, index = start + len(span), count - len(span), index + 1
 
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         first, last = np.searchsorted(self.sequence_ends, (start, end))
-        inside = self.sequence_ends[first:last]
-        inside = inside[np.diff(inside, prepend=-1) > 0]  # an empty document begins nothing
-        return inside if start else np.concatenate((np.zeros(1, np.int64), inside))
+        ends = self.sequence_ends[first:last]
+        ends = ends[np.diff(ends, prepend=-1) > 0]  # an empty document starts nothing
+        return ends if start else np.concatenate((np.zeros(1, np.int64), ends))
+
+
+def token_stream(token_files: MegatronTokens, sequences: range) -> TokenStream:
+    """A range of sequences in the order of their index, read from the file without copies where possible."""
+    if not token_files.contiguous:
+        return ReorderedTokens(token_files, np.arange(sequences.start, sequences.stop, dtype=np.int32))
+    starts = token_files.sequence_starts[sequences.start : sequences.stop]
+    if not len(starts):
+        return ContiguousTokens(str(token_files.prefix), token_files.tokens[:0], starts)
+    end = int(starts[-1]) + int(token_files.sequence_lengths[sequences.stop - 1])
+    return ContiguousTokens(str(token_files.prefix), token_files.tokens[int(starts[0]) : end], starts - starts[0])
 
 
 class TokenSamples:
-    """A Source of such samples."""
+    """A data set of samples cut from a token stream."""
 
     def __init__(
         self,
@@ -88,54 +100,45 @@ class TokenSamples:
         document_mask: bool = False,
         mask_eod_loss: bool = False,
     ) -> None:
-        """With `separate`, documents are kept apart; with `mask_ends`, what begins a document is not predicted."""
+        """`document_mask` adds `document_ids`; `mask_eod_loss` ignores the loss on the first token of a document."""
         self.stream, self.seq_len, self.vocab_size = stream, seq_len, vocab_size
         self.document_mask, self.mask_eod_loss = document_mask, mask_eod_loss
 
     def __len__(self) -> int:
-        """0 where not a single sample is whole."""
-        labels = len(self.stream) - 1
-        return -(-labels // self.seq_len) if labels >= self.seq_len else 0
+        """The last sample may be partial, but a stream without a full sample has none."""
+        num_labels = len(self.stream) - 1
+        return -(-num_labels // self.seq_len) if num_labels >= self.seq_len else 0
 
-    def samples(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
-        width, total = self.seq_len + 1, len(self.stream)
-        rows = np.zeros((len(indices), width), np.int32)
-        lengths = np.minimum(total - indices * self.seq_len, width)
-        for row, start, length in zip(rows, (indices * self.seq_len).tolist(), lengths.tolist(), strict=True):
-            row[:length] = self.stream.tokens(start, length)
-        if rows.size and (rows.max() >= self.vocab_size or rows.min() < 0):
-            self._raise_token_out_of_range(rows, indices)
-        tokens, labels = rows[:, :-1], rows[:, 1:]
-        short = lengths < width
-        if short.any() or self.mask_eod_loss:
+    def samples(self, indices: NDArray[np.int64]) -> Sample:
+        width = self.seq_len + 1
+        windows = np.zeros((len(indices), width), np.int32)
+        lengths = np.minimum(len(self.stream) - indices * self.seq_len, width)
+        for window, start, length in zip(windows, (indices * self.seq_len).tolist(), lengths.tolist(), strict=True):
+            window[:length] = self.stream.tokens(start, length)
+        if windows.size and (windows.max() >= self.vocab_size or windows.min() < 0):
+            self._raise_token_out_of_range(windows, indices)
+        tokens, labels = windows[:, :-1], windows[:, 1:]
+        if (lengths < width).any() or self.mask_eod_loss:
             labels = labels.copy()
             labels[np.arange(1, width) >= lengths[:, None]] = IGNORE_INDEX
         if not (self.document_mask or self.mask_eod_loss):
             return {"tokens": tokens, "labels": labels}
-        begins = self._document_starts(indices, lengths)
+        starts = self._document_starts(indices, lengths)
         if self.mask_eod_loss:
-            labels[begins[:, 1:]] = IGNORE_INDEX
-        return {"tokens": tokens, "labels": labels, **(document_ids(begins[:, :-1]) if self.document_mask else {})}
+            labels[starts[:, 1:]] = IGNORE_INDEX
+        return {"tokens": tokens, "labels": labels, **(document_ids(starts[:, :-1]) if self.document_mask else {})}
 
-    def _document_starts(self, numbers: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-        begins = np.zeros((len(numbers), self.seq_len + 1), np.bool_)
-        for row, number, length in zip(begins, numbers.tolist(), lengths.tolist(), strict=True):
-            start = number * self.seq_len
-            row[self.stream.document_starts(start, start + length) - start] = True
-        return begins
+    def _document_starts(self, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[len(indices), seq_len + 1] True at the first token of each document."""
+        starts = np.zeros((len(indices), self.seq_len + 1), np.bool_)
+        for row, index, length in zip(starts, indices.tolist(), lengths.tolist(), strict=True):
+            first = index * self.seq_len
+            row[self.stream.document_starts(first, first + length) - first] = True
+        return starts
 
-    def _raise_token_out_of_range(self, rows: NDArray[Any], numbers: NDArray[np.int64]) -> None:
-        which, place = np.argwhere((rows >= self.vocab_size) | (rows < 0))[0]
+    def _raise_token_out_of_range(self, windows: NDArray[Any], indices: NDArray[np.int64]) -> None:
+        row, column = np.argwhere((windows >= self.vocab_size) | (windows < 0))[0]
         raise UserError(
-            f"{self.stream.name}: token {rows[which, place]} at {numbers[which] * self.seq_len + place}, but model.vocab="
-            f"{self.vocab_size}; the tokens are of another tokenizer, or model.vocab is too small"
+            f"{self.stream.name}: token {windows[row, column]} at {indices[row] * self.seq_len + column}, but "
+            f"model.vocab={self.vocab_size}; the tokens come from another tokenizer, or model.vocab is too small"
         )
-
-
-def document_ids(begins: NDArray[np.bool_]) -> dict[str, NDArray[np.int32]]:
-    """Which document of its sample each token is in, and its position there. The first token begins one anyway."""
-    begins = begins.copy()
-    begins[:, 0] = False
-    place = np.arange(begins.shape[1], dtype=np.int32)
-    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    return {"document_ids": begins.cumsum(1, dtype=np.int32), "position_ids": (place - first).astype(np.int32)}

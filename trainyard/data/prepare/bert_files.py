@@ -1,8 +1,8 @@
-"""From documents to a set of BERT's HDF5 files, by as many processes as asked for.
+"""Text documents to a set of BERT's HDF5 files, in parallel.
 
-How many samples there will be is not known before all are made, and files are to have equally many. So workers first
-put the samples of each chunk of documents, shuffled, in a file of its own; then each HDF5 file takes its share of every
-chunk. All of this happens in a hidden directory beside the result. The HDF5 files get their names in one go at the end.
+The number of samples is known only when all are made, but files should have equally many. So workers first write the
+samples of each chunk of documents, shuffled, to a temporary file; then each HDF5 file takes its share of every chunk.
+All of this happens in a hidden directory next to the result, and the HDF5 files get their names together at the end.
 """
 
 import os
@@ -19,18 +19,18 @@ import numpy as np
 
 from trainyard.core.atomic_files import fsync_directory
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.formats import bert_hdf5, documents
-from trainyard.data.formats.bert_hdf5 import BertShape, Records, record_dtype
-from trainyard.data.formats.bert_hdf5_cache import file_lock
+from trainyard.data.file_lock import file_lock
+from trainyard.data.formats import documents
+from trainyard.data.formats.bert_hdf5 import BertShape, Records, record_dtype, write_samples
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.data.prepare.bert_samples import BertOptions, load_bert_tokenizer, make_samples, tokenize_documents
 from trainyard.data.prepare.worker_pool import map_ordered
 from trainyard.data.text.sentences import split_sentences
 
 MAX_SAMPLES_PER_FILE = 1 << 18
-"""Samples of a file, at most, where nobody says how many files."""
+"""Unless the number of files is given."""
 MIN_TEXTS_PER_CHUNK = 8
-"""Documents in a chunk, at least, where each is a file: a random one is wanted beside each."""
+"""Text files per chunk, at least: pairs need other documents in the chunk, and a text file is one document."""
 
 
 class DocumentChunk(NamedTuple):
@@ -39,13 +39,11 @@ class DocumentChunk(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What became of a chunk."""
-
     documents: int
     samples: int
     unreadable: list[UnreadableRecord]
     input_bytes: int
-    """Bytes of input that this was."""
+    """Bytes of the input that this chunk stands for, for progress."""
 
 
 class BertCounts(NamedTuple):
@@ -56,12 +54,12 @@ class BertCounts(NamedTuple):
 
 
 class BertFileSet(NamedTuple):
-    """Files are DIRECTORY/NAME_training_00000.hdf5 and so on."""
+    """The output: files DIRECTORY/NAME_training_00000.hdf5 and so on."""
 
     directory: Path
     name: str
     num_files: int | None = None
-    """How many; default: enough that none has more than FILE samples."""
+    """Default: enough for MAX_SAMPLES_PER_FILE."""
     overwrite: bool = False
 
     def path(self, file_index: int) -> Path:
@@ -72,157 +70,170 @@ class BertFileSet(NamedTuple):
 
 
 class ProgressReporter(Protocol):
-    """Work under way, shown while its block lasts."""
+    """Shows the progress of one phase of the work inside its `with` block."""
 
     def __enter__(self) -> Self: ...
 
-    def update(self, done: int, total: int, words: str = "") -> None:
-        """Bytes."""
+    def update(self, done: int, total: int, details: str = "") -> None:
+        """`done` and `total` are bytes."""
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
 def build_bert_files(
     paths: Sequence[Path],
     keys: Sequence[str],
-    recipe: BertOptions,
+    options: BertOptions,
     target: BertFileSet,
     workers: int,
     on_unreadable: Callable[[UnreadableRecord], None],
     progress: Callable[[str], ProgressReporter],
 ) -> BertCounts:
-    """Make the set. `bad` is told what cannot be read. `progress` makes what shows one part of the work: the next part
-    starts its processes before it shows anything."""
-    _, vocabulary = load_bert_tokenizer(recipe.tokenizer)
-    if recipe.whole_word_mask and not vocabulary.inside.any():
-        raise UserError(f"--whole-word: {recipe.tokenizer.name} has no pieces that begin with ##, as WordPiece has")
-    with _report_os_errors(target), work_directory(target) as part:
-        seen = total = wrong = done = 0
-        counts: list[int] = []
+    """Write the file set. `on_unreadable` may raise to stop.
+
+    `progress` makes one reporter per phase: the workers of a phase must start before its reporter starts threads.
+    """
+    _, vocab = load_bert_tokenizer(options.tokenizer)
+    if options.whole_word_mask and not vocab.is_continuation.any():
+        raise UserError(f"--whole-word: {options.tokenizer.name} has no tokens that begin with ##, as WordPiece has")
+    with _report_os_errors(target), work_directory(target) as directory:
+        num_documents = num_samples = skipped = done = 0
+        chunk_samples: list[int] = []
         start, size = time.monotonic(), documents.total_bytes(paths)
-        work = map_ordered(partial(write_chunk_samples, recipe, keys, part), document_chunks(paths), workers)
-        with progress("bert") as screen, closing(cast(Generator[ChunkResult], work)):
-            for each in work:
-                for what in each.unreadable:
-                    on_unreadable(what)
-                seen, wrong, done = seen + each.documents, wrong + len(each.unreadable), done + each.input_bytes
-                total += each.samples
-                counts.append(each.samples)
-                rate = total / (time.monotonic() - start)
-                screen.update(done, size, f"{seen:,} documents, {total:,} samples, {rate:,.0f}/s")
-        if not total:
-            raise UserError(f"{paths[0]}: {seen} documents in all of the input give no sample; nothing was written")
-        files = target.num_files or -(-total // MAX_SAMPLES_PER_FILE)
-        if files > total:
-            raise UserError(f"--files {files}: there are {total} samples; nearest: {total}")
-        size = total * record_dtype(recipe.seq_len, recipe.max_predictions, vocabulary.size).itemsize
-        filled = map_ordered(
-            partial(write_hdf5_file, recipe, vocabulary.size, part, counts, files), range(files), min(workers, files)
-        )
-        with progress("write") as screen, closing(cast(Generator[None], filled)):
-            for number, _ in enumerate(filled, 1):
-                screen.update(size * number // files, size, f"{number} of {files} files")
+        make = partial(write_chunk_samples, options, keys, directory)
+        results = map_ordered(make, document_chunks(paths), workers)
+        with progress("bert") as reporter, closing(cast(Generator[ChunkResult], results)):
+            for result in results:
+                for record in result.unreadable:
+                    on_unreadable(record)
+                num_documents += result.documents
+                num_samples += result.samples
+                skipped += len(result.unreadable)
+                done += result.input_bytes
+                chunk_samples.append(result.samples)
+                rate = num_samples / (time.monotonic() - start)
+                reporter.update(done, size, f"{num_documents:,} documents, {num_samples:,} samples, {rate:,.0f}/s")
+        if not num_samples:
+            raise UserError(f"{paths[0]}: {num_documents} documents in all of the input give no sample")
+        num_files = target.num_files or -(-num_samples // MAX_SAMPLES_PER_FILE)
+        if num_files > num_samples:
+            raise UserError(f"--files {num_files}: there are {num_samples} samples; nearest: {num_samples}")
+        size = num_samples * record_dtype(options.seq_len, options.max_predictions, vocab.size).itemsize
+        write = partial(write_hdf5_file, options, vocab.size, directory, chunk_samples, num_files)
+        written = map_ordered(write, range(num_files), min(workers, num_files))
+        with progress("write") as reporter, closing(cast(Generator[None], written)):
+            for count, _ in enumerate(written, 1):
+                reporter.update(size * count // num_files, size, f"{count} of {num_files} files")
         for path in target.existing():
             path.unlink()
-        for number in range(files):
-            os.replace(part / f"{number}.hdf5", target.path(number))
+        for index in range(num_files):
+            os.replace(directory / f"{index}.hdf5", target.path(index))
         fsync_directory(target.directory)
-    return BertCounts(seen, total, files, wrong)
+    return BertCounts(num_documents, num_samples, num_files, skipped)
 
 
 @contextmanager
 def _report_os_errors(target: BertFileSet) -> Iterator[None]:
-    """A full disk, or a file that may not be read or written, in one line."""
+    """Report a full disk or a file without permission in one line."""
     try:
         yield
     except OSError as error:
-        why = error.strerror or one_line(error)
-        raise UserError(f"{error.filename or target.directory}: {why}") from None
+        raise UserError(f"{error.filename or target.directory}: {error.strerror or one_line(error)}") from None
 
 
 @contextmanager
 def work_directory(target: BertFileSet) -> Iterator[Path]:
-    """An empty directory for what is not complete, for one process at a time. One that is there already was left by a
-    run that was killed: what it made is not complete either."""
-    part = target.directory / f".{target.name}_training.part"
-    present = target.existing()
-    if present and not target.overwrite and not part.exists():
-        raise UserError(f"{present[0]}: is there already; --overwrite replaces it, --name NAME puts others beside it")
-    part.mkdir(exist_ok=True)
+    """An empty directory for incomplete files, for one process at a time. One left by a killed run is emptied."""
+    directory = target.directory / f".{target.name}_training.part"
+    existing = target.existing()
+    if existing and not target.overwrite and not directory.exists():
+        raise UserError(f"{existing[0]}: already exists; --overwrite replaces it, --name NAME writes other files")
+    directory.mkdir(exist_ok=True)
 
     def busy() -> NoReturn:
-        raise UserError(f"{part}: another run works there; wait for its end, or use another --name")
+        raise UserError(f"{directory}: another run is writing there; wait for it to end, or use another --name")
 
-    with file_lock(part / "lock", busy):
-        for path in part.iterdir():
+    with file_lock(directory / "lock", busy):
+        for path in directory.iterdir():
             if path.name != "lock":
                 path.unlink()
         try:
-            yield part
+            yield directory
         finally:
-            shutil.rmtree(part)
+            shutil.rmtree(directory)
 
 
 def document_chunks(paths: Sequence[Path]) -> Iterator[DocumentChunk]:
-    """Pieces of the input, some together: enough for many documents. The last chunk may be up to twice as large."""
+    """Groups of input slices with enough documents each. The last chunk may be up to twice as large."""
     ready: list[InputSlice] = []
-    coming: list[InputSlice] = []
-    number = 0
-    for piece in documents.input_slices(paths):
-        coming.append(piece)
-        texts = sum(each.kind == "text" for each in coming)
-        size = sum(len(each.data) if each.data else each.input_bytes for each in coming)
-        if size >= documents.SLICE_BYTES and (not texts or texts >= MIN_TEXTS_PER_CHUNK):
+    growing: list[InputSlice] = []
+    chunk_id = 0
+    for input_slice in documents.input_slices(paths):
+        growing.append(input_slice)
+        num_texts = sum(part.kind == "text" for part in growing)
+        size = sum(len(part.data) if part.data else part.input_bytes for part in growing)
+        if size >= documents.SLICE_BYTES and (not num_texts or num_texts >= MIN_TEXTS_PER_CHUNK):
             if ready:
-                yield DocumentChunk(number, ready)
-                number += 1
-            ready, coming = coming, []
-    if ready or coming:
-        yield DocumentChunk(number, ready + coming)
+                yield DocumentChunk(chunk_id, ready)
+                chunk_id += 1
+            ready, growing = growing, []
+    if ready or growing:
+        yield DocumentChunk(chunk_id, ready + growing)
 
 
-def write_chunk_samples(recipe: BertOptions, keys: Sequence[str], part: Path, chunk: DocumentChunk) -> ChunkResult:
-    """The samples of a chunk, in a file of its own. Texts under several keys are one document."""
-    tokenizer, vocabulary = load_bert_tokenizer(recipe.tokenizer)
+def write_chunk_samples(
+    options: BertOptions, keys: Sequence[str], directory: Path, chunk: DocumentChunk
+) -> ChunkResult:
+    """Write the samples of a chunk to a temporary file. Texts under several keys are one document."""
+    tokenizer, vocab = load_bert_tokenizer(options.tokenizer)
     texts: list[list[str]] = []
-    bad: list[UnreadableRecord] = []
-    for piece in chunk.slices:
-        for found in documents.read_documents(piece, keys[:1] if piece.kind == "text" else keys):
-            if isinstance(found, UnreadableRecord):
-                bad.append(found)
+    unreadable: list[UnreadableRecord] = []
+    for input_slice in chunk.slices:
+        for record in documents.read_documents(input_slice, keys[:1] if input_slice.kind == "text" else keys):
+            if isinstance(record, UnreadableRecord):
+                unreadable.append(record)
             else:
-                texts.append([sentence for text in found for sentence in split_sentences(text)])
+                texts.append([sentence for text in record for sentence in split_sentences(text)])
     text = tokenize_documents(tokenizer, texts)
-    found_samples = make_samples(text, recipe, vocabulary, chunk.chunk_id)
-    found_samples.tofile(part / str(chunk.chunk_id))
-    return ChunkResult(
-        len(text.document_bounds) - 1, len(found_samples), bad, sum(piece.input_bytes for piece in chunk.slices)
-    )
+    samples = make_samples(text, options, vocab, chunk.chunk_id)
+    samples.tofile(directory / str(chunk.chunk_id))
+    input_bytes = sum(input_slice.input_bytes for input_slice in chunk.slices)
+    return ChunkResult(len(text.document_bounds) - 1, len(samples), unreadable, input_bytes)
 
 
 def write_hdf5_file(
-    recipe: BertOptions, vocab: int, part: Path, counts: Sequence[int], files: int, number: int
+    options: BertOptions,
+    vocab_size: int,
+    directory: Path,
+    chunk_samples: Sequence[int],
+    num_files: int,
+    file_index: int,
 ) -> None:
-    """One file of so many: sample n of all belongs to file n % files, as far as counts go; which samples of a chunk
-    they are does not matter, as it is shuffled."""
-    dtype = record_dtype(recipe.seq_len, recipe.max_predictions, vocab)
-    total = sum(counts)
+    """Write one of `num_files` files. It gets as many samples as if sample n belonged to file n % num_files; since
+    chunks are shuffled, it takes them from consecutive positions of each chunk."""
+    dtype = record_dtype(options.seq_len, options.max_predictions, vocab_size)
+    total = sum(chunk_samples)
 
     def blocks() -> Iterator[Records]:
-        first = 0
-        for chunk, count in enumerate(counts):
-            begin = _count_before(first, first + count, files, number)
-            length = _count_before(first, first + count, files, number + 1) - begin
+        start = 0
+        for chunk, count in enumerate(chunk_samples):
+            offset = _count_before(start, start + count, num_files, file_index)
+            length = _count_before(start, start + count, num_files, file_index + 1) - offset
             if length:
-                yield np.fromfile(part / str(chunk), dtype, length, offset=begin * dtype.itemsize)
-            first += count
+                yield np.fromfile(directory / str(chunk), dtype, length, offset=offset * dtype.itemsize)
+            start += count
 
-    own = _count_before(0, total, files, number + 1) - _count_before(0, total, files, number)
-    bert_hdf5.write_samples(part / f"{number}.hdf5", blocks(), BertShape(own, recipe.seq_len, recipe.max_predictions))
+    num_samples = _count_before(0, total, num_files, file_index + 1) - _count_before(0, total, num_files, file_index)
+    shape = BertShape(num_samples, options.seq_len, options.max_predictions)
+    write_samples(directory / f"{file_index}.hdf5", blocks(), shape)
 
 
-def _count_before(start: int, end: int, files: int, number: int) -> int:
-    """How many of the samples from `start` to `end` belong to the files before this one."""
-    return sum(sign * (at // files * number + min(at % files, number)) for sign, at in ((1, end), (-1, start)))
+def _count_before(start: int, end: int, num_files: int, file_index: int) -> int:
+    """How many of the samples `start` to `end` belong to the files before this one."""
+
+    def count(samples: int) -> int:
+        return samples // num_files * file_index + min(samples % num_files, file_index)
+
+    return count(end) - count(start)

@@ -1,9 +1,9 @@
-"""BERT's samples from documents: pairs of neighbouring or unrelated text, with some words masked.
+"""BERT samples from documents: pairs of consecutive or unrelated text, with some tokens masked.
 
-Documents are worked on in chunks of a few MiB, each by one process, and every random number follows from the seed and
-the chunk's number: any number of workers makes the same samples. Unrelated text comes from another document of the same
-chunk, so that memory does not grow with the input. Loops are over samples and sentences only; words are gathered and
-masked by whole arrays.
+Each process works on chunks of a few MiB of documents, and every random number follows from the seed and the chunk
+index: any number of workers makes the same samples. Unrelated text comes from another document of the same chunk, so
+memory does not grow with the input. Python loops run over samples and sentences only; tokens are gathered and masked
+with whole arrays.
 """
 
 from bisect import bisect_left
@@ -20,44 +20,42 @@ from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokeniz
 
 SPECIAL_TOKENS = {
     "pad": ("[PAD]", "<pad>"),
-    "first": ("[CLS]", "<s>"),
-    "between": ("[SEP]", "</s>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""Names of the tokens, by what they are for."""
+"""Names of the special tokens, by field of BertVocab."""
 MASK_FRACTION = 0.15
-"""Of a sample's tokens."""
+"""Fraction of the tokens of a sample to predict."""
 SAMPLES_PER_BLOCK = 2048
-"""Samples worked on at a time."""
+"""Samples made at a time."""
 
 
 class BertOptions(NamedTuple):
-    """How samples are made."""
-
     tokenizer: TokenizerSpec
     seq_len: int
-    """Tokens of a sample, at most."""
+    """Maximum tokens per sample."""
     max_predictions: int
-    """Masked places of a sample, at most."""
+    """Maximum masked positions per sample."""
     short_seq_prob: float = 0.1
-    """Part of the documents whose samples are shorter, of any length."""
+    """Fraction of the documents whose samples have a random shorter length."""
     whole_word_mask: bool = False
-    """Mask all pieces of a word or none."""
+    """Mask all tokens of a word or none."""
     dupe_factor: int = 1
-    """Times that each document is used, each with its own pairs and masks."""
+    """Times that each document is used, each time with its own pairs and masks."""
     seed: int = 0
 
 
 class BertVocab(NamedTuple):
     size: int
     pad: int
-    first: int
-    between: int
+    cls: int
+    sep: int
     mask: int
-    words: NDArray[np.int32]
-    """What a random word is drawn from: all but the four."""
-    inside: NDArray[np.bool_]
-    """By token, whether it goes on with the word before it (##ing)."""
+    ordinary_ids: NDArray[np.int32]
+    """All ids except the four special ones; random replacements come from these."""
+    is_continuation: NDArray[np.bool_]
+    """By id: True if the token continues a word (##ing)."""
 
 
 class TokenizedText(NamedTuple):
@@ -65,154 +63,160 @@ class TokenizedText(NamedTuple):
 
     tokens: NDArray[np.int32]
     sentence_bounds: list[int]
-    """Sentence n has the tokens from ends[n] to ends[n + 1]."""
+    """Sentence n has the tokens sentence_bounds[n] to sentence_bounds[n + 1]."""
     document_bounds: list[int]
-    """Document n has the sentences from documents[n] to documents[n + 1]."""
+    """Document n has the sentences document_bounds[n] to document_bounds[n + 1]."""
 
 
 @cache
 def load_bert_tokenizer(spec: TokenizerSpec) -> tuple[Tokenizer, BertVocab]:
-    """Opened once by each process."""
+    """Loaded once per process."""
     tokenizer = load_tokenizer(spec)
-    found: dict[str, int] = {}
-    for use, names in SPECIAL_TOKENS.items():
-        numbers = [number for name in names if (number := tokenizer.token_id(name)) is not None]
-        if not numbers:
-            raise UserError(f"{spec.vocab_file or spec.name}: has no {names[0]}, which BERT's samples need")
-        found[use] = numbers[0]
-    inside = [tokenizer.decode([number]).startswith("##") for number in range(tokenizer.vocab_size)]
-    words = np.setdiff1d(np.arange(tokenizer.vocab_size, dtype=np.int32), list(found.values()))
-    return tokenizer, BertVocab(tokenizer.vocab_size, words=words, inside=np.array(inside), **found)
+    special: dict[str, int] = {}
+    for field, names in SPECIAL_TOKENS.items():
+        ids = [token_id for name in names if (token_id := tokenizer.token_id(name)) is not None]
+        if not ids:
+            raise UserError(f"{spec.vocab_file or spec.name}: has no {names[0]}, which BERT samples need")
+        special[field] = ids[0]
+    is_continuation = [tokenizer.decode([token]).startswith("##") for token in range(tokenizer.vocab_size)]
+    ordinary_ids = np.setdiff1d(np.arange(tokenizer.vocab_size, dtype=np.int32), list(special.values()))
+    return tokenizer, BertVocab(
+        tokenizer.vocab_size, ordinary_ids=ordinary_ids, is_continuation=np.array(is_continuation), **special
+    )
 
 
 def tokenize_documents(tokenizer: Tokenizer, documents: list[list[str]]) -> TokenizedText:
-    """Sentences of documents as tokens. A sentence or document without any is left out."""
+    """Tokenize documents, each a list of sentences. Sentences and documents without tokens are left out."""
     tokens, counts = tokenizer.encode([sentence for document in documents for sentence in document])
     owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[counts > 0]
-    firsts = np.flatnonzero(np.diff(owner, prepend=-1))
-    ends = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    return TokenizedText(tokens, ends.tolist(), [*firsts.tolist(), len(owner)])
+    first_sentences = np.flatnonzero(np.diff(owner, prepend=-1))
+    sentence_bounds = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return TokenizedText(tokens, sentence_bounds.tolist(), [*first_sentences.tolist(), len(owner)])
 
 
-def make_samples(text: TokenizedText, recipe: BertOptions, vocabulary: BertVocab, chunk: int) -> Records:
+def make_samples(text: TokenizedText, options: BertOptions, vocab: BertVocab, chunk_id: int) -> Records:
     """All samples of a chunk, shuffled."""
-    found = []
-    for time in range(recipe.dupe_factor):
-        draw = np.random.Generator(np.random.PCG64([recipe.seed, chunk, time]))
-        numbers = np.array(list(make_pairs(text, recipe, draw)), dtype=np.int64).reshape(-1, 5)
-        for start in range(0, len(numbers), SAMPLES_PER_BLOCK):
-            found.append(
-                _make_records(text.tokens, numbers[start : start + SAMPLES_PER_BLOCK], recipe, vocabulary, draw)
-            )
-    dtype = record_dtype(recipe.seq_len, recipe.max_predictions, vocabulary.size)
-    joined = np.concatenate([np.zeros(0, dtype), *found])
-    order = np.random.Generator(np.random.PCG64([recipe.seed, chunk, recipe.dupe_factor])).random(len(joined)).argsort()
-    return joined[order]
+    blocks = []
+    for repeat in range(options.dupe_factor):
+        rng = np.random.Generator(np.random.PCG64([options.seed, chunk_id, repeat]))
+        pairs = np.array(list(make_pairs(text, options, rng)), dtype=np.int64).reshape(-1, 5)
+        for start in range(0, len(pairs), SAMPLES_PER_BLOCK):
+            blocks.append(_make_records(text.tokens, pairs[start : start + SAMPLES_PER_BLOCK], options, vocab, rng))
+    records = np.concatenate([np.zeros(0, record_dtype(options.seq_len, options.max_predictions, vocab.size)), *blocks])
+    rng = np.random.Generator(np.random.PCG64([options.seed, chunk_id, options.dupe_factor]))
+    return records[rng.random(len(records)).argsort()]
 
 
 def make_pairs(
-    text: TokenizedText, recipe: BertOptions, draw: np.random.Generator
+    text: TokenizedText, options: BertOptions, rng: np.random.Generator
 ) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Where A begins and ends, where B does, and whether B is of another document.
+    """Pairs as (A start, A end, B start, B end, unrelated), in tokens of the text.
 
-    Sentences are taken until there are enough tokens; A is the first few of them, and B the rest or, half of the time
-    and whenever there is no rest, sentences of another document. Those not used then begin the next pair.
+    Take sentences until there are enough tokens. A is the first few of them; B is the rest or, half of the time and
+    whenever there is no rest, sentences of another document. Unused sentences begin the next pair.
     """
-    chance = _uniform_stream(draw)
-    ends, documents = text.sentence_bounds, text.document_bounds
-    room, others = recipe.seq_len - 3, len(documents) - 2
-    for number in range(len(documents) - 1):
-        at, last = documents[number], documents[number + 1]
-        target = room
-        if next(chance) < recipe.short_seq_prob:
-            target = 2 + int(next(chance) * (room - 1))
-        while at < last:
-            end = bisect_left(ends, ends[at] + target, at + 1, last)
-            cut = at + 1 + int(next(chance) * (end - at - 1))
-            if others and (cut == end or next(chance) < 0.5):
-                other = int(next(chance) * others)
-                begin, finish = documents[other + (other >= number) : other + (other >= number) + 2]
-                begin += int(next(chance) * (finish - begin))
-                wanted = max(target - (ends[cut] - ends[at]), 1)
-                finish = bisect_left(ends, ends[begin] + wanted, begin + 1, finish)
-                yield ends[at], ends[cut], ends[begin], ends[finish], True
-                at = cut
+    uniform = _uniform_stream(rng)
+    sentences, documents = text.sentence_bounds, text.document_bounds
+    max_tokens, num_others = options.seq_len - 3, len(documents) - 2
+    for document in range(len(documents) - 1):
+        start, last = documents[document], documents[document + 1]
+        target = max_tokens
+        if next(uniform) < options.short_seq_prob:
+            target = 2 + int(next(uniform) * (max_tokens - 1))
+        while start < last:
+            end = bisect_left(sentences, sentences[start] + target, start + 1, last)
+            cut = start + 1 + int(next(uniform) * (end - start - 1))
+            if num_others and (cut == end or next(uniform) < 0.5):
+                other = int(next(uniform) * num_others)
+                other += other >= document
+                b_start, b_last = documents[other : other + 2]
+                b_start += int(next(uniform) * (b_last - b_start))
+                b_tokens = max(target - (sentences[cut] - sentences[start]), 1)
+                b_end = bisect_left(sentences, sentences[b_start] + b_tokens, b_start + 1, b_last)
+                yield sentences[start], sentences[cut], sentences[b_start], sentences[b_end], True
+                start = cut
             else:
                 if cut < end:
-                    yield ends[at], ends[cut], ends[cut], ends[end], False
-                at = end
+                    yield sentences[start], sentences[cut], sentences[cut], sentences[end], False
+                start = end
 
 
-def _uniform_stream(draw: np.random.Generator) -> Iterator[float]:
+def _uniform_stream(rng: np.random.Generator) -> Iterator[float]:
     while True:
-        yield from draw.random(4096).tolist()
+        yield from rng.random(4096).tolist()
 
 
 def _make_records(
     tokens: NDArray[np.int32],
-    numbers: NDArray[np.int64],
-    recipe: BertOptions,
-    vocabulary: BertVocab,
-    draw: np.random.Generator,
+    pairs: NDArray[np.int64],
+    options: BertOptions,
+    vocab: BertVocab,
+    rng: np.random.Generator,
 ) -> Records:
-    """[CLS] A [SEP] B [SEP] for each pair, masked."""
-    a, a_end, b, b_end, apart = numbers.T
-    # The longer of the two loses tokens, at either end by chance, until both fit.
-    room = recipe.seq_len - 3
-    keep_a = np.minimum(a_end - a, np.maximum(room - (b_end - b), (room + 1) // 2))
-    keep_b = np.minimum(b_end - b, room - keep_a)
-    a = a + draw.binomial(a_end - a - keep_a, 0.5)
-    b = b + draw.binomial(b_end - b - keep_b, 0.5)
-    a_B1, b_B1, keep_a_B1, keep_b_B1 = (each[:, None] for each in (a, b, keep_a, keep_b))
-    at_T = np.arange(recipe.seq_len)
-    in_a_BT = (at_T >= 1) & (at_T <= keep_a_B1)
-    in_b_BT = (at_T >= keep_a_B1 + 2) & (at_T < keep_a_B1 + keep_b_B1 + 2)
-    used_BT = at_T < keep_a_B1 + keep_b_B1 + 3
-    source_BT = np.where(in_a_BT, a_B1 + at_T - 1, np.where(in_b_BT, b_B1 + at_T - keep_a_B1 - 2, 0))
-    row_BT = np.where(in_a_BT | in_b_BT, tokens[source_BT], np.where(used_BT, vocabulary.between, vocabulary.pad))
-    row_BT[:, 0] = vocabulary.first
-    chosen_BT = choose_masked(row_BT, in_a_BT | in_b_BT, used_BT.sum(1), recipe, vocabulary, draw)
-    out = np.zeros(len(numbers), record_dtype(recipe.seq_len, recipe.max_predictions, vocabulary.size))
-    rows, places = np.nonzero(chosen_BT)
-    nth = chosen_BT.cumsum(1)[rows, places] - 1
-    out["masked_positions"][rows, nth] = places
-    out["labels"][rows, nth] = row_BT[rows, places]
-    what = draw.random(len(rows))
-    random = vocabulary.words[(draw.random(len(rows)) * len(vocabulary.words)).astype(np.int64)]
-    row_BT[rows, places] = np.where(what < 0.8, vocabulary.mask, np.where(what < 0.9, random, row_BT[rows, places]))
-    out["tokens"] = row_BT
-    out["attention_mask"] = np.packbits(used_BT, axis=1)
-    out["segment_ids"] = np.packbits(used_BT & (at_T >= keep_a_B1 + 2), axis=1)
-    out["next_sentence_labels"] = apart
-    return out
+    """[CLS] A [SEP] B [SEP] for each pair, masked. Names end with their shape: B samples, T tokens."""
+    a, a_end, b, b_end, unrelated = pairs.T
+    # The longer text loses tokens, at a random end, until both fit.
+    max_tokens = options.seq_len - 3
+    a_len = np.minimum(a_end - a, np.maximum(max_tokens - (b_end - b), (max_tokens + 1) // 2))
+    b_len = np.minimum(b_end - b, max_tokens - a_len)
+    a = a + rng.binomial(a_end - a - a_len, 0.5)
+    b = b + rng.binomial(b_end - b - b_len, 0.5)
+    a_B1, b_B1, a_len_B1, b_len_B1 = (array[:, None] for array in (a, b, a_len, b_len))
+    position_T = np.arange(options.seq_len)
+    in_a_BT = (position_T >= 1) & (position_T <= a_len_B1)
+    in_b_BT = (position_T >= a_len_B1 + 2) & (position_T < a_len_B1 + b_len_B1 + 2)
+    used_BT = position_T < a_len_B1 + b_len_B1 + 3
+    source_BT = np.where(in_a_BT, a_B1 + position_T - 1, np.where(in_b_BT, b_B1 + position_T - a_len_B1 - 2, 0))
+    tokens_BT = np.where(in_a_BT | in_b_BT, tokens[source_BT], np.where(used_BT, vocab.sep, vocab.pad))
+    tokens_BT[:, 0] = vocab.cls
+    masked_BT = choose_masked(tokens_BT, in_a_BT | in_b_BT, used_BT.sum(1), options, vocab, rng)
+    records = np.zeros(len(pairs), record_dtype(options.seq_len, options.max_predictions, vocab.size))
+    rows, positions = np.nonzero(masked_BT)
+    nth = masked_BT.cumsum(1)[rows, positions] - 1
+    records["masked_positions"][rows, nth] = positions
+    records["labels"][rows, nth] = tokens_BT[rows, positions]
+    action = rng.random(len(rows))
+    random = vocab.ordinary_ids[(rng.random(len(rows)) * len(vocab.ordinary_ids)).astype(np.int64)]
+    tokens_BT[rows, positions] = np.where(
+        action < 0.8, vocab.mask, np.where(action < 0.9, random, tokens_BT[rows, positions])
+    )
+    records["tokens"] = tokens_BT
+    records["attention_mask"] = np.packbits(used_BT, axis=1)
+    records["segment_ids"] = np.packbits(used_BT & (position_T >= a_len_B1 + 2), axis=1)
+    records["next_sentence_labels"] = unrelated
+    return records
 
 
 def choose_masked(
-    row_BT: NDArray[np.int32],
-    word_BT: NDArray[np.bool_],
+    tokens_BT: NDArray[np.int32],
+    text_BT: NDArray[np.bool_],
     used_B: NDArray[np.int64],
-    recipe: BertOptions,
-    vocabulary: BertVocab,
-    draw: np.random.Generator,
+    options: BertOptions,
+    vocab: BertVocab,
+    rng: np.random.Generator,
 ) -> NDArray[np.bool_]:
-    """Which places are masked: words in a random order, as long as they fit into what may be masked."""
-    rows, length = row_BT.shape
-    begins_BT = word_BT.copy()
-    if recipe.whole_word_mask:
-        begins_BT[:, 1:] &= ~(vocabulary.inside[row_BT[:, 1:]] & word_BT[:, :-1])
-    unit_BT = begins_BT.cumsum(1) - 1
-    flat = (np.arange(rows)[:, None] * length + unit_BT)[word_BT]
+    """The positions to mask: words in random order, as long as they fit into the number of predictions.
+
+    Shapes: B samples, T tokens, U words (each a token unless options.whole_word_mask).
+    """
+    rows, length = tokens_BT.shape
+    word_start_BT = text_BT.copy()
+    if options.whole_word_mask:
+        word_start_BT[:, 1:] &= ~(vocab.is_continuation[tokens_BT[:, 1:]] & text_BT[:, :-1])
+    word_BT = word_start_BT.cumsum(1) - 1
+    flat = (np.arange(rows)[:, None] * length + word_BT)[text_BT]
     size_BU = np.bincount(flat, minlength=rows * length).reshape(rows, length)
-    order_BU = np.where(size_BU > 0, draw.random((rows, length)), 1.0).argsort(1)
+    order_BU = np.where(size_BU > 0, rng.random((rows, length)), 1.0).argsort(1)
     size_BU = np.take_along_axis(size_BU, order_BU, 1)
-    left_B = np.minimum(np.maximum(np.rint(MASK_FRACTION * used_B).astype(np.int64), 1), recipe.max_predictions)
+    wanted_B = np.maximum(np.rint(MASK_FRACTION * used_B).astype(np.int64), 1)
+    left_B = np.minimum(wanted_B, options.max_predictions)
     taken_BU = np.zeros((rows, length), np.bool_)
-    for number in range(length):
-        fits_B = (size_BU[:, number] > 0) & (size_BU[:, number] <= left_B)
-        taken_BU[:, number] = fits_B
-        left_B -= size_BU[:, number] * fits_B
+    for index in range(length):
+        fits_B = (size_BU[:, index] > 0) & (size_BU[:, index] <= left_B)
+        taken_BU[:, index] = fits_B
+        left_B -= size_BU[:, index] * fits_B
         if not left_B.any():
             break
     chosen_BU = np.zeros((rows, length), np.bool_)
     np.put_along_axis(chosen_BU, order_BU, taken_BU, 1)
-    return word_BT & np.take_along_axis(chosen_BU, np.maximum(unit_BT, 0), 1)
+    return text_BT & np.take_along_axis(chosen_BU, np.maximum(word_BT, 0), 1)

@@ -1,4 +1,4 @@
-"""What a look at a file asks for and yields: a Report, with figures and a histogram of however many lengths."""
+"""Options and report of `trainyard data inspect`, with exact statistics of any number of lengths."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,13 +11,15 @@ from trainyard.core.errors import UserError
 
 class InspectOptions(NamedTuple):
     check: bool = False
+    """Read and validate every value."""
     num_samples: int = 0
+    """Samples to show."""
     vocab_size: int | None = None
-    """Tokens are below it; None: below 2^31."""
+    """Token ids must be below this; None: below 2^31."""
     end_token: int | None = None
-    """The end token; None: whichever most documents end with."""
+    """Token id that ends a document; None: the most frequent last token."""
     text_key: str = "text"
-    """Of the text in a document."""
+    """Key or column of the text in a document."""
 
 
 @dataclass
@@ -27,30 +29,29 @@ class InspectReport:
     facts: dict[str, Any] = field(default_factory=dict)
     """Counts and types by name."""
     lengths: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By what was measured, such as `tokens of a document`."""
+    """Length statistics by what was measured, such as `tokens per document`."""
     samples: list[tuple[str, list[int] | str]] = field(default_factory=list)
-    """Where each is from, and its tokens or its text."""
+    """Location of each sample, and its tokens or text."""
 
 
 class LengthStats:
-    """How often each length occurs: all that is kept, and enough for every figure. There are far fewer lengths than
-    documents."""
+    """Counts of each length: enough for exact statistics, and far fewer than documents."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
 
     def add(self, lengths: NDArray[Any]) -> None:
-        for length, count in zip(*(each.tolist() for each in np.unique(lengths, return_counts=True)), strict=True):
+        for length, count in zip(*(array.tolist() for array in np.unique(lengths, return_counts=True)), strict=True):
             self.counts[length] = self.counts.get(length, 0) + count
 
     def summary(self) -> dict[str, Any]:
-        """Shortest, median, mean, longest; and how many there are of 0, 1, 2 to 3, 4 to 7, ..."""
+        """Shortest, median, mean, longest, and a histogram with bins 0, 1, 2 to 3, 4 to 7, ..."""
         if not self.counts:
             return {}
         lengths = np.array(sorted(self.counts))
         counts = np.array([self.counts[length] for length in lengths.tolist()])
         ends, total = np.cumsum(counts), int(counts.sum())
-        middle = [int(lengths[np.searchsorted(ends, place, side="right")]) for place in ((total - 1) // 2, total // 2)]
+        middle = [int(lengths[np.searchsorted(ends, rank, side="right")]) for rank in ((total - 1) // 2, total // 2)]
         bins: dict[int, int] = {}
         for length, count in self.counts.items():
             bins[length.bit_length()] = bins.get(length.bit_length(), 0) + count
@@ -66,13 +67,13 @@ class LengthStats:
         }
 
 
-def check_range(where: str, numbers: NDArray[Any], first: int, limit: int, what: str = "token", least: int = 0) -> None:
-    """Refuses any that is not from `least` to below `limit`; `first` is the place of the first in its file."""
-    if numbers.size and (numbers.min() < least or numbers.max() >= limit):
-        place = int(((numbers < least) | (numbers >= limit)).argmax())
-        raise UserError(f"{where}: {what} {numbers[place]} at {first + place}; wanted: {least} to {limit - 1}")
+def check_range(path: str, values: NDArray[Any], position: int, limit: int, name: str = "token") -> None:
+    """Raise unless all values are 0 to `limit` - 1. `position` is that of the first value in its file."""
+    if values.size and (values.min() < 0 or values.max() >= limit):
+        index = int(((values < 0) | (values >= limit)).argmax())
+        raise UserError(f"{path}: {name} {values[index]} at {position + index}; expected 0 to {limit - 1}")
 
 
-def evenly_spaced(count: int, samples: int) -> list[int]:
-    """So many numbers below `count`, evenly apart."""
-    return [number * count // samples for number in range(samples)] if count > samples else list(range(count))
+def evenly_spaced(count: int, num_samples: int) -> list[int]:
+    """`num_samples` indices below `count`, evenly spaced; all indices if there are fewer."""
+    return [index * count // num_samples for index in range(num_samples)] if count > num_samples else [*range(count)]

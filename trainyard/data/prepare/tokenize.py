@@ -1,7 +1,7 @@
-"""From documents to Megatron's token files, as its preprocess_data.py makes them, by as many processes as asked for.
+"""Text documents to Megatron's token files, with the same bytes as its preprocess_data.py, in parallel.
 
-Workers read their pieces of the input themselves and send back tokens; this process puts them in order and writes. A
-document without tokens is left out; with `append_eod` the last sequence of each document ends with the end token.
+Workers read their slices of the input and return tokens; the parent process writes them in order. Documents without
+tokens are left out. With `append_eod`, the last sequence of each document ends with the end token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,32 +23,30 @@ from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokeniz
 
 
 class TokenizeOptions(NamedTuple):
-    """What to do with each piece."""
-
     tokenizer: TokenizerSpec
     text_keys: tuple[str, ...] = ("text",)
+    """JSON keys or columns; each gives its own pair of files."""
     append_eod: bool = False
     split_sentences: bool = False
-    """Each sentence is a sequence of its own."""
+    """Write each sentence as a sequence of its own."""
     keep_newlines: bool = False
+    """Keep the white space between sentences."""
 
 
 class TokenizedSequences(NamedTuple):
-    """Sequences of some documents."""
+    """The sequences of some documents."""
 
     tokens: Tokens
     sequence_lengths: NDArray[np.int32]
-    """Of each sequence."""
     sequences_per_document: NDArray[np.int64]
-    """Sequences of each document."""
 
 
 class EncodedSlice(NamedTuple):
     sequences: dict[str, TokenizedSequences]
-    """By key."""
+    """By text key."""
     unreadable: list[UnreadableRecord]
     input_bytes: int
-    """Bytes of input that this was."""
+    """Bytes of the input that this slice stands for, for progress."""
 
 
 class TokenizeCounts(NamedTuple):
@@ -57,8 +55,8 @@ class TokenizeCounts(NamedTuple):
     skipped: int
 
 
-def output_prefix(prefix: Path, key: str, job: TokenizeOptions) -> Path:
-    return prefix.with_name(f"{prefix.name}_{key}_{'sentence' if job.split_sentences else 'document'}")
+def output_prefix(prefix: Path, key: str, options: TokenizeOptions) -> Path:
+    return prefix.with_name(f"{prefix.name}_{key}_{'sentence' if options.split_sentences else 'document'}")
 
 
 def tokenize_files(
@@ -69,69 +67,73 @@ def tokenize_files(
     on_unreadable: Callable[[UnreadableRecord], None],
     on_progress: Callable[[int, TokenizeCounts], None],
 ) -> TokenizeCounts:
-    """Write a pair of files for each key. What cannot be read is told to `bad`, which may raise."""
-    dtype = token_dtype(_cached_tokenizer(options.tokenizer).vocab_size)  # opened here, workers have it too
-    seen = tokens = wrong = done = 0
+    """Write a pair of files for each text key. `on_unreadable` may raise to stop."""
+    dtype = token_dtype(_cached_tokenizer(options.tokenizer).vocab_size)  # loaded before the workers fork
+    num_documents = num_tokens = skipped = done = 0
     with ExitStack() as stack:
         writers = {
             key: stack.enter_context(MegatronTokensWriter(output_prefix(prefix, key, options), dtype))
             for key in options.text_keys
         }
-        for made in map_ordered(partial(encode_slice, options), documents.input_slices(paths), workers):
-            for each in made.unreadable:
-                on_unreadable(each)
-            for key, rows in made.sequences.items():
-                writers[key].add(rows.tokens, rows.sequence_lengths, rows.sequences_per_document)
-                tokens += len(rows.tokens)
-            seen += len(made.sequences[options.text_keys[0]].sequences_per_document)
-            wrong += len(made.unreadable)
-            done += made.input_bytes
-            on_progress(done, TokenizeCounts(seen, tokens, wrong))
-        if not seen:
-            raise UserError(f"{paths[0]}: no document with any text in all of the input; nothing was written")
-    return TokenizeCounts(seen, tokens, wrong)
+        for result in map_ordered(partial(encode_slice, options), documents.input_slices(paths), workers):
+            for record in result.unreadable:
+                on_unreadable(record)
+            for key, sequences in result.sequences.items():
+                writers[key].add(*sequences)
+                num_tokens += len(sequences.tokens)
+            num_documents += len(result.sequences[options.text_keys[0]].sequences_per_document)
+            skipped += len(result.unreadable)
+            done += result.input_bytes
+            on_progress(done, TokenizeCounts(num_documents, num_tokens, skipped))
+        if not num_documents:
+            raise UserError(f"{paths[0]}: no document with text in all of the input; nothing was written")
+    return TokenizeCounts(num_documents, num_tokens, skipped)
 
 
 @cache
 def _cached_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """One for each process."""
+    """Loaded once per process."""
     return load_tokenizer(spec)
 
 
-def encode_slice(job: TokenizeOptions, piece: InputSlice) -> EncodedSlice:
-    tokenizer = _cached_tokenizer(job.tokenizer)
+def encode_slice(options: TokenizeOptions, input_slice: InputSlice) -> EncodedSlice:
+    tokenizer = _cached_tokenizer(options.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
-    bad: list[UnreadableRecord] = []
-    texts = list(_readable(documents.read_documents(piece, job.text_keys), bad))
-    rows = {}
-    for number, key in enumerate(job.text_keys):
-        pieces = [
-            split_sentences(each[number], job.keep_newlines) if job.split_sentences else [each[number]]
-            for each in texts
+    end_id = tokenizer.end_id if options.append_eod else None
+    unreadable: list[UnreadableRecord] = []
+    records = list(_readable(documents.read_documents(input_slice, options.text_keys), unreadable))
+    sequences = {}
+    for index, key in enumerate(options.text_keys):
+        texts = [
+            split_sentences(record[index], options.keep_newlines) if options.split_sentences else [record[index]]
+            for record in records
         ]
-        rows[key] = _tokenize_texts(pieces, tokenizer, tokenizer.end_id if job.append_eod else None, dtype)
-    return EncodedSlice(rows, bad, piece.input_bytes)
+        sequences[key] = _tokenize_texts(texts, tokenizer, end_id, dtype)
+    return EncodedSlice(sequences, unreadable, input_slice.input_bytes)
 
 
 def _readable(
-    found: Iterator[tuple[str, ...] | UnreadableRecord], bad: list[UnreadableRecord]
+    records: Iterator[tuple[str, ...] | UnreadableRecord], unreadable: list[UnreadableRecord]
 ) -> Iterator[tuple[str, ...]]:
-    for each in found:
-        if isinstance(each, UnreadableRecord):
-            bad.append(each)
+    """The documents; appends the others to `unreadable`."""
+    for record in records:
+        if isinstance(record, UnreadableRecord):
+            unreadable.append(record)
         else:
-            yield each
+            yield record
 
 
-def _tokenize_texts(texts: list[list[str]], tokenizer: Tokenizer, end: int | None, dtype: str) -> TokenizedSequences:
-    """Texts of some documents (each one, or its sentences) as sequences; empty ones are left out."""
-    tokens, counts = tokenizer.encode([text for document in texts for text in document])
-    document = np.repeat(np.arange(len(texts)), [len(each) for each in texts])[counts > 0]
-    sizes = counts[counts > 0].astype(np.int32)
-    per_document = np.bincount(document, minlength=len(texts))
+def _tokenize_texts(
+    documents_: list[list[str]], tokenizer: Tokenizer, end_id: int | None, dtype: str
+) -> TokenizedSequences:
+    """Tokenize documents, each a list of sequences. Empty sequences and documents are left out."""
+    tokens, counts = tokenizer.encode([text for document in documents_ for text in document])
+    owner = np.repeat(np.arange(len(documents_)), [len(document) for document in documents_])[counts > 0]
+    lengths = counts[counts > 0].astype(np.int32)
+    per_document = np.bincount(owner, minlength=len(documents_))
     per_document = per_document[per_document > 0]
-    if end is not None and len(sizes):
+    if end_id is not None and len(lengths):
         last = np.cumsum(per_document) - 1
-        tokens = np.insert(tokens, np.cumsum(sizes, dtype=np.int64)[last], end)
-        sizes[last] += 1
-    return TokenizedSequences(tokens.astype(dtype), sizes, per_document.astype(np.int64))
+        tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], end_id)
+        lengths[last] += 1
+    return TokenizedSequences(tokens.astype(dtype), lengths, per_document.astype(np.int64))

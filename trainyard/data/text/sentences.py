@@ -1,8 +1,8 @@
-"""Sentences of a text by rules, without a trained model: nothing to download, the same everywhere.
+"""Sentence splitting by rules, without a trained model: no download, and the same result on every machine.
 
-A line ends a sentence. Within a line every stop is looked at: what stands before it (an abbreviation, an initial) and
-what comes after it (a small letter goes on with the sentence). Written with English in mind; other scripts are cut at
-their own stops. Each text is passed over once, whatever it holds.
+A line end ends a sentence. Within a line, each stop is judged by what precedes it (an abbreviation, an initial) and
+what follows (a lowercase letter continues the sentence). The rules are written for English; other scripts are split at
+their own stops. The time is linear in the length of the text, whatever its content.
 """
 
 import re
@@ -10,15 +10,15 @@ import re
 OPENERS = "\"'“‘«‹([{¿¡„「『（【《"
 CLOSERS = "\"'”’»›)\\]}」』）】》"
 STOPS_WITHOUT_SPACE = frozenset("。！？｡")
-"""Stops that need no space after them."""
+"""Stops that end a sentence without a space after them."""
 STOP_RUN = re.compile(rf"([.!?…‥।॥؟۔።։。！？｡]++[{CLOSERS}]*+(?:\[\d{{1,4}}\])*+)(\s*+)")
-"""A run of stops, with closing quotes and brackets and the marks of notes ([12]), and the space after it. All of it is
-taken at once and never looked at again, so that a megabyte of dots is no trap."""
+"""A run of stops with closing quotes, brackets and note marks such as [12], and the space after it. Possessive
+quantifiers keep a megabyte of dots from causing backtracking."""
 WORD = re.compile(r"\w+")
 DOTTED_ABBREVIATION = re.compile(r"(?:[^\W\d_]{1,2}\.)+[^\W\d_]{1,2}")
-"""U.S, a.m, Ph.D: the last stop is put aside."""
+"""U.S, a.m, Ph.D: without the last stop."""
 MAX_ABBREVIATION = 12
-"""Characters of an abbreviation."""
+"""Characters."""
 
 
 def _word_set(text: str) -> frozenset[str]:
@@ -29,13 +29,13 @@ NEVER_FINAL = _word_set("""
     mr mrs ms mx messrs mme mlle dr drs prof st ste mt ft gen sen rep gov pres lt col maj cmdr capt cpt sgt cpl adm rev
     fr hon msgr supt insp e.g i.e eg ie cf vs viz approx ca esp incl resp
 """)
-"""Stop after them: never the end of a sentence."""
+"""A stop after these never ends a sentence."""
 SOMETIMES_FINAL = _word_set("""
     inc corp ltd co bros llc plc dept univ assn jr sr esq etc al no nos vol vols fig figs eq eqs sec secs ch chap p pp
     ed eds op ave blvd rd jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat
     lb lbs oz est trans
 """)
-"""Stop after them: the end where a word comes next that likes to begin a sentence."""
+"""A stop after these ends a sentence if the next word is a typical sentence starter."""
 SENTENCE_STARTERS = _word_set("""
     a after all also although an and another any are as at because before both but by can despite did do does during
     each even every few first for from had has have he her here his how however i if in instead is it its later many
@@ -46,24 +46,24 @@ SENTENCE_STARTERS = _word_set("""
 
 
 def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
-    """The sentences, without the white space around them; with `keep_newlines` each has all that follows it, so that
-    joined they are the text again."""
-    found: list[str] = []
+    """The sentences without surrounding white space. With `keep_newlines`, each keeps the white space that follows it,
+    so that the sentences joined are the text."""
+    spans: list[str] = []
     for line in text.splitlines(keepends=True):
         start = 0
         for match in STOP_RUN.finditer(line):
             end = match.end()
             if end < len(line) and _ends_sentence(line, start, match):
-                found.append(line[start:end])
+                spans.append(line[start:end])
                 start = end
-        found.append(line[start:])
+        spans.append(line[start:])
     if keep_newlines:
-        return _attach_whitespace(found)
-    return [sentence for part in found if (sentence := part.strip())]
+        return _attach_whitespace(spans)
+    return [sentence for span in spans if (sentence := span.strip())]
 
 
 def _ends_sentence(line: str, start: int, match: re.Match[str]) -> bool:
-    """Whether the sentence that began at `start` ends with these stops; there is more of the line after them."""
+    """True if the sentence from `start` ends with these stops. The line continues after them."""
     stops, space = match.groups()
     if not STOPS_WITHOUT_SPACE.isdisjoint(stops):
         return True
@@ -76,11 +76,11 @@ def _ends_sentence(line: str, start: int, match: re.Match[str]) -> bool:
         return False
     if stops[0] != "." or stops[1:2] in (".", "?", "!"):
         return True
-    begin = match.start()
-    words = line[max(start, begin - MAX_ABBREVIATION) : begin].split()
+    stop = match.start()
+    words = line[max(start, stop - MAX_ABBREVIATION) : stop].split()
     word = words[-1].lstrip(OPENERS) if words else ""
-    if word.isdecimal() and not line[start : begin - len(word)].strip():
-        return False  # numbers a heading or an item of a list
+    if word.isdecimal() and not line[start : stop - len(word)].strip():
+        return False  # the number of a heading or list item
     if word.lower() in NEVER_FINAL:
         return False
     if word.lower() in SOMETIMES_FINAL or DOTTED_ABBREVIATION.fullmatch(word) or (len(word) == 1 and word.isupper()):
@@ -91,16 +91,16 @@ def _ends_sentence(line: str, start: int, match: re.Match[str]) -> bool:
     return True
 
 
-def _attach_whitespace(parts: list[str]) -> list[str]:
-    """Parts of white space joined to the one before, or to the first with anything else."""
-    found: list[str] = []
-    lead = ""
-    for part in parts:
-        if not part.isspace():
-            found.append(lead + part)
-            lead = ""
-        elif found:
-            found[-1] += part
+def _attach_whitespace(spans: list[str]) -> list[str]:
+    """Join spans of white space to the span before, or at the start of the text to the first sentence."""
+    sentences: list[str] = []
+    leading = ""
+    for span in spans:
+        if not span.isspace():
+            sentences.append(leading + span)
+            leading = ""
+        elif sentences:
+            sentences[-1] += span
         else:
-            lead += part
-    return found
+            leading += span
+    return sentences

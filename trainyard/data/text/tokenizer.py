@@ -1,4 +1,4 @@
-"""From text to token numbers: bytes, GPT-2's vocab and merges, a tokenizer.json, SentencePiece, WordPiece."""
+"""Tokenizers: bytes, GPT-2's vocab and merges, tokenizer.json, SentencePiece, WordPiece."""
 
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,41 +12,42 @@ from trainyard.core.errors import UserError, one_line
 from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
+"""Usual end-of-text tokens, in order of preference."""
 
 EncodedTexts = tuple[NDArray[np.int32], NDArray[np.int64]]
-"""Tokens of some texts, one after the other, and how many each text has."""
+"""Token ids of some texts, one after the other, and the number of tokens of each text."""
 
 
 class TokenizerSpec(NamedTuple):
-    """Which tokenizer: by name, with files, or by path."""
+    """A tokenizer by name and files, or by path."""
 
     name: str
-    """bytes, gpt2, wordpiece, or the path of a tokenizer.json, of a SentencePiece model, or of a directory with one."""
+    """bytes, gpt2, wordpiece, or the path of a tokenizer.json, a SentencePiece model, or a directory with one."""
     vocab_file: str | None = None
-    """vocab.json of gpt2, vocab.txt of wordpiece."""
+    """vocab.json for gpt2, vocab.txt for wordpiece."""
     merges_file: str | None = None
     end_token: str | None = None
-    """The token after each document; default: the tokenizer's own."""
+    """Token after each document; default: the tokenizer's own."""
     lowercase: bool = True
-    """For wordpiece."""
+    """Lowercase the text and strip accents; wordpiece only."""
 
 
 class Tokenizer(Protocol):
     vocab_size: int
-    """Numbers are below this."""
+    """All token ids are below this."""
     end_id: int
-    """Put after each document."""
+    """Token id that ends a document."""
 
     def encode(self, texts: list[str]) -> EncodedTexts: ...
 
     def decode(self, tokens: list[int]) -> str: ...
 
     def token_id(self, token: str) -> int | None:
-        """Of a token by its text, such as [MASK]; None where there is no such token."""
+        """The id of a token such as [MASK]; None if the vocabulary has no such token."""
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and 256 for the end of a document."""
+    """The 256 bytes of UTF-8; id 256 ends a document."""
 
     vocab_size = 257
     end_id = 256
@@ -64,26 +65,24 @@ class ByteTokenizer:
 
 
 class FastTokenizer:
-    """Anything the tokenizers library reads. Where words are GPT-2's, they are looked up instead."""
+    """Any tokenizer of the tokenizers library. Plain GPT-2 tokenizers use the faster encoder of this package."""
 
-    def __init__(self, tokenizer: Fast, end: str | None, where: str) -> None:
+    def __init__(self, tokenizer: Fast, end_token: str | None, source: str) -> None:
+        """`source` names the file in error messages."""
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        choices = [end] if end else list(END_TOKENS)
-        found = [number for token in choices if (number := tokenizer.token_to_id(token)) is not None]
-        if not found:
-            wanted = end or "any usual end-of-text token"
-            raise UserError(f"{where}: has no {wanted}; name the one to use with data.end_of_text (--end-of-text)")
-        self.end_id = found[0]
+        candidates = [end_token] if end_token else list(END_TOKENS)
+        end_ids = [number for token in candidates if (number := tokenizer.token_to_id(token)) is not None]
+        if not end_ids:
+            wanted = end_token or "usual end-of-text token"
+            raise UserError(f"{source}: has no {wanted}; set data.end_of_text (--end-of-text) to the one to use")
+        self.end_id = end_ids[0]
         self.gpt2_encoder = FastGpt2Encoder(tokenizer) if _is_plain_gpt2(tokenizer) else None
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         if self.gpt2_encoder:
             return self.gpt2_encoder.encode(texts)
-        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [each.ids for each in encoded]
-        counts = np.fromiter(map(len, ids), np.int64, len(ids))
-        return np.fromiter((token for row in ids for token in row), np.int32, int(counts.sum())), counts
+        return _concatenate([text.ids for text in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -93,7 +92,7 @@ class FastTokenizer:
 
 
 def _is_plain_gpt2(tokenizer: Fast) -> bool:
-    """Byte-level BPE by GPT-2's pattern alone: nothing is normalised, and no added token is looked for in the text."""
+    """True for byte-level BPE with GPT-2's pattern, no normalization and no added tokens to find in the text."""
     split: Any = tokenizer.pre_tokenizer
     model: Any = tokenizer.model
     return (
@@ -108,24 +107,20 @@ def _is_plain_gpt2(tokenizer: Fast) -> bool:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model."""
-
-    def __init__(self, path: Path, end: str | None) -> None:
+    def __init__(self, path: Path, end_token: str | None) -> None:
         import sentencepiece
 
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except Exception as error:  # plain RuntimeError, OSError or TypeError, by version
+        except Exception as error:  # RuntimeError, OSError or TypeError, depending on the version
             raise UserError(f"{path}: not a SentencePiece model: {one_line(error)}") from None
         self.vocab_size = self.model.vocab_size()
-        self.end_id = self.model.piece_to_id(end) if end else self.model.eos_id()
-        if self.end_id < 0 or (end and self.model.id_to_piece(self.end_id) != end):
-            raise UserError(f"{path}: has no {end or 'end of sentence'}; name the token to use with --end-of-text")
+        self.end_id = self.model.piece_to_id(end_token) if end_token else self.model.eos_id()
+        if self.end_id < 0 or (end_token and self.model.id_to_piece(self.end_id) != end_token):
+            raise UserError(f"{path}: has no {end_token or 'end-of-sentence token'}; set --end-of-text to one it has")
 
     def encode(self, texts: list[str]) -> EncodedTexts:
-        rows = self.model.encode(texts, num_threads=1)
-        counts = np.fromiter(map(len, rows), np.int64, len(rows))
-        return np.fromiter((token for row in rows for token in row), np.int32, int(counts.sum())), counts
+        return _concatenate(self.model.encode(texts, num_threads=1))
 
     def decode(self, tokens: list[int]) -> str:
         text: str = self.model.decode(tokens)
@@ -134,6 +129,11 @@ class SentencePieceTokenizer:
     def token_id(self, token: str) -> int | None:
         number: int = self.model.piece_to_id(token)
         return number if self.model.id_to_piece(number) == token else None
+
+
+def _concatenate(texts: list[list[int]]) -> EncodedTexts:
+    counts = np.fromiter(map(len, texts), np.int64, len(texts))
+    return np.fromiter((token for text in texts for token in text), np.int32, int(counts.sum())), counts
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
@@ -145,13 +145,13 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         return _load_wordpiece(spec)
     path = _require_path(spec.name, "tokenizer")
     if path.is_dir():
-        names = [path / name for name in ("tokenizer.json", "tokenizer.model", "spiece.model")]
-        path = next((name for name in names if name.exists()), names[0])
+        files = [path / name for name in ("tokenizer.json", "tokenizer.model", "spiece.model")]
+        path = next((file for file in files if file.exists()), files[0])
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, spec.end_token)
     try:
         fast = Fast.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for a bad file
+    except Exception as error:  # the library raises plain Exception for an invalid file
         raise UserError(f"{path}: not a tokenizer.json: {error}") from None
     return FastTokenizer(fast, spec.end_token, str(path))
 
@@ -160,7 +160,7 @@ def _load_gpt2(spec: TokenizerSpec) -> Tokenizer:
     vocab, merges = _require_path(spec.vocab_file, "vocab_file"), _require_path(spec.merges_file, "merges_file")
     try:
         fast = Fast(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # the library raises plain Exception for a bad file
+    except Exception as error:  # the library raises plain Exception for an invalid file
         raise UserError(f"{vocab}, {merges}: not GPT-2 files: {error}") from None
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -171,8 +171,8 @@ def _load_wordpiece(spec: TokenizerSpec) -> Tokenizer:
     vocab = _require_path(spec.vocab_file, "vocab_file")
     try:
         fast = Fast(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
-    except Exception as error:  # the library raises plain Exception for a bad file
-        raise UserError(f"{vocab}: not a WordPiece vocabulary, a token on each line: {error}") from None
+    except Exception as error:  # the library raises plain Exception for an invalid file
+        raise UserError(f"{vocab}: not a WordPiece vocabulary with one token per line: {error}") from None
     fast.normalizer = normalizers.BertNormalizer(lowercase=spec.lowercase)
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     fast.decoder = decoders.WordPiece()
@@ -182,9 +182,9 @@ def _load_wordpiece(spec: TokenizerSpec) -> Tokenizer:
     return FastTokenizer(fast, spec.end_token, str(vocab))
 
 
-def _require_path(path: str | None, key: str) -> Path:
-    found = Path(path or "").expanduser()
-    if not path or not found.exists():
+def _require_path(name: str | None, key: str) -> Path:
+    path = Path(name or "").expanduser()
+    if not name or not path.exists():
         flag = key.replace("_", "-").replace("merges", "merge")
-        raise UserError(f"data.{key}={path}: no such file; give one (--{flag}), or data.tokenizer=bytes")
-    return found
+        raise UserError(f"data.{key}={name}: no such file; set it (--{flag}), or use data.tokenizer=bytes")
+    return path

@@ -1,8 +1,8 @@
-"""A MediaWiki dump to JSON lines: shards of articles in the order of the dump, whatever the number of processes.
+"""A MediaWiki dump to JSON lines: shards of articles in the order of the dump, for any number of processes.
 
-The parent cuts the dump into batches of pages, workers parse and clean them, the parent writes. Shards end where
-batches do. After each shard a small file says where the next begins, so that a killed run goes on from there, and what
-it leaves is byte for byte what it would have been.
+The parent process cuts the dump into batches of pages, workers parse and clean them, and the parent writes. Shards end
+at batch ends. After each shard a small file records where the next one starts, so a killed run resumes there, and its
+output has the same bytes as that of an uninterrupted run.
 """
 
 import gzip
@@ -24,12 +24,13 @@ from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, save
 from trainyard.data.wikipedia.wikitext import wikitext_to_text
 
 BATCH_BYTES = 2 << 20
-"""Bytes of XML for a worker at a time."""
+"""Bytes of XML per batch."""
 MAX_THREADS = 16
-"""At most so many unpack."""
+"""Maximum threads that decompress."""
 PAGE_START = b"<page>"
 
 ARTICLE_COUNT, BYTE_COUNT = "articles", "bytes"
+"""Keys of the counts, besides those of SKIP_REASONS."""
 SKIP_REASONS = {
     "redirect": "redirects",
     "namespace": "in other namespaces",
@@ -37,15 +38,12 @@ SKIP_REASONS = {
     "short": "without text or too short",
     "malformed": "not well-formed",
 }
-"""Why a page is no article, and how that is said."""
+"""Why a page is not an article, and its description for users."""
 
 
 class UnreadablePage(NamedTuple):
-    """A page that could not be read."""
-
     path: Path
     xml_offset: int
-    """Of the XML."""
     reason: str
 
     def __str__(self) -> str:
@@ -53,12 +51,12 @@ class UnreadablePage(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """What a worker made of a batch."""
+    """The articles of a batch, and the fields of PageBatch that the parent needs."""
 
     json_lines: bytes
     counts: Counter[str]
     unreadable: list[tuple[int, str]]
-    """Byte of the XML, and why."""
+    """XML offset and reason of each unreadable page."""
     file_index: int
     next_position: DumpPosition
     file_bytes_read: int
@@ -74,86 +72,88 @@ def extract_articles(
     on_unreadable: Callable[[UnreadablePage], None],
     on_progress: Callable[[int], None],
 ) -> None:
-    """Write the rest of the shards. `bad` gets pages that cannot be read, and may raise; `show` gets the bytes of input
-    that are done."""
-    sizes = [dump.path.stat().st_size for dump in dumps]
-    size = 0
+    """Write the remaining shards. `on_unreadable` may raise to stop; `on_progress` gets the input bytes done."""
+    file_sizes = [dump.path.stat().st_size for dump in dumps]
+    shard_bytes = 0
     if not state.shards:
-        save_state(dumps, output, options, state)  # from here on these shards are known to be ours
+        save_state(dumps, output, options, state)  # marks the shards in this directory as those of this run
 
     def complete(shard: ExitStack) -> None:
-        """It gets its name; then what is known of it is written down."""
+        """Give the shard its name, then record it."""
         shard.close()
         state.shards += 1
         save_state(dumps, output, options, state)
 
     try:
         with ExitStack() as shard:
-            for result in map_ordered(
-                partial(parse_batch, options), _all_batches(dumps, options, state.place, workers), workers
-            ):
+            batches = _all_batches(dumps, options, state.position, workers)
+            for result in map_ordered(partial(parse_batch, options), batches, workers):
                 state.counts.update(result.counts)
-                state.place = result.next_position
+                state.position = result.next_position
                 path = dumps[result.file_index].path
-                for byte, why in result.unreadable:
-                    on_unreadable(UnreadablePage(path, byte, why))
+                for xml_offset, reason in result.unreadable:
+                    on_unreadable(UnreadablePage(path, xml_offset, reason))
                 if result.error:
                     count = state.counts[ARTICLE_COUNT]
-                    raise UserError(f"{path}: {result.error}; {count:,} articles before that were complete")
+                    raise UserError(f"{path}: {result.error}; the {count:,} articles before that are complete")
                 if result.json_lines:
-                    if not size:
+                    if not shard_bytes:
                         file = shard.enter_context(atomic_file(output / shard_name(state.shards, options)))
                     file.write(result.json_lines)
-                    size += result.counts[BYTE_COUNT]
-                if size >= options.shard_size:
+                    shard_bytes += result.counts[BYTE_COUNT]
+                if shard_bytes >= options.shard_size:
                     complete(shard)
-                    size = 0
-                on_progress(sum(sizes[: result.file_index]) + result.file_bytes_read)
+                    shard_bytes = 0
+                on_progress(sum(file_sizes[: result.file_index]) + result.file_bytes_read)
             state.finished = True
-            if size:
+            if shard_bytes:
                 complete(shard)
             else:
                 save_state(dumps, output, options, state)
     except OSError as error:
-        raise RunStopped(f"{output}: {error.strerror}; what is complete stays, and the same command goes on") from None
+        raise RunStopped(
+            f"{output}: {error.strerror}; complete shards are kept, and the same command resumes"
+        ) from None
 
 
-def parse_batch(job: ExtractOptions, item: tuple[WikiDump, PageBatch]) -> BatchResult:
+def parse_batch(options: ExtractOptions, item: tuple[WikiDump, PageBatch]) -> BatchResult:
     """The articles of a batch as JSON lines."""
     dump, batch = item
     counts: Counter[str] = Counter()
     lines: list[str] = []
-    bad: list[tuple[int, str]] = []
-    at = batch.xml_offset
+    unreadable: list[tuple[int, str]] = []
+    offset = batch.xml_offset
     *pages, rest = batch.xml.split(PAGE_END)
     for page in pages:
         start = page.rfind(PAGE_START)
-        bad += _unclosed_pages(page[: max(start, 0)], at)
+        unreadable += _unclosed_pages(page[: max(start, 0)], offset)
         if start < 0:
-            bad.append((at + len(page), "</page> without <page>"))
+            unreadable.append((offset + len(page), "</page> without <page>"))
         else:
             try:
-                kind, line = parse_page(page[start:] + PAGE_END, dump, job)
+                kind, line = parse_page(page[start:] + PAGE_END, dump, options)
                 counts[kind] += 1
                 lines.append(line)
             except (ElementTree.ParseError, ValueError) as error:
-                bad.append((at + start, str(error)))
-        at += len(page) + len(PAGE_END)
-    bad += _unclosed_pages(rest, at)
+                unreadable.append((offset + start, str(error)))
+        offset += len(page) + len(PAGE_END)
+    unreadable += _unclosed_pages(rest, offset)
     text = "".join(lines).encode()
-    counts["malformed"], counts[BYTE_COUNT] = len(bad), len(text)
-    if job.compress and text:
-        text = gzip.compress(text, mtime=0)  # one member after the other is a file of gzip
-    return BatchResult(text, counts, bad, batch.file_index, batch.next_position, batch.file_bytes_read, batch.error)
+    counts["malformed"], counts[BYTE_COUNT] = len(unreadable), len(text)
+    if options.compress and text:
+        text = gzip.compress(text, mtime=0)  # concatenated members form a valid gzip file
+    return BatchResult(
+        text, counts, unreadable, batch.file_index, batch.next_position, batch.file_bytes_read, batch.error
+    )
 
 
-def parse_page(xml: bytes, dump: WikiDump, job: ExtractOptions) -> tuple[str, str]:
-    """ARTICLES and its line, or why it is no article."""
+def parse_page(xml: bytes, dump: WikiDump, options: ExtractOptions) -> tuple[str, str]:
+    """ARTICLE_COUNT and the JSON line of an article, or a key of SKIP_REASONS and an empty line."""
     page = ElementTree.fromstring(xml)
-    title, number = page.findtext("title"), page.findtext("id")
-    if not title or not number:
+    title, page_id = page.findtext("title"), page.findtext("id")
+    if not title or not page_id:
         raise ValueError("a page without title or id")
-    if int(page.findtext("ns") or 0) not in job.namespaces:
+    if int(page.findtext("ns") or 0) not in options.namespaces:
         return "namespace", ""
     if page.find("redirect") is not None:
         return "redirect", ""
@@ -165,28 +165,29 @@ def parse_page(xml: bytes, dump: WikiDump, job: ExtractOptions) -> tuple[str, st
     if source[:20].lstrip()[:9].lower() == "#redirect":
         return "redirect", ""
     text = wikitext_to_text(source, dump.namespaces)
-    if len(text) < max(job.min_text, 1):
+    if len(text) < max(options.min_text, 1):
         return "short", ""
-    line = {"id": number, "url": f"{dump.base_url}?curid={number}", "title": title, "text": text}
-    return ARTICLE_COUNT, json.dumps(line, ensure_ascii=False) + "\n"
+    article = {"id": page_id, "url": f"{dump.base_url}?curid={page_id}", "title": title, "text": text}
+    return ARTICLE_COUNT, json.dumps(article, ensure_ascii=False) + "\n"
 
 
-def _unclosed_pages(xml: bytes, at: int) -> list[tuple[int, str]]:
-    """Pages that begin here: none of them ends."""
-    return [(at + match.start(), "<page> without </page>") for match in re.finditer(PAGE_START, xml)]
+def _unclosed_pages(xml: bytes, offset: int) -> list[tuple[int, str]]:
+    """Errors for the pages that start in this XML, none of which ends."""
+    return [(offset + match.start(), "<page> without </page>") for match in re.finditer(PAGE_START, xml)]
 
 
 def _all_batches(
-    dumps: Sequence[WikiDump], job: ExtractOptions, place: DumpPosition, workers: int
+    dumps: Sequence[WikiDump], options: ExtractOptions, position: DumpPosition, workers: int
 ) -> Iterator[tuple[WikiDump, PageBatch]]:
-    """From a place on. The first has no page: it makes the workers start before threads do, which unpack the rest."""
-    if place.file_index == len(dumps):
+    """Batches from a position on. The first one is empty: it makes the workers fork before decompression starts
+    threads."""
+    if position.file_index == len(dumps):
         return
-    yield dumps[place.file_index], PageBatch(place.file_index, place.xml_offset, b"", place, 0)
+    yield dumps[position.file_index], PageBatch(position.file_index, position.xml_offset, b"", position, 0)
     threads = min(workers // 2, MAX_THREADS)
-    for file in range(place.file_index, len(dumps)):
-        first = place if file == place.file_index else DumpPosition(file)
-        for batch in page_batches(dumps[file].path, first, min(BATCH_BYTES, job.shard_size), threads):
-            yield dumps[file], batch
+    for index in range(position.file_index, len(dumps)):
+        start = position if index == position.file_index else DumpPosition(index)
+        for batch in page_batches(dumps[index].path, start, min(BATCH_BYTES, options.shard_size), threads):
+            yield dumps[index], batch
             if batch.error:
                 return

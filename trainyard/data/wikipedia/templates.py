@@ -1,14 +1,14 @@
-"""The few templates that carry words of the sentence around them; without their text that sentence would have a hole.
+"""Templates that carry words of the sentence around them; without their text the sentence has a hole.
 
-A template's definition is in the dump, but expanding it takes most of a wiki engine. All that are not named here are
-dropped with their arguments, citations and infoboxes above all.
+The definition of a template is in the dump, but expanding it takes most of a wiki engine. Templates that are not listed
+here, above all citations and infoboxes, are dropped with their arguments.
 """
 
 import re
 from collections.abc import Callable, Sequence
 
 TEXT_PATTERNS = {
-    # what one reads: the templates that show it, in lower case; {1} is the first argument
+    # readable text: the templates that show it, in lowercase; {1} is the first argument
     "{1}": "nowrap, nobr, no wrap, small, smaller, big, larger, em, strong, bold, italic, abbr, tooltip, vanchor, "
     "visible anchor, ill, interlanguage link, math, mvar, chem2, flag, flagcountry, angle bracket, angbr, sup, sub, "
     "smallcaps, small caps, sc, not a typo, proper name, as written, columns-list, flatlist, plainlist, underline, "
@@ -56,19 +56,9 @@ RANGE_WORDS = {
     "+/-": " ± ",
 }
 MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
     "December",
-]
+]  # fmt: skip
 
 ARGUMENT_NAME = re.compile(r"[\w -]{1,40}")
 NUMBER_PATTERN = re.compile(r"[-−+]?[\d.,/ ]+(?:e[-+]?\d+)?", re.IGNORECASE)
@@ -76,7 +66,7 @@ PLACEHOLDER = re.compile(r"\{(\d)\}")
 
 
 class TemplateArguments:
-    """What stands between the bars: by number, from 1 on, or by name. One that is not there is empty."""
+    """Arguments of a template by name, or by number from 1 on. A missing argument is empty."""
 
     def __init__(self, parts: Sequence[str]) -> None:
         self.values: dict[str, str] = {}
@@ -97,52 +87,49 @@ class TemplateArguments:
         return self.values.get(str(key), "")
 
     def positional(self) -> list[str]:
-        """Those without a name, in order."""
+        """The unnamed arguments, in order."""
         return [self[number] for number in range(1, self.count + 1)]
 
 
 TemplateRule = Callable[[TemplateArguments], str]
 
 
-def pattern_rule(shown: str) -> TemplateRule:
-    """{{circa|1900}} shows "c. 1900", and {{circa}} "c."."""
+def pattern_rule(pattern: str) -> TemplateRule:
+    """A rule that fills arguments into a pattern: {{circa|1900}} gives "c. 1900", {{circa}} gives "c."."""
 
     def rule(arguments: TemplateArguments) -> str:
-        return PLACEHOLDER.sub(lambda hole: arguments[hole[1]], shown).strip(" ")
+        return PLACEHOLDER.sub(lambda match: arguments[match[1]], pattern).strip(" ")
 
-    return rule if PLACEHOLDER.search(shown) else lambda _: shown
+    return rule if PLACEHOLDER.search(pattern) else lambda _: pattern
 
 
 def convert(arguments: TemplateArguments) -> str:
-    """{{convert|5|to|6|km|mi}}: "5 to 6 km". What it would be in another unit is left out."""
+    """{{convert|5|to|6|km|mi}}: "5 to 6 km". The value in the other unit is left out."""
     words = arguments.positional()
-    shown, at = "", 0
-    while at < len(words) and NUMBER_PATTERN.fullmatch(words[at]):
-        shown += words[at]
-        if at + 2 < len(words) and words[at + 1] in RANGE_WORDS:
-            shown += RANGE_WORDS[words[at + 1]]
-            at += 2
-            continue
-        if at + 1 < len(words):
-            shown += " " + UNIT_NAMES.get(words[at + 1], words[at + 1])
-        # 5 ft 6 in
-        if (
-            at + 3 < len(words)
-            and NUMBER_PATTERN.fullmatch(words[at + 2])
-            and not NUMBER_PATTERN.fullmatch(words[at + 3])
-        ):
-            shown += " "
-            at += 2
-            continue
-        break
-    return shown
+
+    def is_number(index: int) -> bool:
+        return index < len(words) and NUMBER_PATTERN.fullmatch(words[index]) is not None
+
+    text, index = "", 0
+    while is_number(index):
+        text += words[index]
+        if index + 2 < len(words) and words[index + 1] in RANGE_WORDS:
+            text += RANGE_WORDS[words[index + 1]]
+        else:
+            if index + 1 < len(words):
+                text += " " + UNIT_NAMES.get(words[index + 1], words[index + 1])
+            if not (index + 3 < len(words) and is_number(index + 2) and not is_number(index + 3)):
+                break
+            text += " "  # 5 ft 6 in
+        index += 2
+    return text
 
 
 def fraction(arguments: TemplateArguments) -> str:
     """{{frac|2}}: 1/2; {{frac|3|4}}: 3/4; {{frac|1|3|4}}: 1 3/4."""
     words = arguments.positional()
-    shown = ("", "1/{0}", "{0}/{1}", "{0} {1}/{2}")[len(words)] if len(words) < 4 else ""
-    return shown.format(*words)
+    pattern = ("", "1/{0}", "{0}/{1}", "{0} {1}/{2}")[len(words)] if len(words) < 4 else ""
+    return pattern.format(*words)
 
 
 def format_value(arguments: TemplateArguments) -> str:
@@ -180,16 +167,16 @@ def comma_list(arguments: TemplateArguments) -> str:
 
 
 TEMPLATE_RULES: dict[str, TemplateRule] = {
-    name: pattern_rule(shown) for shown, names in TEXT_PATTERNS.items() for name in names.split(", ")
+    name: pattern_rule(pattern) for pattern, names in TEXT_PATTERNS.items() for name in names.split(", ")
 } | {
     "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": format_value,
-    "as of": as_of, "nihongo": nihongo, "transl": last_argument,
-    "transliteration": last_argument, "chem": concatenate, "linktext": concatenate, "hlist": comma_list, "unbulleted list": comma_list,
+    "as of": as_of, "nihongo": nihongo, "transl": last_argument, "transliteration": last_argument,
+    "chem": concatenate, "linktext": concatenate, "hlist": comma_list, "unbulleted list": comma_list,
 }  # fmt: skip
 
 
 def expand_template(name: str, arguments: Sequence[str]) -> str:
-    """What one reads of a template; nothing of those that are not known."""
+    """The readable text of a template; empty for unknown templates."""
     key = name.strip().replace("_", " ").lower()
     rule = TEMPLATE_RULES.get(key)
     if rule:

@@ -1,0 +1,19 @@
+"""Samples: what a data set returns and a loader turns into a batch."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Sample = dict[str, NDArray[np.int32]]
+"""Stacked samples, by field of `core.batch.Batch`: arrays [samples, ...]."""
+
+
+def document_ids(document_starts: NDArray[np.bool_]) -> Sample:
+    """The fields `document_ids` and `position_ids` from a mask [samples, tokens] of the first token of each document.
+
+    The first token of a sample always starts a document.
+    """
+    starts = document_starts.copy()
+    starts[:, 0] = False
+    positions = np.arange(starts.shape[1], dtype=np.int32)
+    first = np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+    return {"document_ids": starts.cumsum(1, dtype=np.int32), "position_ids": (positions - first).astype(np.int32)}
