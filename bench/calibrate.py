@@ -1,11 +1,11 @@
 """Fit the few constants of `trainyard plan` to measured speeds, and show how far off each prediction is.
 
-    python bench/calibrate.py        the table of docs/plan.md: each run predicted with constants fitted to the others
+    python bench/calibrate.py    each run predicted with constants fitted to the others, as in docs/guides/plan.md
 
 trn1: aws-neuron-sdk, about-neuron/benchmarks/trn1/*.csv and earlier versions of them (general/benchmarks/trn1). If
 several releases of Neuron list a run, this is the last figure for the current layout. GPT 6.7B: the tutorial of the
 Megatron-LM reference. Llama 3 70B: the log of NxD Training's tutorial (321.9 s a step). Layouts and recompute are those
-of the scripts that these pages link to. H200: docs/performance.md and bench/results/gpu-h200.json.
+of the scripts that these pages link to. H200: docs/lab/performance.md and bench/results/gpu-h200.json.
 """
 
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ H200_RUNS = (
         "h200:1",
         _merge_sections(LLAMA2_7B, train={"global_batch": 16}, recompute={"kind": "none"}),
         13469 / 4096,
-        "docs/performance.md",
+        "docs/lab/performance.md",
     ),
 )
 RUN_SETS = {"trn1": TRN1_RUNS, "h200": H200_RUNS}

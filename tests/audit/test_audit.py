@@ -18,7 +18,7 @@ from trainyard.devices.neuron.meta import MetaTrainium
 from trainyard.devices.neuron.topology import LNC_CHOICES
 from trainyard.dryrun.trace_rank import trace_rank
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.nested_group import NestedGroup
+from trainyard.parallel.process_group import NestedGroup
 from trainyard.parallel.process_group import Group
 
 HEAD = """
@@ -291,7 +291,7 @@ def test_neighbours_sum_within_a_larger_group() -> None:
 
 def test_the_same_line_is_told_once_with_its_stages() -> None:
     a = Violation("host", "x.py:1", "one", "fix", (0,))
-    assert merge_violations([a, a._replace(stages=(2,)), a._replace(where="y.py:2")]) == [
+    assert merge_violations([a, a._replace(stages=(2,)), a._replace(location="y.py:2")]) == [
         a._replace(stages=(0, 2)),
-        a._replace(where="y.py:2"),
+        a._replace(location="y.py:2"),
     ]

@@ -12,6 +12,7 @@ from tests.support import configs
 from trainyard import compat
 from trainyard.compile import inductor_cache
 from trainyard.devices.cpu import CpuDevice
+from trainyard.dryrun.meta_ops import fake_tensor_mode
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.precompile.collect_graphs import CollectRequest, collect_graphs
 from trainyard.train import micro_batches
@@ -69,14 +70,14 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
 def test_numbers_that_are_known_stay_so_without_memory() -> None:
     """torch asks whether a graph fits by way of a tensor of the number: were it another one, every block with a float
     would have a graph of its own."""
-    with compat.fake_tensor_mode():
+    with fake_tensor_mode():
         assert torch.tensor(0.1, dtype=torch.float64).item() == 0.1
         assert torch.tensor(3).item() == 3
         assert torch.zeros(()).item() == 1.0, "not known"
 
 
 def test_a_product_added_to_a_sum_has_a_shape() -> None:
-    with compat.fake_tensor_mode():
+    with fake_tensor_mode():
         total = torch.zeros(4, 6, device="cuda")
         compat.add_matmul_(
             total, torch.zeros(4, 8, device="cuda", dtype=torch.bfloat16), torch.zeros(8, 6, device="cuda").bfloat16()

@@ -1,0 +1,1 @@
+"""Checks of Trainium's rules on dry runs."""

@@ -1,4 +1,4 @@
-"""Trainium's rules, each a function from traces to violations."""
+"""Trainium's rules: functions from traces to violations."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,14 +14,14 @@ from trainyard.audit.unsupported_ops import (
     UNSUPPORTED_OPS,
     op_base_name,
 )
+from trainyard.core.constants import GIB
 from trainyard.devices.neuron.topology import group_problem
 from trainyard.dryrun.op_trace import RankTrace, TracedOp
 
-GIB = 1 << 30
 HOST_READ_FILES = ("trainyard/train/evaluate.py", "trainyard/train/trainer.py")
-"""These ask the device for numbers between graphs, as they must."""
+"""Files that must read values from the device, between graphs."""
 PIPELINE_FILE = "trainyard/parallel/pipeline.py"
-"""In the first step torch's schedules ask the neighbours about shapes."""
+"""In the first step torch's pipeline schedules exchange shapes with the neighbors."""
 COLLECTIVE_OPS = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -39,133 +39,139 @@ class Violation(NamedTuple):
     description: str
     fix: str
     stages: tuple[int, ...]
-    """Pipeline ranks at which it was seen."""
+    """Pipeline ranks with this violation."""
 
 
 def check_operators(trace: RankTrace, generation: str) -> Iterator[Violation]:
-    """Each operator by itself: is it supported, with these dtypes, and does anybody look at values?"""
+    """Check each operator: it must be supported with its dtypes and index types, have a fixed shape, and not make the
+    host wait for a value."""
     dtypes = UNSUPPORTED_DTYPES | UNSUPPORTED_FP8_DTYPES.get(generation, {})
-    later = {number for phase, numbers in trace.phases.items() if phase != "step 1" for number in numbers}
-    for number, each in enumerate(trace.operations):
+    later = {index for phase, indices in trace.phases.items() if phase != "step 1" for index in indices}
+    for index, op in enumerate(trace.operations):
 
-        def broken(rule: str, why: str, fix: str, each: TracedOp = each) -> Violation:
-            backward = "in the backward pass of this line, " if each.source.in_backward else ""
-            return Violation(rule, str(each.source), f"{backward}{each.text}: {why}", fix, (trace.stage,))
+        def violation(rule: str, reason: str, fix: str, op: TracedOp = op) -> Violation:
+            backward = "in the backward pass of this line, " if op.source.in_backward else ""
+            return Violation(rule, str(op.source), f"{backward}{op.text}: {reason}", fix, (trace.stage,))
 
-        name = op_base_name(each.name)
-        if refused := UNSUPPORTED_OPS.get(name):
-            yield broken("operators", *refused)
-        given = {value.dtype for argument in each.arguments for value in argument.tensors if not value.on_host}
-        for dtype in {value.dtype for value in each.results if not value.on_host} - given:  # where it comes from
-            if refused := dtypes.get(dtype):
-                yield broken("dtypes", *refused)
-        for place in INDEX_ARGUMENTS.get(name, ()):
-            indices = each.arguments[place].tensors if place < len(each.arguments) else ()
-            if any(value.dtype == torch.int64 and not value.on_host for value in indices):
-                yield broken("int64", "looked up by 64-bit integers", INDEX_FIX)
-        if each.dynamic_shape:
-            yield broken(
-                "shapes", "the shape of what comes out depends on values", "torch.where, or a product by a mask"
-            )
-        if each.reads_to_host and not _host_read_allowed(each, number in later):
-            yield broken("host", "the host waits for a value", "keep it a tensor: torch.where instead of if")
+        name = op_base_name(op.name)
+        if unsupported := UNSUPPORTED_OPS.get(name):
+            yield violation("operators", *unsupported)
+        inputs = {tensor.dtype for argument in op.arguments for tensor in argument.tensors if not tensor.on_host}
+        # Only the operator that introduces a dtype is reported.
+        for dtype in {tensor.dtype for tensor in op.results if not tensor.on_host} - inputs:
+            if unsupported := dtypes.get(dtype):
+                yield violation("dtypes", *unsupported)
+        for position in INDEX_ARGUMENTS.get(name, ()):
+            indices = op.arguments[position].tensors if position < len(op.arguments) else ()
+            if any(tensor.dtype == torch.int64 and not tensor.on_host for tensor in indices):
+                yield violation("int64", "look-up by 64-bit integers", INDEX_FIX)
+        if op.dynamic_shape:
+            fix = "torch.where, or multiplication by a mask"
+            yield violation("shapes", "the shape of the result depends on values", fix)
+        if op.reads_to_host and not _host_read_allowed(op, index in later):
+            yield violation("host", "the host waits for a value", "keep it a tensor: torch.where instead of if")
 
 
-def _host_read_allowed(each: TracedOp, later: bool) -> bool:
-    file = each.source.location.rpartition(":")[0]
+def _host_read_allowed(op: TracedOp, later: bool) -> bool:
+    file = op.source.location.rpartition(":")[0]
     return file in HOST_READ_FILES or (file == PIPELINE_FILE and not later)
 
 
 def check_groups(trace: RankTrace, generation: str, lnc: int) -> Iterator[Violation]:
-    """Every group of ranks that some message goes through."""
-    seen = set()
-    for each in trace.operations:
-        kind = COLLECTIVE_OPS.get(op_base_name(each.name))
-        if kind is None or each.group is None or (kind, each.group) in seen:
+    """Check each process group together with each collective that uses it."""
+    checked = set()
+    for op in trace.operations:
+        collective = COLLECTIVE_OPS.get(op_base_name(op.name))
+        if collective is None or op.group is None or (collective, op.group) in checked:
             continue
-        seen.add((kind, each.group))
-        ranks = trace.groups[each.group]
-        if problem := group_problem(generation, lnc, kind, ranks):
-            shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
-            what = f"{kind} of {each.group} ({len(ranks)} ranks: {shown}): {problem}"
-            yield Violation("groups", str(each.source), what, "another layout (tp, pp, cp, ranks)", (trace.stage,))
+        checked.add((collective, op.group))
+        ranks = trace.groups[op.group]
+        if problem := group_problem(generation, lnc, collective, ranks):
+            first_ranks = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
+            description = f"{collective} of {op.group} ({len(ranks)} ranks: {first_ranks}): {problem}"
+            fix = "another layout (tp, pp, cp, ranks)"
+            yield Violation("groups", str(op.source), description, fix, (trace.stage,))
 
 
 def check_micro_batches(trace: RankTrace) -> Iterator[Violation]:
-    """All micro batches of the first step ask for the same, whatever is in them."""
+    """All micro batches of the first step must run the same operators, whatever their content."""
     segments = [segment for segment in trace.segments if segment.phase == "step 1"]
-    for _, some in groupby(sorted(segments, key=lambda segment: segment.model), key=lambda segment: segment.model):
-        first, *others = some
-        wanted = trace.texts(first.phase, first.start, first.end)
-        numbers = trace.phases[first.phase]
+    for _, group in groupby(sorted(segments, key=lambda segment: segment.model), key=lambda segment: segment.model):
+        first, *others = group
+        expected = trace.texts(first.phase, first.start, first.end)
+        indices = trace.phases[first.phase]
         for number, other in enumerate(others, 2):
             texts = trace.texts(other.phase, other.start, other.end)
-            if texts != wanted:
-                at = first_difference(wanted, texts)
-                each = trace.operations[numbers[min(other.start + at, len(numbers) - 1)]]
-                what = f"micro batch {number}: {_text_at(texts, at)}; micro batch 1: {_text_at(wanted, at)}"
-                yield Violation(
-                    "shapes", str(each.source), what, "the same shapes for every micro batch", (trace.stage,)
+            if texts != expected:
+                position = first_difference(expected, texts)
+                op = trace.operations[indices[min(other.start + position, len(indices) - 1)]]
+                description = (
+                    f"micro batch {number}: {_text_at(texts, position)}; micro batch 1: {_text_at(expected, position)}"
                 )
+                fix = "the same shapes for every micro batch"
+                yield Violation("shapes", str(op.source), description, fix, (trace.stage,))
                 break
 
 
 def check_steps(trace: RankTrace) -> Iterator[Violation]:
-    """The third step is the second again. The first may have more to do."""
+    """The third step must equal the second. The first may do more."""
     if "step 3" in trace.phases and not trace.abort_reason:
-        fix = "the same shapes and Python numbers in every step; what changes comes as a tensor"
+        fix = "the same shapes and Python numbers in every step; pass what changes as a tensor"
         yield from _compare_traces("recompiles", trace, "step 3", "step 3", trace, "step 2", "step 2", fix)
 
 
 def check_ranks(first: RankTrace, other: RankTrace) -> Iterator[Violation]:
-    """A rank of a stage does what the others do."""
+    """All ranks of a stage must run the same graph."""
     if "step 1" in first.phases and "step 1" in other.phases and not (first.abort_reason or other.abort_reason):
-        fix = "let the rank come in as a tensor; sizes that all ranks share out evenly"
+        fix = "pass the rank as a tensor; use sizes that all ranks share equally"
         names = f"rank {other.rank}", f"rank {first.rank}"
         yield from _compare_traces("ranks", other, "step 1", names[0], first, "step 1", names[1], fix)
 
 
 def _compare_traces(
-    rule: str, a: RankTrace, phase: str, name: str, b: RankTrace, other_phase: str, other: str, fix: str
+    rule: str, a: RankTrace, a_phase: str, a_name: str, b: RankTrace, b_phase: str, b_name: str, fix: str
 ) -> Iterator[Violation]:
-    mine, theirs = a.details(phase), b.details(other_phase)
-    if mine == theirs:
+    """The first difference between phases of two traces."""
+    a_details, b_details = a.details(a_phase), b.details(b_phase)
+    if a_details == b_details:
         return
-    at = first_difference(mine, theirs)
-    longer, numbers = (a, a.phases[phase]) if at < len(mine) else (b, b.phases[other_phase])
-    each = longer.operations[numbers[at]]
-    what = f"{name}: {_text_at(a.texts(phase), at)}; {other}: {_text_at(b.texts(other_phase), at)}"
-    yield Violation(rule, str(each.source), what, fix, (a.stage,))
+    position = first_difference(a_details, b_details)
+    longer, phase = (a, a_phase) if position < len(a_details) else (b, b_phase)
+    op = longer.operations[longer.phases[phase][position]]
+    a_text, b_text = _text_at(a.texts(a_phase), position), _text_at(b.texts(b_phase), position)
+    yield Violation(rule, str(op.source), f"{a_name}: {a_text}; {b_name}: {b_text}", fix, (a.stage,))
 
 
 def check_memory(trace: RankTrace, memory_limit: int) -> Iterator[Violation]:
     if trace.peak_bytes > memory_limit:
-        alive, kept = trace.peak_bytes / GIB, trace.steady_bytes / GIB
-        what = f"{alive:.1f} GiB alive here ({kept:.1f} between steps), a rank has {memory_limit / GIB:.0f}"
+        peak, steady = trace.peak_bytes / GIB, trace.steady_bytes / GIB
+        description = f"{peak:.1f} GiB live here ({steady:.1f} between steps), a rank has {memory_limit / GIB:.0f}"
         fix = "a larger layout.tp or layout.pp, layout.zero=1, recompute.kind=full, a smaller train.micro_batch"
-        yield Violation("memory", trace.peak_location, what, fix, (trace.stage,))
+        yield Violation("memory", trace.peak_location, description, fix, (trace.stage,))
 
 
 def check_aborted(trace: RankTrace) -> Iterator[Violation]:
     if trace.abort_reason and trace.operations:
-        fix = "mend what else is said about this line, then audit again: what comes after it was not seen"
-        where = str(trace.operations[-1].source)
-        yield Violation("traced", where, f"the trace ends here: {trace.abort_reason}", fix, (trace.stage,))
+        fix = "fix the other violations of this line, then audit again: what follows it was not traced"
+        location = str(trace.operations[-1].source)
+        yield Violation("traced", location, f"the trace ends here: {trace.abort_reason}", fix, (trace.stage,))
 
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> int:
-    """The first place where two sequences differ."""
-    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """Index of the first difference between two sequences."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(a), len(b)))
 
 
-def _text_at(texts: Sequence[str], at: int) -> str:
-    return texts[at] if at < len(texts) else "nothing"
+def _text_at(texts: Sequence[str], index: int) -> str:
+    return texts[index] if index < len(texts) else "nothing"
 
 
 def merge_violations(violations: Sequence[Violation]) -> list[Violation]:
-    """The same line against the same rule once, with the stages at which it was seen."""
-    out: dict[tuple[str, str], Violation] = {}
-    for each in violations:
-        known = out.get(each[:2], each)
-        out[each[:2]] = known._replace(stages=tuple(sorted({*known.stages, *each.stages})))
-    return list(out.values())
+    """Merge violations of one rule at one line, with the stages of all."""
+    merged: dict[tuple[str, str], Violation] = {}
+    for violation in violations:
+        key = violation.rule, violation.location
+        known = merged.get(key, violation)
+        merged[key] = known._replace(stages=tuple(sorted({*known.stages, *violation.stages})))
+    return list(merged.values())

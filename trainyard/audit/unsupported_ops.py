@@ -1,7 +1,7 @@
-"""What Trainium does not do, operator by operator and dtype by dtype. The one table of it.
+"""Operators and dtypes that Trainium does not support: the only table of them.
 
-From what users of torch-neuronx 2.11 and 2.12 report: no sort, no complex numbers, no FFT; 64-bit floats are cast to 32
-bits without a word; look-ups by int64 run, at a few hundredths of the speed of int32.
+From reports of users of torch-neuronx 2.11 and 2.12: no sort, no complex numbers, no FFT; 64-bit floats are silently
+cast to 32 bits; look-ups by int64 run at a few hundredths of the speed of int32.
 """
 
 from typing import NamedTuple
@@ -18,27 +18,26 @@ _SORTING = UnsupportedOp(
     "sorting is not supported", "compare instead (amax, argmax, a mask by threshold), or sort on the host"
 )
 _FOURIER = UnsupportedOp(
-    "Fourier transforms are not supported", "a product with a constant matrix, or transform on the host"
+    "Fourier transforms are not supported", "multiply by a constant matrix, or transform on the host"
 )
-UNSUPPORTED_OPS = dict.fromkeys(
-    ("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode"), _SORTING
-) | (dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _FOURIER))
-"""By an operator's name without its variant."""
+UNSUPPORTED_OPS = {
+    **dict.fromkeys(("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode"), _SORTING),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _FOURIER),
+}
+"""By `op_base_name`."""
 
-_COMPLEX = UnsupportedOp("complex numbers are not supported", "real and imaginary part as two tensors")
+_COMPLEX = UnsupportedOp("complex numbers are not supported", "two tensors for real and imaginary part")
 UNSUPPORTED_DTYPES = {
     torch.float64: UnsupportedOp("64-bit floats are cast to 32 bits", "float32"),
     torch.complex32: _COMPLEX,
     torch.complex64: _COMPLEX,
     torch.complex128: _COMPLEX,
 }
-"""By dtype of what an operator makes."""
+"""By dtype of an operator's result."""
 UNSUPPORTED_FP8_DTYPES = {
-    "trn2": {
-        torch.float8_e4m3fn: UnsupportedOp("trn2 knows this format of 8 bits by another rule", "float8_e5m2, or bf16")
-    }
+    "trn2": {torch.float8_e4m3fn: UnsupportedOp("trn2 defines this 8-bit format differently", "float8_e5m2, or bf16")}
 }
-"""The same by generation."""
+"""By generation, then by dtype."""
 
 INDEX_ARGUMENTS = {
     "embedding": (1,),
@@ -62,10 +61,10 @@ INDEX_ARGUMENTS = {
     "nll_loss_forward": (1,),
     "nll_loss_backward": (2,),
 }
-"""Which arguments of an operator are indices."""
-INDEX_FIX = "int32 (torch takes it here: leave out .long(); a maximum's place: compare with the maximum instead)"
+"""Positions of the arguments that are indices."""
+INDEX_FIX = "int32 (torch accepts it here: drop .long(); for the index of a maximum, compare with the maximum instead)"
 
 
 def op_base_name(name: str) -> str:
-    """aten.index_add_.default and aten.index_add to index_add."""
+    """index_add for aten.index_add_.default and aten.index_add."""
     return name.split(".")[1].removesuffix("_")

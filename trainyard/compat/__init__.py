@@ -22,15 +22,13 @@ from trainyard.compat.inductor import (
     CompileCounts,
     GraphNotCompiled,
     GraphRequest,
+    TracingBackend,
     compile_counts,
     default_inductor_dir,
     disable_autograd_cache,
     disable_automatic_dynamic_shapes,
-    install_atomic_cpp_builds,
-    intercept_compilation,
     lower_for_strides,
     probe_cpu_isa,
-    write_only_autograd_cache,
 )
 from trainyard.compat.matmul import add_matmul_, has_fast_bf16_matmul, scaled_mm
 from trainyard.compat.optim import foreach_norm, fused_adamw_, has_fused_adamw
@@ -38,6 +36,7 @@ from trainyard.compat.pipelining import supports_zero_bubble
 from trainyard.compat.tracing import (
     DispatchMode,
     current_backward_node_id,
+    custom_op_body,
     disable_fake_tensors,
     fake_tensor_mode,
     last_forward_node_id,
@@ -51,6 +50,7 @@ __all__ = [
     "DispatchMode",
     "GraphNotCompiled",
     "GraphRequest",
+    "TracingBackend",
     "add_matmul_",
     "all_gather",
     "all_reduce",
@@ -58,6 +58,7 @@ __all__ = [
     "compile_counts",
     "completed_work",
     "current_backward_node_id",
+    "custom_op_body",
     "default_inductor_dir",
     "disable_autograd_cache",
     "disable_automatic_dynamic_shapes",
@@ -69,8 +70,6 @@ __all__ = [
     "has_fast_bf16_matmul",
     "has_fused_adamw",
     "init_fake_process_group",
-    "install_atomic_cpp_builds",
-    "intercept_compilation",
     "last_forward_node_id",
     "lower_for_strides",
     "new_unsorted_group",
@@ -84,5 +83,4 @@ __all__ = [
     "supports_unsorted_groups",
     "supports_zero_bubble",
     "wait",
-    "write_only_autograd_cache",
 ]

@@ -1,5 +1,6 @@
 """Observe and fake what torch executes: dispatch modes, autograd nodes, fake tensors (torch 2.11 to 2.14)."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType, ModuleType
 from typing import Any
@@ -22,35 +23,30 @@ def current_backward_node_id() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def fake_tensor_mode() -> Any:
+def fake_tensor_mode(stand_in: Callable[[Any, Any, Any], Any], not_replaced: object) -> Any:
     """A FakeTensorMode: tensors have a device and a shape but no memory.
 
-    Adds rules for operators that torch has none for. It patches an instance instead of subclassing, because torch looks
-    up some rules by the exact class of the mode.
+    `stand_in(function, args, kwargs)` returns the result of operators that torch has no rule for, and `not_replaced`
+    for all others. This patches an instance instead of subclassing, because torch looks up some rules by the exact
+    class of the mode.
     """
-    from torch._C._distributed_c10d import FakeWork
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     default_dispatch = mode.__torch_dispatch__
 
     def dispatch(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._fused_adamw_.tensor_lr:
-            return None
-        if function is torch.ops.aten.addmm.dtype_out:  # torch 2.11 mistakes the dtype for a factor
-            return kwargs["out"]
-        if function is torch.ops.aten._local_scalar_dense.default:
-            # A tensor made from a Python number keeps its value: dynamo's guards compare floats through tensors, and
-            # any other value would make every block with a float a graph of its own.
-            constant = args[0].constant if isinstance(args[0], FakeTensor) else None
-            return constant.item() if constant is not None else 1.0 if args[0].dtype.is_floating_point else 1
-        if function.namespace == "c10d":  # collectives do nothing
-            work = FakeWork().boxed()
-            return work if len(function._schema.returns) == 1 else (args[0], work)
-        return default_dispatch(function, types, args, kwargs)
+        out = stand_in(function, args, kwargs)
+        return default_dispatch(function, types, args, kwargs) if out is not_replaced else out
 
     mode.__torch_dispatch__ = MethodType(dispatch, mode)  # type: ignore[method-assign]
     return mode
+
+
+def custom_op_body(op: Any) -> Callable[..., Any]:
+    """The Python function of a custom operator, without the operator's rules for autograd and fake tensors."""
+    body: Callable[..., Any] = op._init_fn
+    return body
 
 
 def disable_fake_tensors() -> AbstractContextManager[Any]:

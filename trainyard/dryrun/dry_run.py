@@ -1,7 +1,7 @@
-"""A run rehearsed: this process becomes any one rank of any number, without the others, and with shapes in place of
-weights. The Trainer is the real one, and so is all it does; what it sends goes nowhere.
+"""A dry run: this process becomes any one rank of any number, without the others and with shapes instead of weights.
 
-For counting messages, auditing and planning at full size on a laptop. One rehearsal at a time in a process.
+The Trainer and all its work are real; messages go nowhere. Used to count messages, to audit and to precompile at full
+size on a laptop. A process can have one dry run at a time.
 """
 
 import os
@@ -14,6 +14,7 @@ from trainyard import compat, devices, models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.parallel.mesh import shutdown_distributed
+from trainyard.parallel.world import World
 from trainyard.train.trainer import Trainer
 
 SYNTHETIC_DATA: dict[str, object] = {
@@ -27,15 +28,16 @@ SYNTHETIC_DATA: dict[str, object] = {
 
 
 @contextmanager
-def fake_rank(backend: str, rank: int, world_size: int, local_rank: int = 0) -> Iterator[None]:
-    """This process as `rank` of `ranks`, none of the others being there."""
+def fake_rank(backend: str, rank: int, world_size: int, local_rank: int = 0) -> Iterator[World]:
+    """Make this process rank `rank` of `world_size`, in a fake process group without the other ranks. The environment
+    names the rank too, for the user's functions."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     before = {name: os.environ.get(name) for name in names}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
     if world_size > 1:
         compat.init_fake_process_group(backend, rank, world_size)
     try:
-        yield
+        yield World(rank, world_size, local_rank)
     finally:
         shutdown_distributed()
         for name, value in before.items():
@@ -47,19 +49,19 @@ def fake_rank(backend: str, rank: int, world_size: int, local_rank: int = 0) -> 
 
 @contextmanager
 def dry_run(config: Config, rank: int, world_size: int, device: devices.Device | None = None) -> Iterator[Trainer]:
-    """The Trainer of one rank, on a device of shapes; neither data nor checkpoints are looked for."""
+    """The Trainer of one rank on the meta device or on `device`. It reads neither data nor checkpoints."""
     device = device or devices.MetaDevice()
     blueprint = models.family_of(config.model).blueprint(config.model)
 
     def values(name: str) -> torch.Tensor:
         return torch.empty(blueprint.spec(name).shape, device=device.torch_device)
 
-    with fake_rank(device.process_group_backend, rank, world_size):
-        yield Trainer(without_io(config), weights=values, device=device)
+    with fake_rank(device.process_group_backend, rank, world_size) as world:
+        yield Trainer(without_io(config), weights=values, device=device, world=world)
 
 
 def without_io(config: Config) -> Config:
-    """The same run without files: generated samples, nothing saved, nothing gone on from."""
+    """The same run without files: synthetic samples, nothing saved, nothing resumed."""
     sections = config.model_dump(mode="json")
     sections["data"] |= SYNTHETIC_DATA
     sections["checkpoint"] |= {

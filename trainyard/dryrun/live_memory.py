@@ -1,4 +1,4 @@
-"""Bytes that are alive, storage by storage: counted when a tensor is first met, and again when its memory goes."""
+"""Live bytes of a device, counted by storage from the first use of a tensor until its memory is freed."""
 
 import weakref
 from typing import Any
@@ -8,40 +8,42 @@ from torch import Tensor
 
 
 class LiveBytes:
+    """Current and peak bytes of all storages that were tracked."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Its size in bytes, by id."""
+        """Each live storage and its size, by id."""
         self.last_used: dict[int, int] = {}
-        """When it was last used, by id."""
+        """Index of the last operator that used a storage in this phase, by id."""
         self.current = self.peak = 0
         self.peak_location: object = ""
 
     def begin_phase(self) -> None:
-        """A phase begins: nothing has been used in it, and the peak is what is there."""
+        """Forget uses, and start a new peak from the current bytes."""
         self.last_used.clear()
         self.peak = self.current
 
     def track(self, tensor: Tensor, location: object) -> int:
-        """Count a tensor's memory for as long as it lives. Gives its id."""
+        """Count the memory of a tensor as long as it lives. Returns the id of its storage."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self.storages and tensor.device.type == self.device.type:
             size = storage.nbytes()
 
-            def gone(_: Any) -> None:
+            def on_free(_: Any) -> None:
                 self.current -= self.storages.pop(key)[1]
                 self.last_used.pop(key, None)
 
-            self.storages[key] = weakref.ref(storage, gone), size
+            self.storages[key] = weakref.ref(storage, on_free), size
             self.current += size
             if self.current > self.peak:
                 self.peak, self.peak_location = self.current, location
         return key
 
     def age(self, tensor: Tensor, op_index: int, location: object) -> int:
-        """How long ago this memory was used, seen from `moment`; -1: not in this phase. It is used now."""
+        """Operators since the storage was last used, -1 if not yet in this phase. Operator `op_index` uses it now."""
         key = self.track(tensor, location)
-        before = self.last_used.get(key)
+        last = self.last_used.get(key)
         self.last_used[key] = op_index
-        return -1 if before is None else op_index - before
+        return -1 if last is None else op_index - last

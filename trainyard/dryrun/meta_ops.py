@@ -1,4 +1,4 @@
-"""Operators that cannot run on shapes alone, and what is done instead."""
+"""Stand-ins for operators that tensors without memory cannot run: the only place with rules for such devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,62 +7,111 @@ import torch
 from torch import Tensor
 
 from trainyard import compat
-from trainyard.train.optim.update_rules import adamw_
+from trainyard.parallel import ring_attention
+from trainyard.train.optim.adamw import adamw_
 
 MAX_HOST_ELEMENTS = 1 << 24
-"""Elements for which an operator is really computed."""
+"""Most elements of the inputs of an operator that is computed in host memory instead."""
 FUSED_ADAMW = torch.ops.aten._fused_adamw_.tensor_lr
-POINT_TO_POINT_OPS = {torch.ops.c10d.send.default, torch.ops.c10d.recv_.default}
+NOT_REPLACED = object()
+"""Result of `stand_in` for operators that run as they are."""
+OPAQUE_OPS = {
+    torch.ops.trainyard.context_attention.default: ring_attention.context_attention,
+    torch.ops.trainyard.context_attention_backward.default: ring_attention.context_attention_backward,
+}
+"""Custom operators whose rules for the meta device do not show what they send and allocate."""
 
 
 class TraceAborted(Exception):
-    """The step cannot be followed further."""
+    """The step cannot be traced further."""
 
 
-def unfused_adamw(args: Any, kwargs: Any) -> None:
-    """`train/optim/update_rules.py`'s AdamW on what torch's fused one was given, which is a kernel of CPUs and GPUs."""
-    (weight,), (gradient,), (first,), (second,) = args[:4]
-    lr, updates = kwargs["lr"], args[5][0]
-    correct = torch.stack((updates, updates))
-    ok = kwargs["found_inf"] == 0
-    numbers = (kwargs["weight_decay"], kwargs["beta1"], kwargs["beta2"], kwargs["eps"])
-    adamw_(weight, weight, gradient, first, second, lr, kwargs["grad_scale"], correct, ok, *numbers)
+def stand_in(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operator that has no rule for tensors without memory, or NOT_REPLACED."""
+    if function is FUSED_ADAMW:  # in place
+        return None
+    if function is torch.ops.aten.addmm.dtype_out:  # torch 2.11 mistakes the dtype for a factor
+        return kwargs["out"]
+    if function is torch.ops.aten._local_scalar_dense.default:
+        # A fake tensor made of a Python number keeps its value: dynamo's guards compare floats through tensors, and any
+        # other value would make every block with a float a graph of its own.
+        constant = getattr(args[0], "constant", None)
+        return constant.item() if constant is not None else 1.0 if args[0].dtype.is_floating_point else 1
+    if function.namespace == "c10d":  # messages go nowhere
+        work = compat.completed_work()
+        return work if len(function._schema.returns) == 1 else (args[0], work)
+    return NOT_REPLACED
+
+
+def fake_tensor_mode() -> Any:
+    """torch's FakeTensorMode, in which tensors have a device and a shape but no memory, with these stand-ins."""
+    return compat.fake_tensor_mode(stand_in, NOT_REPLACED)
+
+
+class MetaOpMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a step on the meta device. Subclasses observe the operators, those inside opaque ones included."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in OPAQUE_OPS:
+            with self:
+                return compat.custom_op_body(OPAQUE_OPS[function])(*args, **kwargs)
+        out = stand_in(function, args, kwargs)
+        if out is NOT_REPLACED:
+            out = function(*args, **kwargs)
+        self.observe(function, args, out)
+        return out
+
+    def observe(self, function: Any, args: Any, out: Any) -> None:
+        """Called after each operator."""
 
 
 def run_on_meta(function: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """An operator on shapes. Where shapes do not say what comes out, on ones in the host's memory."""
-    if function in POINT_TO_POINT_OPS:
-        return compat.completed_work()
+    """Run an operator on shapes. An operator whose result does not follow from shapes runs on ones in host memory."""
+    out = stand_in(function, args, kwargs)
+    if out is not NOT_REPLACED:
+        return out
     try:
         return function(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
         reason = f"{function}: {' '.join(str(error).split())[:200]}"
-        if (
-            sum(each.numel() for each in tensors_in((args, kwargs)) if each.device.type == device.type)
-            > MAX_HOST_ELEMENTS
-        ):
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.device.type == device.type]
+        if sum(tensor.numel() for tensor in inputs) > MAX_HOST_ELEMENTS:
             raise TraceAborted(reason) from error
         to_host = kwargs.get("device") is not None or function is torch.ops.aten.copy_.default
         try:
-            args, kwargs = map_tensors((args, kwargs), lambda each: torch.ones(each.shape, dtype=each.dtype))
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
             out = function(*args, **kwargs)
         except Exception:
             raise TraceAborted(reason) from error
-        return out if to_host else map_tensors(out, lambda each: torch.empty_like(each, device=device))
+        return out if to_host else map_tensors(out, lambda tensor: torch.empty_like(tensor, device=device))
+
+
+def unfused_adamw(args: Any, kwargs: Any) -> None:
+    """The AdamW of `train/optim/` on the arguments of torch's fused kernel, which only CPUs and GPUs have."""
+    (weight,), (gradient,), (exp_avg,), (exp_avg_sq,) = args[:4]
+    step = args[5][0]
+    correction = torch.stack((step, step))
+    finite = kwargs["found_inf"] == 0
+    options = (kwargs["weight_decay"], kwargs["beta1"], kwargs["beta2"], kwargs["eps"])
+    adamw_(
+        weight, weight, gradient, exp_avg, exp_avg_sq, kwargs["lr"], kwargs["grad_scale"], correction, finite, *options
+    )
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor in lists, tuples and mappings."""
+    """All tensors in nested lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    return [tensor for each in tree for tensor in tensors_in(each)] if isinstance(tree, (list, tuple)) else []
+    return [tensor for item in tree for tensor in tensors_in(item)] if isinstance(tree, (list, tuple)) else []
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to all tensors in nested lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
-        return {name: map_tensors(each, change) for name, each in tree.items()}
-    return type(tree)(map_tensors(each, change) for each in tree) if isinstance(tree, (list, tuple)) else tree
+        return {name: map_tensors(item, change) for name, item in tree.items()}
+    return type(tree)(map_tensors(item, change) for item in tree) if isinstance(tree, (list, tuple)) else tree

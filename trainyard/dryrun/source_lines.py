@@ -1,7 +1,7 @@
-"""Which line of code asked for the operator that runs now, without torch's own lines.
+"""The line of code that called the current operator, skipping torch's own lines.
 
-An operator of the backward pass has no line of its own: autograd numbers its nodes as it makes them, so the line at
-which a node was made in the forward pass is remembered by that number.
+An operator of the backward pass has no such line. Autograd numbers its nodes as it creates them, so the line that
+created a node in the forward pass is remembered by the node's number.
 """
 
 import os
@@ -18,17 +18,17 @@ from trainyard import compat
 PACKAGE_DIR = Path(trainyard.__file__).parent
 TORCH_DIR = str(Path(getfile(torch)).parent)
 AUTOGRAD_ENGINE_FILE = str(Path("autograd", "graph.py"))
-"""Of torch: what runs the backward pass. Frames further out are not an operator's own."""
-INFRASTRUCTURE = ("parallel", "kernels", "compat.py", "random.py")
-"""Parts of the package that models call: a line there is told along with the line that called."""
+"""The file of torch that runs the backward pass. Frames outside of it did not call the operator."""
+INFRASTRUCTURE = ("compat", "core", "kernels", "parallel")
+"""Packages that models call: a line there is reported together with the line that called it."""
 TORCH_INTERNAL = "torch's own code"
 
 
 class SourceLocation(NamedTuple):
     location: str = TORCH_INTERNAL
-    """FILE:LINE that asked for it, or whose backward pass it is."""
+    """FILE:LINE that called the operator, or whose backward pass it belongs to."""
     caller: str = TORCH_INTERNAL
-    """The model's line, where `at` is in something that models call."""
+    """FILE:LINE of the model, if `location` is in a package that models call."""
     in_backward: bool = False
 
     def __str__(self) -> str:
@@ -36,53 +36,57 @@ class SourceLocation(NamedTuple):
 
 
 class SourceLocator:
+    """Finds the source line of operators."""
+
     def __init__(self) -> None:
         self.node_locations: dict[int, tuple[str, str]] = {}
-        """(at, caller) by number of autograd's node."""
+        """(location, caller) by number of the autograd node."""
         self.line_texts: dict[tuple[CodeType, int], str] = {}
         self.file_kinds: dict[CodeType, str] = {}
 
     def locate(self, frame: FrameType | None) -> SourceLocation:
-        """Of the operator that was asked for within this frame."""
+        """The source of the operator that was called in `frame`."""
         node = compat.current_backward_node_id()
-        at, caller = self._user_lines(frame)
+        location, caller = self._user_lines(frame)
         if node is None:
-            self.node_locations.setdefault(compat.last_forward_node_id(), (at, caller))
-            return SourceLocation(at or TORCH_INTERNAL, caller or TORCH_INTERNAL)
-        made_at, made_caller = self.node_locations.get(node, (at, caller))
-        return SourceLocation(at or made_at or TORCH_INTERNAL, made_caller or caller or TORCH_INTERNAL, True)
+            self.node_locations.setdefault(compat.last_forward_node_id(), (location, caller))
+            return SourceLocation(location or TORCH_INTERNAL, caller or TORCH_INTERNAL)
+        node_location, node_caller = self.node_locations.get(node, (location, caller))
+        return SourceLocation(
+            location or node_location or TORCH_INTERNAL, node_caller or caller or TORCH_INTERNAL, in_backward=True
+        )
 
     def _user_lines(self, frame: FrameType | None) -> tuple[str, str]:
-        """The innermost line outside of torch, and the innermost that is not plumbing either."""
-        at = ""
+        """The innermost line outside of torch, and the innermost that is not infrastructure either."""
+        location = ""
         while frame is not None:
             kind = self.file_kinds.get(frame.f_code)
             if kind is None:
                 kind = self.file_kinds[frame.f_code] = _file_kind(frame.f_code.co_filename)
             if kind == "engine":
                 break
-            if kind in ("plumbing", "code"):
+            if kind in ("infrastructure", "code"):
                 key = frame.f_code, frame.f_lineno
                 line = self.line_texts.get(key)
                 if line is None:
                     line = self.line_texts[key] = f"{_display_path(frame.f_code.co_filename)}:{frame.f_lineno}"
-                at = at or line
+                location = location or line
                 if kind == "code":
-                    return at, line
+                    return location, line
             frame = frame.f_back
-        return at, at
+        return location, location
 
 
 def _file_kind(file: str) -> str:
     path = Path(file)
     if file.startswith("<"):
-        return "torch"  # code that it makes as it goes
+        return "torch"  # code that torch generates
     if file.startswith(TORCH_DIR):
         return "engine" if file.endswith(AUTOGRAD_ENGINE_FILE) else "torch"
     if not path.is_relative_to(PACKAGE_DIR):
         return "code"
-    part = path.relative_to(PACKAGE_DIR).parts[0]
-    return "own" if part == "plan" else "plumbing" if part in INFRASTRUCTURE else "code"
+    package = path.relative_to(PACKAGE_DIR).parts[0]
+    return "recorder" if package in ("dryrun", "audit") else "infrastructure" if package in INFRASTRUCTURE else "code"
 
 
 def _display_path(file: str) -> str:

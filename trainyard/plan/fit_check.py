@@ -12,7 +12,8 @@ from trainyard.plan.memory.local_sizes import rank_sizes
 from trainyard.plan.report import MEMORY_FILL_LIMIT, max_rank_memory, single_key_variants
 
 REFUSE_FACTOR = 1.3
-"""A run that needs this many times the available memory is refused. Estimates are within 5 % (docs/memory.md)."""
+"""A run that needs this many times the available memory is refused. Estimates are within 5 %: see
+docs/internals/memory-model.md."""
 
 
 def check_fits(

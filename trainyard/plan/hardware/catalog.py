@@ -4,7 +4,7 @@ Sources, as `CatalogEntry.sources` names them:
 - aws: the Neuron documentation, about-neuron/arch/neuron-hardware (Neuron 2.32, 2026-08).
 - nvidia: NVIDIA's data sheets of the SXM parts.
 - ec2: the instances that carry these parts (p5.48xlarge, p5en.48xlarge).
-- seen: torch on the part itself (docs/performance.md).
+- seen: torch on the part itself (docs/lab/performance.md).
 - guess: no published figure. All latencies are guesses, of the size that users report.
 
 Prices are dollars an hour on demand, with the date and page they were read from; None if no public page names one.

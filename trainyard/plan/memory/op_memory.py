@@ -1,7 +1,8 @@
 """Memory of the operations that models are made of: `models/layers.py`, `parallel/tensor_parallel.py`, `kernels/`.
 
 Reference kernels save what torch's autograd saves for each of their small operations; fused kernels save what their own
-code names. Figures that are not the size of a tensor in the code were read off a CPU's allocator (docs/memory.md).
+code names. Figures that are not the size of a tensor in the code were read off a CPU's allocator, as
+docs/internals/memory-model.md describes.
 
 Shapes: t tokens of a micro batch on this rank, s tokens between attention and MLP (fewer than t under sequence
 parallelism), D hidden, F ffn.

@@ -2,8 +2,8 @@
 
 Optimizer state uses the `FlatBuffer` layout of a run. Activations come from a `LivenessTimeline` of each stage, and the
 pipeline schedule tells how many micro batches have saved theirs at the same time. The peak is the largest of a few
-points: a pass of some micro batch, gradients in flight, the update, initialization. docs/memory.md explains each and
-compares with measurements.
+points: a pass of some micro batch, gradients in flight, the update, initialization. docs/internals/memory-model.md
+explains each of them and compares with measurements.
 """
 
 from collections.abc import Iterator
