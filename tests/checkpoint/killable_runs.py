@@ -1,5 +1,5 @@
-"""Lives of a run, to be killed: forked from a process that has imported everything and done nothing, so that each costs
-a fraction of a second. The disk can be slow in them, so that most of a life is writing and most kills hit a save."""
+"""Training runs to be killed, forked from a process that has imported everything, so that each takes a fraction of a
+second. A slow disk can be simulated, so that most of a run is writing and most kills hit a save."""
 
 import gc
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import configs
+from tests.support.logs import captured_log
 from trainyard.checkpoint.io import storage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.launch.launcher import reserved_port
@@ -25,16 +26,17 @@ from trainyard.train.callbacks import Callback, TrainerView
 ROOT = Path(__file__).parents[2]
 KEPT_CHECKPOINTS = 2
 STEPS = 100_000
-"""More than all lives together make."""
+"""More steps than all runs of a test make together."""
 MODEL = {**configs.LLAMA, "vocab": 64, "hidden": 16, "layers": 1, "ffn": 16}
 DATA = {"source": "synthetic", "seq_len": 8}
+Report = Callable[..., None]
 
 
 class ReportProgress(Callback):
-    """What a life did, as lines that outlive it."""
+    """Reports losses and saves through a pipe, so that the reports survive the process."""
 
-    def __init__(self, tell: Callable[..., None], last: int) -> None:
-        self.report, self.last_step = tell, last
+    def __init__(self, report: Report, last_step: int) -> None:
+        self.report, self.last_step = report, last_step
 
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.report("loss", record["step"], record["loss"])
@@ -42,25 +44,25 @@ class ReportProgress(Callback):
             trainer.stop_signal.requested = True  # type: ignore[attr-defined]
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        where = Path(record["checkpoint"]).parents[1]
-        self.report("saved", record["step"], sorted(str(path.relative_to(where)) for path in where.rglob("*")))
+        run = Path(record["checkpoint"]).parents[1]
+        self.report("saved", record["step"], sorted(str(path.relative_to(run)) for path in run.rglob("*")))
 
 
-def run_rank(request: dict[str, Any], rank: int, out: int) -> None:
-    """One rank of a life, until it ends or is ended."""
+def run_rank(request: dict[str, Any], rank: int, pipe: int) -> None:
+    """Train as one rank until the last step or the kill."""
     from trainyard.parallel.mesh import shutdown_distributed
     from trainyard.train.trainer import Trainer
 
-    def tell(*words: Any) -> None:
-        os.write(out, (json.dumps(words) + "\n").encode())
+    def report(*event: Any) -> None:
+        os.write(pipe, (json.dumps(event) + "\n").encode())
 
     ranks = request["ranks"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["port"])}
-    if request["slow"]:
-        slow_disk(request["slow"])
-    if request["operation"]:
-        kill_before_change(request["operation"], request["directory"], tell)
+    if request["pause"]:
+        slow_disk(request["pause"])
+    if request["kill_before"]:
+        kill_before_change(request["kill_before"], request["directory"], report)
     config = configs.tiny_config(
         MODEL,
         data=DATA,
@@ -69,121 +71,126 @@ def run_rank(request: dict[str, Any], rank: int, out: int) -> None:
         layout={"zero": 1 if ranks > 1 else 0},
         log={"directory": request["directory"]},
     )
-    last = request["last"] - (ranks > 1)  # several ranks agree to stop with the next step
-    Trainer(config, callbacks=[ReportProgress(tell, last)], say=lambda line: tell("said", line)).run()
+    last_step = request["last_step"] - (ranks > 1)  # several ranks agree on a stop with the next step
+    with captured_log(lambda line: report("message", line)):
+        Trainer(config, callbacks=[ReportProgress(report, last_step)]).run()
     shutdown_distributed()
 
 
-def slow_disk(seconds: float) -> None:
-    """Files are written in pieces with pauses between; the pauses around names are longer, so that kills find those
-    few instants too."""
-    longer = 8 * seconds
+def slow_disk(pause_s: float) -> None:
+    """Write files in chunks with pauses. Pauses around renames are longer, so that kills hit those moments too."""
+    long_pause_s = 8 * pause_s
     write, remove = storage.LocalStorage.write, storage.LocalStorage.remove
 
-    class Slow:
-        def __init__(self, file: Any, pause: float) -> None:
-            self.file, self.pause = file, pause
+    class SlowFile:
+        def __init__(self, file: Any, pause_s: float) -> None:
+            self.file, self.pause_s = file, pause_s
 
         def write(self, data: Any) -> None:
             for start in range(0, len(data), 1 << 14):
-                time.sleep(self.pause)
+                time.sleep(self.pause_s)
                 self.file.write(data[start : start + (1 << 14)])
                 self.file.flush()
 
     @contextmanager
-    def slowly(place: storage.LocalStorage, name: str) -> Iterator[Any]:
-        with write(place, name) as file:
-            yield Slow(file, longer if name == checkpoint.COMMIT_FILE else seconds)
-            time.sleep(longer)
-        time.sleep(longer)
+    def slow_write(directory: storage.LocalStorage, name: str) -> Iterator[Any]:
+        with write(directory, name) as file:
+            yield SlowFile(file, long_pause_s if name == checkpoint.COMMIT_FILE else pause_s)
+            time.sleep(long_pause_s)
+        time.sleep(long_pause_s)
 
-    def removed(place: storage.LocalStorage, name: str) -> None:
-        time.sleep(longer)
-        remove(place, name)
+    def slow_remove(directory: storage.LocalStorage, name: str) -> None:
+        time.sleep(long_pause_s)
+        remove(directory, name)
 
-    storage.LocalStorage.write, storage.LocalStorage.remove = slowly, removed  # type: ignore[method-assign,assignment]
+    storage.LocalStorage.write = slow_write  # type: ignore[method-assign,assignment]
+    storage.LocalStorage.remove = slow_remove  # type: ignore[method-assign]
 
 
 CHANGE_EVENTS = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "tempfile.mkstemp"}
+"""Audit events of filesystem changes, besides opening a file for writing."""
 
 
-def kill_before_change(number: int, directory: str, tell: Callable[..., None]) -> None:
-    """Die just before the so-manieth change in the directory."""
-    left = number
+def kill_before_change(count: int, directory: str, report: Report) -> None:
+    """SIGKILL this process just before the `count`-th filesystem change in the directory."""
+    remaining = count
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
+        nonlocal remaining
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        # shutil.rmtree names files without their directory
+        # The events of shutil.rmtree have paths without a directory.
         if event in ("os.remove", "os.rmdir") or (
             (event in CHANGE_EVENTS or writes) and directory in str(arguments[0])
         ):
-            left -= 1
-            if not left:
-                tell("killed", event)
+            remaining -= 1
+            if not remaining:
+                report("killed", event)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 
 
 def fork_rank(request: dict[str, Any], rank: int) -> tuple[int, int]:
-    """A rank as a process of its own, and a pipe that it tells into."""
-    reading, writing = os.pipe()
-    if not (child := os.fork()):
+    """Fork a rank. Returns its process id and the pipe of its reports."""
+    read_end, write_end = os.pipe()
+    if not (pid := os.fork()):
         code = 1
         try:
-            os.close(reading)
-            run_rank(request, rank, writing)
+            os.close(read_end)
+            run_rank(request, rank, write_end)
             code = 0
         except BaseException:
-            os.write(writing, (json.dumps(["failed", traceback.format_exc()]) + "\n").encode())
+            os.write(write_end, (json.dumps(["failed", traceback.format_exc()]) + "\n").encode())
         finally:
             os._exit(code)
-    os.close(writing)
-    return child, reading
+    os.close(write_end)
+    return pid, read_end
 
 
 def run_and_kill(request: dict[str, Any]) -> dict[str, Any]:
-    """Fork the ranks; `delay` after the first step, where the first save begins (or, `early`, after the fork), kill one
-    of them. The others notice and end; if they do not, they are ended."""
-    crew = [fork_rank(request, rank) for rank in range(request["ranks"])]
-    told: list[bytes] = [b""] * len(crew)
-    codes: list[int | None] = [None] * len(crew)
-    begun = time.monotonic()
-    due = begun + request["delay"] if request["early"] else None
-    end = begun + 30
-    open_pipes = {reading: rank for rank, (_, reading) in enumerate(crew)}
+    """Fork the ranks and kill one of them `delay_s` after the first step, when the first save starts.
+
+    `early`: after the fork instead. The other ranks notice and exit; if they do not, they are killed too.
+    """
+    ranks = [fork_rank(request, rank) for rank in range(request["ranks"])]
+    output: list[bytes] = [b""] * len(ranks)
+    exit_codes: list[int | None] = [None] * len(ranks)
+    start = time.monotonic()
+    kill_time = start + request["delay_s"] if request["early"] else None
+    deadline = start + 30
+    open_pipes = {read_end: rank for rank, (_, read_end) in enumerate(ranks)}
     while open_pipes:
         now = time.monotonic()
-        if due and now >= due:
-            os.kill(crew[request["victim"]][0], signal.SIGKILL)
-            due, end = None, now + 10
-        elif now >= end:
+        if kill_time and now >= kill_time:
+            os.kill(ranks[request["victim"]][0], signal.SIGKILL)
+            kill_time, deadline = None, now + 10
+        elif now >= deadline:
             for rank in open_pipes.values():
-                os.kill(crew[rank][0], signal.SIGKILL)
-            end = now + 60
-        ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, (due or end) - now))
-        for reading in ready:
-            rank = open_pipes[reading]
-            told[rank] += (piece := os.read(reading, 1 << 16))
-            if request["delay"] is not None and not request["early"] and b'["loss"' in piece:
-                due = due or time.monotonic() + request["delay"]
-            if not piece:
-                del open_pipes[reading]
-                os.close(reading)
-                codes[rank] = os.waitpid(crew[rank][0], 0)[1]
+                os.kill(ranks[rank][0], signal.SIGKILL)
+            deadline = now + 60
+        ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, (kill_time or deadline) - now))
+        for read_end in ready:
+            rank = open_pipes[read_end]
+            output[rank] += (chunk := os.read(read_end, 1 << 16))
+            if request["delay_s"] is not None and not request["early"] and b'["loss"' in chunk:
+                kill_time = kill_time or time.monotonic() + request["delay_s"]
+            if not chunk:
+                del open_pipes[read_end]
+                os.close(read_end)
+                exit_codes[rank] = os.waitpid(ranks[rank][0], 0)[1]
                 if rank == request["victim"]:
-                    due = None
-    lines = [[json.loads(line) for line in text.splitlines() if line.endswith(b"]")] for text in told]
-    return {"codes": codes, "told": lines}
+                    kill_time = None
+    reports = [[json.loads(line) for line in text.splitlines() if line.endswith(b"]")] for text in output]
+    return {"exit_codes": exit_codes, "reports": reports}
 
 
 def serve_requests() -> None:
-    """Read requests, answer each when its life is over."""
+    """Run the requests from stdin one by one and print the result of each."""
     import trainyard.train.trainer  # noqa: F401
     from trainyard.devices.cpu import CpuDevice
 
-    CpuDevice.peak_throughput = lambda self, dtype: None  # type: ignore[method-assign] # takes longer than all else in a life
+    # Measuring the peak throughput takes longer than the rest of a run.
+    CpuDevice.peak_throughput = lambda self, dtype: None  # type: ignore[method-assign]
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
@@ -192,12 +199,15 @@ def serve_requests() -> None:
 
 @dataclass
 class RunRecord:
+    """The reports of a run (of rank 0), and how it ended."""
+
     losses: dict[int, float]
     """Losses by step."""
     messages: list[str]
     saved_listings: list[tuple[int, list[str]]]
-    """Steps, and what the directory held when each was saved."""
+    """Saved steps, each with the content of the run directory at that time."""
     killed_before: str | None
+    """The filesystem change before which the process was killed."""
     tracebacks: list[str]
     exit_codes: list[int]
 
@@ -207,7 +217,7 @@ RunOnce = Callable[..., RunRecord]
 
 @contextmanager
 def fork_server() -> Iterator[RunOnce]:
-    """A call that forks a life and waits for its end."""
+    """Yield a function that forks a run and waits for its end."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from tests.checkpoint.killable_runs import serve_requests; serve_requests()"],
         cwd=ROOT,
@@ -216,26 +226,26 @@ def fork_server() -> Iterator[RunOnce]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    asking, answers = process.stdin, process.stdout
-    assert asking
-    assert answers
+    requests, results = process.stdin, process.stdout
+    assert requests
+    assert results
 
-    def live_once(directory: Path, delay: float | None = None, **other: Any) -> RunRecord:
+    def run_once(directory: Path, delay_s: float | None = None, **options: Any) -> RunRecord:
         with reserved_port() as port:
-            request = {"ranks": 1, "early": False, "slow": 0.0, "operation": 0, "last": 0, "victim": 0, "every": 1}
-            request |= {"directory": str(directory), "delay": delay, "port": port, **other}
-            print(json.dumps(request), file=asking, flush=True)
-            answer = json.loads(answers.readline())
-        first = answer["told"][0]
+            request = {"ranks": 1, "early": False, "pause": 0.0, "kill_before": 0, "victim": 0, "every": 1}
+            request |= {"last_step": 0, "directory": str(directory), "delay_s": delay_s, "port": port, **options}
+            print(json.dumps(request), file=requests, flush=True)
+            result = json.loads(results.readline())
+        rank_0 = result["reports"][0]
         return RunRecord(
-            losses={line[1]: line[2] for line in first if line[0] == "loss"},
-            messages=[line[1] for line in first if line[0] == "said"],
-            saved_listings=[(line[1], line[2]) for line in first if line[0] == "saved"],
-            killed_before=next((line[1] for line in first if line[0] == "killed"), None),
-            tracebacks=[line[1] for lines in answer["told"] for line in lines if line[0] == "failed"],
-            exit_codes=answer["codes"],
+            losses={event[1]: event[2] for event in rank_0 if event[0] == "loss"},
+            messages=[event[1] for event in rank_0 if event[0] == "message"],
+            saved_listings=[(event[1], event[2]) for event in rank_0 if event[0] == "saved"],
+            killed_before=next((event[1] for event in rank_0 if event[0] == "killed"), None),
+            tracebacks=[event[1] for reports in result["reports"] for event in reports if event[0] == "failed"],
+            exit_codes=result["exit_codes"],
         )
 
-    yield live_once
-    asking.close()
+    yield run_once
+    requests.close()
     process.wait(timeout=10)

@@ -22,8 +22,10 @@ from tests.checkpoint.test_nxd import GQA, Memory, cases, llama
 from tests.checkpoint.test_nxd_optimizer import checkpoint as nxd_checkpoint
 from tests.checkpoint.test_nxd_optimizer import two_groups
 from tests.distributed.rank_jobs import Losses
-from tests.models.test_parity import batch_for, reference, reference_forward
 from tests.support import configs
+from tests.support.configs import tiny_batch
+from tests.support.hf_reference import hf_forward, hf_reference
+from tests.support.logs import captured_log
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
 from trainyard.checkpoint.formats.hf import open_hf, write_config, write_hf
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
@@ -270,16 +272,16 @@ def write_source(form: str, directory: Path, model: nn.Module) -> None:
 @pytest.mark.parametrize("form", ["safetensors", "in shards", "bin", "bin in shards"])
 @pytest.mark.parametrize("variant", ["llama-gqa", "llama-tied", "gpt2", "bert"])
 def test_transformers_gives_the_same_logits(variant: str, form: str, tmp_path: Path) -> None:
-    family, model, _ = reference(variant)
+    family, model, _ = hf_reference(variant)
     write_source(form, tmp_path / "in", model)
     for name, text in TOKENIZER.items():
         (tmp_path / "in" / name).write_text(text)
     (tmp_path / "in" / "README.md").write_text("of the source alone")
     out = carry(tmp_path / "in", tmp_path / "out", "hf")
     theirs = AUTO[family].from_pretrained(out).eval()
-    batch = batch_for(family)
+    batch = tiny_batch(family)
     with torch.no_grad():
-        assert torch.equal(reference_forward(family, theirs, batch)[0], reference_forward(family, model, batch)[0])
+        assert torch.equal(hf_forward(family, theirs, batch)[0], hf_forward(family, model, batch)[0])
     files = contents(out)
     assert set(files) == {"config.json", "model.safetensors", *TOKENIZER}
     assert all(files[name].decode() == text for name, text in TOKENIZER.items())
@@ -296,7 +298,7 @@ def test_tokenizer_files_go_along_to_nxd_and_back(tmp_path: Path) -> None:
 
 def test_gpt2_without_a_prefix(tmp_path: Path) -> None:
     """As the files of gpt2 itself: they were saved from the model without its head."""
-    _, model, _ = reference("gpt2")
+    _, model, _ = hf_reference("gpt2")
     model.transformer.save_pretrained(tmp_path / "bare")  # type: ignore[union-attr,operator]
     model.save_pretrained(tmp_path / "full")  # type: ignore[operator]
     assert "wte.weight" in load_file(tmp_path / "bare" / "model.safetensors")
@@ -306,7 +308,7 @@ def test_gpt2_without_a_prefix(tmp_path: Path) -> None:
 
 def test_bert_with_gamma_and_beta(tmp_path: Path) -> None:
     """As the files of bert-base-uncased itself."""
-    _, model, _ = reference("bert")
+    _, model, _ = hf_reference("bert")
     model.save_pretrained(tmp_path / "new")  # type: ignore[operator]
     state = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
@@ -670,7 +672,8 @@ def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
         log={"directory": str(directory)},
     )
     lines: list[str] = []
-    summary = Trainer(config, callbacks=[hook], say=lines.append).run()
+    with captured_log(lines.append):
+        summary = Trainer(config, callbacks=[hook]).run()
     assert not [line for line in lines if line.startswith("note:")]
     return hook.losses, summary.directory
 

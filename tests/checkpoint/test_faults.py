@@ -261,6 +261,6 @@ def test_leftovers_do_not_take_the_room_of_the_next_checkpoint(disk: Disk, tmp_p
     (where / "step_00000002").mkdir()
     (where / "step_00000002" / ".rank_00000.safetensors.x.part").write_bytes(b"1" * (4 * MIB))
     said = train(config)
-    assert f"passing over {where / 'step_00000002'}: it was never completed" in said
+    assert f"skipping {where / 'step_00000002'}: it was never completed" in said
     assert save_failures(said) == []
     assert verified_steps(where)[0] == 4

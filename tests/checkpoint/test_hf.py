@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.models.test_parity import batch_for
 from tests.support import configs
+from tests.support.configs import tiny_batch
 from trainyard import Trainer, load_model
 from trainyard.checkpoint.formats.hf import open_hf, save_hf
 from trainyard.checkpoint.formats.tensor_map import tp_rank_values
@@ -32,7 +32,7 @@ def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> No
     section, ours = load_model(summary.exported_weights, "cpu")
     spelt_out = {key: getattr(section, key) for key in ("scaled_init", "ffn", "head_dim") if hasattr(section, key)}
     assert section == config.model.model_copy(update=spelt_out)
-    batch = batch_for(family)
+    batch = tiny_batch(family)
     batch["tokens"] = batch["tokens"] % 60 + 1
     tokens = batch["tokens"].long()
     if family == "bert":
@@ -44,7 +44,7 @@ def test_a_finished_run_loads_in_transformers(family: str, tmp_path: Path) -> No
         logits = theirs(input_ids=tokens).logits
     for model in (ours, trainer.model.eval()):
         torch.testing.assert_close(model(batch).logits(), logits, atol=1e-5, rtol=1e-5)
-    for name in trainer.optimizer.names:
+    for name in trainer.optimizer.state.names:
         assert torch.equal(ours.get_parameter(name), trainer.full_parameter(name))
 
 

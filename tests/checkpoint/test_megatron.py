@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_parity import batch_for
 from tests.support import configs
+from tests.support.configs import tiny_batch
 from trainyard import models
 from trainyard.checkpoint.formats.megatron.weights import MegatronWeights, find_megatron, open_megatron
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
@@ -176,7 +176,7 @@ def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> N
         return torch.cat([weights.read(piece) for piece in blueprint.tp_slices(name)])
 
     filled = models.fill_parameters(models.build_model(weights.model), values).eval()
-    batch = batch_for("gpt")
+    batch = tiny_batch("gpt")
     assert torch.equal(filled(batch).logits(), original(batch).logits())
 
 

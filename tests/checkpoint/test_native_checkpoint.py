@@ -104,9 +104,9 @@ def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
     directory = tmp_path / "run" / "checkpoints" / "step_00000002"
     blueprint = trainer.blueprint
     rows = {
-        "weights": trainer.optimizer.master_weights,
-        "first": trainer.optimizer.exp_avg,
-        "second": trainer.optimizer.exp_avg_sq,
+        "weights": trainer.optimizer.state.master_weights,
+        "first": trainer.optimizer.state.exp_avg,
+        "second": trainer.optimizer.state.exp_avg_sq,
     }
     wanted = {}
     for kind, row in rows.items():
@@ -114,7 +114,7 @@ def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
             begin = 0
             for piece in blueprint.tp_slices(name):
                 end = begin + piece.sizes[0]
-                wanted[tensor_key(kind, piece.name)] = trainer.optimizer.shard_view(row, name)[begin:end]
+                wanted[tensor_key(kind, piece.name)] = trainer.optimizer.state.shard_view(row, name)[begin:end]
                 begin = end
     found = read_by_torch(directory, wanted)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.saved_runs import verified_steps
 from tests.support import configs
+from tests.support.logs import captured_log
 from trainyard import Trainer
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import UserError
@@ -226,7 +227,8 @@ def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[li
         model, train={"steps": steps}, schedule=schedule, checkpoint=section, log={"directory": str(logs)}
     )
     said: list[str] = []
-    summary = Trainer(config, say=said.append).run()
+    with captured_log(said.append):
+        summary = Trainer(config).run()
     text = (summary.directory / "metrics.jsonl").read_text()
     return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record], said
 
@@ -239,7 +241,7 @@ def test_a_run_saves_prunes_and_goes_on(urls: dict[str, str], tmp_path: Path, ki
     assert verified_steps(url) == [2, 1]
     again, said = train(url, tmp_path / "logs", 4, resume="auto")
     where = str(open_storage(url))
-    assert f"going on from step 2: {where}/step_00000002" in said
+    assert f"resuming from step 2: {where}/step_00000002" in said
     assert again == whole
     assert first == whole[:2]
     assert verified_steps(url) == [4, 3]
@@ -249,7 +251,7 @@ def test_a_run_saves_prunes_and_goes_on(urls: dict[str, str], tmp_path: Path, ki
     ]  # nothing of the older ones, no temporaries
     for path in (url, f"{url}/step_00000004"):
         branch, said = train(f"{urls[kind]}/branch", tmp_path / "branch", 4, resume=path)
-        assert f"going on from step 4: {where}/step_00000004" in said
+        assert f"resuming from step 4: {where}/step_00000004" in said
         assert branch == []
 
 
@@ -265,8 +267,8 @@ def test_a_damaged_checkpoint_is_passed_over(urls: dict[str, str], tmp_path: Pat
     with place.write(name) as file:
         file.write(data)
     _, said = train(url, tmp_path / "logs", 2, resume="auto")
-    assert any(line.startswith(f"passing over {place}/{name}: broken: the checksum of") for line in said)
-    assert any(line.startswith("going on from step 1:") for line in said)
+    assert any(line.startswith(f"skipping {place}/{name}: broken: the checksum of") for line in said)
+    assert any(line.startswith("resuming from step 1:") for line in said)
     assert verified_steps(url) == [2, 1]
 
 
@@ -298,7 +300,7 @@ def test_a_bucket_that_is_not_there_is_one_line(server: str, tmp_path: Path) -> 
         train("s3://no-such-yard/x", tmp_path, 1)
     assert "bucket does not exist" in str(told.value)
     assert "\n" not in str(told.value)
-    with pytest.raises(UserError, match=r"^checkpoint.resume=s3://no-such-yard/x: no whole checkpoint"):
+    with pytest.raises(UserError, match=r"^checkpoint.resume=s3://no-such-yard/x: no valid checkpoint"):
         train(str(tmp_path), tmp_path, 1, resume="s3://no-such-yard/x")
 
 

@@ -196,7 +196,7 @@ def test_omitted_layout_is_inferred_from_the_files(call: Call, tmp_path: Path) -
     fail(call(*nxd("full.pt", "out", FROM)), "out: .*not empty")
     fail(call(*nxd("out", "back", TO)), "back: .*not empty")
     fail(call(*nxd("out", "full.pt", TO)), "full.pt: .*not empty")
-    fail(call(*nxd("out", "full.pt/x", TO)), "full.pt/x: cannot be made")
+    fail(call(*nxd("out", "full.pt/x", TO)), "full.pt/x: cannot be created")
 
 
 def test_an_interrupted_full_state_leaves_nothing(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Reading and making files safe on disk beside writing: each would wait for the others otherwise."""
+"""Overlaps reading, writing and fsync of files in threads."""
 
 import os
 from collections import deque
@@ -10,31 +10,33 @@ from typing import BinaryIO, Self, TypeVar
 
 T = TypeVar("T")
 PREFETCH_DEPTH = 2
-"""Tensors made before they are asked for: what bounds memory."""
+"""Tensors produced ahead of use; this bounds memory."""
 NUM_WORKERS = 2
-"""Writers beside each other."""
+"""Threads of OrderedWorkers."""
 MAX_PARALLEL = 8
-"""Files that are made safe on disk together; the disk then writes them in one go."""
+"""Files in fsync at a time; the disk can then merge their writes."""
 
 
 def prefetch(producers: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What each of `makers` makes, in order, made in another thread while the one before is used."""
+    """Yield the results of `producers` in order, computed in other threads while earlier results are in use."""
     pool = ThreadPoolExecutor(PREFETCH_DEPTH)
-    waiting: deque[Future[T]] = deque()
+    pending: deque[Future[T]] = deque()
     try:
-        for make in producers:
-            waiting.append(pool.submit(make))
-            if len(waiting) > PREFETCH_DEPTH:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        for produce in producers:
+            pending.append(pool.submit(produce))
+            if len(pending) > PREFETCH_DEPTH:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 class OrderedWorkers:
-    """Works that are done beside each other, but for those of the same lane, which keep their order. No more than a few
-    wait at a time. Leaving the block waits for all; what one of them raised is raised there, or at the next `put`."""
+    """Threads that run tasks in parallel, but the tasks of one worker in order. Only a few tasks are pending at a time.
+
+    Leaving the `with` block waits for all tasks. The exception of a task is raised there, or by a later `submit`.
+    """
 
     def __init__(self) -> None:
         self.pools = [ThreadPoolExecutor(1) for _ in range(NUM_WORKERS)]
@@ -48,44 +50,45 @@ class OrderedWorkers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for pool in self.pools:
-            pool.shutdown(cancel_futures=kind is not None)
-        if kind is None:
-            for each in self.pending:
-                each.result()
+            pool.shutdown(cancel_futures=error is not None)
+        if error is None:
+            for future in self.pending:
+                future.result()
 
 
 @contextmanager
 def background_fsync() -> Iterator[Callable[[BinaryIO], None]]:
-    """Gives a function that closes a file once it is safe on disk; all are when the block ends."""
+    """Yield a function that fsyncs and closes a file in another thread. All files are on disk when the block ends."""
     pool = ThreadPoolExecutor(MAX_PARALLEL)
-    started: list[Future[None]] = []
+    futures: list[Future[None]] = []
 
-    def finish(file: BinaryIO) -> None:
+    def sync_and_close(file: BinaryIO) -> None:
         with file:
             os.fsync(file.fileno())
 
     def close(file: BinaryIO) -> None:
         file.flush()
-        started.append(pool.submit(finish, file))
+        futures.append(pool.submit(sync_and_close, file))
 
     try:
         yield close
-        for each in started:
-            each.result()
+        for future in futures:
+            future.result()
     finally:
         pool.shutdown()
 
 
 def fsync_files(paths: Iterable[Path]) -> None:
-    """Make files safe on disk that were written and closed."""
+    """Fsync files that are already closed."""
     with background_fsync() as close:
         for path in paths:
             close(path.open("rb+"))
 
 
 def run_parallel(tasks: Iterable[Callable[[], None]]) -> None:
+    """Run all tasks in threads and wait for them."""
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        for done in [pool.submit(work) for work in tasks]:
-            done.result()
+        for future in [pool.submit(task) for task in tasks]:
+            future.result()

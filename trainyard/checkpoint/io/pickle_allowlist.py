@@ -1,7 +1,7 @@
-"""The names that a checkpoint's pickle may use, and what we make of each. None is ever imported or called.
+"""The globals that the pickle of a checkpoint may use, and what each becomes. None is ever imported or called.
 
-Tensors become Lazy tensors, names of dtypes the dtypes, containers plain ones. Attributes that torch or a framework
-hung on tensors and dictionaries are dropped.
+Tensors become LazyTensors, dtype names become dtypes, and containers plain containers. Attributes that torch or a
+framework attached to tensors and dicts are dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,16 +28,16 @@ STORAGE_DTYPES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
 }
-"""The storages with a name of their own, in module torch. Newer dtypes have untyped ones."""
+"""The typed storage classes of module torch. Newer dtypes have untyped storages."""
 REBUILD_MODULE = ".".join(("torch", "_utils"))
-"""Where torch's functions live that make tensors again. Only ever a string here."""
+"""The module of the functions that rebuild tensors. Used only as a string."""
 REFERENCE_CLASSES = (
     "torch_xla.utils.serialization.TensorReference",
     "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
     "nemo.collections.nlp.parts.serialization.TensorReference",
 )
-"""Stand-ins for tensors with files of their own: torch-xla's; the one that NxD itself leaves for tensors inside lists;
-and the one of NeMo Megatron for Neuron. All have an attribute `tid`, the others `shape` and `dtype` too."""
+"""Classes of references to tensors in separate files: torch-xla's; the one that NxD writes for tensors inside lists;
+and that of NeMo Megatron for Neuron. All have an attribute `tid`; the last two also have `shape` and `dtype`."""
 
 
 _NUMPY_CODES = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
@@ -50,52 +50,52 @@ class StorageType(AllowedGlobal):
 
 
 class NamespaceDict(dict[str, Any]):
-    """What argparse gave a program, as a dict."""
+    """An argparse.Namespace as a dict."""
 
     def set_state(self, state: Any) -> None:
         if type(state) is not dict:
-            raise ValueError("arguments without names")
+            raise ValueError("Namespace without names")
         self.update(state)
 
 
 class NumpyDtype:
-    """A dtype of numpy; its byte order comes after the rest."""
+    """A numpy dtype, whose byte order is set afterwards."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         if code not in _NUMPY_CODES:
-            raise ValueError("numpy values that are not numbers")
+            raise ValueError("numpy values are not numbers")
         self.dtype = np.dtype(code)
 
     def set_state(self, state: Any) -> None:
         if type(state) is not tuple or state[1] not in ("<", ">", "|", "="):
-            raise ValueError("a numpy dtype of unknown byte order")
+            raise ValueError("numpy dtype of unknown byte order")
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
 def _check_array(shape: Any, kind: Any, data: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if not isinstance(kind, NumpyDtype) or not isinstance(data, bytes | bytearray):
-        raise ValueError("a numpy array of other things than numbers")
+        raise ValueError("numpy array of values that are not numbers")
     if prod(check_sizes(shape)) * kind.dtype.itemsize != len(data):
-        raise ValueError(f"a numpy array of {len(data)} bytes, with another shape")
+        raise ValueError(f"numpy array of {len(data)} bytes does not match its shape")
     return check_sizes(shape), kind.dtype
 
 
 def _set_array_state(array: Any, state: Any) -> None:
     _, shape, kind, fortran, data = state
-    if array.size:  # numpy would free memory that a tensor may be a view of
-        raise ValueError("a numpy array filled twice")
+    if array.size:  # numpy would free memory that a tensor may view
+        raise ValueError("numpy array with two states")
     array.__setstate__((1, *_check_array(shape, kind, data), fortran is True, bytes(data)))
 
 
 def _numpy_array(data: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
-    """As protocol 5 has them."""
+    """A numpy array as pickle protocol 5 stores it."""
     shape, dtype = _check_array(shape, kind, data)
     return np.frombuffer(bytearray(data), dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
 def _empty_array(kind: Any, *_: Any) -> np.ndarray[Any, Any]:
     if not isinstance(kind, AllowedGlobal) or kind.name != "numpy.ndarray":
-        raise ValueError(f"a numpy array as {describe(kind)}")
+        raise ValueError(f"numpy array of class {describe(kind)}")
     return np.empty(0, np.int8)
 
 
@@ -104,21 +104,21 @@ def _numpy_scalar(kind: Any, data: Any) -> Any:
 
 
 def _encode_latin1(text: Any, encoding: Any) -> bytes:
-    """How a pickle of protocol 2 spells bytes."""
+    """Bytes as pickle protocol 2 stores them."""
     if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("bytes in an unknown encoding")
+        raise ValueError("bytes in unknown encoding")
     return text.encode("latin1")
 
 
-def _device(*words: Any) -> torch.device:
-    if not all(type(word) in (str, int) for word in words):
-        raise ValueError("a device that is none")
-    return torch.device(*words)
+def _device(*args: Any) -> torch.device:
+    if not all(type(arg) in (str, int) for arg in args):
+        raise ValueError("invalid device")
+    return torch.device(*args)
 
 
 def _reject_flags(metadata: Any) -> None:
     if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
-        raise ValueError("a conjugated or negated view of a tensor")
+        raise ValueError("conjugated or negated view of a tensor")
 
 
 def _rebuild_tensor(
@@ -137,23 +137,23 @@ def _rebuild_tensor_v3(
 
 def _rebuild_from_numpy(array: Any, dtype: Any, *_: Any) -> LazyTensor:
     if not isinstance(array, np.ndarray) or not isinstance(dtype, torch.dtype) or dtype.itemsize > array.itemsize:
-        raise ValueError("a tensor without values or dtype")
+        raise ValueError("tensor without values or dtype")
     return InlineTensor(torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)).to(dtype))
 
 
 def _unwrap_tensor(tensor: Any, *_: Any) -> LazyTensor:
-    """A parameter, or a tensor of another device: the tensor in it."""
+    """The tensor in a parameter, or in a tensor of another device."""
     if not isinstance(tensor, LazyTensor):
-        raise ValueError("a parameter without a tensor")
+        raise ValueError("parameter without a tensor")
     return tensor
 
 
 def _rebuild_with_attributes(function: Any, kind: Any, arguments: Any, _state: Any) -> Any:
-    """A tensor that a framework hung attributes on."""
+    """A tensor with attributes that a framework attached to it."""
     if type(kind) is StubObject:
         return StubObject(kind.name)
     if not isinstance(function, AllowedGlobal) or function.call is None or not isinstance(arguments, tuple):
-        raise ValueError(f"a tensor made by {describe(function)}")
+        raise ValueError(f"tensor built by {describe(function)}")
     return _unwrap_tensor(function.call(*arguments))
 
 
@@ -175,13 +175,13 @@ def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
 
 def _as_list(items: Any) -> list[Any]:
     if not isinstance(items, list | tuple):
-        raise ValueError(f"{describe(items)} where a list was expected")
+        raise ValueError(f"expected a list, found {describe(items)}")
     return list(items)
 
 
 def _complex(*parts: Any) -> complex:
     if not all(type(part) is float for part in parts):
-        raise ValueError("a complex number of other things than numbers")
+        raise ValueError("complex number of values that are not numbers")
     return complex(*parts)
 
 
@@ -194,7 +194,7 @@ _ALLOWED_CALLS: dict[str, Callable[..., Any] | None] = {
     "builtins.bytes": lambda: b"",
     "builtins.bytearray": lambda *data: bytearray(b"".join(data)),
     "builtins.complex": _complex,
-    # As the makers of missing values in a defaultdict, and as types in arguments.
+    # Default factories of a defaultdict, and types in arguments.
     **dict.fromkeys([f"builtins.{name}" for name in ("dict", "list", "tuple", "int", "float", "str", "bool")]),
     "_codecs.encode": _encode_latin1,
     **_numpy_calls("numpy.core"),
@@ -225,13 +225,13 @@ ALLOWED_GLOBALS: Mapping[str, Any] = {
     },
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-"""By full name, the value it stands for."""
+"""The value of each allowed global, by full name."""
 
 STATE_SETTERS: Mapping[type, Callable[[Any, Any], None]] = {
     StubObject: lambda _, state: None,
-    dict: lambda _, state: None,  # attributes of an OrderedDict: the versions of modules
+    dict: lambda _, state: None,  # attributes of an OrderedDict: versions of modules
     NamespaceDict: NamespaceDict.set_state,
     np.ndarray: _set_array_state,
     NumpyDtype: NumpyDtype.set_state,
 }
-"""By exact type, how an object takes the state that follows it."""
+"""Functions that apply a state to an object, by its exact type."""

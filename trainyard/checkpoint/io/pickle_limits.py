@@ -1,7 +1,8 @@
-"""What a foreign pickle may build, and the bounds that keep it harmless.
+"""The values that a foreign pickle may build, and the limits that keep it harmless.
 
-A file can be small and still ask for the world: lists of lists that unfold to more values than there is memory for,
-a key whose hash takes years, a long text that is copied a million times. Whatever is read is held against these bounds.
+A small file can ask for huge resources: nested lists that share elements and unfold to more values than fit in memory,
+a key whose hash takes years, a long string that is copied a million times. Everything read is checked against these
+limits.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +12,17 @@ import numpy as np
 import torch
 
 MAX_VALUES = 10_000_000
-"""Opcodes in a pickle, and values in what it builds, counted as a tree."""
+"""Maximum opcodes of a pickle, and maximum values in its object, counted as a tree."""
 MAX_COPIED_BYTES = 2**31
-"""Bytes that calls may copy; a value in a container counts as 64."""
+"""Maximum bytes that calls may copy; a value in a container counts as 64."""
 MAX_DEPTH = 100
-"""Containers inside containers."""
+"""Maximum nesting of containers."""
 _MAX_KEY_ITEMS = 16
-"""Values in a tuple that is a key."""
+"""Maximum values in a tuple that is a dict key."""
 
 
 class StubObject:
-    """A class or function, or what one made, as a name only. Whatever a pickle does with it does nothing."""
+    """The name of a class or function that was not loaded, or of an instance. Operations on it do nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,7 +32,7 @@ class StubObject:
 
 
 class AllowedGlobal(StubObject):
-    """A name of the table; `call` is what a pickle gets when it calls the function or makes an instance."""
+    """A name of the allowlist. `call` replaces calling the function or creating an instance; None: not callable."""
 
     def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
         super().__init__(name)
@@ -42,40 +43,40 @@ _KEY_TYPES = (str, int, float, complex, bool, bytes, type(None), torch.dtype, to
 
 
 def check_key(value: Any) -> Any:
-    """A value that may be a key or in a set: hashed in a few steps, and not made to collide (great integers do)."""
+    """Refuse dict keys and set members that are expensive to hash or chosen to collide (as large ints can be)."""
     items = value if type(value) in (tuple, torch.Size) else (value,)
     if len(items) > _MAX_KEY_ITEMS or any(
-        type(each) not in _KEY_TYPES or (type(each) is int and abs(each) >= 2**60) for each in items
+        type(item) not in _KEY_TYPES or (type(item) is int and abs(item) >= 2**60) for item in items
     ):
         raise ValueError(f"a {type(value).__name__} is used as a key")
     return value
 
 
 def describe(value: Any) -> str:
-    """For a message. Never a repr: that of a nested value can be endless."""
+    """A short description for error messages. A repr of a nested value can be endless."""
     return value.name if isinstance(value, StubObject) else f"a {type(value).__name__}"
 
 
 def copy_cost(value: Any, depth: int = 2) -> int:
-    """Of copying an argument, and those inside it if it is a tuple."""
+    """Bytes charged for copying an argument and, if it is a tuple, its items."""
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, tuple) and depth:
-        return 64 * len(value) + sum(copy_cost(each, depth - 1) for each in value)
+        return 64 * len(value) + sum(copy_cost(item, depth - 1) for item in value)
     return 64 * len(value) if isinstance(value, tuple | list | dict | set | frozenset) else 64
 
 
 def check_bounds(value: Any) -> None:
-    """Whoever walks the value later walks a small tree: no cycles, no depths, no sharing that unfolds without end."""
+    """Refuse cycles, deep nesting and shared containers that unfold to too many values, so that callers may recurse."""
     count = 0
     levels: list[Iterator[Any]] = [iter((value,))]
     while levels:
-        for each in levels[-1]:
+        for item in levels[-1]:
             count += 1
-            if isinstance(each, dict | list | tuple):
-                levels.append(iter(each.values() if isinstance(each, dict) else each))
+            if isinstance(item, dict | list | tuple):
+                levels.append(iter(item.values() if isinstance(item, dict) else item))
                 break
         else:
             levels.pop()

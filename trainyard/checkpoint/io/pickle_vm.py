@@ -1,10 +1,10 @@
-"""A pickle read as data: a machine for its opcodes that can build plain values and nothing else.
+"""Interprets a pickle as data: a virtual machine for its opcodes that can only build plain values.
 
-Python's own unpickler is not used, not even with `find_class` narrowed down. A few bytes make it reserve gigabytes
-(memo numbers and lengths are believed before they are checked), BUILD overwrites attributes of whatever `find_class`
-hands out, and the hash of a deeply nested key ends the process. Here nothing foreign is ever imported or called: a call
-goes to a table of our own functions, keys are simple values, memory is bounded by what the file holds, and the whole is
-bounded in steps and in depth.
+Python's unpickler is not safe, not even with a restricted `find_class`: a few bytes make it reserve gigabytes (it
+trusts memo indices and lengths before it checks them), BUILD overwrites attributes of any object that `find_class`
+returns, and the hash of a deeply nested key crashes the process. Here, nothing foreign is imported or called: calls go
+to functions of an allowlist, keys are simple values, memory is bounded by the size of the file, and the number of
+opcodes and the depth of containers are limited.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,25 +25,28 @@ from trainyard.checkpoint.io.pickle_limits import (
 
 @dataclass(frozen=True)
 class UnpickleRules:
-    """What names and states mean."""
+    """The meaning of globals, object states and persistent ids in a pickle."""
 
     find_global: Callable[[str, str], Any]
-    """A module and a name in it, as a value (a Known, an Inert, or the thing itself), or a UserError."""
+    """Maps a module and a name to a value (an AllowedGlobal, a StubObject or a plain value), or raises UserError."""
     state_setters: Mapping[type, Callable[[Any, Any], None]]
-    """By exact type, how an object takes its state."""
+    """Functions that apply a state (opcode BUILD) to an object of exactly this type."""
     load_storage: Callable[[Any], Any]
-    """What a persistent id stands for."""
+    """Maps a persistent id to a storage."""
 
 
 def unpickle(stream: IO[bytes], rules: UnpickleRules) -> Any:
-    """The one value of the pickle that starts here; the stream is left at its end. What is damaged is a ValueError,
-    LookupError, TypeError, ArithmeticError or RuntimeError; what is refused is what `find` raises."""
-    machine = _PickleVm(rules)
-    for number, (opcode, argument, _) in enumerate(genops(stream)):
-        if number == pickle_limits.MAX_VALUES:
-            raise ValueError(f"more than {number} opcodes in a pickle")
-        _OPCODE_HANDLERS[opcode.name](machine, argument)
-    (value,) = machine.stack
+    """Return the value of the pickle at the stream's position, and leave the stream at the end of the pickle.
+
+    A corrupt pickle raises ValueError, LookupError, TypeError, ArithmeticError or RuntimeError; a refused global raises
+    what `find_global` raises.
+    """
+    vm = _PickleVm(rules)
+    for i, (opcode, argument, _) in enumerate(genops(stream)):
+        if i == pickle_limits.MAX_VALUES:
+            raise ValueError(f"more than {i} opcodes in a pickle")
+        _OPCODE_HANDLERS[opcode.name](vm, argument)
+    (value,) = vm.stack
     check_bounds(value)
     return value
 
@@ -52,7 +55,7 @@ class _PickleVm:
     def __init__(self, rules: UnpickleRules) -> None:
         self.rules = rules
         self.stack: list[Any] = []
-        self.outer_stacks: list[list[Any]] = []  # the stacks below each mark
+        self.outer_stacks: list[list[Any]] = []  # the stack below each mark
         self.memo: dict[int, Any] = {}
         self.copied_bytes = 0
 
@@ -70,13 +73,13 @@ class _PickleVm:
     def charge_copy(self, arguments: Any) -> None:
         self.copied_bytes += copy_cost(arguments)
         if self.copied_bytes > pickle_limits.MAX_COPIED_BYTES:
-            raise ValueError("the same values are copied over and over")
+            raise ValueError("calls copy too many bytes")
 
     def call(self, function: Any, arguments: Any) -> Any:
         if type(function) is StubObject:
             return StubObject(function.name)
         if not isinstance(function, AllowedGlobal) or function.call is None or type(arguments) is not tuple:
-            raise ValueError(f"a call of {describe(function)} with {describe(arguments)}")
+            raise ValueError(f"call of {describe(function)} with {describe(arguments)}")
         self.charge_copy(arguments)
         return function.call(*arguments)
 
@@ -84,106 +87,106 @@ class _PickleVm:
 OpcodeHandler = Callable[[_PickleVm, Any], None]
 
 
-def _mark(machine: _PickleVm, _: Any) -> None:
-    machine.outer_stacks.append(machine.stack)
-    machine.stack = []
+def _mark(vm: _PickleVm, _: Any) -> None:
+    vm.outer_stacks.append(vm.stack)
+    vm.stack = []
 
 
 def _tuple_of_last(count: int) -> OpcodeHandler:
-    def step(machine: _PickleVm, _: Any) -> None:
-        if len(machine.stack) < count:
+    def handler(vm: _PickleVm, _: Any) -> None:
+        if len(vm.stack) < count:
             raise IndexError("the stack is empty")
-        start = len(machine.stack) - count
-        machine.stack[start:] = [tuple(machine.stack[start:])]
+        start = len(vm.stack) - count
+        vm.stack[start:] = [tuple(vm.stack[start:])]
 
-    return step
+    return handler
 
 
 def _extend(
-    kind: type, put: Callable[[Any, list[Any]], None], items: Callable[[_PickleVm], list[Any]]
+    kind: type, add: Callable[[Any, list[Any]], None], pop_items: Callable[[_PickleVm], list[Any]]
 ) -> OpcodeHandler:
-    """Into the container below the items. What was inert stays so, whatever is put into it."""
+    """Add items to the container below them on the stack. A stub ignores what is added to it."""
 
-    def step(machine: _PickleVm, _: Any) -> None:
-        new = items(machine)
-        container = machine.stack[-1]
+    def handler(vm: _PickleVm, _: Any) -> None:
+        items = pop_items(vm)
+        container = vm.stack[-1]
         if type(container) is kind:
-            put(container, new)
+            add(container, items)
         elif type(container) is not StubObject:
-            raise ValueError(f"{describe(container)} where a {kind.__name__} was expected")
+            raise ValueError(f"expected a {kind.__name__}, found {describe(container)}")
 
-    return step
-
-
-def _pop_one(machine: _PickleVm) -> list[Any]:
-    return [machine.pop()]
+    return handler
 
 
-def _pop_two(machine: _PickleVm) -> list[Any]:
-    value = machine.pop()
-    return [machine.pop(), value]
+def _pop_one(vm: _PickleVm) -> list[Any]:
+    return [vm.pop()]
+
+
+def _pop_two(vm: _PickleVm) -> list[Any]:
+    value = vm.pop()
+    return [vm.pop(), value]
 
 
 def _key_value_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    return [(check_key(name), value) for name, value in zip(items[::2], items[1::2], strict=True)]
+    return [(check_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
 
 
-def _global(machine: _PickleVm, argument: Any) -> None:
-    machine.push(machine.rules.find_global(*argument.split(" ", 1)))
+def _global(vm: _PickleVm, argument: Any) -> None:
+    vm.push(vm.rules.find_global(*argument.split(" ", 1)))
 
 
-def _stack_global(machine: _PickleVm, _: Any) -> None:
-    module, name = _pop_two(machine)
+def _stack_global(vm: _PickleVm, _: Any) -> None:
+    module, name = _pop_two(vm)
     if type(module) is not str or type(name) is not str or len(module) + len(name) > 1000:
-        raise ValueError("a name that is none")
-    machine.push(machine.rules.find_global(module, name))
+        raise ValueError("invalid global name")
+    vm.push(vm.rules.find_global(module, name))
 
 
-def _call(machine: _PickleVm, _: Any) -> None:
-    machine.push(machine.call(*_pop_two(machine)))
+def _call(vm: _PickleVm, _: Any) -> None:
+    vm.push(vm.call(*_pop_two(vm)))
 
 
-def _call_with_kwargs(machine: _PickleVm, _: Any) -> None:
-    names = machine.pop()
-    function, arguments = _pop_two(machine)
-    if type(function) is not StubObject and names != {}:
-        raise ValueError(f"a call of {describe(function)} with names")
-    machine.push(machine.call(function, arguments))
+def _call_with_kwargs(vm: _PickleVm, _: Any) -> None:
+    kwargs = vm.pop()
+    function, arguments = _pop_two(vm)
+    if type(function) is not StubObject and kwargs != {}:
+        raise ValueError(f"call of {describe(function)} with keyword arguments")
+    vm.push(vm.call(function, arguments))
 
 
-def _object(machine: _PickleVm, _: Any) -> None:
-    function, *arguments = machine.pop_to_mark()
-    machine.push(machine.call(function, tuple(arguments)))
+def _object(vm: _PickleVm, _: Any) -> None:
+    function, *arguments = vm.pop_to_mark()
+    vm.push(vm.call(function, tuple(arguments)))
 
 
-def _instance(machine: _PickleVm, argument: Any) -> None:
-    function = machine.rules.find_global(*argument.split(" ", 1))
-    machine.push(machine.call(function, tuple(machine.pop_to_mark())))
+def _instance(vm: _PickleVm, argument: Any) -> None:
+    function = vm.rules.find_global(*argument.split(" ", 1))
+    vm.push(vm.call(function, tuple(vm.pop_to_mark())))
 
 
-def _build(machine: _PickleVm, _: Any) -> None:
-    state, target = machine.pop(), machine.stack[-1]
-    fill = machine.rules.state_setters.get(type(target))
-    if fill is None:
-        raise ValueError(f"a state for {describe(target)}")
-    machine.charge_copy(state)
-    fill(target, state)
+def _build(vm: _PickleVm, _: Any) -> None:
+    state, target = vm.pop(), vm.stack[-1]
+    set_state = vm.rules.state_setters.get(type(target))
+    if set_state is None:
+        raise ValueError(f"state for {describe(target)}")
+    vm.charge_copy(state)
+    set_state(target, state)
 
 
-def _memoize(machine: _PickleVm, place: Any) -> None:
-    place = len(machine.memo) if place is None else place
-    if not 0 <= place < 2**32:
-        raise ValueError("a memo number out of range")
-    machine.memo[place] = machine.stack[-1]
+def _memoize(vm: _PickleVm, index: Any) -> None:
+    index = len(vm.memo) if index is None else index
+    if not 0 <= index < 2**32:
+        raise ValueError("memo index out of range")
+    vm.memo[index] = vm.stack[-1]
 
 
 def _pushes(make: Callable[[_PickleVm, Any], Any]) -> OpcodeHandler:
-    return lambda machine, argument: machine.push(make(machine, argument))
+    return lambda vm, argument: vm.push(make(vm, argument))
 
 
-# What is missing (extension codes, buffers out of band, text persistent ids) torch never writes.
+# torch never writes the missing opcodes: extension codes, out-of-band buffers, text persistent ids.
 _OPCODE_HANDLERS: dict[str, OpcodeHandler] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda vm, _: None),
     **dict.fromkeys(
         ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _PickleVm.push
     ),
@@ -197,22 +200,24 @@ _OPCODE_HANDLERS: dict[str, OpcodeHandler] = {
     "EMPTY_DICT": _pushes(lambda *_: {}),
     "EMPTY_SET": _pushes(lambda *_: set()),
     "EMPTY_TUPLE": _pushes(lambda *_: ()),
-    "LIST": _pushes(lambda machine, _: machine.pop_to_mark()),
-    "TUPLE": _pushes(lambda machine, _: tuple(machine.pop_to_mark())),
-    "DICT": _pushes(lambda machine, _: dict(_key_value_pairs(machine.pop_to_mark()))),
-    "FROZENSET": _pushes(lambda machine, _: frozenset(map(check_key, machine.pop_to_mark()))),
+    "LIST": _pushes(lambda vm, _: vm.pop_to_mark()),
+    "TUPLE": _pushes(lambda vm, _: tuple(vm.pop_to_mark())),
+    "DICT": _pushes(lambda vm, _: dict(_key_value_pairs(vm.pop_to_mark()))),
+    "FROZENSET": _pushes(lambda vm, _: frozenset(map(check_key, vm.pop_to_mark()))),
     **{f"TUPLE{count}": _tuple_of_last(count) for count in (1, 2, 3)},
     "APPEND": _extend(list, list.extend, _pop_one),
     "APPENDS": _extend(list, list.extend, _PickleVm.pop_to_mark),
-    "SETITEM": _extend(dict, lambda made, items: made.update(_key_value_pairs(items)), _pop_two),
-    "SETITEMS": _extend(dict, lambda made, items: made.update(_key_value_pairs(items)), _PickleVm.pop_to_mark),
-    "ADDITEMS": _extend(set, lambda made, items: made.update(map(check_key, items)), _PickleVm.pop_to_mark),
+    "SETITEM": _extend(dict, lambda container, items: container.update(_key_value_pairs(items)), _pop_two),
+    "SETITEMS": _extend(
+        dict, lambda container, items: container.update(_key_value_pairs(items)), _PickleVm.pop_to_mark
+    ),
+    "ADDITEMS": _extend(set, lambda container, items: container.update(map(check_key, items)), _PickleVm.pop_to_mark),
     "MARK": _mark,
-    "POP": lambda machine, _: machine.pop(),
-    "POP_MARK": lambda machine, _: machine.pop_to_mark().clear(),
-    "DUP": _pushes(lambda machine, _: machine.stack[-1]),
+    "POP": lambda vm, _: vm.pop(),
+    "POP_MARK": lambda vm, _: vm.pop_to_mark().clear(),
+    "DUP": _pushes(lambda vm, _: vm.stack[-1]),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _memoize),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _pushes(lambda machine, place: machine.memo[place])),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _pushes(lambda vm, index: vm.memo[index])),
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
     "REDUCE": _call,
@@ -221,5 +226,5 @@ _OPCODE_HANDLERS: dict[str, OpcodeHandler] = {
     "OBJ": _object,
     "INST": _instance,
     "BUILD": _build,
-    "BINPERSID": _pushes(lambda machine, _: machine.rules.load_storage(machine.pop())),
+    "BINPERSID": _pushes(lambda vm, _: vm.rules.load_storage(vm.pop())),
 }

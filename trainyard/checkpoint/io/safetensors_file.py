@@ -1,6 +1,6 @@
-"""The safetensors format, read by place and written one tensor at a time.
+"""Reads safetensors files lazily and writes them one tensor at a time.
 
-The library of that name reads into memory of its own and writes from a dictionary of everything; here a tensor is a
+The safetensors library reads into newly allocated memory and writes from a dict of all tensors. Here, a tensor is a
 view of the mapped file, and a file larger than memory can be written.
 """
 
@@ -49,55 +49,56 @@ TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TensorEntry:
+    """A tensor at bytes [start, stop) of a file."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """First byte in the file."""
     stop: int
 
 
 def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """What a file of these tensors, one after the other, begins with."""
-    at = 0
+    """The header of a file that holds these tensors one after the other."""
+    offset = 0
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, dtype, shape in tensors:
         size = prod(shape) * dtype.itemsize
-        table[name] = {"dtype": CODE_BY_DTYPE[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
+        table[name] = {"dtype": CODE_BY_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 def parse_header(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The table of a file of `size` bytes, and its texts. ValueError or EOFError where it is none."""
+    """The tensors of a file of `size` bytes and its metadata. Raises ValueError or EOFError if the file is invalid."""
     (length,) = struct.unpack("<Q", bytes(read(0, 8))) if size >= 8 else (size,)
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise EOFError
-    begin = 8 + length
+    data_start = 8 + length
     entries: dict[str, TensorEntry] = {}
     try:
-        table = json.loads(bytes(read(8, begin)))
-        texts = table.pop("__metadata__", {})
+        table = json.loads(bytes(read(8, data_start)))
+        metadata = table.pop("__metadata__", {})
         for name, value in table.items():
             start, stop = value["data_offsets"]
             dtype, shape = DTYPE_BY_CODE[value["dtype"]], tuple(value["shape"])
-            if not all(type(each) is int and each >= 0 for each in (start, stop, *shape)) or start > stop:
-                raise ValueError(f"{name} has no size")
+            if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)) or start > stop:
+                raise ValueError(f"{name} has an invalid shape or invalid offsets")
             if stop - start != prod(shape) * dtype.itemsize:
-                raise ValueError(f"the size of {name} is not that of its bytes")
-            if begin + stop > size:
+                raise ValueError(f"the shape of {name} does not match its number of bytes")
+            if data_start + stop > size:
                 raise EOFError
-            entries[name] = TensorEntry(dtype, shape, begin + start, begin + stop)
+            entries[name] = TensorEntry(dtype, shape, data_start + start, data_start + stop)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its table is not one of tensors ({error})") from None
+        raise ValueError(f"its header is not a table of tensors ({error})") from None
     except RecursionError:
-        raise ValueError("its table is not one of tensors") from None
-    return entries, texts
+        raise ValueError("its header is not a table of tensors") from None
+    return entries, metadata
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Every tensor of a file, none of them read yet."""
+    """All tensors of a file by name. No tensor is read yet."""
     try:
         file = MappedFile(path)
         with path.open("rb") as handle:
@@ -111,9 +112,9 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a Hugging Face directory with safetensors was expected") from None
+        raise UserError(f"{path}: no such file; expected a Hugging Face directory with safetensors") from None
     except EOFError:
-        raise UserError(f"{path}: not a readable safetensors file: it ends too early") from None
+        raise UserError(f"{path}: not a readable safetensors file: file is truncated") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
 
@@ -125,7 +126,7 @@ def _lazy_tensor(file: MappedFile, entry: TensorEntry) -> LazyTensor:
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> int:
-    """Its bytes, without a copy where it is contiguous."""
+    """Write the bytes of a tensor, without a copy if it is contiguous. Returns their number."""
     view = tensor_bytes(tensor)
     for start in range(0, len(view), WRITE_CHUNK_BYTES):
         file.write(view[start : start + WRITE_CHUNK_BYTES])
@@ -133,6 +134,6 @@ def write_tensor(file: BinaryIO, tensor: Tensor) -> int:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
+    """The bytes of a host tensor: its memory if it is contiguous, else a copy."""
     flat = tensor.detach().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)

@@ -1,7 +1,7 @@
-"""Where checkpoints live: a local directory, or whatever an fsspec URL names (s3://, memory://, file://).
+"""Storage of checkpoints: a local directory, or any fsspec URL (s3://, memory://, file://).
 
-One set of operations for both, so that saving and resuming know no difference. A file gets its name when it is whole,
-and a local one safe on disk too; object stores do the same by themselves.
+Both have the same operations, so that saving and resuming do not depend on the kind of storage. A file gets its final
+name only when complete and, if local, after fsync. Object stores guarantee the same themselves.
 """
 
 import errno
@@ -18,60 +18,60 @@ from trainyard.core.atomic_files import atomic_file, fsync_directory
 from trainyard.core.errors import UserError, one_line
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
-"""Object stores: a file is there, whole, when it was closed well; directories are but beginnings of names."""
+"""Protocols of object stores: a file becomes visible when it is closed, and directories are only name prefixes."""
 PIP_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""What to install with trainyard for a URL of this kind."""
+"""The extra of the trainyard package that a protocol needs."""
 
 
 class StorageUnavailable(UserError):
-    """A store that gave no answer, or would not."""
+    """The storage did not answer, or refused to."""
 
 
 class RandomAccessFile(Protocol):
-    """Bytes of a file, by place. EOFError where it ends too early."""
+    """A file that is read by byte range. Raises EOFError if the range exceeds the file."""
 
     size: int
 
     def read(self, start: int, stop: int) -> memoryview: ...
 
     def read_strided(self, start: int, width: int, stride: int, count: int) -> memoryview:
-        """`count` times `width` bytes, the first at `start`, `apart` bytes from one to the next."""
+        """Read `count` ranges of `width` bytes; they start at `start`, `start + stride` and so on."""
         ...
 
 
 class Storage(Protocol):
-    """A directory of files, and of directories one level down; names use `/`."""
+    """A directory of files and of subdirectories."""
 
     def __str__(self) -> str: ...
 
     def __truediv__(self, name: str) -> "Storage": ...
 
     def mkdir(self) -> None:
-        """Make the directory."""
+        """Create the directory and its parents if needed."""
         ...
 
     def listdir(self) -> list[str]:
-        """What it holds; nothing where it does not exist."""
+        """Names of files and subdirectories, sorted; empty if the directory does not exist."""
         ...
 
     def file_size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Size of a file in bytes; None if there is no such file."""
         ...
 
     def write(self, name: str) -> Any:
-        """A context that gives a file to write to; it is there, whole, when the context ends well."""
+        """A context manager that yields a file to write. The file gets its name only if the block succeeds."""
         ...
 
     def open(self, name: str) -> Any:
-        """A context that gives a Readable."""
+        """A context manager that yields a RandomAccessFile."""
         ...
 
     def remove(self, name: str) -> None:
-        """A file or a directory; nothing happens where there is none."""
+        """Remove a file or directory if it exists."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be written; None where that cannot be known."""
+        """Free space in bytes; None if unknown."""
         ...
 
 
@@ -83,15 +83,15 @@ def open_storage(location: str | Path) -> Storage:
         return LocalStorage(Path(text.removeprefix("file://")))
     import fsspec
 
-    kind = text.partition("://")[0]
+    protocol = text.partition("://")[0]
     try:
-        system, path = fsspec.core.url_to_fs(text)
+        filesystem, path = fsspec.core.url_to_fs(text)
     except ImportError as error:
-        extra = f"pip install 'trainyard[{PIP_EXTRAS[kind]}]'" if kind in PIP_EXTRAS else one_line(error)
-        raise UserError(f"{text}: {kind}:// needs a package that is not installed: {extra}") from None
+        fix = f"pip install 'trainyard[{PIP_EXTRAS[protocol]}]'" if protocol in PIP_EXTRAS else one_line(error)
+        raise UserError(f"{text}: {protocol}:// needs a package that is not installed: {fix}") from None
     except ValueError as error:
         raise UserError(f"{text}: {one_line(error)}") from None
-    return FsspecStorage(system, path.rstrip("/"), text.rstrip("/"), kind in OBJECT_STORES)
+    return FsspecStorage(filesystem, path.rstrip("/"), text.rstrip("/"), protocol in OBJECT_STORES)
 
 
 class LocalStorage:
@@ -117,10 +117,10 @@ class LocalStorage:
 
     def file_size(self, name: str) -> int | None:
         try:
-            found = (self.path / name).stat()
+            status = (self.path / name).stat()
         except OSError:
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     @contextmanager
     def write(self, name: str) -> Iterator[BinaryIO]:
@@ -140,16 +140,16 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     def free_bytes(self) -> int | None:
-        here = self.path
-        while not here.exists():
-            here = here.parent
-        return shutil.disk_usage(here).free
+        existing = self.path
+        while not existing.exists():
+            existing = existing.parent
+        return shutil.disk_usage(existing).free
 
 
 class _LocalFile:
-    def __init__(self, handle: int) -> None:
-        self.fd = handle
-        self.size = os.fstat(handle).st_size
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
 
     def read(self, start: int, stop: int) -> memoryview:
         out = memoryview(bytearray(stop - start))
@@ -158,8 +158,8 @@ class _LocalFile:
 
     def read_strided(self, start: int, width: int, stride: int, count: int) -> memoryview:
         out = memoryview(bytearray(width * count))
-        for number in range(count):
-            self._read_into(out[number * width : (number + 1) * width], start + number * stride)
+        for i in range(count):
+            self._read_into(out[i * width : (i + 1) * width], start + i * stride)
         return out
 
     def _read_into(self, out: memoryview, start: int) -> None:
@@ -182,27 +182,26 @@ class FsspecStorage:
         return FsspecStorage(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}", self.is_object_store)
 
     def mkdir(self) -> None:
-        if not self.is_object_store:  # there it could only make a bucket, which nobody asked for
+        if not self.is_object_store:  # there, it could only create a bucket
             self.filesystem.makedirs(self.path, exist_ok=True)
 
     def listdir(self) -> list[str]:
         self.filesystem.invalidate_cache()
         try:
             with _storage_errors(self.url):
-                found = self.filesystem.ls(self.path, detail=False)
+                paths = [path.strip("/") for path in self.filesystem.ls(self.path, detail=False)]
         except FileNotFoundError:
             return []
-        inside = [each.strip("/") for each in found if each.strip("/") != self.path.strip("/")]  # not itself, a file
-        return sorted(each.rsplit("/", 1)[-1] for each in inside)
+        return sorted(path.rsplit("/", 1)[-1] for path in paths if path != self.path.strip("/"))  # ls of a file: itself
 
     def file_size(self, name: str) -> int | None:
         self.filesystem.invalidate_cache()
         try:
             with _storage_errors(f"{self.url}/{name}"):
-                found = self.filesystem.info(f"{self.path}/{name}")
+                info = self.filesystem.info(f"{self.path}/{name}")
         except FileNotFoundError:
             return None
-        return int(found["size"] or 0) if found["type"] == "file" else None
+        return int(info["size"] or 0) if info["type"] == "file" else None
 
     @contextmanager
     def write(self, name: str) -> Iterator[BinaryIO]:
@@ -212,9 +211,9 @@ class FsspecStorage:
         try:
             yield file
         except BaseException:
-            with suppress(Exception):  # what went wrong first is what counts
+            with suppress(Exception):  # the first error is the one to report
                 if self.is_object_store:
-                    file.closed = True  # closing would put what there is under the final name
+                    file.closed = True  # close() would store the partial content under the final name
                     file.discard()
                 else:
                     file.close()
@@ -256,15 +255,14 @@ class _RemoteFile:
         return memoryview(bytearray(data))
 
     def read_strided(self, start: int, width: int, stride: int, count: int) -> memoryview:
-        """In one request: each costs more than the bytes between the strips."""
-        between = self.read(start, start + (count - 1) * stride + width)
-        strips = (between[number * stride : number * stride + width] for number in range(count))
-        return memoryview(bytearray(b"".join(strips)))
+        """Read everything in one request: requests cost more than the bytes between the ranges."""
+        data = self.read(start, start + (count - 1) * stride + width)
+        return memoryview(bytearray(b"".join(data[i * stride : i * stride + width] for i in range(count))))
 
 
 @contextmanager
 def _storage_errors(location: str) -> Iterator[None]:
-    """A store's trouble as one line, whichever library tells it. That there is no such file is an answer."""
+    """Turn the errors of any storage library, other than FileNotFoundError, into a one-line StorageUnavailable."""
     try:
         yield
     except FileNotFoundError:
@@ -274,15 +272,15 @@ def _storage_errors(location: str) -> Iterator[None]:
 
 
 def resolve_new_directory(path: Path) -> Path:
-    """Where a checkpoint can be put: there is nothing yet, but a place for it."""
-    if path.parts and path.parts[0].endswith(":"):  # what a Path leaves of a URL
-        raise UserError(f"{path}: a directory of this machine was expected, not a URL")
+    """The absolute path of a directory for a new checkpoint. It must be empty or absent, and its parent writable."""
+    if path.parts and path.parts[0].endswith(":"):  # Path turns s3://bucket into s3:/bucket
+        raise UserError(f"{path}: expected a local directory, not a URL")
     try:
         directory = path.expanduser().resolve()
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UserError(f"{path}: is there already and not empty; give a directory that is new")
+            raise UserError(f"{path}: already exists and is not empty; choose a new directory")
         directory.parent.mkdir(parents=True, exist_ok=True)
         os.rmdir(tempfile.mkdtemp(dir=directory.parent))
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{path}: cannot be made: {one_line(error)}") from None
+        raise UserError(f"{path}: cannot be created: {one_line(error)}") from None
     return directory

@@ -1,8 +1,9 @@
-"""Files that torch.load reads, written one tensor at a time: the dict of a whole rank never has to be in memory.
+"""Writes files that torch.load reads one tensor at a time, so that the dict of a rank never has to be in memory.
 
-torch's format is a zip file of stored records: a pickle of the dict, whose tensors name their storages, and a record
-for each storage. A zip file's directory comes last, so storages can be written as they come and the pickle after them.
-The pickle is put together from opcodes: it names classes (torch-xla's reference among them) that need not be installed.
+torch's format is a zip file of uncompressed records: a pickle of the dict, whose tensors name their storages, and a
+record for each storage. The directory of a zip file comes last, so storages can be written as they come and the pickle
+after them. The pickle is built from opcodes, because it names classes (such as torch-xla's reference) that need not be
+installed.
 """
 
 import os
@@ -24,18 +25,18 @@ from trainyard.core.atomic_files import atomic_file, fsync_directory
 
 _ALIGNMENT = 64
 _ZIP64_BYTES = 2**30
-"""Bytes from which a record has its sizes in 64 bits. They must have from 2 GiB."""
+"""Records of at least this size use zip64 headers. The format requires them from 2 GiB."""
 _WRITE_CHUNK_BYTES = 2**22
-"""Bytes that are summed up and written at a time: they stay in the cache between the two."""
+"""Bytes checksummed and written at a time, small enough to stay in the CPU cache."""
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 class _WriteAbandoned(Exception):
-    """Ends a writer's block, so that nothing is left of its file."""
+    """Raised inside the block of an atomic file to discard it."""
 
 
 class TorchFileWriter:
-    """One file of {name: tensor}, or of {under: {name: tensor}}. It has its name from `close` on."""
+    """Writes a file of {name: tensor} or {root_key: {name: tensor}}. The file gets its name in `close`."""
 
     def __init__(self, path: Path, root_key: str | None = None) -> None:
         self._root_key = root_key
@@ -59,9 +60,9 @@ class TorchFileWriter:
 
 
 class XserWriter:
-    """The same as torch-xla lays it out: references in the file itself, each tensor in a file beside it.
+    """Writes the same in torch-xla's layout: a file of references, and a directory with a file per tensor.
 
-    The folder of tensors gets its name at the end and the file of references last of all: where that one is, all is.
+    The directory gets its name at the end and the file of references last: if that file exists, all tensors do.
     """
 
     def __init__(self, path: Path, root_key: str | None = None) -> None:
@@ -77,19 +78,19 @@ class XserWriter:
             archive.finish(archive.write_tensor("0", tensor))
         self._info[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
         module, _, kind = REFERENCE_CLASSES[0].rpartition(".")
-        made = (
+        reference = (
             _pickle_global(module, kind)
             + pickle.EMPTY_TUPLE
             + pickle.NEWOBJ
             + _pickle_value({"tid": tid})
             + pickle.BUILD
         )
-        self._pickled_items.append(_pickle_value(name) + made)
+        self._pickled_items.append(_pickle_value(name) + reference)
 
     def close(self) -> None:
         tensors = Path(f"{self._path}.tensors")
         try:
-            self._path.unlink(missing_ok=True)  # it would refer to the new tensors
+            self._path.unlink(missing_ok=True)  # it would refer to the new tensors until it is replaced
             shutil.rmtree(tensors, ignore_errors=True)
             os.chmod(self._temporary, 0o755)
             fsync_files(self._temporary.iterdir())
@@ -108,41 +109,31 @@ class XserWriter:
 
 
 class _Archive:
-    """A zip file with the records of torch's format."""
+    """A zip file in torch's format."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._zip = zipfile.ZipFile(file, "w")
 
     def write_tensor(self, storage: str, tensor: Tensor) -> bytes:
-        """Write its storage; what stands for it in the pickle."""
+        """Write the storage of a tensor. Returns the opcodes that rebuild the tensor."""
         tensor = tensor.detach().cpu().contiguous()
         self._write_record(f"data/{storage}", tensor.view(-1).view(torch.uint8).numpy().data)
-        named = _STORAGE_NAMES.get(tensor.dtype)
-        kind = _pickle_global("torch", named) if named else _pickle_global("torch.storage", "UntypedStorage")
-        count = tensor.numel() if named else tensor.nbytes
-        held = (
-            _pickle_tuple(
-                _pickle_value("storage"), kind, _pickle_value(storage), _pickle_value("cpu"), _pickle_value(count)
-            )
-            + pickle.BINPERSID
-        )
-        view = _pickle_value(0), _pickle_value(tuple(tensor.shape)), _pickle_value(tensor.stride())
-        no_grad, no_hooks = (
-            pickle.NEWFALSE,
-            _pickle_global("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE,
-        )
-        if named:
-            made = _pickle_global(REBUILD_MODULE, "_rebuild_tensor_v2") + _pickle_tuple(held, *view, no_grad, no_hooks)
-        else:  # dtypes that came after the typed storages
-            dtype = _pickle_global("torch", str(tensor.dtype).removeprefix("torch."))
-            made = _pickle_global(REBUILD_MODULE, "_rebuild_tensor_v3") + _pickle_tuple(
-                held, *view, no_grad, no_hooks, dtype
-            )
-        return made + pickle.REDUCE
+        typed = _STORAGE_NAMES.get(tensor.dtype)
+        kind = _pickle_global("torch", typed) if typed else _pickle_global("torch.storage", "UntypedStorage")
+        numel = tensor.numel() if typed else tensor.nbytes
+        key = (_pickle_value(item) for item in (storage, "cpu", numel))
+        persistent_id = _pickle_tuple(_pickle_value("storage"), kind, *key) + pickle.BINPERSID
+        view = (_pickle_value(item) for item in (0, tuple(tensor.shape), tensor.stride()))
+        no_hooks = _pickle_global("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
+        args = [persistent_id, *view, pickle.NEWFALSE, no_hooks]  # NEWFALSE: requires_grad
+        if not typed:  # dtypes newer than the typed storages
+            args.append(_pickle_global("torch", str(tensor.dtype).removeprefix("torch.")))
+        rebuild = _pickle_global(REBUILD_MODULE, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
+        return rebuild + _pickle_tuple(*args) + pickle.REDUCE
 
     def finish(self, value: bytes) -> None:
-        """With the opcodes that leave the file's object on the stack."""
+        """Write the pickle from the opcodes of the file's object, and close the file."""
         self._write_record("data.pkl", memoryview(pickle.PROTO + b"\2" + value + pickle.STOP))
         self._write_record("byteorder", memoryview(sys.byteorder.encode()))
         self._write_record("version", memoryview(b"3\n"))
@@ -153,18 +144,18 @@ class _Archive:
 
     def _write_record(self, name: str, data: memoryview) -> None:
         record = zipfile.ZipInfo(f"archive/{name}")
-        great = data.nbytes >= _ZIP64_BYTES
-        # An extra field of zeros moves the data to where it can be mapped; zipfile adds one of its own for great sizes.
-        start = self._file.tell() + 30 + len(record.filename) + (20 if great else 0)
+        zip64 = data.nbytes >= _ZIP64_BYTES
+        # An extra field of zeros aligns the data for mapping; zipfile adds a field of 20 bytes for zip64 sizes.
+        start = self._file.tell() + 30 + len(record.filename) + (20 if zip64 else 0)
         padding = -(start + 4) % _ALIGNMENT
         record.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
-        with self._zip.open(record, "w", force_zip64=great) as file:
-            for at in range(0, data.nbytes, _WRITE_CHUNK_BYTES):
-                file.write(data[at : at + _WRITE_CHUNK_BYTES])
+        with self._zip.open(record, "w", force_zip64=zip64) as file:
+            for start in range(0, data.nbytes, _WRITE_CHUNK_BYTES):
+                file.write(data[start : start + _WRITE_CHUNK_BYTES])
 
 
 def _pickle_value(value: Any) -> bytes:
-    """The opcodes for a value of Python's own."""
+    """The opcodes of a plain Python value."""
     return pickle.dumps(value, 2)[2:-1]
 
 

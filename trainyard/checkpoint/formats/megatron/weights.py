@@ -37,7 +37,7 @@ LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 SplitKind = Literal["replicated", "rows", "columns", "heads"]
 TensorMapping = tuple[SplitKind, tuple[str, ...]]
 """The unfused tensors in a stored tensor, and how it is split: replicated on every rank; a shard of the rows of each
-tensor, concatenated; a shard of the columns; or, for each kv head in turn, the rows of every tensor that belong to it."""
+tensor, concatenated; a shard of the columns; or, for each kv head in turn, its rows of every tensor."""
 LAYER_TENSORS: dict[str, TensorMapping] = {
     "input_layernorm": ("replicated", ("attention_norm",)),
     "self_attention.query_key_value": ("heads", ("attention.q", "attention.k", "attention.v")),
