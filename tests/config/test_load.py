@@ -1,7 +1,6 @@
 """Loading configurations: every mistake is one line with the key, the value and the nearest valid value."""
 
 import json
-import runpy
 import subprocess
 import sys
 from itertools import chain
@@ -230,13 +229,6 @@ def test_every_key_is_documented() -> None:
     assert "model[llama].rope_scaling[linear].factor" in by_name
     sections = {name.split(".")[0].split("[")[0] for name in by_name if "." in name}
     assert sections == set(Config.model_fields) - {"description", "hardware"}
-
-
-def test_reference_page_is_current() -> None:
-    page = next((ROOT / "docs").rglob("keys.md"))
-    assert runpy.run_path(str(ROOT / "scripts" / "reference.py"))["text"]() == page.read_text(), (
-        "run: python scripts/reference.py"
-    )
 
 
 def test_device_names_without_torch_match_the_devices() -> None:

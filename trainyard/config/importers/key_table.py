@@ -20,11 +20,13 @@ class KeyRule(NamedTuple):
 
     value_type: str
     """A name in VALUE_TYPES."""
-    action: Literal["maps", "ignored", "refused"]
+    action: Literal["copied", "maps", "ignored", "refused"]
     target: str
-    """maps: our keys, separated by commas; otherwise the reason."""
+    """copied: our key; maps: our keys, separated by commas; otherwise the reason."""
     allowed: tuple[object, ...] = ()
     """refused: values that are accepted because they request nothing; ignored: values that need no warning."""
+    default: object = None
+    """copied: value if the key is absent."""
 
 
 class KeyOutcome(NamedTuple):
@@ -62,7 +64,13 @@ MAX_NUMBER = 2**53
 """Larger numbers are mistakes; a float does not represent them exactly."""
 
 
+def copies_to(value_type: str, target: str, default: object = None) -> KeyRule:
+    """A key whose value is copied to ours. `default` is the value in the other system if the key is absent."""
+    return KeyRule(value_type, "copied", target, default=default)
+
+
 def maps_to(value_type: str, target: str) -> KeyRule:
+    """A key that sets the listed keys of ours, by code."""
     return KeyRule(value_type, "maps", target)
 
 
@@ -105,9 +113,20 @@ def set_keys(data: dict[str, Any], keys: ConfigKeys) -> None:
         data.setdefault(section, {})[name] = value
 
 
+def copied_keys(values: dict[str, Any], rules: dict[str, KeyRule]) -> ConfigKeys:
+    """Return our keys that are copies of foreign keys or their defaults."""
+    copied: ConfigKeys = {}
+    for name, rule in rules.items():
+        value = values.get(name)
+        value = rule.default if value is None else value
+        if rule.action == "copied" and value is not None:
+            copied[rule.target] = value
+    return copied
+
+
 def key_outcome(name: str, value: object, rule: KeyRule, data: dict[str, Any]) -> KeyOutcome:
     """Report what became of a key, given the complete imported configuration."""
-    if rule.action != "maps":
+    if rule.action not in ("copied", "maps"):
         return KeyOutcome(name, value, f"no effect: {rule.target}" if rule.action == "ignored" else "same as here")
     if value is None:
         return KeyOutcome(name, value, "not set")

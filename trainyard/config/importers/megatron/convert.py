@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from trainyard.config.importers.key_table import (
     ImportedConfig,
     check_value,
+    copied_keys,
     ignored_warnings,
     key_outcome,
     nearest_name,
@@ -96,6 +97,7 @@ def _convert(command: TrainingCommand, name: str, warnings: list[str]) -> Import
     data: dict[str, Any] = {"model": sections.model_section(flags)}
     ranks = _rank_count(command.launcher, warnings)
     xla_bf16 = command.variables.get("XLA_USE_BF16") == ["1"]
+    set_keys(data, copied_keys(flags, MEGATRON_FLAGS))
     set_keys(data, sections.train_keys(flags, ranks))
     set_keys(data, sections.schedule_keys(flags))
     set_keys(data, sections.precision_keys(flags, xla_bf16, warnings))
@@ -128,7 +130,7 @@ def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
         while words and not words[0].startswith("--") and len(values) < max_values:
             values.append(words.pop(0))
         unknown = next((value for value in values if UNKNOWN_MARK in value), None)
-        if unknown is not None and rule.action == "maps":
+        if unknown is not None and rule.action in ("copied", "maps"):
             message = f"--{name}: {_unknown_name(unknown)} is not known from the script alone"
             if name not in OPTIONAL_PATHS:
                 raise UserError(f"{message}; assign it in the script, or pass NAME=VALUE after the file")

@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that the import knows: those of versions 2 and 3, of the AWS reference, and the newer ones that
 dense GPT and Llama scripts use. The value type also tells how many words a flag takes; `switch` takes none."""
 
-from trainyard.config.importers.key_table import KeyRule, ignore, ignore_all, maps_to, refuse, refuse_all
+from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, ignore_all, maps_to, refuse, refuse_all
 
 MOE = "mixture of experts: only dense models are supported; nearest: leave it out"
 FUSED = "the device chooses kernels (device.kernels)"
@@ -64,15 +64,15 @@ MAPPED: dict[str, KeyRule] = {
     "global-batch-size": maps_to("int", "train.global_batch"),
     "train-iters": maps_to("int", "train.steps"),
     "train-samples": maps_to("int", "train.steps"),
-    "seed": maps_to("int", "train.seed"),
+    "seed": copies_to("int", "train.seed", 1234),
     "optimizer": maps_to("text", "optimizer.kind"),
     "lr": maps_to("number", "optimizer.lr"),
-    "weight-decay": maps_to("number", "optimizer.weight_decay"),
-    "clip-grad": maps_to("number", "optimizer.max_grad_norm"),
-    "adam-beta1": maps_to("number", "optimizer.beta1"),
-    "adam-beta2": maps_to("number", "optimizer.beta2"),
-    "adam-eps": maps_to("number", "optimizer.eps"),
-    "min-lr": maps_to("number", "schedule.min_lr"),
+    "weight-decay": copies_to("number", "optimizer.weight_decay", 0.01),
+    "clip-grad": copies_to("number", "optimizer.max_grad_norm", 1.0),
+    "adam-beta1": copies_to("number", "optimizer.beta1", 0.9),
+    "adam-beta2": copies_to("number", "optimizer.beta2", 0.999),
+    "adam-eps": copies_to("number", "optimizer.eps", 1e-8),
+    "min-lr": copies_to("number", "schedule.min_lr", 0.0),
     "lr-decay-style": maps_to("text", "schedule.kind"),
     "lr-decay-iters": maps_to("int", "schedule.decay_steps"),
     "lr-decay-samples": maps_to("int", "schedule.decay_steps"),
@@ -85,10 +85,10 @@ MAPPED: dict[str, KeyRule] = {
     "fp8-hybrid": maps_to("switch", "precision.kind"),
     "accumulate-allreduce-grads-in-fp32": maps_to("switch", "precision.grad_dtype"),
     "grad-reduce-in-bf16": maps_to("switch", "precision.reduce_dtype"),
-    "tensor-model-parallel-size": maps_to("int", "layout.tp"),
-    "pipeline-model-parallel-size": maps_to("int", "layout.pp"),
+    "tensor-model-parallel-size": copies_to("int", "layout.tp", 1),
+    "pipeline-model-parallel-size": copies_to("int", "layout.pp", 1),
     "num-layers-per-virtual-pipeline-stage": maps_to("int", "layout.vpp"),
-    "context-parallel-size": maps_to("int", "layout.cp"),
+    "context-parallel-size": copies_to("int", "layout.cp", 1),
     "sequence-parallel": maps_to("switch", "layout.sequence_parallel"),
     "use-distributed-optimizer": maps_to("switch", "layout.zero"),
     "checkpoint-activations": maps_to("switch", "recompute.kind"),
@@ -99,12 +99,12 @@ MAPPED: dict[str, KeyRule] = {
     "save-xser": maps_to("text", "checkpoint.directory"),
     "load": maps_to("text", "checkpoint.resume, checkpoint.init_from"),
     "load-xser": maps_to("text", "checkpoint.resume, checkpoint.init_from"),
-    "save-interval": maps_to("int", "checkpoint.every"),
+    "save-interval": copies_to("int", "checkpoint.every", 0),
     "keep-last-checkpoint-only": maps_to("switch", "checkpoint.keep"),
     "finetune": maps_to("switch", "checkpoint.init_from"),
     "eval-interval": maps_to("int", "evaluate.every"),
     "eval-iters": maps_to("int", "evaluate.batches"),
-    "log-interval": maps_to("int", "log.every"),
+    "log-interval": copies_to("int", "log.every", 100),
     "tensorboard-dir": maps_to("text", "log.tensorboard"),
 }
 REFUSED: dict[str, KeyRule] = {

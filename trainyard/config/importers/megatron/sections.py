@@ -1,6 +1,7 @@
 """Groups of Megatron-LM flags that are interpreted together, one function per section of our configuration.
 
-`flags` holds values by flag without dashes. Each function returns values by our dotted keys.
+`flags` holds values by flag without dashes. Each function returns values by our dotted keys; flags that are copied
+unchanged are not repeated here.
 """
 
 from math import ceil
@@ -36,9 +37,10 @@ def model_section(flags: Flags) -> dict[str, Any]:
     }
     for name, required in FAMILY_FLAGS[family].items():
         if architecture[name] != required:
+            swiglu = "with --swiglu" if family == "llama" else "without --swiglu"
             raise UserError(
-                f"{name}={format_value(architecture[name])}: not supported {'with' if family == 'llama' else 'without'} "
-                f"--swiglu (family {family}); nearest: {format_value(required)}"
+                f"{name}={format_value(architecture[name])}: not supported {swiglu} (family {family}); "
+                f"nearest: {format_value(required)}"
             )
     hidden, heads = flags.get("hidden-size"), flags.get("num-attention-heads")
     section: dict[str, Any] = {
@@ -114,14 +116,8 @@ def train_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
         "train.micro_batch": micro_batch,
         "train.global_batch": global_batch,
         "train.steps": _steps(flags, "train", global_batch),
-        "train.seed": flags.get("seed", 1234),
         "optimizer.kind": "adamw",  # the weight decay of Megatron-LM's adam is decoupled
         "optimizer.lr": flags["lr"],
-        "optimizer.weight_decay": flags.get("weight-decay", 0.01),
-        "optimizer.max_grad_norm": flags.get("clip-grad", 1.0),
-        "optimizer.beta1": flags.get("adam-beta1", 0.9),
-        "optimizer.beta2": flags.get("adam-beta2", 0.999),
-        "optimizer.eps": flags.get("adam-eps", 1e-8),
     }
 
 
@@ -153,7 +149,6 @@ def schedule_keys(flags: Flags) -> ConfigKeys:
     keys: ConfigKeys = {
         "schedule.kind": DECAY_STYLES[style],
         "schedule.warmup_steps": round(fraction * total_steps) if fraction else warmup_steps or 0,
-        "schedule.min_lr": flags.get("min-lr", 0.0),
     }
     decay_steps = flags.get("lr-wsd-decay-iters") if style == "WSD" else decay_steps
     return keys | ({"schedule.decay_steps": decay_steps} if decay_steps else {})
@@ -178,9 +173,6 @@ def precision_keys(flags: Flags, xla_bf16: bool, warnings: list[str]) -> ConfigK
 def layout_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
     tp, pp = flags.get("tensor-model-parallel-size", 1), flags.get("pipeline-model-parallel-size", 1)
     keys: ConfigKeys = {
-        "layout.tp": tp,
-        "layout.pp": pp,
-        "layout.cp": flags.get("context-parallel-size", 1),
         "layout.sequence_parallel": bool(flags.get("sequence-parallel")) and tp != 1,
         "layout.zero": 1 if flags.get("use-distributed-optimizer") else 0,
     }
@@ -250,10 +242,8 @@ def data_keys(flags: Flags) -> ConfigKeys:
 def checkpoint_and_log_keys(flags: Flags, warnings: list[str]) -> ConfigKeys:
     save, load = flags.get("save-xser") or flags.get("save"), flags.get("load-xser") or flags.get("load")
     keys: ConfigKeys = {
-        "checkpoint.every": flags.get("save-interval", 0),
         "checkpoint.keep": 1 if flags.get("keep-last-checkpoint-only") else 0,
         "checkpoint.resume": "auto" if load and load == save else "none",
-        "log.every": flags.get("log-interval", 100),
         "log.tensorboard": bool(flags.get("tensorboard-dir")),
     }
     if save:

@@ -12,6 +12,7 @@ from typing import Any
 from trainyard.config.importers.key_table import (
     ImportedConfig,
     check_value,
+    copied_keys,
     ignore,
     ignored_warnings,
     key_outcome,
@@ -27,21 +28,6 @@ from trainyard.config.importers.nxdt.model_keys import KEYS_FOUND_AT_ANY_DEPTH, 
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError, one_line
 
-DIRECT_KEYS = {
-    "seed": "train.seed",
-    "bucket_size_collectives": "layout.bucket_mib",
-    "trainer.max_steps": "train.steps",
-    "trainer.log_every_n_steps": "log.every",
-    "data.micro_batch_size": "train.micro_batch",
-    "data.global_batch_size": "train.global_batch",
-    "distributed_strategy.tensor_model_parallel_size": "layout.tp",
-    "distributed_strategy.pipeline_model_parallel_size": "layout.pp",
-    "distributed_strategy.virtual_pipeline_model_parallel_size": "layout.vpp",
-    "distributed_strategy.context_parallel_size": "layout.cp",
-    "exp_manager.create_tensorboard_logger": "log.tensorboard",
-    "exp_manager.checkpoint_callback_params.dirpath": "checkpoint.directory",
-}
-"""Keys whose value is copied to one of our keys."""
 UNREAD_MANUAL_KEY = ignore("any", MANUAL_ONLY)
 
 
@@ -67,7 +53,7 @@ def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
     else:
         model, missing_hint = megatron_model_section(keys, warnings)
     data: dict[str, Any] = {}
-    set_keys(data, {key: keys[name] for name, key in DIRECT_KEYS.items() if keys.get(name) is not None})
+    set_keys(data, copied_keys(keys, NXDT_KEYS))
     data["model"] = model
     set_keys(data, sections.layout_keys(keys, warnings))
     set_keys(data, sections.precision_keys(keys, warnings))

@@ -1,10 +1,10 @@
 """Every key that NxD Training (NxDT 1.6) reads from its YAML, with its meaning here; model_keys.py has the rest.
 
-`maps_to` names our keys, `ignore` explains why a key has no effect, `refuse` why it is not supported: nothing is
-dropped silently. Keys that NxDT misspells are listed as it spells them.
+`copies_to` and `maps_to` name our keys, `ignore` explains why a key has no effect, `refuse` why it is not supported:
+nothing is dropped silently. Keys that NxDT misspells are listed as it spells them.
 """
 
-from trainyard.config.importers.key_table import KeyRule, ignore, ignore_all, maps_to, refuse, refuse_all
+from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, ignore_all, maps_to, refuse, refuse_all
 
 MOE = "mixture of experts: only dense models are supported; nearest: the dense model of the family, without model.moe"
 ALIGN = "only pre-training is supported; nearest: leave model_alignment_strategy out and train on packed text"
@@ -31,10 +31,10 @@ OWN_SHARD = "each rank initializes its own shard"
 TOP: dict[str, KeyRule] = {
     "name": maps_to("text", "log.name"),
     "model_source": maps_to("text", "model.family"),
-    "seed": maps_to("int", "train.seed"),
+    "seed": copies_to("int", "train.seed"),
     **ignore_all("text", DEVICE, "compiler_flags compiler_cache_url"),
     **ignore_all("int", DEVICE, "aync_exec_max_inflight_requests async_exec_max_inflight_requests"),
-    "bucket_size_collectives": maps_to("int", "layout.bucket_mib"),
+    "bucket_size_collectives": copies_to("int", "layout.bucket_mib"),
     "neuron_rt_exec_timeout": ignore("int", DEVICE),
     "neuron_experimental_compress_rg": ignore("bool", DEVICE),
     "hydra": ignore("any", "settings of NxDT's launcher"),
@@ -45,9 +45,9 @@ TRAINER: dict[str, KeyRule] = {
     "num_nodes": maps_to("int", "layout.ranks"),
     "lnc": ignore("int", "devices already counts logical cores, which are the ranks"),
     "max_epochs": ignore("int", EPOCHS),
-    "max_steps": maps_to("int", "train.steps"),
+    "max_steps": copies_to("int", "train.steps"),
     "max_time": ignore("any", RUN_END, None),
-    "log_every_n_steps": maps_to("int", "log.every"),
+    "log_every_n_steps": copies_to("int", "log.every"),
     "val_check_interval": maps_to("number", "evaluate.every"),
     "check_val_every_n_epoch": ignore("int", EPOCHS),
     "num_sanity_val_steps": ignore("int", "there is no evaluation before the first step"),
@@ -70,7 +70,7 @@ EXP_MANAGER: dict[str, KeyRule] = {
         "log_local_rank_0_only log_global_rank_0_only use_datetime_version log_step_timing log_parameter_norm "
         "log_gradient_norm enable_recovery_time_instrumentation",
     ),
-    "create_tensorboard_logger": maps_to("bool", "log.tensorboard"),
+    "create_tensorboard_logger": copies_to("bool", "log.tensorboard"),
     "create_wandb_logger": ignore("bool", LOGGING, False),
     "create_mlflow_logger": ignore("bool", LOGGING, False),
     **ignore_all(
@@ -104,7 +104,7 @@ EXP_MANAGER: dict[str, KeyRule] = {
     "checkpoint_callback_params.mode": ignore("text", LATEST, "max"),
     "checkpoint_callback_params.save_last": ignore("bool", "a run that saves checkpoints also saves at its end"),
     "checkpoint_callback_params.filename": ignore("text", NAMED_BY_STEP),
-    "checkpoint_callback_params.dirpath": maps_to("text", "checkpoint.directory"),
+    "checkpoint_callback_params.dirpath": copies_to("text", "checkpoint.directory"),
     "checkpoint_callback_params.model_parallel_size": ignore("int", "follows from the layout"),
     "checkpoint_callback_params.every_n_epochs": ignore("int", EPOCHS, 0),
     "checkpoint_callback_params.every_n_train_steps": maps_to("int", "checkpoint.every"),
@@ -115,11 +115,11 @@ EXP_MANAGER: dict[str, KeyRule] = {
     "checkpoint_callback_params.enable_version_counter": ignore("bool", NAMED_BY_STEP),
 }
 STRATEGY: dict[str, KeyRule] = {
-    "tensor_model_parallel_size": maps_to("int", "layout.tp"),
-    "pipeline_model_parallel_size": maps_to("int", "layout.pp"),
-    "virtual_pipeline_model_parallel_size": maps_to("int", "layout.vpp"),
+    "tensor_model_parallel_size": copies_to("int", "layout.tp"),
+    "pipeline_model_parallel_size": copies_to("int", "layout.pp"),
+    "virtual_pipeline_model_parallel_size": copies_to("int", "layout.vpp"),
     "pipeline_model_parallel_split_rank": ignore("int", "for encoder-decoder models", 0),
-    "context_parallel_size": maps_to("int", "layout.cp"),
+    "context_parallel_size": copies_to("int", "layout.cp"),
     "expert_model_parallel_size": refuse("int", MOE, 1),
     "token_shuffle_group_size": refuse("int", MOE, 1),
     "zero1": maps_to("bool", "layout.zero"),
@@ -127,8 +127,8 @@ STRATEGY: dict[str, KeyRule] = {
     "kv_replicator": ignore("int", "follows from layout.tp and model.kv_heads"),
 }
 DATA: dict[str, KeyRule] = {
-    "micro_batch_size": maps_to("int", "train.micro_batch"),
-    "global_batch_size": maps_to("int", "train.global_batch"),
+    "micro_batch_size": copies_to("int", "train.micro_batch"),
+    "global_batch_size": copies_to("int", "train.global_batch"),
     "train_dir": maps_to("text", "data.source, data.paths"),
     "val_dir": ignore("text", VALIDATION_SET, None),
     "test_dir": ignore("text", "test sets are not evaluated"),
