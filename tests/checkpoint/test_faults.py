@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or taken away: one line says so, and the run goes on, or stops if asked to."""
+"""Full, read-only and removed disks: one line reports the problem, and the run continues, or stops if configured so."""
 
 import errno
 import os
@@ -24,6 +24,8 @@ MIB = 2**20
 
 
 class Disk(Protocol):
+    """A small disk that can be filled."""
+
     path: Path
 
     def fill(self, leave: int) -> None: ...
@@ -31,8 +33,8 @@ class Disk(Protocol):
     def empty(self) -> None: ...
 
 
-class Mounted:
-    """A file system of its own."""
+class MountedDisk:
+    """A real file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,21 +48,20 @@ class Mounted:
         (self.path / "filler").unlink()
 
 
-class Planted:
-    """The same for those who may not mount: the system's answers are made up."""
+class SimulatedDisk:
+    """A simulation by patched functions, for users who may not mount."""
 
     def __init__(self, path: Path, size: int, patch: pytest.MonkeyPatch) -> None:
         self.path, self.size = path, size
         self.filled = 0
         path.mkdir()
-        whole = storage.atomic_file
-        usage = shutil.disk_usage
+        atomic_file, disk_usage = storage.atomic_file, shutil.disk_usage
 
         @contextmanager
-        def full_file(path: Path) -> Iterator[Any]:
+        def limited_file(path: Path) -> Iterator[Any]:
             disk, written = self, 0
 
-            class Full:
+            class LimitedFile:
                 def write(self, data: Any) -> None:
                     nonlocal written
                     written += len(data)
@@ -68,15 +69,15 @@ class Planted:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     file.write(data)
 
-            with whole(path) as file:
-                yield Full() if path.is_relative_to(self.path) else file
+            with atomic_file(path) as file:
+                yield LimitedFile() if path.is_relative_to(self.path) else file
 
-        def here(where: Path) -> Any:
-            found = usage(where)
-            return found._replace(free=self.free()) if Path(where).is_relative_to(self.path) else found
+        def limited_usage(path: Path) -> Any:
+            usage = disk_usage(path)
+            return usage._replace(free=self.free()) if Path(path).is_relative_to(self.path) else usage
 
-        patch.setattr(storage, "atomic_file", full_file)
-        patch.setattr(storage.shutil, "disk_usage", here)  # type: ignore[attr-defined]
+        patch.setattr(storage, "atomic_file", limited_file)
+        patch.setattr(storage.shutil, "disk_usage", limited_usage)  # type: ignore[attr-defined]
 
     def free(self) -> int:
         used = sum(path.stat().st_size for path in self.path.rglob("*") if path.is_file())
@@ -90,9 +91,9 @@ class Planted:
 
 
 def mount(path: Path, options: str) -> None:
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}; the planted disk is tested instead")
+    process = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], capture_output=True, text=True)
+    if process.returncode:
+        pytest.skip(f"cannot mount: {process.stderr.strip()}; the simulated disk is tested instead")
 
 
 @pytest.fixture
@@ -104,163 +105,170 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.fixture(params=["mounted", "planted"])
+@pytest.fixture(params=["mounted", "simulated"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     if request.param == "mounted":
-        return Mounted(request.getfixturevalue("mounted"))
-    return Planted(tmp_path / "disk", 6 * MIB, monkeypatch)
+        return MountedDisk(request.getfixturevalue("mounted"))
+    return SimulatedDisk(tmp_path / "disk", 6 * MIB, monkeypatch)
 
 
-def test_too_little_room_is_said_before_the_first_step(disk: Disk, tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_the_first_step(disk: Disk, tmp_path: Path) -> None:
     disk.fill(leave=MIB + 1000)
     config = checkpoint_config(tmp_path, directory=str(disk.path / "saved"))
     trainer = Trainer(config)
-    with pytest.raises(UserError, match=r"checkpoint.directory=.*needs 2 MiB, 1 MiB are free") as told:
+    with pytest.raises(UserError, match=r"checkpoint.directory=.*needs 2 MiB, 1 MiB are free") as error:
         trainer.run()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert trainer.completed_steps == 0
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_a_run_goes_on_over_a_full_disk_and_saves_again_later(disk: Disk, tmp_path: Path, blocking: bool) -> None:
-    where = disk.path / "saved"
+def test_a_run_survives_a_full_disk_and_saves_again_later(disk: Disk, tmp_path: Path, blocking: bool) -> None:
+    directory = disk.path / "saved"
     actions = {2: lambda: disk.fill(leave=MIB + 1000), 4: disk.empty}
-    said = train(checkpoint_config(tmp_path, directory=str(where), blocking=blocking), actions)
-    line = f"checkpoint of step {{}} was not written: {where}: a checkpoint needs 2 MiB, 1 MiB are free"
-    assert save_failures(said) == [line.format(2), line.format(3)]
-    assert verified_steps(where) == [4, 1]
-    assert sorted(path.name for path in where.iterdir()) == ["step_00000001", "step_00000004"]
+    messages = train(checkpoint_config(tmp_path, directory=str(directory), blocking=blocking), actions)
+    line = f"checkpoint of step {{}} was not written: {directory}: a checkpoint needs 2 MiB, 1 MiB are free"
+    assert save_failures(messages) == [line.format(2), line.format(3)]
+    assert verified_steps(directory) == [4, 1]
+    assert sorted(path.name for path in directory.iterdir()) == ["step_00000001", "step_00000004"]
 
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "complete.json"])
-def test_the_disk_fills_in_the_middle_of_a_write(
+def test_a_disk_that_fills_during_a_write(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    where = disk.path / "saved"
+    directory = disk.path / "saved"
     write = LocalStorage.write
 
     @contextmanager
-    def filling(place: LocalStorage, file_name: str) -> Iterator[Any]:
-        with write(place, file_name) as file:
-            if (place.path.name, file_name) == ("step_00000002", name):
+    def filling_write(directory: LocalStorage, file_name: str) -> Iterator[Any]:
+        with write(directory, file_name) as file:
+            if (directory.path.name, file_name) == ("step_00000002", name):
                 file.write(b"{")
                 disk.fill(leave=0)
             yield file
 
-    monkeypatch.setattr(LocalStorage, "write", filling)
-    found: list[list[Path]] = []
-    actions = {3: lambda: (found.append(sorted(where.rglob("*"))), disk.empty())}
-    said = train(checkpoint_config(tmp_path, directory=str(where), blocking=True), actions)
-    assert len(save_failures(said)) == 1
-    assert save_failures(said)[0].startswith("checkpoint of step 2 was not written: ")
-    assert save_failures(said)[0].endswith("No space left on device")
-    assert not any(path.suffix == ".part" for path in found[0])
-    assert where / "step_00000002" / "complete.json" not in found[0]
-    assert verified_steps(where) == [4, 3, 1]
+    monkeypatch.setattr(LocalStorage, "write", filling_write)
+    listings: list[list[Path]] = []
+    actions = {3: lambda: (listings.append(sorted(directory.rglob("*"))), disk.empty())}
+    messages = train(checkpoint_config(tmp_path, directory=str(directory), blocking=True), actions)
+    assert len(save_failures(messages)) == 1
+    assert save_failures(messages)[0].startswith("checkpoint of step 2 was not written: ")
+    assert save_failures(messages)[0].endswith("No space left on device")
+    assert not any(path.suffix == ".part" for path in listings[0])
+    assert directory / "step_00000002" / "complete.json" not in listings[0]
+    assert verified_steps(directory) == [4, 3, 1]
 
 
-def test_the_run_stops_when_asked_to(tmp_path: Path) -> None:
-    where = tmp_path / "saved"
-    config = checkpoint_config(tmp_path, directory=str(where), on_failure="stop", blocking=True)
+def test_on_failure_stop_stops_the_run(tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    config = checkpoint_config(tmp_path, directory=str(directory), on_failure="stop", blocking=True)
 
-    def taken() -> None:
-        shutil.rmtree(where)
-        where.write_text("")
+    def replace_by_file() -> None:
+        shutil.rmtree(directory)
+        directory.write_text("")
 
-    with pytest.raises(RunStopped, match=r"checkpoint of step 3 was not written: .*on_failure=stop") as told:
-        train(config, {3: taken})
-    assert "\n" not in str(told.value)
+    with pytest.raises(RunStopped, match=r"checkpoint of step 3 was not written: .*on_failure=stop") as error:
+        train(config, {3: replace_by_file})
+    assert "\n" not in str(error.value)
 
 
-def test_the_command_ends_with_one_line_and_exit_code_1(
+def test_the_command_exits_with_one_line_and_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "marker")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "complete.json")
 
     monkeypatch.setattr(checkpoint, "commit", full)
-    words = ["checkpoint.every=1", "checkpoint.on_failure=stop", f"log.directory={tmp_path}", "log.tensorboard=false"]
-    monkeypatch.setattr(sys, "argv", ["trainyard", "train", "tiny-llama", "--smoke", *words])
-    with pytest.raises(SystemExit) as ended:
+    overrides = [
+        "checkpoint.every=1",
+        "checkpoint.on_failure=stop",
+        f"log.directory={tmp_path}",
+        "log.tensorboard=false",
+    ]
+    monkeypatch.setattr(sys, "argv", ["trainyard", "train", "tiny-llama", "--smoke", *overrides])
+    with pytest.raises(SystemExit) as exit_info:
         main()
-    assert ended.value.code == 1
-    line = "checkpoint of step 1 was not written: marker: No space left on device (checkpoint.on_failure=stop)"
+    assert exit_info.value.code == 1
+    line = "checkpoint of step 1 was not written: complete.json: No space left on device (checkpoint.on_failure=stop)"
     assert capsys.readouterr().err == f"trainyard: {line}\n"
 
 
-def test_a_disk_that_is_read_only_for_a_while(mounted: Path, tmp_path: Path) -> None:
-    def again(how: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{how}", str(mounted)], check=True)
+def test_a_disk_that_is_temporarily_read_only(mounted: Path, tmp_path: Path) -> None:
+    def remount(mode: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(mounted)], check=True)
 
     config = checkpoint_config(tmp_path, directory=str(mounted / "saved"), blocking=True)
-    said = train(config, {2: lambda: again("ro"), 4: lambda: again("rw")})
-    assert [line.split(":")[0] for line in save_failures(said)] == [
+    messages = train(config, {2: lambda: remount("ro"), 4: lambda: remount("rw")})
+    assert [line.split(":")[0] for line in save_failures(messages)] == [
         f"checkpoint of step {n} was not written" for n in (2, 3)
     ]
-    assert all(line.endswith("Read-only file system") for line in save_failures(said))
+    assert all(line.endswith("Read-only file system") for line in save_failures(messages))
     assert verified_steps(mounted / "saved") == [4, 1]
-    again("ro")
+    remount("ro")
     with pytest.raises(UserError, match=r"^checkpoint.directory=.*: cannot be written: .*Read-only file system$"):
         Trainer(config).run()
 
 
-def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for where in (tmp_path / "file", tmp_path / "file" / "saved"):
+    for directory in (tmp_path / "file", tmp_path / "file" / "saved"):
         with pytest.raises(UserError, match=r"^checkpoint.directory=.*: cannot be written: .*(File exists|Not a dir)"):
-            train(checkpoint_config(tmp_path, directory=str(where)))
+            train(checkpoint_config(tmp_path, directory=str(directory)))
 
 
-def test_the_directory_is_removed_under_the_run(tmp_path: Path) -> None:
-    where = tmp_path / "saved"
-    said = train(checkpoint_config(tmp_path, directory=str(where), blocking=True), {3: lambda: shutil.rmtree(where)})
-    assert save_failures(said) == []
-    assert verified_steps(where) == [4, 3]
+def test_the_directory_is_removed_during_the_run(tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    messages = train(
+        checkpoint_config(tmp_path, directory=str(directory), blocking=True), {3: lambda: shutil.rmtree(directory)}
+    )
+    assert save_failures(messages) == []
+    assert verified_steps(directory) == [4, 3]
 
 
-def test_the_directory_is_removed_under_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = tmp_path / "saved"
+def test_the_directory_is_removed_during_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "saved"
     write = LocalStorage.write
 
     @contextmanager
-    def removing(place: LocalStorage, name: str) -> Iterator[Any]:
-        with write(place, name) as file:
+    def removing_write(parent: LocalStorage, name: str) -> Iterator[Any]:
+        with write(parent, name) as file:
             yield file
-            if place.path.name == "step_00000002":
-                shutil.rmtree(where)
+            if parent.path.name == "step_00000002":
+                shutil.rmtree(directory)
 
-    monkeypatch.setattr(LocalStorage, "write", removing)
-    said = train(checkpoint_config(tmp_path, directory=str(where)))
-    assert len(save_failures(said)) == 1
-    assert "checkpoint of step 2 was not written" in save_failures(said)[0]
-    assert save_failures(said)[0].endswith("No such file or directory")
-    assert verified_steps(where) == [4, 3]
+    monkeypatch.setattr(LocalStorage, "write", removing_write)
+    messages = train(checkpoint_config(tmp_path, directory=str(directory)))
+    assert len(save_failures(messages)) == 1
+    assert "checkpoint of step 2 was not written" in save_failures(messages)[0]
+    assert save_failures(messages)[0].endswith("No such file or directory")
+    assert verified_steps(directory) == [4, 3]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_another_matter(
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new one is complete all the same."""
+    """The new checkpoint is complete."""
 
-    def refused(place: LocalStorage, step: int) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{place}/{step}")
+    def refused(storage: LocalStorage, step: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{storage}/{step}")
 
     monkeypatch.setattr(checkpoint, "remove_checkpoint", refused)
-    where = tmp_path / "saved"
-    said = train(checkpoint_config(tmp_path, directory=str(where), keep=3, on_failure="stop"))
-    line = f"old checkpoints in {where} could not be removed: {where}/1: Permission denied"
-    assert [each for each in said if "checkpoint" in each] == [line]
-    assert verified_steps(where) == [4, 3, 2, 1]
+    directory = tmp_path / "saved"
+    messages = train(checkpoint_config(tmp_path, directory=str(directory), keep=3, on_failure="stop"))
+    line = f"old checkpoints in {directory} could not be removed: {directory}/1: Permission denied"
+    assert [message for message in messages if "checkpoint" in message] == [line]
+    assert verified_steps(directory) == [4, 3, 2, 1]
 
 
-def test_leftovers_do_not_take_the_room_of_the_next_checkpoint(disk: Disk, tmp_path: Path) -> None:
-    """What a killed run has half written is cleared away before the room is measured."""
-    where = disk.path / "saved"
-    config = checkpoint_config(tmp_path, directory=str(where), resume="auto")
+def test_leftover_files_do_not_use_up_the_space_of_the_next_checkpoint(disk: Disk, tmp_path: Path) -> None:
+    """Half-written files of a killed run are removed before the free space is checked."""
+    directory = disk.path / "saved"
+    config = checkpoint_config(tmp_path, directory=str(directory), resume="auto")
     train(config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})}))
-    (where / "step_00000002").mkdir()
-    (where / "step_00000002" / ".rank_00000.safetensors.x.part").write_bytes(b"1" * (4 * MIB))
-    said = train(config)
-    assert f"skipping {where / 'step_00000002'}: it was never completed" in said
-    assert save_failures(said) == []
-    assert verified_steps(where)[0] == 4
+    (directory / "step_00000002").mkdir()
+    (directory / "step_00000002" / ".rank_00000.safetensors.x.part").write_bytes(b"1" * (4 * MIB))
+    messages = train(config)
+    assert f"skipping {directory / 'step_00000002'}: it was never completed" in messages
+    assert save_failures(messages) == []
+    assert verified_steps(directory)[0] == 4
