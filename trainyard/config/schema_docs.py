@@ -1,4 +1,4 @@
-"""Documentation of every key, derived from the schema: for `trainyard config --keys`, docs/reference/keys.md and errors."""
+"""Documentation of every key, derived from the schema: for `trainyard config --keys`, docs/reference and errors."""
 
 import ast
 import inspect
