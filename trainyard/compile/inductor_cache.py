@@ -18,6 +18,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +46,27 @@ LEFTOVER_FILE = re.compile(r".*\.part|\.\d+\.\d+\.tmp")
 """Temporary files that a killed compiler leaves: from trainyard and from torch."""
 LEFTOVER_AGE_S = 3600.0
 """Age after which a temporary file has no owner."""
+REAL_COMPILER_VARIABLE = "TRAINYARD_REAL_CXX"
+COMPILER_WRAPPER = """\
+#!/bin/sh
+# Compile to a temporary file and rename it when it is complete.
+target= previous=
+for argument in "$@"; do
+    [ "$previous" = -o ] && target=$argument
+    previous=$argument
+done
+[ -n "$target" ] || exec "$TRAINYARD_REAL_CXX" "$@"
+part=$target.$$.part previous=
+for argument in "$@"; do
+    shift
+    [ "$previous" = -o ] && set -- "$@" "$part" || set -- "$@" "$argument"
+    previous=$argument
+done
+"$TRAINYARD_REAL_CXX" "$@"
+status=$?
+[ $status = 0 ] && mv -f "$part" "$target" || rm -f "$part"
+exit $status
+"""
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -108,8 +130,29 @@ def prepare_cache(device: Device, local_rank: int = 0) -> Path:
     if not user_cache_dir() and local_rank == 0:
         trim(cache_root(), limit)
     os.environ[TORCH_CACHE_VARIABLE] = str(directory)
-    compat.install_atomic_cpp_builds()
+    _wrap_compiler(directory)
     return directory
+
+
+def _wrap_compiler(directory: Path) -> None:
+    """Put a wrapper of inductor's C++ compiler first on PATH that writes its output atomically.
+
+    A killed compiler would leave a truncated library, object file or precompiled header under its final name, and every
+    later run would fail on it. Inductor's worker processes and launched ranks inherit PATH. A CXX that is an absolute
+    path is not wrapped.
+    """
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    real = shutil.which(compiler)
+    if REAL_COMPILER_VARIABLE in os.environ or os.sep in compiler or real is None:
+        return
+    wrapper = directory / ".bin" / compiler
+    wrapper.parent.mkdir(exist_ok=True)
+    draft = wrapper.with_name(f"{compiler}.{os.getpid()}")
+    draft.write_text(COMPILER_WRAPPER)
+    draft.chmod(0o755)
+    draft.replace(wrapper)
+    os.environ[REAL_COMPILER_VARIABLE] = real
+    os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
 
 
 def user_cache_dir() -> Path | None:

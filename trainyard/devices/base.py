@@ -35,7 +35,7 @@ class HostCopy(NamedTuple):
 class CompileOptions(NamedTuple):
     """Arguments for torch.compile."""
 
-    backend: str = "inductor"
+    backend: str | Callable[..., Any] = "inductor"
     options: dict[str, Any] | None = None
     """One object for all compiled functions: a backend may write into it, and blocks share a graph only if their
     options are equal."""

@@ -5,10 +5,11 @@ other device to fake tensors, which claim to be on it but have no memory, so tha
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from trainyard.devices.base import Device, PeakThroughput
+from trainyard.devices.base import CompileOptions, Device, PeakThroughput
 from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.reference import Kernels
 
@@ -27,6 +28,8 @@ class MetaDevice(CpuDevice):
 class _FakeDevice(Device):
     """A mixin that comes before the real device in the MRO and overrides what fake tensors cannot do."""
 
+    compile_backend: Callable[..., Any]
+
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return None
 
@@ -35,6 +38,10 @@ class _FakeDevice(Device):
 
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.torch_device)
+
+    def compile_options(self) -> CompileOptions | None:
+        options = super().compile_options()
+        return options and options._replace(backend=self.compile_backend)
 
     def kernels(self, fused: bool = True) -> Kernels:
         kernels = super().kernels(fused)
@@ -45,8 +52,10 @@ class _FakeDevice(Device):
         return lambda: tensor
 
 
-def as_fake(device: Device) -> Device:
-    """The same device, with the same properties, for one rank of a fake world on fake tensors."""
+def as_fake(device: Device, compile_backend: Callable[..., Any]) -> Device:
+    """The same device, with the same properties, for one rank of a fake world on fake tensors. `compile_backend` is the
+    torch.compile backend that traces its graphs."""
     backends = ",".join(f"{name}:fake" for name in sorted({device.name, CpuDevice.name}))
-    fake: Device = type("FakeDevice", (_FakeDevice, type(device)), {"process_group_backend": backends})()
+    attributes = {"process_group_backend": backends, "compile_backend": staticmethod(compile_backend)}
+    fake: Device = type("FakeDevice", (_FakeDevice, type(device)), attributes)()
     return fake

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.compile import inductor_cache
+from trainyard.precompile.autograd_index import STAGING_PREFIX
 from trainyard.precompile.precompile import read_records
 
 HASHED_PATH_DEPTH = {"fxgraph": 4, "aotautograd": 3}
 """torch's directories whose files are named by a hash of their content, and the number of parts of such a path."""
-STAGING_PREFIX = ".sealing-"
 TRASH_PREFIX = ".removed-"
 
 

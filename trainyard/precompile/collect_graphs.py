@@ -28,6 +28,7 @@ from trainyard.compile import inductor_cache
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.dryrun.dry_run import fake_rank, without_io
+from trainyard.dryrun.meta_ops import fake_tensor_mode
 from trainyard.parallel.layout import Layout
 from trainyard.precompile.autograd_index import AutogradIndex
 from trainyard.precompile.compile_workers import CompileResult, ForkPool, die_with_parent
@@ -132,7 +133,7 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
     device = devices.as_fake(device, graphs.backend)
     if device.fork_safe:
         compat.probe_cpu_isa()
-    mode = compat.fake_tensor_mode()
+    mode = fake_tensor_mode()
     blueprint = models.family_of(config.model).blueprint(config.model)
     with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank):
         with mode:

@@ -83,10 +83,9 @@ def precompile(
         on_status(f"tracing rank {rank} ({number} of {len(ranks)} kinds of ranks)")
         request = CollectRequest(config.model_dump(mode="json"), rank, world_size, rank % local_ranks, workers)
         complete = False
-        for message in _run_collector(
-            request, _collector_environment(report.cache_dir, local_ranks, workers, device), report
-        ):
-            if message["state"] == "sealed":
+        environment = _collector_environment(report.cache_dir, local_ranks, workers, device)
+        for message in _run_collector(request, environment, report):
+            if message["state"] == "complete":
                 report.files.update(message["files"])
                 complete = True
                 continue
@@ -118,52 +117,53 @@ def representative_ranks(config: Config, layout: Layout, device: Device, local_r
     """The first rank of each kind. Kinds differ by pipeline rank; by device index if compiled code contains it; and,
     with stochastic rounding, by optimizer shard."""
     shards = config.layout.zero > 0 and config.precision.kind == "bf16_sr"
-    found: dict[tuple[int, ...], int] = {}
+    first_rank: dict[tuple[int, ...], int] = {}
     for rank in range(layout.world_size):
-        place = layout.coords(rank)
-        shard = (place["dp"], place["cp"]) if shards else ()
-        found.setdefault((place["pp"], *shard, rank % local_ranks if device.device_index_in_code else 0), rank)
-    return sorted(found.values())
+        coords = layout.coords(rank)
+        shard = (coords["dp"], coords["cp"]) if shards else ()
+        device_index = rank % local_ranks if device.device_index_in_code else 0
+        first_rank.setdefault((coords["pp"], *shard, device_index), rank)
+    return sorted(first_rank.values())
 
 
-def write_record(report: PrecompileReport, config: Config, ranks: int) -> Path:
+def write_record(report: PrecompileReport, config: Config, world_size: int) -> Path:
     """Record what this run needs, for `trainyard cache`."""
-    place = report.cache_dir / RUNS_DIR
-    place.mkdir(exist_ok=True)
+    directory = report.cache_dir / RUNS_DIR
+    directory.mkdir(exist_ok=True)
     graphs = [asdict(graph) for graph in report.graphs.values()]
     known_seconds = {
-        graph["key"]: graph["seconds"] for found in read_records(report.cache_dir) for graph in found["graphs"]
+        graph["key"]: graph["seconds"] for record in read_records(report.cache_dir) for graph in record["graphs"]
     }
     for graph in graphs:  # a cached graph keeps the compile time of its first record
         graph["seconds"] = graph["seconds"] or known_seconds.get(graph["key"], 0.0)
-    found = {"name": config.log.name, "ranks": ranks, "graphs": graphs, "files": sorted(report.files)}
+    record = {"name": config.log.name, "ranks": world_size, "graphs": graphs, "files": sorted(report.files)}
     digest = hashlib.sha256(json.dumps(sorted(report.graphs)).encode()).hexdigest()[:8]
-    path = place / f"{config.log.name}-{digest}.json"
-    atomic_write_text(path, json.dumps(found, indent=1) + "\n")
+    path = directory / f"{config.log.name}-{digest}.json"
+    atomic_write_text(path, json.dumps(record, indent=1) + "\n")
     return path
 
 
-def read_records(place: Path) -> list[dict[str, Any]]:
+def read_records(cache_dir: Path) -> list[dict[str, Any]]:
     """Records of all precompiled runs; unreadable records are ignored."""
-    found = []
-    for path in sorted((place / RUNS_DIR).glob("*.json")):
+    records = []
+    for path in sorted((cache_dir / RUNS_DIR).glob("*.json")):
         with suppress(OSError, ValueError):
-            found.append({"path": str(path), **json.loads(path.read_text())})
-    return found
+            records.append({"path": str(path), **json.loads(path.read_text())})
+    return records
 
 
-def _log_path(place: Path, rank: int) -> Path:
-    return place / "logs" / f"collect-{rank}.log"
+def _log_path(cache_dir: Path, rank: int) -> Path:
+    return cache_dir / "logs" / f"collect-{rank}.log"
 
 
-def _collector_environment(place: Path, local_ranks: int, workers: int, device: Device) -> dict[str, str]:
+def _collector_environment(cache_dir: Path, local_ranks: int, workers: int, device: Device) -> dict[str, str]:
     """The environment of a rank: torch's keys contain the number of threads. A fork compiles with one thread."""
     threads_variable = {"OMP_NUM_THREADS": str(threads_per_rank(local_ranks))} if local_ranks > 1 else {}
     compile_threads = "1" if device.fork_safe else str(workers)
     return {
         **threads_variable,
         **os.environ,
-        inductor_cache.TORCH_CACHE_VARIABLE: str(place),
+        inductor_cache.TORCH_CACHE_VARIABLE: str(cache_dir),
         "TORCHINDUCTOR_COMPILE_THREADS": compile_threads,
     }
 
@@ -182,8 +182,8 @@ def _run_collector(
             yield json.loads(line)
         code = process.wait()
     if code:
-        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        report.problems.append(f"rank {request.rank}: {last[-1] if last else f'ended with {code}'} (log: {log})")
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        report.problems.append(f"rank {request.rank}: {lines[-1] if lines else f'exit code {code}'} (log: {log})")
     else:
         log.unlink(missing_ok=True)
 
