@@ -178,7 +178,7 @@ def test_a_run_says_what_it_was_on(device: str, ranks: int, word: str, tmp_path:
 @pytest.mark.parametrize("path", sorted(NXDT.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_examples_of_nxd_training_have_plans_that_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, node = ("trn2.48xlarge", 64) if path.stem.endswith("trn2") else ("trn1.32xlarge", 32)
-    ranks = load(path, say=lambda line: None).layout.ranks
+    ranks = load(path, warn=lambda line: None).layout.ranks
     assert ranks
     assert plan(str(path), [], on=f"{name}:{ranks // node}", as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["step"]["seconds"] > 0
