@@ -1,14 +1,22 @@
-"""The shape of the tree: imports go one way, devices and private torch names stay where they belong."""
+"""The shape of the tree: imports go one way, devices and private torch names stay in their packages, names are unique,
+folders and files stay small, and the documentation names only things that exist."""
 
 import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
-import pytest
+from pydantic import BaseModel
 
-import trainyard
+from trainyard.config.schema import Config
 
-ROOT = Path(trainyard.__file__).parent
-# A package may import those to its left. Within one entry no package imports another.
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "trainyard"
+# A package may import the ones above it. Packages on one line do not import each other.
 ORDER = [
     {"core"},
     {"compat"},
@@ -24,88 +32,176 @@ ORDER = [
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-ROOTS = [f"/{name}/" for name in ("root", "work", "home")]
-FILES = sorted(ROOT.rglob("*.py"))
+MAX_MODULES = 14
+MAX_VERBS = 20
+"""cli/ has one file per command, so that it may have more."""
+MAX_MODEL_LINES = 150
+VAGUE_FILE_NAMES = {
+    "alive",
+    "flat",
+    "held",
+    "kept",
+    "misc",
+    "open",
+    "own",
+    "plain",
+    "whole",
+    "within",
+    "helpers",
+    "utils",
+}
+MACHINE_PATHS = [f"/{name}/" for name in ("root", "work", "home")]
+DEVICE_NAMES = ("cuda", "neuron", "xla")
+CALLBACK_NAME = re.compile(r"`(on_[a-z_]+)")
+CODE_SPAN = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
+NOT_KEYS = {"model.model_config", "model.moe.num_experts", "model.log", "model.neff", "model.done"}
+"""Code spans that look like keys of ours: keys of NxDT, and files of the Neuron compiler."""
+PYTHON_FILE = re.compile(r"(?<![\w./*{}-])((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)\b")
 
 
-def package(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+class SourceFile:
+    """A Python file, read and parsed once for all tests."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path.relative_to(PACKAGE))
+        self.package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        self.module = ".".join(("trainyard", *path.relative_to(PACKAGE).with_suffix("").parts))
+        self.module = self.module.removesuffix(".__init__")
+        self.text = path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def imports(self) -> list[str]:
+        return imported_modules(self.tree)
 
 
-def imported(path: Path) -> list[str]:
+def imported_modules(tree: ast.Module) -> list[str]:
     """Every module that a file imports, type-checking blocks included."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    modules: list[str] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-    return found
+            modules += [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+    return modules
 
 
-def ours(module: str) -> str | None:
+def package_of(module: str) -> str | None:
+    """The sub-package of trainyard that a module belongs to."""
     parts = module.split(".")
     return parts[1] if parts[0] == "trainyard" and len(parts) > 1 and parts[1] in LEVEL else None
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    here = package(path)
-    if here in ("__init__", "__main__"):
-        return
-    for module in imported(path):
-        there = ours(module)
-        if there and there != here:
-            assert LEVEL[there] < LEVEL[here], f"{here} imports {module}"
+FILES = [SourceFile(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-def test_no_file_imports_itself_in_a_circle() -> None:
-    """Type-checking imports count too."""
-    graph = {
-        ".".join(("trainyard", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): imported(path)
-        for path in FILES
-        if path != ROOT / "__init__.py"
-    }
-
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        todo = [start]
-        while todo:
-            here = todo.pop()
-            for module in graph[here]:
-                if module in graph and module not in seen and module != here:
-                    seen.add(module)
-                    todo.append(module)
-        return seen
-
-    for module in graph:
-        assert module not in reachable(module), module
+def test_imports_go_one_way_and_have_no_cycles() -> None:
+    for file in FILES:
+        if file.package in ("__init__", "__main__"):
+            continue
+        for module in file.imports:
+            imported = package_of(module)
+            if imported and imported != file.package:
+                assert LEVEL[imported] < LEVEL[file.package], f"{file.name} imports {module}"
+    modules = {file.module for file in FILES} - {"trainyard"}
+    graph = {file.module: modules & set(file.imports) - {file.module} for file in FILES}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError with the modules of a cycle
+    wrong = ast.parse("from trainyard.cli import main\nimport trainyard.train.trainer\n")
+    assert {package_of(module) for module in imported_modules(wrong)} >= {"cli", "train"}
 
 
-def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text("from trainyard.cli import main\nimport trainyard.train.trainer\n")
-    assert {ours(module) for module in imported(wrong)} >= {"cli", "train"}
+def test_device_names_and_private_torch_names_stay_in_their_packages() -> None:
+    for file in FILES:
+        if file.package == "models":
+            assert not any(module.startswith("torch.distributed") for module in file.imports), file.name
+        if file.package != "devices":
+            device_names = [name for name in DEVICE_NAMES if f'"{name}"' in file.text or f"torch.{name}" in file.text]
+            assert not device_names, f"{file.name} names {device_names}"
+        if file.package != "compat":
+            assert "torch._" not in file.text, file.name
+            assert not any("._" in module for module in file.imports if module.startswith("torch")), file.name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_names_that_stay_home(path: Path) -> None:
-    text, here = path.read_text(), package(path)
-    modules = imported(path)
-    if here == "models":
-        assert not any(module.startswith("torch.distributed") for module in modules)
-    if here != "devices":
-        assert not any(f'"{name}"' in text or f"torch.{name}" in text for name in ("cuda", "neuron", "xla"))
-    if here != "compat":
-        assert "torch._" not in text
-        assert not any("._" in module for module in modules if module.startswith("torch"))
+def test_no_two_public_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file in FILES:
+        for node in file.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(file.name)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "bert"])
-def test_a_model_is_read_in_minutes(name: str) -> None:
-    assert len((ROOT / "models" / f"{name}.py").read_text().splitlines()) <= 150
+def test_folders_and_files_stay_small_and_have_telling_names() -> None:
+    for folder in {file.path.parent for file in FILES}:
+        modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+        assert len(modules) <= (MAX_VERBS if folder.name == "cli" else MAX_MODULES), f"{folder.name}: {sorted(modules)}"
+        vague = [name for name in modules if name in VAGUE_FILE_NAMES or re.fullmatch(r"[a-z]+ed", name)]
+        assert not vague, f"{folder.name}: {vague}"
+    for name in ("llama", "gpt", "bert"):
+        assert len((PACKAGE / "models" / f"{name}.py").read_text().splitlines()) <= MAX_MODEL_LINES, name
+
+
+def test_keys_callbacks_and_files_named_in_the_documentation_exist() -> None:
+    callbacks = next(file for file in FILES if file.name == "train/callbacks.py")
+    methods = {node.name for node in ast.walk(callbacks.tree) if isinstance(node, ast.FunctionDef)}
+    unknown: dict[str, set[str]] = {}
+    for page in _documentation_pages():
+        text = page.read_text()
+        spans = set(CODE_SPAN.findall(text)) - NOT_KEYS
+        keys = {span for span in spans if span.partition(".")[0] in Config.model_fields and not span.endswith(".py")}
+        unknown[str(page.relative_to(ROOT))] = (
+            set(CALLBACK_NAME.findall(text)) - methods
+            | {key for key in keys if not _key_exists(key) and not _is_module(key)}
+            | _missing_files(text)
+        )
+    unknown |= {file.name: _missing_files(file.text) for file in FILES}
+    assert {name: names for name, names in unknown.items() if names} == {}
+
+
+def _documentation_pages() -> Iterator[Path]:
+    """All pages except lab notes, which tell what was true when they were written."""
+    yield ROOT / "README.md"
+    yield from (page for page in sorted((ROOT / "docs").rglob("*.md")) if "lab" not in page.parts)
+
+
+def _key_exists(key: str) -> bool:
+    """True if a dotted configuration key exists, whatever the variant of a section (such as the model's family)."""
+    models: list[type[BaseModel]] = [Config]
+    for part in key.split("."):
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        if not fields:
+            return bool(models) and any(_is_mapping(model) for model in models)
+        models = [model for field in fields for model in _models_in(field.annotation)]
+    return True
+
+
+def _models_in(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+
+
+def _is_mapping(model: type[BaseModel]) -> bool:
+    return model.model_config.get("extra") == "allow"
+
+
+def _is_module(name: str) -> bool:
+    path = PACKAGE / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+def _missing_files(text: str) -> set[str]:
+    """Python files of ours that a text names by their path in the repository or the package, and that do not exist."""
+    ours = {*LEVEL, "trainyard", "tests", "bench", "scripts"}
+    paths = {path for path in PYTHON_FILE.findall(text) if path.partition("/")[0] in ours}
+    return {path for path in paths if not (ROOT / path).exists() and not (PACKAGE / path).exists()}
 
 
 def test_no_machine_paths() -> None:
-    for path in [*FILES, *(ROOT.parent / "recipes").glob("*.yaml")]:
-        assert not any(root in path.read_text() for root in ROOTS)
+    recipes = [path.read_text() for path in (ROOT / "recipes").glob("*.yaml")]
+    for text in [*(file.text for file in FILES), *recipes]:
+        assert not any(path in text for path in MACHINE_PATHS)
