@@ -1,4 +1,4 @@
-"""Two checkpoints of one model differ by exactly nothing; one changed weight shows; no more than a block is held."""
+"""Equal checkpoints have equal logits; one changed weight shows; only one block is in memory at a time."""
 
 import weakref
 from collections.abc import Callable
@@ -25,88 +25,89 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class Held:
-    """Weights in memory; `change` is done to what is read of a part."""
+class InMemoryWeights:
+    """Random weights; `change` is applied to each tensor that is read."""
 
     def __init__(
-        self, name: str, change: Callable[[str, Tensor], Tensor] = lambda part, value: value, **options: Any
+        self, name: str, change: Callable[[str, Tensor], Tensor] = lambda name, value: value, **options: Any
     ) -> None:
         self.model = configs.tiny_config({**MODELS[name], **options}).model
         self.change = change
         generator = torch.Generator().manual_seed(3)
-        self.parts = {
+        self.tensors = {
             name: torch.randn(tensor.sizes, generator=generator) / 4
             for name, tensor in unfused_tensors(self.model).items()
         }
 
-    def dtype(self, part: str) -> torch.dtype:
-        return self.parts[part].dtype
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
 
     def read(self, wanted: TensorSlice) -> Tensor:
-        return self.change(wanted.name, self.parts[wanted.name])[wanted.to_index()]
+        return self.change(wanted.name, self.tensors[wanted.name])[wanted.to_index()]
 
 
-def changed(part: str, at: tuple[int | slice, ...], by: float = 0.25) -> Callable[[str, Tensor], Tensor]:
+def changed(changed_name: str, index: tuple[int | slice, ...], by: float = 0.25) -> Callable[[str, Tensor], Tensor]:
     def change(name: str, value: Tensor) -> Tensor:
-        if name != part:
+        if name != changed_name:
             return value
         value = value.clone()
-        value[at] += by
+        value[index] += by
         return value
 
     return change
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_weights_differ_by_nothing(name: str) -> None:
-    found = compare_logits(Held(name), Held(name))
-    assert found.max_difference == 0
-    assert found.max_logit > 0
+def test_equal_weights_have_equal_logits(name: str) -> None:
+    comparison = compare_logits(InMemoryWeights(name), InMemoryWeights(name))
+    assert comparison.max_difference == 0
+    assert comparison.max_logit > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_changed_weight_shows(name: str) -> None:
-    """But for biases of keys, which move all scores of a query alike and so no probability."""
-    first = Held(name, layers=1)
-    for part, value in first.parts.items():
-        at: tuple[int | slice, ...] = (-1,) * value.dim()
-        if part == "embedding.weight":
-            at = (slice(None), -1)  # a single word may be none of the tokens
-        if not part.endswith("attention.k.bias"):
-            assert compare_logits(first, Held(name, changed(part, at), layers=1)).max_difference > 0, part
+    """Except for biases of keys, which shift all scores of a query alike and change no probability."""
+    weights = InMemoryWeights(name, layers=1)
+    for tensor_name, value in weights.tensors.items():
+        index: tuple[int | slice, ...] = (-1,) * value.dim()
+        if tensor_name == "embedding.weight":
+            index = (slice(None), -1)  # a single row may belong to none of the tokens
+        if not tensor_name.endswith("attention.k.bias"):
+            other = InMemoryWeights(name, changed(tensor_name, index), layers=1)
+            assert compare_logits(weights, other).max_difference > 0, tensor_name
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("nonfinite", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_what_is_no_number_differs_from_a_number(name: str, broken: float) -> None:
-    part = "layers.1.mlp.down.weight"
-    good, bad = Held(name), Held(name, changed(part, (0, 0), broken))
+def test_nonfinite_logits_differ_from_finite_ones(name: str, nonfinite: float) -> None:
+    name_changed = "layers.1.mlp.down.weight"
+    good, bad = InMemoryWeights(name), InMemoryWeights(name, changed(name_changed, (0, 0), nonfinite))
     for pair in ((good, bad), (bad, good)):
         assert compare_logits(*pair).max_difference == float("inf")
 
 
-def test_two_models_that_overflow_alike_do_not_differ() -> None:
-    part = "layers.1.mlp.down.weight"
-    one, two = (Held("llama", changed(part, (0, 0), float("nan"))) for _ in range(2))
-    assert compare_logits(one, two).max_difference == 0
+def test_models_with_equal_nans_do_not_differ() -> None:
+    name_changed = "layers.1.mlp.down.weight"
+    a, b = (InMemoryWeights("llama", changed(name_changed, (0, 0), float("nan"))) for _ in range(2))
+    assert compare_logits(a, b).max_difference == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_logits_are_those_of_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a model that is filled at once, on the batch that the comparison made."""
+def test_logits_equal_those_of_a_model_filled_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is a model with all weights loaded, on the batch of the comparison."""
     batches: list[models.Batch] = []
     forward = models.TransformerStage.forward
 
-    def listening(self: models.TransformerStage, batch: models.Batch, *rest: Any) -> Any:
+    def recording_forward(self: models.TransformerStage, batch: models.Batch, *rest: Any) -> Any:
         batches.append(batch)
         return forward(self, batch, *rest)
 
-    monkeypatch.setattr(models.TransformerStage, "forward", listening)
-    zero, some = Held(name, lambda part, value: torch.zeros_like(value)), Held(name)
-    found = compare_logits(zero, some)
-    whole = models.fill_parameters(models.build_model(some.model), tp_rank_values(some)).eval()
+    monkeypatch.setattr(models.TransformerStage, "forward", recording_forward)
+    zeros, weights = InMemoryWeights(name, lambda name, value: torch.zeros_like(value)), InMemoryWeights(name)
+    comparison = compare_logits(zeros, weights)
+    model = models.fill_parameters(models.build_model(weights.model), tp_rank_values(weights)).eval()
     with torch.no_grad():
-        output = whole(batches[0])
+        output = model(batches[0])
         largest = float(output.logits().abs().max())
         if name == "bert":
             largest = max(largest, float(output.next_sentence.abs().max()))
@@ -114,14 +115,13 @@ def test_the_logits_are_those_of_the_whole_model(name: str, monkeypatch: pytest.
     assert tokens.shape == (1, 64)
     assert len(tokens.unique()) > 32
     assert int(tokens.min()) >= 0
-    assert int(tokens.max()) < some.model.vocab
-    assert found.max_logit == 0  # all logits of the model of zeros
-    assert found.max_difference == pytest.approx(largest, abs=1e-6)
+    assert int(tokens.max()) < weights.model.vocab
+    assert comparison.max_logit == 0  # the model of zeros
+    assert comparison.max_difference == pytest.approx(largest, abs=1e-6)
 
 
-class Counted(Held):
-    """Weights each of whose reads is an array of its own, so that one can tell which are still held. Unfused: what is
-    fused is a copy of what was read."""
+class TrackedWeights(InMemoryWeights):
+    """Weights that track which of their reads are still in memory. Nothing is fused: fusing copies what was read."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, fuse_qkv=False, **({"fuse_gate_up": False} if "llama" in name else {}))
@@ -131,30 +131,30 @@ class Counted(Held):
         array = super().read(wanted).clone().numpy()
         self.live[id(array)] = wanted.name
         weakref.finalize(array, self.live.pop, id(array))
-        assert {layer_index(held) for held in self.live.values()} == {layer_index(wanted.name)}, (
-            "what came before is still held"
+        assert {layer_index(live) for live in self.live.values()} == {layer_index(wanted.name)}, (
+            "the previous block is still in memory"
         )
         return torch.from_numpy(array)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_block_is_held_at_a_time(name: str) -> None:
-    weights = Counted(name)
+def test_one_block_is_in_memory_at_a_time(name: str) -> None:
+    weights = TrackedWeights(name)
     compare_logits(weights, weights)
     assert not weights.live
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt untied"])
-def test_the_words_are_not_held_with_the_head(name: str) -> None:
-    weights = Counted(name)
+def test_the_embedding_is_not_in_memory_with_the_output_projection(name: str) -> None:
+    weights = TrackedWeights(name)
     together: set[frozenset[str]] = set()
     read = weights.read
 
-    def listening(wanted: TensorSlice) -> Tensor:
+    def recording_read(wanted: TensorSlice) -> Tensor:
         value = read(wanted)
         together.add(frozenset(weights.live.values()) & {"embedding.weight", "output.weight"})
         return value
 
-    weights.read = listening  # type: ignore[method-assign]
+    weights.read = recording_read  # type: ignore[method-assign]
     compare_logits(weights, weights)
     assert together == {frozenset(), frozenset({"embedding.weight"}), frozenset({"output.weight"})}

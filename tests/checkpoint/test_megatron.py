@@ -1,4 +1,4 @@
-"""Megatron checkpoints of every shape give back, bit for bit, the weights that plain torch code cut them from."""
+"""Megatron checkpoints of every layout are read bit for bit as the weights that plain torch code sharded."""
 
 import argparse
 import enum
@@ -22,7 +22,7 @@ from trainyard.config.model_schema import GptConfig, LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 
-Parts = dict[str, Tensor]
+UnfusedWeights = dict[str, Tensor]
 GPT = GptConfig(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
 LLAMA = LlamaConfig(**{**configs.LLAMA, "layers": 4, "vocab": 250, "heads": 8, "kv_heads": 4, "tie_embeddings": False})
 ARGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
@@ -43,7 +43,7 @@ LLAMA_ARGS = {
 }
 
 
-def random_parts(model: models.AnyModelConfig, dtype: torch.dtype = torch.float32) -> Parts:
+def random_weights(model: models.AnyModelConfig, dtype: torch.dtype = torch.float32) -> UnfusedWeights:
     generator = torch.Generator().manual_seed(0)
     return {
         name: (torch.randn(tensor.sizes, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
@@ -52,26 +52,32 @@ def random_parts(model: models.AnyModelConfig, dtype: torch.dtype = torch.float3
 
 
 def fused_heads(matrices: list[Tensor], groups: int, version: float) -> Tensor:
-    """Query, key and value of one rank in the order of a checkpoint version."""
+    """Fuse query, key and value of one rank in the order of a checkpoint version."""
     if version == 0:
         return torch.cat(matrices)
     by_group = [matrix.unflatten(0, (groups, -1)) for matrix in matrices]
     return torch.cat(by_group, 1).flatten(0, 1)
 
 
-def one_layer(model: GptConfig | LlamaConfig, parts: Parts, number: int, tp: int, rank: int, version: float) -> Parts:
-    """A layer on a tensor-parallel rank, by the AWS reference's names."""
-    own = {name.removeprefix(f"layers.{number}."): part for name, part in parts.items()}
+def layer_shard(
+    model: GptConfig | LlamaConfig, unfused: UnfusedWeights, number: int, tp: int, rank: int, version: float
+) -> UnfusedWeights:
+    """The shard of a layer on a tensor-parallel rank, with the AWS reference's names."""
+    layer_weights = {name.removeprefix(f"layers.{number}."): value for name, value in unfused.items()}
     out = {}
     for kind in ("weight", "bias") if isinstance(model, GptConfig) else ("weight",):
-        qkv = [own[f"attention.{x}.{kind}"].chunk(tp)[rank] for x in "qkv"]
-        up = [own[f"mlp.{x}.{kind}"].chunk(tp)[rank] for x in ("gate", "up") if f"mlp.{x}.{kind}" in own]
-        dense, down = own[f"attention.output.{kind}"], own[f"mlp.down.{kind}"]
+        qkv = [layer_weights[f"attention.{x}.{kind}"].chunk(tp)[rank] for x in "qkv"]
+        up = [
+            layer_weights[f"mlp.{x}.{kind}"].chunk(tp)[rank]
+            for x in ("gate", "up")
+            if f"mlp.{x}.{kind}" in layer_weights
+        ]
+        dense, down = layer_weights[f"attention.output.{kind}"], layer_weights[f"mlp.down.{kind}"]
         out |= {
-            f"input_layernorm.{kind}": own[f"attention_norm.{kind}"],
+            f"input_layernorm.{kind}": layer_weights[f"attention_norm.{kind}"],
             f"self_attention.query_key_value.{kind}": fused_heads(qkv, model.num_kv_heads // tp, version),
             f"self_attention.dense.{kind}": dense.chunk(tp, 1)[rank] if kind == "weight" else dense,
-            f"post_attention_layernorm.{kind}": own[f"mlp_norm.{kind}"],
+            f"post_attention_layernorm.{kind}": layer_weights[f"mlp_norm.{kind}"],
             f"mlp.dense_h_to_4h.{kind}": torch.cat(up),
             f"mlp.dense_4h_to_h.{kind}": down.chunk(tp, 1)[rank] if kind == "weight" else down,
         }
@@ -79,37 +85,41 @@ def one_layer(model: GptConfig | LlamaConfig, parts: Parts, number: int, tp: int
 
 
 def padded(matrix: Tensor, rows: int, tp: int, rank: int) -> Tensor:
-    filler = torch.full((rows - len(matrix), matrix.shape[1]), 7.0, dtype=matrix.dtype)  # not always zeros in Megatron
+    filler = torch.full(
+        (rows - len(matrix), matrix.shape[1]), 7.0, dtype=matrix.dtype
+    )  # in Megatron, padding is not always zero
     return torch.cat([matrix, filler]).chunk(tp)[rank].clone()
 
 
-def stage_of(
+def stage_state(
     model: GptConfig | LlamaConfig,
-    parts: Parts,
+    unfused: UnfusedWeights,
     layers: range,
     tp: int,
     rank: int,
     version: float = 3.0,
     rows: int = 256,
 ) -> dict[str, Any]:
-    """The `model` dict of one rank's stage."""
+    """The `model` dict of a stage on one rank."""
     encoder = {}
     for local, number in enumerate(layers):
-        layer = one_layer(model, parts, number, tp, rank, version)
-        encoder |= {name.replace(f"layers.{number}.", f"layers.{local}."): part for name, part in layer.items()}
+        layer = layer_shard(model, unfused, number, tp, rank, version)
+        encoder |= {name.replace(f"layers.{number}.", f"layers.{local}."): value for name, value in layer.items()}
     language: dict[str, Any] = {"encoder": encoder}
     out: dict[str, Any] = {"language_model": language}
-    embedding = padded(parts["embedding.weight"], rows, tp, rank)
+    embedding = padded(unfused["embedding.weight"], rows, tp, rank)
     if layers.start == 0:
         language["embedding"] = {"word_embeddings": {"weight": embedding}}
-        if "position.weight" in parts:
-            language["embedding"]["position_embeddings"] = {"weight": parts["position.weight"]}
+        if "position.weight" in unfused:
+            language["embedding"]["position_embeddings"] = {"weight": unfused["position.weight"]}
     if layers.stop == model.layers:
         encoder |= {
-            f"final_layernorm.{kind}": parts[f"norm.{kind}"] for kind in ("weight", "bias") if f"norm.{kind}" in parts
+            f"final_layernorm.{kind}": unfused[f"norm.{kind}"]
+            for kind in ("weight", "bias")
+            if f"norm.{kind}" in unfused
         }
         if not model.tie_embeddings:
-            language["output_layer"] = {"weight": padded(parts["output.weight"], rows, tp, rank)}
+            language["output_layer"] = {"weight": padded(unfused["output.weight"], rows, tp, rank)}
         elif layers.start:
             out["word_embeddings_for_head"] = {"weight": embedding.clone()}
     return out
@@ -118,59 +128,63 @@ def stage_of(
 def write(
     root: Path,
     model: GptConfig | LlamaConfig,
-    parts: Parts,
+    unfused: UnfusedWeights,
     tp: int = 1,
     pp: int = 1,
     version: float = 3.0,
     vpp: int = 1,
-    **top: Any,
+    **args: Any,
 ) -> Path:
-    """An iteration as Megatron saves it; returns the root."""
-    each = model.layers // (pp * vpp)
+    """Write an iteration as Megatron saves it. Returns the root."""
+    per_chunk = model.layers // (pp * vpp)
     for rank in range(tp):
         for stage in range(pp):
-            starts = [each * (chunk * pp + stage) for chunk in range(vpp)]
-            chunks = [stage_of(model, parts, range(start, start + each), tp, rank, version) for start in starts]
-            held = {"model": chunks[0]} if vpp == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+            starts = [per_chunk * (chunk * pp + stage) for chunk in range(vpp)]
+            chunks = [
+                stage_state(model, unfused, range(start, start + per_chunk), tp, rank, version) for start in starts
+            ]
+            state = {"model": chunks[0]} if vpp == 1 else {f"model{i}": chunk for i, chunk in enumerate(chunks)}
             sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-            head = {"checkpoint_version": version} if version else {}
+            version_entry = {"checkpoint_version": version} if version else {}
             directory = root / "iter_0000005" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
             directory.mkdir(parents=True)
-            torch.save({**sizes, **head, "iteration": 5, **(top or ARGS), **held}, directory / "model_optim_rng.pt")
+            torch.save(
+                {**sizes, **version_entry, "iteration": 5, **(args or ARGS), **state}, directory / "model_optim_rng.pt"
+            )
     (root / "latest_checkpointed_iteration.txt").write_text("5")
     return root
 
 
-def assert_gives(weights: MegatronWeights, parts: Parts) -> None:
-    for name, part in parts.items():
-        assert weights.dtype(name) == part.dtype
-        full = TensorSlice.full(name, tuple(part.shape))
-        assert torch.equal(weights.read(full), part), name
+def assert_equal_weights(weights: MegatronWeights, unfused: UnfusedWeights) -> None:
+    for name, value in unfused.items():
+        assert weights.dtype(name) == value.dtype
+        full = TensorSlice.full(name, tuple(value.shape))
+        assert torch.equal(weights.read(full), value), name
         corner = TensorSlice(name, full.sizes, tuple(size // 3 for size in full.sizes), (1,) * len(full.sizes))
-        assert torch.equal(weights.read(corner), part[corner.to_index()]), name
+        assert torch.equal(weights.read(corner), value[corner.to_index()]), name
 
 
 @pytest.mark.parametrize("version", [0, 2.0, 3.0])
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_gpt_comes_back_bit_for_bit(tp: int, pp: int, version: float, tmp_path: Path) -> None:
-    parts = random_parts(GPT)
-    weights = open_megatron(write(tmp_path, GPT, parts, tp, pp, version), GPT)
+def test_gpt_is_read_bit_for_bit(tp: int, pp: int, version: float, tmp_path: Path) -> None:
+    unfused = random_weights(GPT)
+    weights = open_megatron(write(tmp_path, GPT, unfused, tp, pp, version), GPT)
     assert weights.model == GPT
-    assert_gives(weights, parts)
+    assert_equal_weights(weights, unfused)
 
 
-def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
+def test_logits_equal_those_of_the_original_model(tmp_path: Path) -> None:
     original = configs.tiny_model(GPT).eval()
     blueprint = models.family_of(GPT).blueprint(GPT)
 
     def split(name: str) -> Iterator[tuple[str, Tensor]]:
         slices = blueprint.tp_slices(name)
-        pieces = original.get_parameter(name).detach().split([each.sizes[0] for each in slices])
-        yield from zip((each.name for each in slices), pieces, strict=True)
+        values = original.get_parameter(name).detach().split([piece.sizes[0] for piece in slices])
+        yield from zip((piece.name for piece in slices), values, strict=True)
 
-    parts = {part: tensor for name in blueprint.parameter_names() for part, tensor in split(name)}
-    weights = open_megatron(write(tmp_path, GPT, parts, tp=2, pp=2), GPT)
+    unfused = dict(pair for name in blueprint.parameter_names() for pair in split(name))
+    weights = open_megatron(write(tmp_path, GPT, unfused, tp=2, pp=2), GPT)
 
     def values(name: str) -> Tensor:
         return torch.cat([weights.read(piece) for piece in blueprint.tp_slices(name)])
@@ -180,9 +194,9 @@ def test_the_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> N
     assert torch.equal(filled(batch).logits(), original(batch).logits())
 
 
-def test_the_configuration_is_what_the_file_says(tmp_path: Path) -> None:
-    """The AWS reference stores sizes only; the vocabulary is then the padded one."""
-    weights = open_megatron(write(tmp_path, GPT, random_parts(GPT), tp=2, pp=2))
+def test_the_configuration_is_inferred_from_the_files(tmp_path: Path) -> None:
+    """The AWS reference stores sizes only; the inferred vocabulary is the padded one."""
+    weights = open_megatron(write(tmp_path, GPT, random_weights(GPT), tp=2, pp=2))
     assert weights.model == GPT.model_copy(update={"vocab": 256, "ffn": 128})
     vocab, activation = weights.notes
     assert "vocab=256" in vocab
@@ -190,21 +204,21 @@ def test_the_configuration_is_what_the_file_says(tmp_path: Path) -> None:
     assert weights.read(TensorSlice("embedding.weight", (256, 32), (250, 0), (6, 32))).eq(7).all()
 
 
-def test_virtual_stages_take_turns(tmp_path: Path) -> None:
-    parts = random_parts(GPT)
-    assert_gives(open_megatron(write(tmp_path, GPT, parts, tp=2, pp=2, vpp=2), GPT), parts)
+def test_virtual_stages_alternate(tmp_path: Path) -> None:
+    unfused = random_weights(GPT)
+    assert_equal_weights(open_megatron(write(tmp_path, GPT, unfused, tp=2, pp=2, vpp=2), GPT), unfused)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_llama_of_upstream_is_read_by_its_arguments(pp: int, tmp_path: Path) -> None:
-    parts = random_parts(LLAMA, torch.bfloat16)
+def test_an_upstream_llama_is_inferred_from_its_arguments(pp: int, tmp_path: Path) -> None:
+    unfused = random_weights(LLAMA, torch.bfloat16)
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": pp}
-    weights = open_megatron(write(tmp_path, LLAMA, parts, 2, pp, args=argparse.Namespace(**LLAMA_ARGS, **sizes)))
+    weights = open_megatron(write(tmp_path, LLAMA, unfused, 2, pp, args=argparse.Namespace(**LLAMA_ARGS, **sizes)))
     assert weights.model == LLAMA.model_copy(update={"vocab": 256, "head_dim": 4})
-    rows = {name: parts.pop(name) for name in ("embedding.weight", "output.weight")}
-    assert_gives(weights, parts)
-    for name, part in rows.items():
-        assert torch.equal(weights.read(TensorSlice(name, (256, 32), (0, 0), (250, 32))), part)
+    rows = {name: unfused.pop(name) for name in ("embedding.weight", "output.weight")}
+    assert_equal_weights(weights, unfused)
+    for name, value in rows.items():
+        assert torch.equal(weights.read(TensorSlice(name, (256, 32), (0, 0), (250, 32))), value)
 
 
 @pytest.mark.parametrize(
@@ -214,15 +228,15 @@ def test_a_llama_of_upstream_is_read_by_its_arguments(pp: int, tmp_path: Path) -
         ({"rotary_seq_len_interpolation_factor": 4}, {"kind": "linear", "factor": 4.0}),
     ],
 )
-def test_stretched_positions_are_read(changes: dict[str, Any], found: dict[str, Any], tmp_path: Path) -> None:
+def test_rope_scaling_is_read(changes: dict[str, Any], found: dict[str, Any], tmp_path: Path) -> None:
     args = argparse.Namespace(**{**LLAMA_ARGS, **changes})
-    model = open_megatron(write(tmp_path, LLAMA, random_parts(LLAMA), args=args)).model
+    model = open_megatron(write(tmp_path, LLAMA, random_weights(LLAMA), args=args)).model
     assert isinstance(model, LlamaConfig)
     assert {key: getattr(model.rope_scaling, key) for key in found} == found
 
 
 def renamed(root: Path, changes: dict[str, str]) -> None:
-    """Write the files again with other names, as one flat dict."""
+    """Rewrite the files with other names, as one flat dict."""
 
     def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
         for key, value in tree.items():
@@ -230,24 +244,24 @@ def renamed(root: Path, changes: dict[str, str]) -> None:
 
     for path in root.glob("iter_*/*/*.pt"):
         with torch.serialization.safe_globals([argparse.Namespace]):
-            held = torch.load(path, weights_only=True)
+            state = torch.load(path, weights_only=True)
         tensors = {}
-        for name, tensor in walk(held["model"]):
-            for theirs, other in changes.items():
-                name = name.replace(theirs, other)
+        for name, tensor in walk(state["model"]):
+            for old, new in changes.items():
+                name = name.replace(old, new)
             tensors[name] = tensor
-        torch.save({**held, "model": tensors}, path)
+        torch.save({**state, "model": tensors}, path)
 
 
-def test_names_of_older_and_newer_code(tmp_path: Path) -> None:
-    parts = random_parts(GPT)
-    old = write(tmp_path / "old", GPT, parts, pp=2)
+def test_names_of_older_and_newer_versions(tmp_path: Path) -> None:
+    unfused = random_weights(GPT)
+    old = write(tmp_path / "old", GPT, unfused, pp=2)
     renamed(old, {"encoder.layers": "transformer.layers", "self_attention": "attention"})
-    assert_gives(open_megatron(old, GPT), parts)
-    newer = write(tmp_path / "newer", GPT, parts, pp=2)
+    assert_equal_weights(open_megatron(old, GPT), unfused)
+    newer = write(tmp_path / "newer", GPT, unfused, pp=2)
     renamed(newer, {"_layernorm": "_norm"})
-    assert_gives(open_megatron(newer, GPT), parts)
-    core = write(tmp_path / "core", GPT, parts, pp=2, **ARGS, untie_embeddings_and_output_weights=False)
+    assert_equal_weights(open_megatron(newer, GPT), unfused)
+    core = write(tmp_path / "core", GPT, unfused, pp=2, **ARGS, untie_embeddings_and_output_weights=False)
     names = {"language_model.": "", "encoder.": "decoder.", "word_embeddings_for_head": "output_layer"}
     names |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "query_key_value": "linear_qkv"}
     names |= {
@@ -255,91 +269,91 @@ def test_names_of_older_and_newer_code(tmp_path: Path) -> None:
         "self_attention.dense": "self_attention.linear_proj",
     }
     renamed(core, {**names, "dense_h_to_4h": "linear_fc1", "dense_4h_to_h": "linear_fc2"})
-    assert_gives(open_megatron(core, GPT), parts)
+    assert_equal_weights(open_megatron(core, GPT), unfused)
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_nemo_megatron_keeps_key_and_value_together_and_gate_and_up_apart(pp: int, tmp_path: Path) -> None:
-    parts, tp = random_parts(LLAMA), 2
+def test_nemo_megatron_fuses_key_and_value_and_separates_gate_and_up(pp: int, tmp_path: Path) -> None:
+    unfused, tp = random_weights(LLAMA), 2
     for rank in range(tp):
         for stage in range(pp):
             numbers = range(stage * 4 // pp, (stage + 1) * 4 // pp)
-            tensors: Parts = {}
+            tensors: UnfusedWeights = {}
             for local, number in enumerate(numbers):
-                layer = one_layer(LLAMA, parts, number, tp, rank, 2.0)
-                own = {name.removeprefix(f"layers.{number}."): part for name, part in layer.items()}
-                q, k, v = (parts[f"layers.{number}.attention.{x}.weight"].chunk(tp)[rank] for x in "qkv")
-                del own["self_attention.query_key_value.weight"]
-                gate, up = own.pop("mlp.dense_h_to_4h.weight").chunk(2)
-                own |= {"mlp.dense_h_to_4h.weight": gate, "mlp.dense_h_to_4h_2.weight": up}
-                own |= {
+                layer = layer_shard(LLAMA, unfused, number, tp, rank, 2.0)
+                layer_weights = {name.removeprefix(f"layers.{number}."): value for name, value in layer.items()}
+                q, k, v = (unfused[f"layers.{number}.attention.{x}.weight"].chunk(tp)[rank] for x in "qkv")
+                del layer_weights["self_attention.query_key_value.weight"]
+                gate, up = layer_weights.pop("mlp.dense_h_to_4h.weight").chunk(2)
+                layer_weights |= {"mlp.dense_h_to_4h.weight": gate, "mlp.dense_h_to_4h_2.weight": up}
+                layer_weights |= {
                     "self_attention.query.weight": q,
                     "self_attention.key_value.weight": fused_heads([k, v], 2, 2.0),
                 }
-                own["self_attention.core_attention.rotary_emb.inv_freq"] = torch.ones(2)
-                tensors |= {f"encoder.layers.{local}.{name}": part.clone() for name, part in own.items()}
+                layer_weights["self_attention.core_attention.rotary_emb.inv_freq"] = torch.ones(2)
+                tensors |= {f"encoder.layers.{local}.{name}": value.clone() for name, value in layer_weights.items()}
             if stage == 0:
-                tensors["embedding.word_embeddings.weight"] = padded(parts["embedding.weight"], 250, tp, rank)
+                tensors["embedding.word_embeddings.weight"] = padded(unfused["embedding.weight"], 250, tp, rank)
             if stage == pp - 1:
-                tensors["encoder.final_layernorm.weight"] = parts["norm.weight"]
-                tensors["output_layer.weight"] = padded(parts["output.weight"], 250, tp, rank)
+                tensors["encoder.final_layernorm.weight"] = unfused["norm.weight"]
+                tensors["output_layer.weight"] = padded(unfused["output.weight"], 250, tp, rank)
             directory = tmp_path / (f"tp_rank_{rank:02d}_pp_rank_{stage:03d}" if pp > 1 else f"mp_rank_{rank:02d}")
             directory.mkdir()
             state = {f"model.language_model.{name}": tensor for name, tensor in tensors.items()}
             torch.save({"state_dict": state, "epoch": 0, "global_step": 0}, directory / "model_optim_rng.ckpt")
-    assert_gives(open_megatron(tmp_path, LLAMA), parts)
-    with pytest.raises(UserError, match="is not in it; give the model's configuration"):
+    assert_equal_weights(open_megatron(tmp_path, LLAMA), unfused)
+    with pytest.raises(UserError, match="is missing; pass the model's configuration"):
         open_megatron(tmp_path)
 
 
 def as_xser(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write a file again as torch-xla's saver does: references, and a file for every tensor."""
+    """Rewrite a file as torch-xla does: references, and a file per tensor."""
 
     class TensorReference:
         def __init__(self, tid: int) -> None:
             self.tid = tid
 
-    def outside(tree: Any) -> Any:
+    def to_references(tree: Any) -> Any:
         if isinstance(tree, dict):
-            return {key: outside(value) for key, value in tree.items()}
+            return {key: to_references(value) for key, value in tree.items()}
         if not isinstance(tree, Tensor):
             return tree
         reference = TensorReference(len(list(directory.iterdir())))
         torch.save(tree, directory / f"tensor_{reference.tid}.pt")
         return reference
 
-    directory, held = Path(f"{path}.tensors"), torch.load(path)
+    directory, state = Path(f"{path}.tensors"), torch.load(path)
     directory.mkdir()
     with monkeypatch.context() as patch:
         for name in ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"):
             patch.setitem(sys.modules, name, types.ModuleType(name))
         TensorReference.__module__, TensorReference.__qualname__ = name, "TensorReference"
         patch.setattr(sys.modules[name], "TensorReference", TensorReference, raising=False)
-        torch.save(outside(held), path)
+        torch.save(to_references(state), path)
 
 
-def test_tensors_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = random_parts(GPT, torch.bfloat16)
-    root = write(tmp_path, GPT, parts, tp=2)
+def test_tensors_in_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfused = random_weights(GPT, torch.bfloat16)
+    root = write(tmp_path, GPT, unfused, tp=2)
     for path in root.glob("iter_*/*/*.pt"):
         as_xser(path, monkeypatch)
-    assert_gives(open_megatron(root, GPT), parts)
+    assert_equal_weights(open_megatron(root, GPT), unfused)
 
 
 def test_arguments_may_hold_classes_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = random_parts(LLAMA)
+    unfused = random_weights(LLAMA)
     with monkeypatch.context() as patch:
         module = types.ModuleType("megatron_enums")
         patch.setitem(sys.modules, module.__name__, module)
         kind = enum.Enum("ModelType", {"encoder_or_decoder": 1}, module=module.__name__)
         patch.setattr(module, "ModelType", kind, raising=False)
         args = argparse.Namespace(**LLAMA_ARGS, model_type=kind(1), rank=0)
-        root = write(tmp_path, LLAMA, parts, args=args, random_rng_state=random.getstate())
-    assert_gives(open_megatron(root, LLAMA), parts)
+        root = write(tmp_path, LLAMA, unfused, args=args, random_rng_state=random.getstate())
+    assert_equal_weights(open_megatron(root, LLAMA), unfused)
 
 
-def test_any_of_its_paths_finds_it(tmp_path: Path) -> None:
-    root = write(tmp_path, GPT, random_parts(GPT), tp=2, pp=2)
+def test_the_checkpoint_is_found_by_any_of_its_paths(tmp_path: Path) -> None:
+    root = write(tmp_path, GPT, random_weights(GPT), tp=2, pp=2)
     iteration = root / "iter_0000005"
     file = iteration / "mp_rank_01_001" / "model_optim_rng.pt"
     found = find_megatron(root)
@@ -358,8 +372,8 @@ def test_any_of_its_paths_finds_it(tmp_path: Path) -> None:
         open_megatron(tmp_path / "other")
 
 
-def test_a_lost_iteration_falls_back_to_the_newest_whole_one(tmp_path: Path) -> None:
-    root = write(tmp_path, GPT, random_parts(GPT), tp=2)
+def test_a_missing_iteration_falls_back_to_the_latest_complete_one(tmp_path: Path) -> None:
+    root = write(tmp_path, GPT, random_weights(GPT), tp=2)
     latest = root / "latest_checkpointed_iteration.txt"
     latest.write_text("9")
     half = root / "iter_0000007" / "mp_rank_01"
@@ -368,81 +382,83 @@ def test_a_lost_iteration_falls_back_to_the_newest_whole_one(tmp_path: Path) -> 
     found = find_megatron(root)
     assert found
     assert found.grid[0, 0].parts[-3] == "iter_0000005"
-    assert "iter_0000005 is read" in found.notes[0]
+    assert "reading iter_0000005" in found.notes[0]
     latest.unlink()
-    assert "iter_0000005 is read" in open_megatron(root, GPT).notes[0]
+    assert "reading iter_0000005" in open_megatron(root, GPT).notes[0]
 
 
-def one_line(path: Path, words: str, model: models.AnyModelConfig | None = GPT) -> None:
-    with pytest.raises(UserError, match=words) as caught:
+def refused(path: Path, message: str, model: models.AnyModelConfig | None = GPT) -> None:
+    with pytest.raises(UserError, match=message) as error:
         open_megatron(path, model)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 def changed(path: Path, **changes: Any) -> None:
     torch.save({**torch.load(path), **changes}, path)
 
 
-def test_files_that_do_not_do_are_one_line(tmp_path: Path) -> None:
-    root = write(tmp_path / "a", GPT, random_parts(GPT), tp=2, pp=2)
+def test_invalid_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    root = write(tmp_path / "a", GPT, random_weights(GPT), tp=2, pp=2)
     iteration = root / "iter_0000005"
     (iteration / "mp_rank_00_001" / "model_optim_rng.pt").rename(tmp_path / "kept.pt")
-    one_line(root, r"model_optim_rng.pt is missing in mp_rank_00_001 \(tp=2 x pp=2")
-    one_line(
-        write(tmp_path / "b", GPT, random_parts(GPT), 1, 1, **ARGS, tensor_model_parallel_size=4),
-        "tp=4 x pp=1 saved it",
+    refused(root, r"model_optim_rng.pt is missing in mp_rank_00_001 \(tp=2 x pp=2")
+    refused(
+        write(tmp_path / "b", GPT, random_weights(GPT), 1, 1, **ARGS, tensor_model_parallel_size=4),
+        "saved by tp=4 x pp=1",
     )
-    root = write(tmp_path / "c", GPT, random_parts(GPT))
+    root = write(tmp_path / "c", GPT, random_weights(GPT))
     file = root / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
     whole = file.read_bytes()
     changed(file, checkpoint_version=1.0)
-    one_line(root, "checkpoint_version=1.0: it has query, key and value in turn row by row")
+    refused(root, "checkpoint_version=1.0: it interleaves query, key and value row by row")
     file.write_bytes(whole)
-    held = torch.load(file)
-    held["model"]["language_model"]["encoder"]["layers.0.inter_attention.dense.weight"] = torch.zeros(1)
-    torch.save(held, file)
-    one_line(root, "layers.0.inter_attention.dense.weight has no place in this model")
+    state = torch.load(file)
+    state["model"]["language_model"]["encoder"]["layers.0.inter_attention.dense.weight"] = torch.zeros(1)
+    torch.save(state, file)
+    refused(root, "layers.0.inter_attention.dense.weight is not a tensor of this model")
     torch.save([1, 2], file)
-    one_line(root, "not a Megatron checkpoint: a list")
+    refused(root, "not a Megatron checkpoint: expected a dict, found a list")
     torch.save({"weights": torch.zeros(2)}, file)
-    one_line(root, "not a Megatron checkpoint: no model in it, only weights")
+    refused(root, "not a Megatron checkpoint: has no model, only weights")
     (tmp_path / "d" / "iter_0000005").mkdir(parents=True)
     (tmp_path / "d" / "iter_0000005" / ".metadata").touch()
     (tmp_path / "d" / "latest_checkpointed_iteration.txt").write_text("5")
-    one_line(tmp_path / "d", r"a distributed checkpoint \(torch_dist\)")
+    refused(tmp_path / "d", r"a distributed checkpoint \(torch_dist\)")
     for wrong in (whole[: len(whole) // 2], b"not a zip file", b""):
         file.write_bytes(wrong)
-        one_line(root, "model_optim_rng.pt: ")
+        refused(root, "model_optim_rng.pt: ")
 
 
 @pytest.mark.parametrize(
-    ("update", "words"),
+    ("update", "message"),
     [
         ({"heads": 8}, "num_attention_heads=4, but the model has heads=8"),
         ({"layers": 2}, "num_layers=4, but the model has layers=2"),
-        ({"ffn": 64}, r"mlp.dense_h_to_4h.weight is \[128, 32\], the model wants \[64, 32\]"),
+        ({"ffn": 64}, r"mlp.dense_h_to_4h.weight is \[128, 32\], the model expects \[64, 32\]"),
         ({"vocab": 257}, "word_embeddings.weight has 256 x tp=1 rows, the model has vocab=257"),
-        ({"tie_embeddings": False}, "nothing in it holds output.weight"),
+        ({"tie_embeddings": False}, "no tensor in it holds output.weight"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_one_line(update: dict[str, Any], words: str, tmp_path: Path) -> None:
-    one_line(write(tmp_path, GPT, random_parts(GPT)), words, GPT.model_copy(update=update))
+def test_a_configuration_that_does_not_fit_is_refused_in_one_line(
+    update: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    refused(write(tmp_path, GPT, random_weights(GPT)), message, GPT.model_copy(update=update))
 
 
-def test_models_that_we_do_not_have_are_one_line(tmp_path: Path) -> None:
-    root = write(tmp_path / "gpt", GPT, random_parts(GPT))
-    one_line(root, "family=bert: not read from Megatron's files", configs.tiny_config("bert").model)
+def test_unsupported_models_are_refused_in_one_line(tmp_path: Path) -> None:
+    root = write(tmp_path / "gpt", GPT, random_weights(GPT))
+    refused(root, "family=bert: not supported in Megatron files", configs.tiny_config("bert").model)
     llama = LLAMA.model_copy(update={"heads": 4, "kv_heads": 4, "ffn": 128})
-    one_line(root, r"dense_h_to_4h.weight is \[128, 32\], the model wants \[256, 32\]", llama)
-    split = write(tmp_path / "split", LLAMA, random_parts(LLAMA), tp=4, num_layers=4)
+    refused(root, r"dense_h_to_4h.weight is \[128, 32\], the model expects \[256, 32\]", llama)
+    split = write(tmp_path / "split", LLAMA, random_weights(LLAMA), tp=4, num_layers=4)
     fewer = LLAMA.model_copy(update={"kv_heads": 2})
-    one_line(split, "layers.0.attention.q.weight cannot be split over tp=4 ranks", fewer)
+    refused(split, "layers.0.attention.q.weight cannot be split over tp=4 ranks", fewer)
     for key, value in (("normalization", "LayerNorm"), ("num_experts", 8), ("rotary_percent", 0.5)):
         args = argparse.Namespace(**{**LLAMA_ARGS, key: value})
-        one_line(write(tmp_path / key, LLAMA, random_parts(LLAMA), args=args), f"{key}={value}: not supported", None)
+        refused(write(tmp_path / key, LLAMA, random_weights(LLAMA), args=args), f"{key}={value}: not supported", None)
     args = argparse.Namespace(**{**LLAMA_ARGS, "kv_channels": 5})
-    one_line(write(tmp_path / "odd", LLAMA, random_parts(LLAMA), args=args), "RoPE needs an even head size", None)
-    held = {"model": {}, "checkpoint_version": 3.0}
+    refused(write(tmp_path / "odd", LLAMA, random_weights(LLAMA), args=args), "RoPE needs an even head size", None)
+    state = {"model": {}, "checkpoint_version": 3.0}
     file = tmp_path / "model_optim_rng.pt"
-    torch.save(held, file)
-    one_line(file, "word_embeddings.weight is not in it", None)
+    torch.save(state, file)
+    refused(file, "word_embeddings.weight is missing", None)

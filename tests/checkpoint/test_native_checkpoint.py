@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold: any box of any part, read from whichever files have it, and torch reads them too."""
+"""Any slice of any tensor is read from the files that hold it, and torch reads the files too."""
 
 import json
 import zlib
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
 from tests.support import configs
+from tests.support.examples import examples
 from trainyard import Trainer, models
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import LocalStorage
@@ -26,7 +27,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.parallel.layout import Layout
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is what no_dist asks for
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist asks for that
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, {}),
     "tp2-dp2": (4, {"tp": 2}),
@@ -36,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2-vpp2-cp2": (4, {"pp": 2, "vpp": 2, "cp": 2}),
 }
 CASES = [("llama", name) for name in LAYOUTS] + [("gpt", "tp2-dp2"), ("bert", "tp2-pp2")]
-Whole = dict[str, dict[str, Tensor]]
+FullTensors = dict[str, dict[str, Tensor]]
 
 
 def configure(family: str, name: str) -> Config:
@@ -44,39 +45,39 @@ def configure(family: str, name: str) -> Config:
     return configs.tiny_config(model, layout=LAYOUTS[name][1], train={"global_batch": 12, "micro_batch": 1})
 
 
-def write(directory: Path, config: Config, ranks: int) -> Whole:
-    """The files that `ranks` ranks would write, of numbers made here. Gives the whole tensors, by kind and part."""
+def write(directory: Path, config: Config, ranks: int) -> FullTensors:
+    """Write the files that `ranks` ranks would write, of random values. Returns the full tensors by kind and name."""
     blueprint = models.family_of(config.model).blueprint(config.model)
     layout = Layout.from_config(config, ranks)
     dtypes = {"weights": torch.float32, "first": torch.bfloat16, "second": torch.float32}
-    whole = {
+    full = {
         kind: {name: torch.randn(tensor.sizes).to(dtype) for name, tensor in unfused_tensors(config.model).items()}
         for kind, dtype in dtypes.items()
     }
-    place = LocalStorage(directory)
-    place.mkdir()
+    storage = LocalStorage(directory)
+    storage.mkdir()
     for rank in range(ranks):
-        held = owned_slices(blueprint, layout, rank)
+        slices = owned_slices(blueprint, layout, rank)
         tensors = [
-            (tensor_key(kind, box.name), box.offsets, whole[kind][box.name][box.to_index()].contiguous())
+            (tensor_key(kind, piece.name), piece.offsets, full[kind][piece.name][piece.to_index()].contiguous())
             for kind in dtypes
-            for box in held
+            for piece in slices
         ]
-        own = torch.arange(5, dtype=torch.uint8)
+        rng_state = torch.arange(5, dtype=torch.uint8)
         write_shard(
-            place,
+            storage,
             native_checkpoint.shard_name(rank),
-            [*tensors, (f"random.host.{rank}", [0], own)],
+            [*tensors, (f"random.host.{rank}", [0], rng_state)],
             {"RANDOM": str(rank)},
         )
     kinds = {"weights": "F32", "first": "BF16", "second": "F32"}
-    body = {"step": 7, "kinds": kinds, "config": config.model_dump(mode="json")}
-    native_checkpoint.commit(place, native_checkpoint.build_shard_table(blueprint, layout), body)
-    return whole
+    manifest = {"step": 7, "kinds": kinds, "config": config.model_dump(mode="json")}
+    native_checkpoint.commit(storage, native_checkpoint.build_shard_table(blueprint, layout), manifest)
+    return full
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Whole]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FullTensors]:
     family, name = request.param
     directory = tmp_path_factory.mktemp("saved") / "step_00000007"
     torch.manual_seed(1)
@@ -89,9 +90,9 @@ def read_by_torch(directory: Path, wanted: dict[str, Tensor]) -> dict[str, Tenso
     return state
 
 
-def test_torch_reads_every_layout(saved: tuple[Path, Whole]) -> None:
-    directory, whole = saved
-    wanted = {tensor_key(kind, part): tensor for kind, parts in whole.items() for part, tensor in parts.items()}
+def test_torch_reads_every_layout(saved: tuple[Path, FullTensors]) -> None:
+    directory, full = saved
+    wanted = {tensor_key(kind, name): tensor for kind, tensors in full.items() for name, tensor in tensors.items()}
     found = read_by_torch(directory, wanted)
     for key, tensor in wanted.items():
         assert torch.equal(found[key], tensor), key
@@ -103,18 +104,18 @@ def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
     trainer.run()
     directory = tmp_path / "run" / "checkpoints" / "step_00000002"
     blueprint = trainer.blueprint
-    rows = {
+    buffers = {
         "weights": trainer.optimizer.state.master_weights,
         "first": trainer.optimizer.state.exp_avg,
         "second": trainer.optimizer.state.exp_avg_sq,
     }
     wanted = {}
-    for kind, row in rows.items():
+    for kind, buffer in buffers.items():
         for name in blueprint.parameter_names():
             begin = 0
             for piece in blueprint.tp_slices(name):
                 end = begin + piece.sizes[0]
-                wanted[tensor_key(kind, piece.name)] = trainer.optimizer.state.shard_view(row, name)[begin:end]
+                wanted[tensor_key(kind, piece.name)] = trainer.optimizer.state.shard_view(buffer, name)[begin:end]
                 begin = end
     found = read_by_torch(directory, wanted)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -123,71 +124,71 @@ def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
 
 
 def bytes_from_files() -> int:
-    """All that this process has read so far."""
+    """Bytes that this process has read so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
 
-def test_any_box_is_what_slicing_gives_and_no_byte_more_is_read(saved: tuple[Path, Whole]) -> None:
-    directory, whole = saved
+def test_any_slice_is_read_without_a_byte_more(saved: tuple[Path, FullTensors]) -> None:
+    directory, full = saved
     with Checkpoint(LocalStorage(directory)) as checkpoint:
         checkpoint.verify(checkpoint.files)
         start = bytes_from_files()
-        cost = bytes_from_files() - start  # of asking
+        overhead = bytes_from_files() - start  # of reading the counter
 
-        @settings(max_examples=100, deadline=None, database=None)
+        @examples(100, database=None)
         @given(st.data())
         def check(data: Any) -> None:
             kind = data.draw(st.sampled_from(native_checkpoint.STATE_KINDS))
-            part = data.draw(st.sampled_from(sorted(whole[kind])))
-            tensor = whole[kind][part]
+            name = data.draw(st.sampled_from(sorted(full[kind])))
+            tensor = full[kind][name]
             offsets = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
             sizes = tuple(data.draw(st.integers(1, size - at)) for size, at in zip(tensor.shape, offsets, strict=True))
-            box = TensorSlice(part, tuple(tensor.shape), offsets, sizes)
+            piece = TensorSlice(name, tuple(tensor.shape), offsets, sizes)
             counted, read = checkpoint.bytes_read, bytes_from_files()
-            found = checkpoint.read_state(kind, box)
-            read = bytes_from_files() - read - cost
+            found = checkpoint.read_state(kind, piece)
+            read = bytes_from_files() - read - overhead
             assert found.dtype == tensor.dtype
-            assert torch.equal(found, tensor[box.to_index()])
+            assert torch.equal(found, tensor[piece.to_index()])
             assert checkpoint.bytes_read - counted == found.nbytes
-            assert read <= found.nbytes + 16  # the counter of bytes read may have a digit more
+            assert read <= found.nbytes + 16  # the counter itself may have one more digit
             if kind == "weights":
-                assert torch.equal(checkpoint.read(box), found)
+                assert torch.equal(checkpoint.read(piece), found)
 
         check()
 
 
-def test_the_marker_says_what_there_is(saved: tuple[Path, Whole]) -> None:
-    directory, whole = saved
+def test_the_commit_file_describes_the_checkpoint(saved: tuple[Path, FullTensors]) -> None:
+    directory, full = saved
     with Checkpoint(LocalStorage(directory)) as checkpoint:
         assert checkpoint.step == 7
-        assert {kind: checkpoint.dtypes[kind] for kind in whole} == {
-            kind: next(iter(parts.values())).dtype for kind, parts in whole.items()
+        assert {kind: checkpoint.dtypes[kind] for kind in full} == {
+            kind: next(iter(tensors.values())).dtype for kind, tensors in full.items()
         }
         for rank in range(len(checkpoint.files)):
-            own = checkpoint.rank_extras(rank)
-            assert own is not None
-            assert own[0][f"random.host.{rank}"].tolist() == [0, 1, 2, 3, 4]
-            assert own[1]["RANDOM"] == str(rank)
+            extras = checkpoint.rank_extras(rank)
+            assert extras is not None
+            assert extras[0][f"random.host.{rank}"].tolist() == [0, 1, 2, 3, 4]
+            assert extras[1]["RANDOM"] == str(rank)
         assert checkpoint.rank_extras(len(checkpoint.files)) is None
 
 
-def test_what_is_not_all_there_is_told(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
     config = configure("llama", "dp3")
     write(tmp_path / "one", config, 3)
-    with pytest.raises(UserError, match=r"no checkpoint: it has no complete.json"):
+    with pytest.raises(UserError, match=r"not a checkpoint: it has no complete.json"):
         Checkpoint(LocalStorage(tmp_path / "nothing"))
     with Checkpoint(LocalStorage(tmp_path / "one")) as checkpoint:
         too_large = TensorSlice.full("norm.weight", (33,))
-        with pytest.raises(CorruptCheckpoint, match=r"one: norm.weight is not all there"):
+        with pytest.raises(CorruptCheckpoint, match=r"one: norm.weight is incomplete"):
             checkpoint.read_state("weights", too_large)
         unknown = TensorSlice.full("no.weight", (2,))
-        with pytest.raises(CorruptCheckpoint, match=r"one: no.weight is not all there"):
+        with pytest.raises(CorruptCheckpoint, match=r"one: no.weight is incomplete"):
             checkpoint.read_state("weights", unknown)
     blueprint = models.family_of(config.model).blueprint(config.model)
     (tmp_path / "one" / "rank_00001.safetensors").unlink()
     (tmp_path / "one" / "complete.json").unlink()
-    with pytest.raises(UserError, match=r"rank_00001.safetensors: not seen here; .* shared by all hosts"):
+    with pytest.raises(UserError, match=r"rank_00001.safetensors: not visible on this host; .* shared by all hosts"):
         native_checkpoint.commit(
             LocalStorage(tmp_path / "one"),
             native_checkpoint.build_shard_table(blueprint, Layout.from_config(config, 3)),
@@ -196,8 +197,8 @@ def test_what_is_not_all_there_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "one" / "complete.json").exists()
 
 
-def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
-    """Whole by itself, of the same size even, and yet not what the marker says."""
+def test_a_file_of_another_checkpoint_is_detected(tmp_path: Path) -> None:
+    """The file is intact and has the right size, but not the slices that the commit file lists."""
     for name, directory in (("tp4", "a"), ("tp2-pp2", "b")):
         write(tmp_path / directory, configure("llama", name), 4)
     other = (tmp_path / "b" / "rank_00000.safetensors").read_bytes()
@@ -205,19 +206,19 @@ def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
     text = (tmp_path / "a" / "complete.json").read_text().splitlines()[0]
     body = json.loads(text)
     body["files"]["rank_00000.safetensors"]["bytes"] = len(other)
-    place = LocalStorage(tmp_path / "a")
-    with place.write("complete.json") as file:
+    storage = LocalStorage(tmp_path / "a")
+    with storage.write("complete.json") as file:
         line = json.dumps(body)
 
         file.write(f"{line}\n{zlib.crc32(line.encode()):08x}\n".encode())
     with (
-        Checkpoint(place) as checkpoint,
-        pytest.raises(CorruptCheckpoint, match=r"rank_00000.safetensors: broken: .* is not as"),
+        Checkpoint(storage) as checkpoint,
+        pytest.raises(CorruptCheckpoint, match=r"rank_00000.safetensors: corrupt: .* is not what"),
     ):
         checkpoint.verify(checkpoint.files)
 
 
-def test_a_marker_of_a_later_version_is_named(tmp_path: Path) -> None:
+def test_a_commit_file_of_a_later_version_is_refused(tmp_path: Path) -> None:
 
     line = json.dumps({"format": 99})
     (tmp_path / "complete.json").write_text(f"{line}\n{zlib.crc32(line.encode()):08x}\n")
@@ -225,37 +226,39 @@ def test_a_marker_of_a_later_version_is_named(tmp_path: Path) -> None:
         Checkpoint(LocalStorage(tmp_path))
 
 
-def steps(place: LocalStorage, *complete: int, incomplete: tuple[int, ...] = ()) -> None:
+def steps(storage: LocalStorage, *complete: int, incomplete: tuple[int, ...] = ()) -> None:
     for step in (*complete, *incomplete):
-        directory = place / native_checkpoint.step_directory(step)
+        directory = storage / native_checkpoint.step_directory(step)
         directory.mkdir()
         for name in ("rank_00000.safetensors", *(["complete.json"] if step in complete else [])):
             with directory.write(name) as file:
                 file.write(b"1")
 
 
-def test_steps_are_found_cleared_and_pruned(tmp_path: Path) -> None:
-    place = LocalStorage(tmp_path)
-    steps(place, 1, 20, 100_000_000, 3, incomplete=(2, 99))
+def test_checkpoints_are_listed_cleaned_up_and_pruned(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    steps(storage, 1, 20, 100_000_000, 3, incomplete=(2, 99))
     for name in (".x.part", ".keep", "notes.txt", "step_1"):
         (tmp_path / name).write_text("")
-    assert native_checkpoint.list_steps(place) == [100_000_000, 99, 20, 3, 2, 1]
-    assert [step for step in native_checkpoint.list_steps(place) if native_checkpoint.is_committed(place, step)] == [
+    assert native_checkpoint.list_steps(storage) == [100_000_000, 99, 20, 3, 2, 1]
+    assert [
+        step for step in native_checkpoint.list_steps(storage) if native_checkpoint.is_committed(storage, step)
+    ] == [
         100_000_000,
         20,
         3,
         1,
     ]
-    native_checkpoint.remove_incomplete(place)
-    assert native_checkpoint.list_steps(place) == [100_000_000, 20, 3, 1]
-    assert {".keep", "notes.txt", "step_1"} <= set(place.listdir())  # a user's own things stay
-    assert ".x.part" not in place.listdir()
-    native_checkpoint.prune_checkpoints(place, 20, 0)
-    assert native_checkpoint.list_steps(place) == [100_000_000, 20, 3, 1]
-    native_checkpoint.prune_checkpoints(place, 20, 2)
-    assert native_checkpoint.list_steps(place) == [100_000_000, 20, 3]
-    native_checkpoint.prune_checkpoints(place, 20, 1)
-    assert native_checkpoint.list_steps(place) == [100_000_000, 20]
-    native_checkpoint.remove_checkpoint(place, 5)
-    native_checkpoint.remove_checkpoint(place, 20)
-    assert native_checkpoint.list_steps(place) == [100_000_000]
+    native_checkpoint.remove_incomplete(storage)
+    assert native_checkpoint.list_steps(storage) == [100_000_000, 20, 3, 1]
+    assert {".keep", "notes.txt", "step_1"} <= set(storage.listdir())  # the user's files stay
+    assert ".x.part" not in storage.listdir()
+    native_checkpoint.prune_checkpoints(storage, 20, 0)
+    assert native_checkpoint.list_steps(storage) == [100_000_000, 20, 3, 1]
+    native_checkpoint.prune_checkpoints(storage, 20, 2)
+    assert native_checkpoint.list_steps(storage) == [100_000_000, 20, 3]
+    native_checkpoint.prune_checkpoints(storage, 20, 1)
+    assert native_checkpoint.list_steps(storage) == [100_000_000, 20]
+    native_checkpoint.remove_checkpoint(storage, 5)
+    native_checkpoint.remove_checkpoint(storage, 20)
+    assert native_checkpoint.list_steps(storage) == [100_000_000]
