@@ -97,7 +97,7 @@ def train_variant(
 
     def look() -> None:
         first.update(
-            {name: optimizer.shard_view(optimizer.reduced_grads, name).float().cpu() for name in optimizer.names}
+            {name: optimizer.state.shard_view(optimizer.state.reduced_grads, name).float().cpu() for name in optimizer.state.names}
         )
         trainer.train_step.on_gradients_ready = None
 

@@ -14,9 +14,9 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.models.base import TransformerStage
 from trainyard.models.layers import CoreAttention
 from trainyard.parallel import ring_attention
-from trainyard.parallel.flat_buffer import GradientReducer
 from trainyard.parallel.process_group import Group
-from trainyard.train import cross_entropy, trainer
+from trainyard.parallel.zero1 import GradientReducer
+from trainyard.train import build, cross_entropy
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.verify.compare_layouts import VerifyRecord, record_training
 
@@ -119,12 +119,12 @@ def _softmax_of_own_words() -> Any:
 
 
 def _rank_dependent_init() -> Any:
-    real = trainer.initial_values
+    real = build.initial_values
 
     def broken(blueprint: Any, seed: int, *rest: Any) -> Any:
         return real(blueprint, seed + _rank(), *rest)
 
-    return patch.object(trainer, "initial_values", broken)
+    return patch.object(build, "initial_values", broken)
 
 
 def _batch_shifted() -> Any:

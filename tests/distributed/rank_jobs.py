@@ -1,7 +1,6 @@
 """Runs that ranks of the pool make."""
 
 import os
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 

@@ -346,10 +346,10 @@ def test_output_projection_in_fp8(scaling: Any, grad_format: Any, has_bias: bool
     labels = torch.randint(0, 100, (40,), generator=generator).to(DEVICE, torch.int32)
     labels[3] = IGNORE_INDEX
 
-    def run(products: Any) -> list[Tensor]:
+    def run(make_gemm: Any) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (hidden, weight, *([bias] if has_bias else []))]
         output = ModelOutput(leaves[0][None], leaves[1], leaves[2] if has_bias else None)
-        loss = chunked_cross_entropy(output, labels, products=products, logits_bytes=4 * 100 * 16)
+        loss = chunked_cross_entropy(output, labels, make_gemm=make_gemm, logits_bytes=4 * 100 * 16)
         loss.backward()
         return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -29,7 +29,6 @@ from trainyard.parallel import ring_attention
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.plan.time.comm_volume import Message, MessageCounts, step_messages
-from trainyard.train.checkpointing.saver import SaveStatus
 
 pytestmark = pytest.mark.nightly
 
@@ -138,7 +137,7 @@ def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> Mes
             model.train()
         batch = trainer.loader.batch(0, trainer.batch_slice)
         with Traffic(trainer.mesh) as traffic:
-            trainer.train_step(batch, 1, config.optimizer.lr, (0.0, *SaveStatus()))
+            trainer.train_step(batch, 1, config.optimizer.lr)
             trainer.optimizer.wait_for_weights()  # new weights travel while the next step begins
         # The first step of a pipeline asks its neighbours whether shapes are fixed. Nothing else waits for the device.
         if device is None:

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.support import configs
+from tests.support.logs import captured_log
 from trainyard import Callback, Trainer
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
@@ -69,7 +70,8 @@ class At(Callback):
 def train(config: Config, *hooks: Callback, **arguments: Any) -> tuple[RunSummary, list[str]]:
     """How a run ended, and what it said."""
     said: list[str] = []
-    summary = Trainer(config, callbacks=hooks, say=said.append, **arguments).run()
+    with captured_log(said.append):
+        summary = Trainer(config, callbacks=hooks, **arguments).run()
     assert all("\n" not in line for line in said)
     return summary, said
 
@@ -125,7 +127,7 @@ def test_from_any_step_it_is_the_run_that_was_never_stopped(
     for begin in (1, STEPS - 1):
         resume = {"resume": str(step(whole.directory, begin))}
         again, said = train(configure(tmp_path, model, precision=precision, checkpoint=resume))
-        assert f"going on from step {begin}: {resume['resume']}" in said
+        assert f"resuming from step {begin}: {resume['resume']}" in said
         assert again.directory != whole.directory
         assert losses(again.directory) == {number: expected[number] for number in range(begin + 1, STEPS + 1)}
         assert saved_files(step(again.directory, STEPS)) == last  # weights and moments too, to the last bit
@@ -141,7 +143,7 @@ def test_auto_goes_on_in_the_same_directory_or_begins(tmp_path: Path) -> None:
     assert not any("going on" in line for line in said)
     again, said = train(configure(tmp_path, checkpoint=auto))
     assert again.directory == first.directory == tmp_path / "run"
-    assert f"going on from step 2: {step(first.directory, 2)}" in said
+    assert f"resuming from step 2: {step(first.directory, 2)}" in said
     whole, _ = train(configure(tmp_path / "whole"))
     assert losses(again.directory) == losses(whole.directory)
     assert again.first_loss == losses(whole.directory)[3]
@@ -181,9 +183,9 @@ def test_weights_only_begins_with_a_fresh_optimizer(tmp_path: Path) -> None:
                 mine = trainer.full_parameter(name)[begin : (begin := begin + piece.sizes[0])]
                 assert torch.equal(mine, checkpoint.read(piece))
     assert trainer.completed_steps == 0
-    assert int(trainer.optimizer.update_count) == 0
-    assert not trainer.optimizer.exp_avg.any()
-    assert not trainer.optimizer.exp_avg_sq.any()
+    assert int(trainer.optimizer.guard.update_count) == 0
+    assert not trainer.optimizer.state.exp_avg.any()
+    assert not trainer.optimizer.state.exp_avg_sq.any()
     summary = trainer.run()
     assert list(losses(summary.directory)) == [1, 2, 3, 4, 5]
     assert summary.directory == tmp_path / "run-2"
@@ -282,7 +284,7 @@ def test_a_signal_saves_the_step_it_came_in(tmp_path: Path, number: int, logged:
     assert stopped.steps == 3
     assert complete(stopped.directory / "checkpoints") == [3]
     again, said = train(configure(tmp_path, checkpoint={"every": 100, "resume": "auto"}))
-    assert f"going on from step 3: {step(stopped.directory, 3)}" in said
+    assert f"resuming from step 3: {step(stopped.directory, 3)}" in said
     whole, _ = train(configure(tmp_path / "whole"))
     assert losses(again.directory) == losses(whole.directory)
 
@@ -309,7 +311,7 @@ def test_a_finished_run_goes_on_to_nothing(tmp_path: Path) -> None:
 
     before = files()
     again, said = train(config)
-    assert f"going on from step {STEPS}: {step(first.directory, STEPS)}" in said
+    assert f"resuming from step {STEPS}: {step(first.directory, STEPS)}" in said
     assert (again.directory, again.steps, again.interrupted) == (first.directory, STEPS, False)
     assert files() == before
 
@@ -345,13 +347,13 @@ def test_another_global_batch(tmp_path: Path, saved: Path) -> None:
 
 def test_fewer_steps_than_were_made(tmp_path: Path, saved: Path) -> None:
     config = configure(tmp_path, train={"steps": 2}, checkpoint={"resume": str(saved)})
-    assert refused(config) == "train.steps=2: the checkpoint is of step 3 already"
+    assert refused(config) == "train.steps=2: the checkpoint is already at step 3"
 
 
 def test_nothing_there(tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "nothing", "memory://nothing"):
         line = refused(configure(tmp_path, checkpoint={"resume": str(where)}))
-        assert line == f"checkpoint.resume={where}: no whole checkpoint; nearest: auto, or none"
+        assert line == f"checkpoint.resume={where}: no valid checkpoint; nearest: auto, or none"
 
 
 def test_all_that_is_there_is_broken(tmp_path: Path, saved: Path) -> None:
@@ -360,8 +362,9 @@ def test_all_that_is_there_is_broken(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "step_00000001" / "complete.json").unlink()
     (tmp_path / "step_00000002" / "rank_00000.safetensors").unlink()
     said: list[str] = []
-    with pytest.raises(UserError, match=r"^checkpoint.resume=.*: no whole checkpoint; nearest: auto, or none$"):
-        Trainer(configure(tmp_path, checkpoint={"resume": str(tmp_path)}), say=said.append)
+    no_checkpoint = r"^checkpoint.resume=.*: no valid checkpoint; nearest: auto, or none$"
+    with pytest.raises(UserError, match=no_checkpoint), captured_log(said.append):
+        Trainer(configure(tmp_path, checkpoint={"resume": str(tmp_path)}))
     assert [line.split(":")[0].rsplit("/", 1)[-1] for line in said] == ["rank_00000.safetensors", "step_00000001"]
 
 

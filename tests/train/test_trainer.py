@@ -121,7 +121,7 @@ def test_own_loss_is_used_and_divided_by_its_own_count(tmp_path: Path) -> None:
             configs.tiny_config(train={"steps": 1, "micro_batch": size}, log={"directory": str(tmp_path)}), loss=half
         )
         trainer.run()
-        weights.append(trainer.optimizer.master_weights.clone())
+        weights.append(trainer.optimizer.state.master_weights.clone())
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
 
 
@@ -288,7 +288,7 @@ def test_not_finite_is_skipped_counted_named_and_stops(tmp_path: Path) -> None:
     assert "not_finite" in lines[2]
     assert lines[2]["loss"] == "nan"
     assert "not_finite" not in lines[3]
-    assert torch.isfinite(trainer.optimizer.master_weights).all()
+    assert torch.isfinite(trainer.optimizer.state.master_weights).all()
 
 
 def test_a_signal_finishes_the_step_and_writes_what_there_is(tmp_path: Path) -> None:

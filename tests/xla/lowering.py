@@ -26,7 +26,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.losses import make_loss
-from trainyard.train.optim.optimizer import DTYPES
+from trainyard.train.optim.flat_state import DTYPES
 
 VARIABLES = {"XLA_ALWAYS_ALLREDUCE": "1"}
 """Else torch_xla leaves out the sums of a process that is alone."""

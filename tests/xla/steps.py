@@ -48,7 +48,7 @@ def take(config: Config, device: Device) -> Steps:
     for number in range(1, STEPS + 1):
         for model in trainer.models:
             model.train()
-        result = trainer.train_step(trainer.loader.batch(number - 1, trainer.batch_slice), number, LR, (0.0,))
+        result = trainer.train_step(trainer.loader.batch(number - 1, trainer.batch_slice), number, LR)
         device.flush()
         found.losses.append(float(result.loss))
         found.norms.append(float(result.grad_norm))

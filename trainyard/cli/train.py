@@ -15,9 +15,10 @@ from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.launch.launcher import launch
-from trainyard.metrics.console import TrainConsole
+from trainyard.metrics.console import TrainConsole, log_to_console
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.mesh import shutdown_distributed, world
+from trainyard.parallel.mesh import shutdown_distributed
+from trainyard.parallel.world import World
 from trainyard.plan.fit_check import check_fits
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import RunSummary, Trainer
@@ -73,22 +74,23 @@ def train(
     override_list = list(overrides or [])
     if "=" in source:  # only overrides were given
         source, override_list = DEFAULT_RECIPE, [source, *override_list]
-    rank, world_size = world()
+    world = World.from_environment()
     is_rank = "RANK" in os.environ
-    prints = rank == 0 and (is_rank or nproc == 1)  # exactly one process of the run prints notes
-    ranks = world_size if is_rank else nproc
+    prints = world.rank == 0 and (is_rank or nproc == 1)  # exactly one process of the run prints notes
+    ranks = world.size if is_rank else nproc
     config = load_run_config(source, override_list, smoke, ranks, None if prints else lambda line: None)
     if nproc > 1 and not is_rank:
         Layout.from_config(config, nproc)  # report an impossible layout before any process starts
         environment = devices.select(config.device.name).rank_environment()
         return launch(["train", source, *override_list, *(["--smoke"] if smoke else [])], nproc, environment)
-    console = Console(highlight=False, quiet=rank > 0)
+    console = Console(highlight=False, quiet=world.rank > 0)
     display = TrainConsole(config.train.steps, console)
-    say = partial(print_dim, console)
-    callbacks = [ConsoleCallback(display)] if rank == 0 else []
-    trainer = Trainer(config, callbacks=callbacks, say=say, preflight=partial(check_fits, warn=say))
-    _print_run_header(console, trainer)
-    summary = trainer.run()
+    callbacks = [ConsoleCallback(display)] if world.rank == 0 else []
+    preflight = partial(check_fits, warn=partial(print_dim, console), local_size=world.local_size)
+    with log_to_console(console):
+        trainer = Trainer(config, callbacks=callbacks, preflight=preflight, world=world)
+        print_run_header(console, trainer)
+        summary = trainer.run()
     for line in summary_lines(summary):
         console.print(line, soft_wrap=True, markup=False)
     shutdown_distributed()
@@ -104,7 +106,8 @@ def load_run_config(
     return load(source, overrides, say)
 
 
-def _print_run_header(console: Console, trainer: Trainer) -> None:
+def print_run_header(console: Console, trainer: Trainer) -> None:
+    """Print model, device, precision, batch and layout of a run."""
     config, layout, peak = trainer.config, trainer.layout, trainer.throughput.peak
     console.print(
         f"{config.model.family} with {trainer.blueprint.parameter_count():,} weights on {trainer.device.describe()}; "

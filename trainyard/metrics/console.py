@@ -1,5 +1,8 @@
-"""The run as a person sees it: a bar in a terminal, one plain line per logged step elsewhere."""
+"""Progress of a run for people: a progress bar in a terminal, one plain line per logged step elsewhere."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -7,7 +10,34 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
+class ConsoleLogHandler(logging.Handler):
+    """Prints log records of the trainyard package as dim lines."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(record.getMessage(), style="dim", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def log_to_console(console: Console) -> Iterator[None]:
+    """Print log records of the trainyard package to `console` while the context is active."""
+    package_logger, handler = logging.getLogger("trainyard"), ConsoleLogHandler(console)
+    level = package_logger.level
+    package_logger.addHandler(handler)
+    package_logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package_logger.removeHandler(handler)
+        package_logger.setLevel(level)
+
+
 class TrainConsole:
+    """Shows the steps, evaluations and checkpoints of a run."""
+
     def __init__(self, steps: int, console: Console) -> None:
         self.steps = steps
         self.console = console
@@ -22,18 +52,18 @@ class TrainConsole:
                 console=console,
                 transient=False,
             )
-            self.task = self.bar.add_task("train", total=steps, numbers="first step (compiling, if asked to) ...")
+            self.task = self.bar.add_task("train", total=steps, numbers="first step (includes compilation) ...")
 
     def start(self) -> None:
         if self.bar:
             self.bar.start()
 
-    def step(self, number: int) -> None:
+    def step(self, step: int) -> None:
         if self.bar:
-            self.bar.update(self.task, completed=number)
+            self.bar.update(self.task, completed=step)
 
     def log(self, record: dict[str, Any]) -> None:
-        if record["step"] > 1 or self.steps == 1:  # the first step includes warming up
+        if record["step"] > 1 or self.steps == 1:  # the first step includes warm-up
             self.seconds_per_step = record["ms_per_iteration"] / 1000
         if self.bar:
             self.bar.update(self.task, completed=record["step"], numbers=self._bar_text(record))
@@ -47,8 +77,8 @@ class TrainConsole:
             self.console.print(f"step {record['step']} skipped: {record['not_finite']}", soft_wrap=True, markup=False)
 
     def evaluate(self, record: dict[str, Any]) -> None:
-        words = [f"{name.removeprefix('evaluate/')} {value:.4f}" for name, value in record.items() if name != "step"]
-        text = f"evaluation at step {record['step']} | " + " | ".join(words)
+        fields = [f"{name.removeprefix('evaluate/')} {value:.4f}" for name, value in record.items() if name != "step"]
+        text = f"evaluation at step {record['step']} | " + " | ".join(fields)
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def checkpoint(self, record: dict[str, Any]) -> None:
@@ -64,22 +94,22 @@ class TrainConsole:
             self.bar.stop()
 
     def _bar_text(self, record: dict[str, Any]) -> str:
-        words = [
+        fields = [
             f"loss [bold]{record['loss']:.4f}[/]",
             f"lr {record['lr']:.2e}",
             f"grad {record['grad_norm']:.2f}",
             f"{record['tokens_per_second']:,.0f} tok/s",
         ]
         if "mfu" in record:
-            words.append(f"MFU {record['mfu']:.0%}")
+            fields.append(f"MFU {record['mfu']:.0%}")
         if self.seconds_per_step:
             left = (self.steps - record["step"]) * self.seconds_per_step
-            words.append(f"{timedelta(seconds=round(left))} left")
-        return "  ".join(words)
+            fields.append(f"{timedelta(seconds=round(left))} left")
+        return "  ".join(fields)
 
 
 def compile_summary(record: dict[str, Any]) -> str:
-    """Over all ranks at the first logged step; later only what should not be: graphs that were not there yet."""
+    """Compiled and cached graphs: of all ranks at the first logged step, later of unexpected recompilations."""
     count = record["graphs_compiled"]
     graphs = f"{count} graph{'s' * (count != 1)}"
     if "graphs_cached" not in record:
@@ -89,8 +119,8 @@ def compile_summary(record: dict[str, Any]) -> str:
 
 
 def log_line(record: dict[str, Any], steps: int) -> str:
-    """One logged step in plain words, for files and Slurm logs."""
-    words = [
+    """One logged step as plain text, for files and Slurm logs."""
+    fields = [
         f"step {record['step']}/{steps}",
         f"consumed samples {record['consumed_samples']}",
         f"{record['ms_per_iteration']:.1f} ms/iteration",
@@ -103,7 +133,7 @@ def log_line(record: dict[str, Any], steps: int) -> str:
         f"{record['sequences_per_second']:.2f} seq/s",
     ]
     if "mfu" in record:
-        words.append(f"MFU {record['mfu']:.1%}")
+        fields.append(f"MFU {record['mfu']:.1%}")
     if record["skipped"]:
-        words.append(f"skipped {record['skipped']}")
-    return " | ".join(words)
+        fields.append(f"skipped {record['skipped']}")
+    return " | ".join(fields)

@@ -1,4 +1,4 @@
-"""Speed over the steps since the last look: time per step, tokens and sequences a second, MFU in both conventions."""
+"""Throughput since the last logged step: time per step, tokens and sequences per second, and MFU in two conventions."""
 
 import time
 from typing import Any
@@ -9,6 +9,8 @@ from trainyard.models.flops import SampleFlops
 
 
 class ThroughputMeter:
+    """Measures steps over intervals that start with `start` and end with `read`."""
+
     def __init__(self, config: Config, flops: SampleFlops, peak: PeakThroughput | None, ranks: int = 1) -> None:
         self.config = config
         self.flops = flops
@@ -18,10 +20,11 @@ class ThroughputMeter:
         self.last_step = 0
 
     def start(self) -> None:
-        """Begin a new stretch of steps now (what was done outside the steps is not counted)."""
+        """Start a new interval, so that work between steps (logging, evaluation) does not count."""
         self.started_at = time.perf_counter()
 
     def read(self, step: int) -> dict[str, Any]:
+        """Metrics of the interval that ends with `step`. `mfu` counts full attention, `mfu_causal` half of it."""
         steps, self.last_step = max(step - self.last_step, 1), step
         seconds = (time.perf_counter() - self.started_at) / steps
         sequences = self.config.train.global_batch / seconds

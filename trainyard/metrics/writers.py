@@ -1,4 +1,5 @@
-"""What a run writes while it goes: metrics.jsonl, one JSON object a line, and TensorBoard files."""
+"""Run directories, and the metrics that a run writes there: metrics.jsonl (one JSON object per line) and TensorBoard
+files."""
 
 import json
 import math
@@ -11,7 +12,7 @@ from trainyard.core.errors import UserError
 
 
 def create_run_directory(parent: Path, name: str) -> Path:
-    """A fresh directory for a run: NAME, or NAME-2, NAME-3, ... where that exists. Nothing of an old run is touched."""
+    """Create a new run directory: NAME, or NAME-2, NAME-3, ... if it exists. Never touches an old run."""
     number = 1
     while True:
         directory = parent / (name if number == 1 else f"{name}-{number}")
@@ -26,11 +27,11 @@ def create_run_directory(parent: Path, name: str) -> Path:
 
 
 def latest_run_directory(parent: Path, name: str) -> Path | None:
-    """The last of NAME, NAME-2, NAME-3, ... that is there."""
-    found = [
+    """The existing directory with the highest number among NAME, NAME-2, NAME-3, ..."""
+    numbered = [
         (int(match.group(1) or 1), path) for path in parent.glob(f"{name}*") if (match := _match_run_name(name, path))
     ]
-    return max(found)[1] if found else None
+    return max(numbered)[1] if numbered else None
 
 
 def _match_run_name(name: str, path: Path) -> re.Match[str] | None:
@@ -38,8 +39,10 @@ def _match_run_name(name: str, path: Path) -> re.Match[str] | None:
 
 
 class MetricsWriter:
+    """Appends records to metrics.jsonl and TensorBoard."""
+
     def __init__(self, directory: Path, tensorboard: bool, resumed_step: int = 0) -> None:
-        """`step` is where the run goes on: what an earlier one wrote of later steps is dropped."""
+        """A run that resumes at `resumed_step` drops what an earlier run wrote about later steps."""
         path = directory / "metrics.jsonl"
         if resumed_step and path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -50,10 +53,10 @@ class MetricsWriter:
         self.tensorboard_directory = directory / "tensorboard" if tensorboard else None
 
     def write(self, record: dict[str, Any]) -> None:
-        plain = {name: _to_json(value) for name, value in record.items()}
-        self.file.write(json.dumps(plain) + "\n")
+        values = {name: _to_json(value) for name, value in record.items()}
+        self.file.write(json.dumps(values) + "\n")
         if self.tensorboard_directory and not self.tensorboard_writer:
-            # Takes two seconds to import: not before there is something to write.
+            # The import takes two seconds, so it waits for the first record.
             from torch.utils.tensorboard.writer import SummaryWriter
 
             self.tensorboard_writer = SummaryWriter(
@@ -72,7 +75,7 @@ class MetricsWriter:
 
 
 def _step_of_line(line: str) -> float:
-    """Of a line of metrics.jsonl; none of a line that a kill cut off."""
+    """The step of a line of metrics.jsonl; infinity if a kill cut the line off."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -80,5 +83,5 @@ def _step_of_line(line: str) -> float:
 
 
 def _to_json(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite is written as text."""
+    """Non-finite numbers as text, since JSON has no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Places where a user, or the parts of trainyard that watch a run, can step in."""
+"""Callbacks: how user code, and the parts of trainyard that watch a run, take part in it."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,39 +9,42 @@ from trainyard.train.optim.optimizer import Optimizer
 
 
 class TrainerView(Protocol):
-    """What a hook may rely on: the Trainer, seen from a hook."""
+    """The Trainer as callbacks see it."""
 
     config: Config
     models: list[TransformerStage]
-    """This rank's stages of the pipeline; a single one has the whole model."""
+    """This rank's pipeline stages; without a pipeline, the full model alone."""
     optimizer: Optimizer
     completed_steps: int
-    """Updates done."""
     directory: Path | None
+    """The run directory; None before `run`."""
     last_record: dict[str, Any]
-    """The newest logged record."""
+    """The last logged record."""
 
     def evaluate(self) -> dict[str, float]: ...
 
 
 class Callback:
-    """Override what you need; every method may read and change the run."""
+    """Base class with empty methods. Every method may read and change the run."""
 
     def on_start(self, trainer: TrainerView) -> None:
-        """Everything is built; no step has run."""
+        """The run starts: everything is built, no step has run."""
+
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        """`trainer.optimizer.state.reduced_grads` holds the gradients of all ranks; the update has not run."""
 
     def on_step(self, trainer: TrainerView, step: int) -> None:
-        """A step was sent to the device; its numbers may not be known yet, and reading them would wait for it. Under
-        ZeRO-1 new weights may still be on their way: `trainer.optimizer.settle()` waits for them."""
+        """A step is queued on the device. Reading its results would wait for it. Under ZeRO-1 new weights may still be
+        in flight: `trainer.optimizer.wait_for_weights()` waits for them."""
 
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        """A step was logged; `record` is what metrics.jsonl gets."""
+        """A step is logged; `record` goes to metrics.jsonl."""
 
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        """An evaluation was made."""
+        """An evaluation is complete."""
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        """A checkpoint is complete: where it is, its bytes, how long it took, and how long the steps waited for it."""
+        """A checkpoint is committed. `record` has its path, its bytes, how long it took and how long steps waited."""
 
     def on_end(self, trainer: TrainerView) -> None:
-        """The run is over, finished or not."""
+        """The run is over, completed or not."""

@@ -1,7 +1,8 @@
-"""The output head and cross entropy in one: logits exist only a chunk of tokens at a time, and each is computed once.
+"""Output projection fused with vocab-parallel cross entropy: logits exist for one chunk of tokens at a time, and each
+is computed once.
 
-How the head multiplies is a choice (`Products`): as the weights are, or in fp8. What happens to a chunk of logits is
-another (`ChunkLoss`): plain torch, compiled, or one kernel of the device.
+`HeadGemm` selects how the projection multiplies (in the weights' dtype or in fp8), `ChunkLossFn` what computes the loss
+of a chunk (torch, compiled torch, or one fused kernel of the device).
 """
 
 from collections.abc import Callable
@@ -21,25 +22,30 @@ from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.decisions import loss_chunk_tokens
 
 MAX_LOGITS_BYTES = 1 << 25
-"""fp32 logits that exist at one time, unless the device asks for another size."""
+"""Size of the fp32 logits that exist at one time, unless the device sets another."""
 
 SoftmaxFn = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
+"""The signature of `softmax_`."""
 ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput], Tensor]
-"""(logits, labels, output): the loss summed over a chunk; the logits become its gradient with respect to them."""
+"""(logits, labels, output): returns the summed loss of a chunk and overwrites the logits with their gradient."""
 
 
 class HeadGemm(Protocol):
-    """The three products of the head with a chunk of hidden states. `weight` [V, D] and `bias` are padded."""
+    """The three matrix products of the output projection with a chunk of hidden states. `weight` [V, D] and `bias` are
+    padded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
 
-    def logits(self, hidden: Tensor, out: Tensor) -> None: ...
+    def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """Write the logits of `hidden` to `out`."""
 
     def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
-        """Fill `d_hidden` and add to `d_weight`, fp32, from the gradient of the logits."""
+        """Write `d_hidden` and accumulate into `d_weight` (fp32) from the gradient of the logits."""
 
 
 class DenseHeadGemm:
+    """Products in the dtype of the weights."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
@@ -55,27 +61,31 @@ class DenseHeadGemm:
 
 
 class Fp8HeadGemm:
-    """As `kernels.fp8` multiplies, the weight cast once for all chunks."""
+    """fp8 products as in kernels/fp8_linear.py. The weight is quantized once for all chunks."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, how: Fp8Options, plain: bool) -> None:
-        self.bias, self.how, self.use_reference, self.rowwise = bias, how, plain, how.scaling == "row"
-        self.weight, self.weight_t = self._cast(weight, torch.float8_e4m3fn)
+    def __init__(self, weight: Tensor, bias: Tensor | None, recipe: Fp8Options, use_reference: bool) -> None:
+        """`use_reference` emulates fp8 products on devices without them."""
+        self.bias, self.recipe, self.use_reference, self.rowwise = bias, recipe, use_reference, recipe.scaling == "row"
+        self.weight, self.weight_t = self._quantize(weight, torch.float8_e4m3fn)
         self.weight_bf16 = weight
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        rows, self.hidden_t = self._cast(hidden, torch.float8_e4m3fn)
-        out.copy_(matmul(rows, self.weight, self.bias, self.how.fast_accum, self.use_reference, out.dtype)[: len(out)])
+        hidden_fp8, self.hidden_t = self._quantize(hidden, torch.float8_e4m3fn)
+        logits = matmul(hidden_fp8, self.weight, self.bias, self.recipe.fast_accum, self.use_reference, out.dtype)
+        out.copy_(logits[: len(out)])
 
     def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
-        if self.how.grad_format == "bf16":
+        if self.recipe.grad_format == "bf16":
             torch.mm(gradient, self.weight_bf16, out=d_hidden)
             add_matmul_(d_weight, gradient.T, hidden)
             return
-        rows, turned = self._cast(gradient, torch.float8_e5m2)
-        d_hidden.copy_(matmul(rows, self.weight_t, None, False, self.use_reference, d_hidden.dtype)[: len(d_hidden)])
-        d_weight += matmul(turned, self.hidden_t, None, False, self.use_reference, d_hidden.dtype)
+        gradient_fp8, gradient_t = self._quantize(gradient, torch.float8_e5m2)
+        d_hidden.copy_(
+            matmul(gradient_fp8, self.weight_t, None, False, self.use_reference, d_hidden.dtype)[: len(d_hidden)]
+        )
+        d_weight += matmul(gradient_t, self.hidden_t, None, False, self.use_reference, d_hidden.dtype)
 
-    def _cast(self, x: Tensor, dtype: torch.dtype) -> Any:
+    def _quantize(self, x: Tensor, dtype: torch.dtype) -> Any:
         return quantize(
             x,
             compute_amax(x, self.rowwise, True, self.use_reference),
@@ -90,11 +100,11 @@ def chunked_cross_entropy(
     output: ModelOutput,
     labels: Tensor,
     chunk_loss: ChunkLossFn | None = None,
-    products: Callable[[Tensor, Tensor | None], HeadGemm] = DenseHeadGemm,
+    make_gemm: Callable[[Tensor, Tensor | None], HeadGemm] = DenseHeadGemm,
     logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> Tensor:
-    """Sum of -log softmax(logits)[label] over labels that count; the logits exist only a chunk at a time, and each
-    tensor-parallel rank has only its own words' logits."""
+    """Sum of -log softmax(logits)[label] over all labels except IGNORE_INDEX. Each tensor-parallel rank computes the
+    logits of its part of the vocabulary, one chunk of tokens at a time."""
     hidden = output.hidden_for_head().flatten(0, -2)
     size = loss_chunk_tokens(hidden.shape[0], output.weight.shape[0], logits_bytes)
     return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -104,75 +114,79 @@ def chunked_cross_entropy(
         labels.flatten(),
         output,
         chunk_loss or torch_chunk_loss,
-        products,
+        make_gemm,
         size,
         torch.is_grad_enabled(),
     )
 
 
 def make_head_loss(
-    kernels: Kernels, compiler: CompileFn | None, fp8: Fp8Options | None, logits_bytes: int
+    kernels: Kernels, compile_fn: CompileFn | None, fp8: Fp8Options | None, logits_bytes: int
 ) -> Callable[[ModelOutput, Tensor], Tensor]:
-    """`cross_entropy` as a device does it best; in fp8 where asked."""
-    products: Callable[..., HeadGemm] = DenseHeadGemm
+    """`chunked_cross_entropy` with the fastest parts that the device has, in fp8 if `fp8` is given."""
+    make_gemm: Callable[..., HeadGemm] = DenseHeadGemm
     if fp8:
-        products = partial(Fp8HeadGemm, how=fp8, plain=not kernels.has_fp8_matmul)
-    chunk_loss = select_chunk_loss(kernels, compiler)
-    return partial(chunked_cross_entropy, chunk_loss=chunk_loss, products=products, logits_bytes=logits_bytes)
+        make_gemm = partial(Fp8HeadGemm, recipe=fp8, use_reference=not kernels.has_fp8_matmul)
+    chunk_loss = select_chunk_loss(kernels, compile_fn)
+    return partial(chunked_cross_entropy, chunk_loss=chunk_loss, make_gemm=make_gemm, logits_bytes=logits_bytes)
 
 
-def select_chunk_loss(kernels: Kernels, compiler: CompileFn | None) -> ChunkLossFn:
-    """One kernel where the device has it and a rank has all words; else plain torch, its softmax compiled if asked."""
-    plain = partial(torch_chunk_loss, softmax=compiler(softmax_) if compiler else softmax_)
+def select_chunk_loss(kernels: Kernels, compile_fn: CompileFn | None) -> ChunkLossFn:
+    """The device's fused kernel if a rank has the full vocabulary, else torch with a compiled softmax if asked."""
+    unfused = partial(torch_chunk_loss, softmax=compile_fn(softmax_) if compile_fn else softmax_)
     fused = kernels.cross_entropy_
     if fused is None:
-        return plain
+        return unfused
 
     def chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput) -> Tensor:
-        return fused(logits, labels, IGNORE_INDEX).sum() if output.tp.size == 1 else plain(logits, labels, output)
+        return fused(logits, labels, IGNORE_INDEX).sum() if output.tp.size == 1 else unfused(logits, labels, output)
 
     return chunk_loss
 
 
-def softmax_(logits: Tensor, counts: Tensor, picked: Tensor, tp: TensorAxis) -> Tensor:
-    """Overwrite each row with its softmax (zeros where `counts` is false); gives the row's loss, with `picked` the
-    label's logit (0 on ranks that do not hold it). The one part of the loss with many passes over the logits, and so
-    the one worth compiling."""
+def softmax_(logits: Tensor, counts: Tensor, label_logits: Tensor, tp: TensorAxis) -> Tensor:
+    """Overwrite each row with its softmax (zeros where `counts` is false) and return the loss of each row.
+
+    `label_logits` has the logit of each row's label, or 0 on ranks that do not hold it. This is the only part of the
+    loss with many passes over the logits, and so the only one worth compiling.
+    """
     x = logits.float()  # fp32 logits themselves, or one fp32 copy
-    most = tp.group.all_reduce_max(x.amax(-1, keepdim=True))
-    total, label = tp.group.all_reduce_sum(torch.stack((x.sub_(most).exp_().sum(-1, keepdim=True), picked))).unbind()
+    row_max = tp.group.all_reduce_max(x.amax(-1, keepdim=True))
+    exp_sum = x.sub_(row_max).exp_().sum(-1, keepdim=True)
+    total, label_logits = tp.group.all_reduce_sum(torch.stack((exp_sum, label_logits))).unbind()
     x.mul_(counts / total)
     if x is not logits:
         logits.copy_(x)
-    return torch.where(counts, total.log() + most - label, 0.0)
+    return torch.where(counts, total.log() + row_max - label_logits, 0.0)
 
 
 def torch_chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput, softmax: SoftmaxFn = softmax_) -> Tensor:
+    """The loss of a chunk in plain torch, for a vocabulary that is split over tensor-parallel ranks or not."""
     counts = (labels != IGNORE_INDEX)[:, None]
     target = torch.where(counts, labels[:, None], 0)
-    here = counts
+    is_local = counts
     if output.tp.size > 1:
         assert output.vocab_start is not None
         assert output.vocab_size is not None
         target = target - output.vocab_start
-        here = counts & (target >= 0) & (target < logits.shape[1])
-        if output.vocab_size % output.tp.size:  # the last ranks have rows of padding
-            word = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + output.vocab_start
-            logits.masked_fill_(word >= output.vocab_size, -torch.inf)
-    target = torch.where(here, target, 0)  # int32, as labels are: indices of 64 bits are slow on some devices
-    picked = torch.where(here, logits.gather(1, target).float(), 0.0)
-    loss = softmax(logits, counts, picked, output.tp)
-    logits.scatter_(1, target, logits.gather(1, target) - here.to(logits.dtype))
+        is_local = counts & (target >= 0) & (target < logits.shape[1])
+        if output.vocab_size % output.tp.size:  # the last ranks have padding
+            token = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) + output.vocab_start
+            logits.masked_fill_(token >= output.vocab_size, -torch.inf)
+    target = torch.where(is_local, target, 0)  # int32 like the labels: 64-bit indices are slow on some devices
+    label_logits = torch.where(is_local, logits.gather(1, target).float(), 0.0)
+    loss = softmax(logits, counts, label_logits, output.tp)
+    logits.scatter_(1, target, logits.gather(1, target) - is_local.to(logits.dtype))
     return loss.sum()
 
 
 def pad_rows(x: Tensor, count: int) -> Tensor:
-    """With so many rows of zeros after the last."""
+    """`x` with `count` rows of zeros appended."""
     return torch.cat((x, x.new_zeros(count, *x.shape[1:])))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass, chunk by chunk of tokens. One buffer of logits serves all chunks."""
+    """Computes the gradients in the forward pass, one chunk of tokens after the other in one buffer of logits."""
 
     @staticmethod
     def forward(
@@ -183,19 +197,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         output: ModelOutput,
         chunk_loss: ChunkLossFn,
-        products: Callable[[Tensor, Tensor | None], HeadGemm],
+        make_gemm: Callable[[Tensor, Tensor | None], HeadGemm],
         size: int,
         train: bool,
     ) -> Tensor:
         tokens, vocab = hidden.shape[0], weight.shape[0]
-        # GPUs are slow with matrices of odd sizes, and in fp8 refuse them: words are added that no softmax sees.
-        gap = -vocab % SIZE_MULTIPLE
-        if gap:
-            weight, bias = pad_rows(weight, gap), None if bias is None else pad_rows(bias, gap)
-        head = products(weight, bias)
-        buffer = hidden.new_empty(size, vocab + gap)
+        # GPUs are slow with odd matrix sizes and reject them in fp8: add tokens that the softmax does not see.
+        padding = -vocab % SIZE_MULTIPLE
+        if padding:
+            weight, bias = pad_rows(weight, padding), None if bias is None else pad_rows(bias, padding)
+        head = make_gemm(weight, bias)
+        buffer = hidden.new_empty(size, vocab + padding)
         loss = torch.zeros((), device=hidden.device)
-        # Summed over chunks in fp32: many bf16 sums would lose the small ones.
+        # Accumulated over chunks in fp32: bf16 would lose small terms.
         d_hidden = torch.empty_like(hidden) if train else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if train else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if train and bias is not None else None
@@ -204,7 +218,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = buffer[: len(h)]
             head.logits(h, logits)
             loss += chunk_loss(logits[:, :vocab], y, output)
-            if gap:
+            if padding:
                 logits[:, vocab:].zero_()
             if d_hidden is not None and d_weight is not None:
                 head.backward(logits, h, d_hidden[start : start + size], d_weight)
@@ -218,13 +232,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled in place (`.data`: no new version). A schedule that takes gradients of activations and of weights apart
-        # comes twice.
-        by = grads[0] if ctx.scaled_by is None else grads[0] / ctx.scaled_by
+        # Scales in place (`.data` creates no new version). A pipeline schedule that splits the backward pass calls this
+        # twice.
+        scale = grads[0] if ctx.scaled_by is None else grads[0] / ctx.scaled_by
         ctx.scaled_by = grads[0]
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (
-            *(d.data.mul_(by).to(dtype) if d is not None else None for d, dtype in saved),
+            *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved),
             None,
             None,
             None,

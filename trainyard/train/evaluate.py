@@ -1,4 +1,4 @@
-"""Evaluation: exact over tokens, whatever the batch size; sums and counts are added up and divided once."""
+"""Evaluation that is exact over tokens at any batch size: sums and counts are accumulated and divided once."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
@@ -11,12 +11,13 @@ from trainyard.devices import Device
 from trainyard.models import Batch, ModelOutput
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss
-from trainyard.train.step import LossAccumulator, MicroBatchRunner
+from trainyard.train.micro_batch_runner import MicroBatchRunner
+from trainyard.train.step import LossAccumulator
 from trainyard.train.user_functions import check_sum_and_count
 
 Metric = Callable[[ModelOutput, Batch], tuple[Tensor, Tensor]]
 PERPLEXITY_TERMS = ("lm", "mlm")
-"""Terms whose exponential is a perplexity."""
+"""Loss terms whose exponential is a perplexity."""
 
 
 @torch.no_grad()
@@ -30,26 +31,29 @@ def evaluate(
     max_batches: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Loss, its terms, perplexity and the user's metrics over this rank's part of at most `most` held-out batches."""
+    """Loss, its terms, perplexity and the user's metrics over at most `max_batches` validation batches.
+
+    All ranks call this, each with its own samples. `should_stop` is asked before every batch.
+    """
     was_training = [model.training for model in runner.models]
     for model in runner.models:
         model.eval()
-    key = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
+    rng_key = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
     names = [*loss.term_names, *metrics]
     sums = LossAccumulator(names, device.torch_device, mesh)
 
-    def take(output: ModelOutput, micro: Batch) -> Tensor:
-        found = {
+    def accumulate(output: ModelOutput, micro: Batch) -> Tensor:
+        terms = {
             **loss.terms(output, micro),
-            **{name: check_sum_and_count(own(output, micro), own) for name, own in metrics.items()},
+            **{name: check_sum_and_count(metric(output, micro), metric) for name, metric in metrics.items()},
         }
-        sums.add(found)
+        sums.add(terms)
         return sums.values[0, 0]
 
     for batch in islice(batches, max_batches):
         if should_stop():
             break
-        runner(runner.to_device(batch), key, take, backward=False)
+        runner(runner.to_device(batch), rng_key, accumulate, backward=False)
     for model, training in zip(runner.models, was_training, strict=True):
         model.train(training)
     totals, counts, _ = sums.all_reduce(torch.zeros(1, device=device.torch_device))
@@ -60,5 +64,5 @@ def evaluate(
     result = {"loss": sum(means[name] for name in loss.term_names)}
     for name in set(loss.term_names) & set(PERPLEXITY_TERMS):
         result["perplexity"] = exp(min(means[name], 700.0))
-    # A single term is the loss and need not be said twice.
+    # A single term equals the loss and is not repeated.
     return result | {name: mean for name, mean in means.items() if loss.term_names != (name,)}

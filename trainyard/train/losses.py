@@ -1,7 +1,7 @@
-"""Losses as (sum, count) pairs: a step's loss is each term's sum over its count in the whole global batch, in fp32.
+"""Losses as (sum, count) pairs: the loss of a step is each term's sum over its count in the global batch, in fp32.
 
-Means of micro batches are never averaged, so neither micro batch size nor rank count changes the number. Labels of -100
-count nowhere.
+Means of micro batches are never averaged, so neither the micro batch size nor the number of ranks changes the loss.
+Labels of IGNORE_INDEX do not count.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,25 @@ from trainyard.train.cross_entropy import chunked_cross_entropy
 from trainyard.train.user_functions import check_sum_and_count
 
 LossTerms = dict[str, tuple[Tensor, Tensor]]
+"""(sum, count) of each term."""
 LossFunction = Callable[[ModelOutput, Batch], tuple[Tensor, Tensor]]
+"""A user's loss: (output, batch) to (sum, count)."""
 HeadLoss = Callable[[ModelOutput, Tensor], Tensor]
-"""(output, labels): cross entropy summed over labels that count."""
+"""(output, labels) to the cross entropy summed over all labels except IGNORE_INDEX."""
 
 
 class Loss(Protocol):
+    """The loss of a model family, or a user's."""
+
     @property
     def term_names(self) -> tuple[str, ...]:
-        """Of the terms."""
+        """Names of the terms; the loss is their sum."""
 
     def label_counts(self, batch: Batch) -> dict[str, Tensor] | None:
-        """How many labels each term counts, known from the labels alone; None where only the forward pass tells."""
+        """Counted labels of each term, or None if they are known only after the forward pass."""
 
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
-        """Each term's sum and count over this batch."""
+        """Sum and count of each term over this batch."""
 
 
 class CausalLoss:
@@ -63,7 +67,7 @@ class BertLoss:
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
         counts = self.label_counts(batch)
         assert output.next_sentence is not None
-        # Compared with each answer's number, not looked up: torch's own looks up by 64-bit integers only.
+        # Compares indices instead of gathering: torch's gather-based loss takes 64-bit indices only.
         scores = F.log_softmax(output.next_sentence.float(), -1)
         answer = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
         nsp = -torch.where(answer == batch["next_sentence_labels"][:, None], scores, 0.0).sum()
@@ -71,7 +75,8 @@ class BertLoss:
 
 
 class UserLoss:
-    """A user's function (output, batch) -> (sum, count). Its count is known only afterwards and divides last."""
+    """A user's function (output, batch) -> (sum, count). Its count is known after the forward pass and divides the
+    gradients."""
 
     term_names = ("loss",)
 
@@ -87,9 +92,10 @@ class UserLoss:
 
 
 def make_loss(family: str, head: HeadLoss) -> Loss:
-    """What a family is trained by, unless a user's own function is."""
+    """The loss of a model family."""
     return BertLoss(head) if family == "bert" else CausalLoss(head)
 
 
 def count_labels(labels: Tensor) -> Tensor:
+    """Number of labels other than IGNORE_INDEX, in fp32."""
     return (labels != IGNORE_INDEX).sum().float()

@@ -6,7 +6,8 @@ from trainyard.config.schema import Config
 
 
 def learning_rate(config: Config, update: int) -> float:
-    peak, floor, schedule = config.optimizer.lr, config.schedule.min_lr, config.schedule
+    """Linear warm-up, then the schedule of config.schedule.kind."""
+    peak, min_lr, schedule = config.optimizer.lr, config.schedule.min_lr, config.schedule
     if update < schedule.warmup_steps:
         return peak * update / schedule.warmup_steps
     if schedule.kind == "constant":
@@ -16,6 +17,6 @@ def learning_rate(config: Config, update: int) -> float:
         start, end = config.train.steps - length, config.train.steps
     else:
         start, end = schedule.warmup_steps, schedule.decay_steps or config.train.steps
-    done = min(max((update - start) / max(end - start, 1), 0.0), 1.0)
-    left = (1 + cos(pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
-    return floor + (peak - floor) * left
+    progress = min(max((update - start) / max(end - start, 1), 0.0), 1.0)
+    factor = (1 + cos(pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+    return min_lr + (peak - min_lr) * factor

@@ -1,4 +1,4 @@
-"""What surrounds the steps: an orderly end when a signal comes, and no garbage collection in between."""
+"""The context of the training loop: signals end a run after its step, and garbage collection never stalls a step."""
 
 import gc
 import os
@@ -9,34 +9,38 @@ from types import FrameType
 
 
 class StopSignal:
-    """Set by the first Ctrl-C or SIGTERM: the run ends after the step. A second signal ends it at once."""
+    """Records the first SIGINT or SIGTERM, after which the run ends with its step. A second signal ends it at once."""
 
     def __init__(self) -> None:
         self.requested = False
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        def handler(number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT and SIGTERM while the context is active."""
+
+        def handler(signum: int, frame: FrameType | None) -> None:
             if self.requested:
                 raise KeyboardInterrupt
             self.requested = True
-            os.write(2, b"\nstopping after this step (a second signal stops at once)\n")  # print is not safe here
+            os.write(
+                2, b"\nstopping after this step (a second signal stops at once)\n"
+            )  # print is not safe in a signal handler
 
         try:
-            old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+            previous = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:  # not in the main thread: the caller handles signals
             yield
             return
         try:
             yield
         finally:
-            for number, previous in old.items():
-                signal.signal(number, previous)
+            for signum, old_handler in previous.items():
+                signal.signal(signum, old_handler)
 
 
 @contextmanager
 def quiet_garbage_collector() -> Iterator[None]:
-    """A collection in the middle of a step stalls it; what exists now stays, so it need not be scanned again."""
+    """Collect garbage once and exempt all existing objects from later collections, which would stall a step."""
     gc.collect()
     gc.freeze()
     try:

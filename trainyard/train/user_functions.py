@@ -1,4 +1,4 @@
-"""Functions of the user's own: found by `module:function`, and held to what they must give."""
+"""Imports user functions by `module:function` and checks their results."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ from trainyard.core.errors import UserError
 
 
 def import_function(dotted: str, key: str) -> Callable[..., Any]:
-    """The function that `module:function` names; the current directory is searched too."""
+    """Import `module:function`, also from the current directory. `key` is the config key, for error messages."""
     module, _, name = dotted.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -26,11 +26,13 @@ def import_function(dotted: str, key: str) -> Callable[..., Any]:
 
 
 def check_sum_and_count(result: Any, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-    """What a user's loss or metric must give: (sum, count)."""
+    """Check that a user's loss or metric returned (sum, count), and convert both to fp32 scalars."""
     name = getattr(function, "__name__", str(function))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-        raise UserError(f"{name}: gave {type(result).__name__}; a loss or metric gives (sum, count), the sum a tensor")
+        raise UserError(
+            f"{name}: returned {type(result).__name__}; a loss or metric must return (sum, count), the sum as a tensor"
+        )
     total, count = result
     if total.numel() != 1:
-        raise UserError(f"{name}: its sum has shape {list(total.shape)}; give the sum over all counted elements")
+        raise UserError(f"{name}: its sum has shape {list(total.shape)}; return the sum over all counted elements")
     return total.float().reshape(()), torch.as_tensor(count, device=total.device).float().reshape(())

@@ -17,8 +17,8 @@ from trainyard.config.schema import Config
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
-from trainyard.train.status import StepStatus
 from trainyard.train.decisions import loss_chunk_tokens, zero_stage
+from trainyard.train.status import StepStatus
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}

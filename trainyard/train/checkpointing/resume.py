@@ -1,7 +1,8 @@
-"""Goes on from a checkpoint: finds the newest whole one, and gives every rank its pieces, at any layout."""
+"""Resumes from a checkpoint: finds the latest valid one and loads every rank's slices, at any layout."""
 
+import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,112 +20,124 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.train.optim.optimizer import Optimizer
 
 COMPARED_SECTIONS = ("data", "train", "optimizer", "schedule", "precision")
-"""Sections whose differences are told."""
+"""Config sections whose changes since the checkpoint are logged."""
+UNREPORTED_KEYS = ("train.steps", "train.micro_batch")
+"""Keys that may change without a note."""
+logger = logging.getLogger(__name__)
 
 
-class Say(Protocol):
-    def __call__(self, line: str, /) -> None: ...
-
-
-def find_checkpoint(where: str | Path, mesh: Mesh, device: Device, say: Say) -> Checkpoint | None:
-    """The newest whole checkpoint in a directory of them, or the one that `where` is itself. Broken ones are named and
-    passed over; None where there is none at all. Every rank calls this; each checks some of the files."""
-    place = open_storage(where)
-    if mesh.broadcast_object(lambda: place.file_size(native_checkpoint.COMMIT_FILE) is not None, device):
-        found, line = _open_verified(place, mesh)
-        if not found:
-            raise UserError(line)
-        return found
-    steps = mesh.broadcast_object(lambda: native_checkpoint.list_steps(place), device)
+def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpoint | None:
+    """Open the checkpoint at `location`, or the latest valid one in that directory. Invalid ones are logged and
+    skipped; returns None if there is none at all. All ranks call this; each verifies some of the files."""
+    storage = open_storage(location)
+    if mesh.broadcast_object(lambda: storage.file_size(native_checkpoint.COMMIT_FILE) is not None, device):
+        checkpoint, problem = _open_verified(storage, mesh)
+        if not checkpoint:
+            raise UserError(problem)
+        return checkpoint
+    steps = mesh.broadcast_object(lambda: native_checkpoint.list_steps(storage), device)
     for step in steps:
-        if not mesh.broadcast_object(lambda step=step: native_checkpoint.is_committed(place, step), device):  # type: ignore[misc]
-            say(f"passing over {place / native_checkpoint.step_directory(step)}: it was never completed")
+        directory = storage / native_checkpoint.step_directory(step)
+        if not mesh.broadcast_object(lambda step=step: native_checkpoint.is_committed(storage, step), device):  # type: ignore[misc]
+            logger.warning("skipping %s: it was never completed", directory)
             continue
-        found, line = _open_verified(place / native_checkpoint.step_directory(step), mesh)
-        if found:
-            return found
-        say(f"passing over {line}")
+        checkpoint, problem = _open_verified(directory, mesh)
+        if checkpoint:
+            return checkpoint
+        logger.warning("skipping %s", problem)
     return None
 
 
-def find_resume_point(config: Config, mesh: Mesh, device: Device, say: Say) -> tuple[Path | None, Checkpoint | None]:
-    """The run directory to go on in, if there is one, and the checkpoint to go on from."""
+def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[Path | None, Checkpoint | None]:
+    """The run directory to continue in, if any, and the checkpoint to resume from, if any."""
     section = config.checkpoint
     if section.resume == "none" or section.weights_only:
         return None, None
     if section.resume != "auto":
-        found = find_checkpoint(section.resume, mesh, device, say)
-        if not found or set(found.dtypes) != set(native_checkpoint.STATE_KINDS):
-            form = None if "://" in section.resume else detect_format(Path(section.resume).expanduser())
-            if form == "native" and not found:  # a line has said what is wrong with it
-                form = None
-            what = f"{FORMAT_DESCRIPTIONS[form]}, without the optimizer's state" if form else "no whole checkpoint"
-            near = "checkpoint.weights_only=true" if form else "auto, or none"
-            raise UserError(f"checkpoint.resume={section.resume}: {what}; nearest: {near}")
-        return None, found
+        checkpoint = find_checkpoint(section.resume, mesh, device)
+        if not checkpoint or set(checkpoint.dtypes) != set(native_checkpoint.STATE_KINDS):
+            format_name = None if "://" in section.resume else detect_format(Path(section.resume).expanduser())
+            if format_name == "native" and not checkpoint:  # the log already says what is wrong with it
+                format_name = None
+            problem, nearest = "no valid checkpoint", "auto, or none"
+            if format_name:
+                problem = f"{FORMAT_DESCRIPTIONS[format_name]}, without the optimizer's state"
+                nearest = "checkpoint.weights_only=true"
+            raise UserError(f"checkpoint.resume={section.resume}: {problem}; nearest: {nearest}")
+        return None, checkpoint
     parent = Path(config.log.directory).expanduser()
     directory = mesh.broadcast_object(lambda: latest_run_directory(parent, config.log.name), device)
-    where = section.directory or (directory / "checkpoints" if directory else None)
-    found = find_checkpoint(where, mesh, device, say) if where else None
-    if directory and found and mesh.layout_rank == 0:
+    location = section.directory or (directory / "checkpoints" if directory else None)
+    checkpoint = find_checkpoint(location, mesh, device) if location else None
+    if directory and checkpoint and mesh.layout_rank == 0:
         native_checkpoint.remove_incomplete(open_storage(directory))
-    return (directory if found else None), found
+    return (directory if checkpoint else None), checkpoint
 
 
 def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprint, mesh: Mesh) -> None:
-    """Weights and the optimizer's state, this rank's part of them, whatever layout they were saved at."""
-    rows = {"weights": optimizer.master_weights, "first": optimizer.exp_avg, "second": optimizer.exp_avg_sq}
-    for name in optimizer.names:
-        held = optimizer.flat.shard_row_range(name, optimizer.shard_index)
-        for box in rank_slices(blueprint, name, mesh.tp.size, mesh.tp.rank, held, skip_replicas=False):
-            for kind, row in rows.items():
-                optimizer.shard_view(row, name)[box.local_index].copy_(checkpoint.read_state(kind, box))
-    body = checkpoint.manifest
-    optimizer.update_count.fill_(body["updates"])
-    optimizer.skip_counts.copy_(torch.tensor(body["skipped"], dtype=torch.int32))
+    """Load this rank's weights and optimizer state, whatever layout wrote the checkpoint."""
+    state = optimizer.state
+    for name in state.names:
+        rows = state.flat.shard_row_range(name, state.shard_index)
+        kinds = [kind for kind in state.moments() if kind != "second" or state.has_second_moment(name)]
+        for piece in rank_slices(blueprint, name, mesh.tp.size, mesh.tp.rank, rows, skip_replicas=False):
+            for kind in kinds:
+                state.shard_view(state.moments()[kind], name)[piece.local_index].copy_(
+                    checkpoint.read_state(kind, piece)
+                )
+    manifest = checkpoint.manifest
+    optimizer.guard.update_count.fill_(manifest["updates"])
+    optimizer.guard.skip_counts.copy_(torch.tensor(manifest["skipped"], dtype=torch.int32))
     optimizer.publish_weights()
 
 
-def check_compatible(checkpoint: Checkpoint, config: Config, say: Say) -> None:
-    """The model must be the same; what else differs is said."""
-    old, new = checkpoint.config, config
-    if differs := first_model_difference(old.model, new.model):
-        key, before, now = differs
-        raise UserError(f"model.{key}={now}: the checkpoint {checkpoint.storage} has {before}")
-    for section in () if checkpoint.manifest.get("converted") else COMPARED_SECTIONS:
-        before, now = (getattr(each, section).model_dump(mode="json") for each in (old, new))
-        for key, was, is_now in _changed_keys(before, now, section):
-            if key == "train.global_batch":
-                raise UserError(
-                    f"{key}={is_now}: the checkpoint counts samples in batches of {was}; nearest: {was}, or "
-                    "checkpoint.weights_only=true"
-                )
-            if key not in ("train.steps", "train.micro_batch"):
-                say(f"note: {key} was {was} when the checkpoint was written, and is {is_now}")
+def check_compatible(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise UserError if the run cannot resume from this checkpoint; log other differences of the configuration."""
+    if difference := first_model_difference(checkpoint.config.model, config.model):
+        key, saved, current = difference
+        raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}")
+    for key, saved, current in () if checkpoint.manifest.get("converted") else _changed_keys(checkpoint.config, config):
+        if key == "train.global_batch":
+            raise UserError(
+                f"{key}={current}: the checkpoint counts samples in batches of {saved}; nearest: {saved}, or "
+                "checkpoint.weights_only=true"
+            )
+        if key == "optimizer.kind" and saved == "muon":
+            raise UserError(
+                f"{key}={current}: the checkpoint has no second moment for the matrices that muon has updated; "
+                "nearest: muon, or checkpoint.weights_only=true"
+            )
+        if key not in UNREPORTED_KEYS:
+            logger.warning("note: %s was %s when the checkpoint was written, and is %s", key, saved, current)
     if checkpoint.step > config.train.steps:
-        raise UserError(f"train.steps={config.train.steps}: the checkpoint is of step {checkpoint.step} already")
+        raise UserError(f"train.steps={config.train.steps}: the checkpoint is already at step {checkpoint.step}")
 
 
-def _changed_keys(before: dict[str, Any], now: dict[str, Any], path: str) -> list[tuple[str, Any, Any]]:
-    keys = [*before, *(key for key in now if key not in before)]
-    return [(f"{path}.{key}", before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)]
+def _changed_keys(saved: Config, current: Config) -> list[tuple[str, Any, Any]]:
+    """(key, saved value, current value) of every difference in COMPARED_SECTIONS."""
+    changes = []
+    for section in COMPARED_SECTIONS:
+        old, new = (getattr(config, section).model_dump(mode="json") for config in (saved, current))
+        keys = [*old, *(key for key in new if key not in old)]
+        changes += [(f"{section}.{key}", old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    return changes
 
 
-def _open_verified(place: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str]:
-    """The checkpoint if all ranks find their share of its files whole, or a line that says what is wrong."""
-    found: Checkpoint | None = None
-    mine: UserError | None = None
+def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str]:
+    """Open a checkpoint and verify it, each rank a part of its files. Returns None and one line if it is not valid."""
+    checkpoint: Checkpoint | None = None
+    local_error: UserError | None = None
     try:
-        found = Checkpoint(place)
-        found.verify(found.files[mesh.layout_rank :: mesh.layout.world_size])
+        checkpoint = Checkpoint(storage)
+        checkpoint.verify(checkpoint.files[mesh.layout_rank :: mesh.layout.world_size])
     except UserError as error:
-        mine = error
-    troubles = [each for each in mesh.all_gather_object(mine) if each]
-    if not troubles:
-        return found, ""
-    if found:
-        found.close()
-    for each in troubles:
-        if isinstance(each, StorageUnavailable):
-            raise each  # it may be whole: no reason to go on from an older one
-    return None, str(troubles[0])
+        local_error = error
+    errors = [error for error in mesh.all_gather_object(local_error) if error]
+    if not errors:
+        return checkpoint, ""
+    if checkpoint:
+        checkpoint.close()
+    for error in errors:
+        if isinstance(error, StorageUnavailable):
+            raise error  # it may be valid: do not resume from an older one
+    return None, str(errors[0])

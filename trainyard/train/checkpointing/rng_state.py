@@ -1,5 +1,5 @@
-"""Random generators that a user's own code may draw from, kept with a checkpoint. The run itself needs none: its random
-numbers are functions of seed, name, step and index (see random.py)."""
+"""States of the random generators that user code may draw from, saved with a checkpoint. Trainyard itself uses none of
+them: its random numbers are functions of seed, name, step and index (core/counter_rng.py)."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainyard.devices import Device
 
 RngState = tuple[dict[str, Tensor], dict[str, str]]
-"""Tensors and texts of one rank."""
+"""Generator states of one rank: as tensors, and as texts."""
 RNG_TEXT_KEY = "RANDOM"
 
 
@@ -24,16 +24,16 @@ def capture_rng_state(device: Device, rank: int) -> RngState:
 
 
 def restore_rng_state(saved: RngState | None, device: Device, rank: int) -> None:
-    """What a rank of this number had; nothing where the run had none."""
+    """Restore the states of the rank with the same number. Does nothing if the saved run had no such rank."""
     if not saved:
         return
     tensors, texts = saved
-    if (host := tensors.get(f"random.host.{rank}")) is not None:
-        torch.set_rng_state(host)
-    if (there := tensors.get(f"random.device.{rank}")) is not None:
-        device.set_rng_state(there)
+    if (host_state := tensors.get(f"random.host.{rank}")) is not None:
+        torch.set_rng_state(host_state)
+    if (device_state := tensors.get(f"random.device.{rank}")) is not None:
+        device.set_rng_state(device_state)
     if RNG_TEXT_KEY in texts:
         states = json.loads(texts[RNG_TEXT_KEY])
-        kind, numbers, gauss = states["python"]
-        random.setstate((kind, tuple(numbers), gauss))
+        kind, internal_state, gauss = states["python"]
+        random.setstate((kind, tuple(internal_state), gauss))
         np.random.set_state(tuple(states["numpy"]))

@@ -1,30 +1,61 @@
-"""A whole parameter (or its gradient, or its moments) from the ranks that hold pieces of it."""
+"""Assembles full parameters (or their gradients or moments) from the shards of all ranks."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.checkpoint.native.partition import pipeline_owner
+from trainyard.checkpoint.native.partition import LocalSlice, owned_slices, pipeline_owner
 from trainyard.models.blueprint import Blueprint
 from trainyard.models.sharding import unshard_tensor
-from trainyard.train.optim.optimizer import Optimizer
+from trainyard.parallel.layout import shard_rows
+from trainyard.parallel.mesh import Mesh
+from trainyard.train.optim.flat_state import FlatState
 
 
-def gather_full_parameter(optimizer: Optimizer, blueprint: Blueprint, buffer: Tensor, name: str) -> Tensor:
-    """`row` is the optimizer's master, first, second or sums. Every rank must ask, in the same order of names."""
-    mesh, flat = optimizer.mesh, optimizer.flat
-    owner = pipeline_owner(blueprint, mesh.layout, name)
+def gather_full_parameter(state: FlatState, blueprint: Blueprint, mesh: Mesh, name: str) -> Tensor:
+    """The full master weights of one parameter on every rank. All ranks must ask, in the same order of names."""
+    flat, owner = state.flat, pipeline_owner(blueprint, mesh.layout, name)
     if mesh.coords["pp"] == owner:
         span = flat.spans[name]
-        local = buffer[span.shard_start : span.shard_start + span.shard_numel].detach()
+        local = state.master_weights[span.shard_start : span.shard_start + span.shard_numel].detach()
         if flat.num_shards > 1:
             local = mesh.dp_cp.all_gather(local)
         count = torch.Size(span.shape).numel()
-        shares = mesh.tp.all_gather(local[:count].view(1, *span.shape))
-        out = unshard_tensor(blueprint, name, shares.unbind())
+        full = unshard_tensor(blueprint, name, mesh.tp.all_gather(local[:count].view(1, *span.shape)).unbind())
     else:
-        out = buffer.new_empty(blueprint.spec(name).shape)
+        full = state.master_weights.new_empty(blueprint.spec(name).shape)
     if mesh.pp.size > 1:
-        out = out.contiguous()
-        dist.broadcast(out, src=mesh.pp.ranks[owner], group=mesh.pp.handle)
-    return out
+        full = full.contiguous()
+        dist.broadcast(full, src=mesh.pp.ranks[owner], group=mesh.pp.handle)
+    return full
+
+
+def gather_full_buffer(state: FlatState, blueprint: Blueprint, mesh: Mesh, buffer: Tensor) -> dict[str, Tensor]:
+    """All unfused tensors of the full model in fp32, from a buffer of shard size, with a single all-reduce.
+
+    Every rank writes the slices that it owns into zeros of the full size; the sum is exact because every element has
+    one owner.
+    """
+    starts, size = {}, 0
+    for name in blueprint.parameter_names():
+        for piece in blueprint.tp_slices(name):
+            starts[piece.name] = (size, piece)
+            size += piece.numel
+    flat = torch.zeros(size, device=buffer.device)
+    tensors = {
+        name: flat[start : start + piece.numel].view(piece.global_shape) for name, (start, piece) in starts.items()
+    }
+    for owned in owned_slices(blueprint, mesh.layout, mesh.layout_rank):
+        tensors[owned.name][owned.to_index()] = slice_view(state, mesh, buffer, owned).float()
+    if mesh.world.size > 1:
+        flat.copy_(mesh.world.all_reduce_sum(flat))
+    return tensors
+
+
+def slice_view(state: FlatState, mesh: Mesh, buffer: Tensor, piece: LocalSlice) -> Tensor:
+    """A slice that this rank owns, in a buffer of shard size."""
+    shard = state.shard_view(buffer, piece.param)
+    if state.flat.num_shards == 1:  # every data-parallel rank holds all rows and owns some of them
+        rows = shard_rows(len(shard), mesh.dp_cp.size, mesh.dp_cp.rank)
+        shard = shard[rows.start : rows.stop]
+    return shard[piece.local_index]

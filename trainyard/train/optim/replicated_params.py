@@ -1,11 +1,11 @@
-"""Parameters that several ranks hold: whose gradients must be summed, and how often each counts in a norm.
+"""Parameters that several ranks hold: which gradients to sum over which ranks, and how often each counts in a norm.
 
-Data-parallel sums are over when this begins. What is left, all read from the blueprint:
+Data-parallel sums are complete before this module sums the rest, all derived from the blueprint:
 
-- Under sequence parallelism a norm or bias sees only its rank's tokens: summed over tensor-parallel ranks. So are kv
-  heads that every rank holds.
+- Under sequence parallelism a norm or bias sees only its rank's tokens, so its gradients are summed over
+  tensor-parallel ranks. The same holds for kv heads that every rank holds.
 - A kv head that some ranks hold gets a gradient from each of them: summed over those ranks.
-- A tied embedding lives on the first and on the last pipeline rank: summed over the two.
+- A tied embedding exists on the first and the last pipeline rank: summed over the two.
 """
 
 from bisect import bisect_right
@@ -25,30 +25,33 @@ from trainyard.parallel.process_group import Group
 
 @dataclass(frozen=True)
 class ReplicatedRange:
-    """Some rows of a parameter in this rank's shard, and how many tensor-parallel ranks hold the same."""
+    """Rows of a parameter in this rank's shard that have the same number of tensor-parallel replicas."""
 
     name: str
     start: int
     stop: int
     replicas: int
+    """Tensor-parallel ranks that hold these rows."""
     replicas_in_any_shard: frozenset[int]
-    """What `holders` is for these rows of any shard."""
+    """The values of `replicas` for the same rows of all shards."""
 
     def view(self, shard: Tensor) -> Tensor:
         return shard[self.start : self.stop]
 
 
 class SyncJob(NamedTuple):
-    """A sum over `group` of some stretches."""
+    """A sum of some ranges over `group`."""
 
     group: Group
     ranges: list[ReplicatedRange]
     active: Tensor | None
-    """Where only some shards have rows to sum: whether each stretch of this one does. All take part all the same, with
-    zeros: ranks then have one graph, and those that have nothing to say would only wait."""
+    """Flag for each range if only some shards have rows to sum, else None. Ranks without rows contribute zeros: they
+    would have to wait anyway, and all ranks then run the same graph."""
 
 
 class ReplicaSync:
+    """Sums gradients and computes norms of parameters that are replicated or sharded over ranks."""
+
     def __init__(
         self,
         flat: FlatBuffer,
@@ -58,91 +61,95 @@ class ReplicaSync:
         sequence_parallel: bool,
         device: torch.device,
     ) -> None:
-        """`shard` is which shard of `flat` this rank has."""
+        """`shard_index` is this rank's shard of `flat`."""
         self.flat, self.mesh, self.shard_index = flat, mesh, shard_index
         self.names = list(flat.spans)
         self.ranges = [part for name in self.names for part in self._ranges_of(blueprint, name)]
-        tp, copies = mesh.tp.size, mesh.layout.kv_replication
+        kv_replication = mesh.layout.kv_replication
 
-        def summed(part: ReplicatedRange, holders: int) -> Group | None:
-            row = blueprint.spec(part.name)
-            if row.tp_dim is None:
-                return mesh.tp if sequence_parallel and not row.replicated_compute else None
-            return None if holders == 1 else mesh.kv_replicas if holders == copies else mesh.tp
+        def sync_group(part: ReplicatedRange, replicas: int) -> Group | None:
+            spec = blueprint.spec(part.name)
+            if spec.tp_dim is None:
+                return mesh.tp if sequence_parallel and not spec.replicated_compute else None
+            return None if replicas == 1 else mesh.kv_replicas if replicas == kv_replication else mesh.tp
 
-        found: dict[str, tuple[Group, list[ReplicatedRange]]] = {}
-        for part in self.ranges if tp > 1 else ():
-            for group in {
-                group.name: group for each in part.replicas_in_any_shard if (group := summed(part, each))
-            }.values():
-                found.setdefault(group.name, (group, []))[1].append(part)
+        by_group: dict[str, tuple[Group, list[ReplicatedRange]]] = {}
+        for part in self.ranges if mesh.tp.size > 1 else ():
+            groups = (sync_group(part, replicas) for replicas in part.replicas_in_any_shard)
+            for group in {group.name: group for group in groups if group}.values():
+                by_group.setdefault(group.name, (group, []))[1].append(part)
         self.jobs: list[SyncJob] = []
-        for group, parts in found.values():
-            everywhere = all(summed(part, each) is group for part in parts for each in part.replicas_in_any_shard)
-            mine = torch.tensor([summed(part, part.replicas) is group for part in parts], device=device)
-            self.jobs.append(SyncJob(group, parts, None if everywhere else mine))
+        for group, parts in by_group.values():
+            always_active = all(
+                sync_group(part, replicas) is group for part in parts for replicas in part.replicas_in_any_shard
+            )
+            active = torch.tensor([sync_group(part, part.replicas) is group for part in parts], device=device)
+            self.jobs.append(SyncJob(group, parts, None if always_active else active))
         tied = [part for part in self.ranges if blueprint.spec(part.name).pipeline_stage == "both"]
         if mesh.tied_embedding.size > 1 and tied:
             self.jobs.append(SyncJob(mesh.tied_embedding, tied, None))
         index = {name: number for number, name in enumerate(self.names)}
         self.param_index = torch.tensor([index[part.name] for part in self.ranges], dtype=torch.int32, device=device)
         self.replica_weight = torch.tensor([1 / part.replicas for part in self.ranges], device=device)
-        twice = {part.name for part in tied} if mesh.tied_embedding.size > 1 else set()
-        self.dedup_weight = torch.tensor([0.5 if name in twice else 1.0 for name in self.names], device=device)
+        on_two_stages = {part.name for part in tied} if mesh.tied_embedding.size > 1 else set()
+        self.dedup_weight = torch.tensor([0.5 if name in on_two_stages else 1.0 for name in self.names], device=device)
 
     def sum_gradients(self, reduced_grads: Tensor) -> None:
         """Sum gradients in place over the ranks that hold the same parameters."""
-        for group, parts, mine in self.jobs:
-            views = [part.view(self.flat.shard_view(reduced_grads, part.name, self.shard_index)) for part in parts]
-            # Which of them are this rank's to sum is a tensor, not part of the graph.
-            flags = [None] * len(views) if mine is None else mine.unbind()
-            said = [
+        for group, ranges, active in self.jobs:
+            views = [part.view(self.flat.shard_view(reduced_grads, part.name, self.shard_index)) for part in ranges]
+            # The flags are tensors and not part of the graph, which is then the same on all ranks.
+            flags = [None] * len(views) if active is None else active.unbind()
+            contributions = [
                 (view if flag is None else torch.where(flag, view, 0.0)).reshape(-1)
                 for view, flag in zip(views, flags, strict=True)
             ]
-            packed = group.all_reduce_sum(torch.cat(said))
+            sums = group.all_reduce_sum(torch.cat(contributions))
             start = 0
             for view, flag in zip(views, flags, strict=True):
-                total = packed[start : start + view.numel()].view_as(view)
+                total = sums[start : start + view.numel()].view_as(view)
                 view.copy_(total if flag is None else torch.where(flag, total, view))
                 start += view.numel()
 
     def squared_norms(self, buffer: Tensor) -> Tensor:
-        """Squared norm of each whole parameter (all its shards on all ranks of the stage), in the order of names."""
+        """Squared norm of each full parameter (over all ranks of the pipeline stage), in the order of `names`."""
         views = [part.view(self.flat.shard_view(buffer, part.name, self.shard_index)) for part in self.ranges]
         norms = foreach_norm(views) if views else buffer.new_zeros(0, dtype=torch.float32)
         return self.reduce_norms(norms.square())
 
     def reduce_norms(self, squares: Tensor) -> Tensor:
-        """From this rank's stretches to whole parameters: copies count once, shards and splits add up."""
+        """From squared norms of this rank's ranges to those of full parameters: replicas count once, shards add up."""
         total = torch.zeros(len(self.names), device=squares.device).index_add_(
             0, self.param_index, squares * self.replica_weight
         )
         return (self.mesh.dp_cp_tp if self.flat.num_shards > 1 else self.mesh.tp).all_reduce_sum(total)
 
     def global_norm(self, squares: Tensor) -> Tensor:
-        """The norm over the whole model, from the squared norms of this pipeline rank's parameters."""
+        """The norm over the full model, from the squared norms of this pipeline rank's parameters."""
         return self.mesh.pp.all_reduce_sum((squares * self.dedup_weight).sum()).sqrt()
 
     def _ranges_of(self, blueprint: Blueprint, name: str) -> list[ReplicatedRange]:
-        """This shard's rows, cut wherever a part begins in any shard: so all shards have the same pieces."""
-        row, mine, span = blueprint.spec(name), self.flat.shard_row_range(name, self.shard_index), self.flat.spans[name]
+        """This shard's rows, divided wherever a fused tensor starts in any shard: all shards have equal ranges."""
+        spec, span = blueprint.spec(name), self.flat.spans[name]
+        rows = self.flat.shard_row_range(name, self.shard_index)
         tp, rank = self.mesh.tp.size, self.mesh.tp.rank
-        holders = blueprint.replication(name, tp)
-        if row.tp_dim != 0 or not row.fused_parts:  # the same for all rows
-            return [ReplicatedRange(name, 0, len(mine), holders[0], frozenset(holders[:1]))] if len(mine) else []
-        sizes = [held.sizes[0] for held in blueprint.tp_slices(name, tp, rank)]
-        starts = list(accumulate(sizes, initial=0))[:-1]
+        replication = blueprint.replication(name, tp)
+        if spec.tp_dim != 0 or not spec.fused_parts:  # the same for all rows
+            if not len(rows):
+                return []
+            return [ReplicatedRange(name, 0, len(rows), replication[0], frozenset(replication[:1]))]
+        sizes = [piece.sizes[0] for piece in blueprint.tp_slices(name, tp, rank)]
+        part_starts = list(accumulate(sizes, initial=0))[:-1]
 
-        def holders_of(row: int) -> int:
-            return holders[bisect_right(starts, row) - 1]
+        def replicas_of(row: int) -> int:
+            return replication[bisect_right(part_starts, row) - 1]
 
-        cuts = [*sorted({start % span.shard_rows for start in starts} | {0}), span.shard_rows]
-        out = []
-        for first, end in pairwise(cuts):
-            shards = range(first, span.shape[0], span.shard_rows)
-            if first < len(mine):
-                elsewhere = frozenset(holders_of(each) for each in shards)
-                here = holders_of(mine.start + first)
-                out.append(ReplicatedRange(name, first, min(end, len(mine)), here, elsewhere))
-        return out
+        boundaries = [*sorted({start % span.shard_rows for start in part_starts} | {0}), span.shard_rows]
+        ranges = []
+        for start, stop in pairwise(boundaries):
+            if start < len(rows):
+                same_rows = range(start, span.shape[0], span.shard_rows)
+                in_any_shard = frozenset(replicas_of(row) for row in same_rows)
+                replicas = replicas_of(rows.start + start)
+                ranges.append(ReplicatedRange(name, start, min(stop, len(rows)), replicas, in_any_shard))
+        return ranges

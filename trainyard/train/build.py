@@ -1,0 +1,169 @@
+"""Builds the parts of a Trainer from a Config, one function for each part.
+
+The order is fixed: build the stages (split over tp and pp), create the optimizer (which shards them over dp), apply
+recompute, compile. The last two replace only `forward`, so hooks around a block stay outside.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainyard import devices, models
+from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.registry import open_weights
+from trainyard.compile.compile_blocks import CompileFn, compile_model
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.data.loading.build import build_datasets
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.reference import Kernels
+from trainyard.metrics.throughput import ThroughputMeter
+from trainyard.models.flops import flops_per_sample
+from trainyard.models.init import initial_values
+from trainyard.models.sharding import shard_values
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.context_parallel import ContextAxis
+from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.recompute import apply_recompute
+from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.parallel.world import World
+from trainyard.train.cross_entropy import make_head_loss
+from trainyard.train.evaluate import Metric
+from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
+from trainyard.train.user_functions import import_function
+
+logger = logging.getLogger(__name__)
+
+
+def build_device(config: Config, world: World, device: devices.Device | None = None) -> devices.Device:
+    """The device of config.device.name (or the given one), prepared for this run."""
+    device = device or devices.select(config.device.name)
+    device.prepare(config.device.deterministic, world.local_rank, config.precision.kind, config.device.lnc)
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    return device
+
+
+def build_loss(
+    config: Config,
+    user_loss: LossFunction | None,
+    kernels: Kernels,
+    compile_fn: CompileFn | None,
+    device: devices.Device,
+) -> Loss:
+    """The user's loss (an argument, or config.train.loss), or the loss of the model family."""
+    dotted = config.train.loss
+    function = user_loss or (import_function(dotted, "train.loss") if dotted else None)
+    if function:
+        return UserLoss(function)
+    fp8 = fp8_layers(config)
+    head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
+    return make_loss(config.model.family, make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes))
+
+
+def fp8_layers(config: Config) -> models.Fp8Layers | None:
+    """The layers that multiply in fp8; None unless precision.kind is fp8."""
+    precision = config.precision
+    if precision.kind != "fp8":
+        return None
+    recipe = Fp8Options(precision.fp8_scaling, precision.fp8_backward)
+    layers = range(precision.bf16_first_layers, config.model.layers - precision.bf16_last_layers)
+    return models.Fp8Layers(recipe, layers)
+
+
+def build_metrics(config: Config, metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Metrics of config.evaluate.metrics, and those given as an argument."""
+    dotted = config.evaluate.metrics.items()
+    imported = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted}
+    return {**imported, **(metrics or {})}
+
+
+def build_evaluation(config: Config, evaluate: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The user's evaluation function: an argument, or config.evaluate.function; None for the built-in evaluation."""
+    dotted = config.evaluate.function
+    return evaluate or (import_function(dotted, "evaluate.function") if dotted else None)
+
+
+def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, BatchLoader | None]:
+    """Loaders of training and validation samples."""
+    train, validation, shuffle = build_datasets(config)
+    if needs_validation and not validation:
+        raise UserError(
+            f"evaluate.every={config.evaluate.every}: data.split={config.data.split} leaves no validation samples"
+        )
+    batch, seed = config.train.global_batch, config.train.seed
+    validation_loader = BatchLoader(validation, batch, seed, shuffle=False) if validation else None
+    return BatchLoader(train, batch, seed, shuffle), validation_loader
+
+
+def build_stages(
+    config: Config, layout: Layout, mesh: Mesh, device: devices.Device, kernels: Kernels
+) -> list[tuple[StageSpec, models.TransformerStage]]:
+    """This rank's pipeline stages, without memory for their parameters."""
+    method, decomposed = config.layout.cp_method, device.decomposes_attention
+    if decomposed and method == "ring" and layout.cp > 1:
+        logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
+    axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, method, decomposed))
+    fp8 = fp8_layers(config)
+    stages = [
+        (spec, models.build_model(config.model, device.torch_device, axes, spec, kernels, fp8))
+        for spec in layout.stages_on(mesh.coords["pp"])
+    ]
+    for _, model in stages:
+        model.max_seq_len = config.data.seq_len
+    return stages
+
+
+def initial_parameters(
+    config: Config,
+    blueprint: models.Blueprint,
+    mesh: Mesh,
+    device: devices.Device,
+    resuming: bool,
+    weights: models.ParameterValues | None,
+) -> models.ParameterValues:
+    """Where this rank's parameters get their values: zeros if a checkpoint is loaded later, the given full weights, a
+    checkpoint of any format, or random initialization."""
+    tp, section = mesh.tp, config.checkpoint
+    init_from = section.resume if section.weights_only else section.init_from
+    if resuming:
+        return partial(_zeros, blueprint, tp.size, tp.rank)
+    if weights:
+        return shard_values(blueprint, weights, tp.size, tp.rank)
+    if init_from:
+        logger.info("reading weights from %s", init_from)
+        return tp_rank_values(open_weights(init_from, config.model).weights, tp.size, tp.rank)
+    return initial_values(blueprint, config.train.seed, device.init_device, tp.size, tp.rank)
+
+
+def _zeros(blueprint: models.Blueprint, tp: int, rank: int, name: str) -> torch.Tensor:
+    return torch.zeros(blueprint.local_shape(name, tp, rank))
+
+
+def wrap_blocks(
+    config: Config,
+    stages: list[models.TransformerStage],
+    device: devices.Device,
+    mesh: Mesh,
+    compile_fn: CompileFn | None,
+    padding_free: bool,
+) -> None:
+    """Apply recompute and compilation to the blocks of every stage."""
+    options = device.compile_options() if compile_fn else None
+    for model in stages:
+        apply_recompute(list(model.layers.children()), config.recompute)
+        if options:
+            compile_embedding = not device.synchronous and mesh.tp.size == 1
+            compile_model(model, options, config.compile.mode, padding_free, compile_embedding)
+
+
+def build_throughput_meter(
+    config: Config, blueprint: models.Blueprint, device: devices.Device, dtype: torch.dtype, ranks: int
+) -> ThroughputMeter:
+    flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
+    return ThroughputMeter(config, flops, device.peak_throughput(dtype), ranks)

@@ -1,0 +1,123 @@
+"""The memory of one rank's training state: every parameter in a few flat buffers.
+
+All parameters of a rank are views of one buffer, and so are their gradients: clipping, the update and the copy to the
+compute dtype are then a few long passes over memory instead of many short ones. fp32 master weights and optimizer
+moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainyard.config.schema import Config
+from trainyard.models import ParameterValues
+from trainyard.models.blueprint import Blueprint
+from trainyard.parallel.flat_buffer import FlatBuffer
+from trainyard.parallel.process_group import Group
+from trainyard.train.decisions import zero_stage
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Shapes = dict[str, tuple[int, ...]]
+"""Local shape of every parameter of a rank, by name."""
+
+
+class ParamGroups(NamedTuple):
+    """Parameters in the order of the flat buffers: AdamW or LAMB with weight decay, the same without, Muon."""
+
+    decayed: list[str]
+    undecayed: list[str]
+    muon: list[str]
+    """Matrices of blocks that Muon orthogonalizes; empty for the other rules. They have no second moment, so they come
+    last and `exp_avg_sq` ends before them."""
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.decayed, *self.undecayed, *self.muon]
+
+    @classmethod
+    def split(cls, names: Iterable[str], blueprint: Blueprint, kind: str) -> "ParamGroups":
+        """Group parameters for the update rule `kind`, keeping the model's order within each group."""
+        groups = cls([], [], [])
+        for name in names:
+            spec = blueprint.spec(name)
+            if kind == "muon" and spec.pipeline_stage == "block" and len(spec.shape) == 2:
+                groups.muon.append(name)
+            else:
+                (groups.decayed if spec.weight_decay else groups.undecayed).append(name)
+        return groups
+
+
+def make_flat_buffer(shapes: Shapes, blueprint: Blueprint, config: Config, shards: int) -> FlatBuffer:
+    """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib."""
+    groups = ParamGroups.split(shapes, blueprint, config.optimizer.kind)
+    bucket = config.layout.bucket_mib * 2**20 // DTYPES[config.precision.grad_reduce_dtype].itemsize
+    ordered = [(name, shapes[name]) for name in groups.names]
+    return FlatBuffer(ordered, len(groups.decayed), shards, bucket, len(groups.undecayed))
+
+
+class FlatState:
+    """Weights, gradients and optimizer moments of one rank, and where each parameter lies in them."""
+
+    def __init__(
+        self, shapes: Shapes, blueprint: Blueprint, config: Config, data_group: Group, device: torch.device
+    ) -> None:
+        """`data_group` are the ranks that hold the same parameters and, under ZeRO, shard them."""
+        self.zero_stage = zero_stage(config, data_group.size)
+        self.shard_index = data_group.rank if self.zero_stage else 0
+        shards = data_group.size if self.zero_stage else 1
+        self.flat = make_flat_buffer(shapes, blueprint, config, shards)
+        self.names = list(self.flat.spans)
+        precision = config.precision
+        self.stochastic_rounding = precision.kind == "bf16_sr"
+        self.compute_dtype = DTYPES[precision.compute_dtype]
+        grad_dtype = DTYPES[precision.grad_accum_dtype]
+        master_dtype = torch.bfloat16 if self.stochastic_rounding else torch.float32
+
+        def zeros(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        size, shard_size = self.flat.size, self.flat.shard_size
+        self.exp_avg = zeros(shard_size, torch.float32)
+        """First moment, or Muon's momentum."""
+        self.exp_avg_sq = zeros(self.flat.shard_undecayed_end, torch.float32)
+        """Second moment; parameters that Muon updates have none."""
+        if self.zero_stage < 2:
+            self.weights = zeros(size, self.compute_dtype)
+            """What the model computes with."""
+            shared = shards == 1 and master_dtype == self.compute_dtype
+            self.master_weights = self.weights if shared else zeros(shard_size, master_dtype)
+            self.gradients = zeros(size, grad_dtype)
+            """Sum over this rank's micro batches."""
+            self.reduced_grads = self.gradients if shards == 1 else zeros(shard_size, grad_dtype)
+            """Sum over all ranks."""
+        else:  # FSDP keeps the full weights and gradients
+            self.master_weights = self.weights = zeros(shard_size, master_dtype)
+            self.gradients = self.reduced_grads = zeros(shard_size, master_dtype)
+
+    @property
+    def copies_weights(self) -> bool:
+        """True if an update must copy the master weights to `weights` on this rank (no ZeRO, different dtypes)."""
+        return self.zero_stage == 0 and self.weights is not self.master_weights
+
+    def shard_view(self, buffer: Tensor, name: str) -> Tensor:
+        """This rank's shard of a parameter (without ZeRO, all of it) in a buffer of shard size."""
+        return self.flat.shard_view(buffer, name, self.shard_index)
+
+    def has_second_moment(self, name: str) -> bool:
+        return self.flat.spans[name].shard_start < self.flat.shard_undecayed_end
+
+    def moments(self) -> dict[str, Tensor]:
+        """State buffers by their name in checkpoints."""
+        return {"weights": self.master_weights, "first": self.exp_avg, "second": self.exp_avg_sq}
+
+    def load_values(self, values: ParameterValues) -> None:
+        """Set the weights and master weights from the values of local parameters."""
+        for name in self.names:
+            value = values(name)
+            rows = self.flat.shard_row_range(name, self.shard_index)
+            self.shard_view(self.master_weights, name).copy_(value[rows.start : rows.stop])
+            if self.zero_stage < 2:
+                self.flat.view(self.weights, name).copy_(value)

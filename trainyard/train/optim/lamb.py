@@ -1,0 +1,42 @@
+"""LAMB: Adam with a trust ratio for every matrix, for very large batches (You et al., arXiv 1904.00962)."""
+
+import torch
+
+from trainyard.train.optim.adamw import adam_moments
+from trainyard.train.optim.update_rule import RuleContext, StepScalars, bias_correction
+
+
+class Lamb:
+    """Scales each matrix's update to lr times the matrix's norm. Parameters without weight decay get plain Adam."""
+
+    def __init__(self, context: RuleContext) -> None:
+        self.context, self.state, self.config = context, context.state, context.config
+
+    def update(self, scalars: StepScalars) -> None:
+        c, state, finite = self.config, self.state, scalars.finite
+        correction = bias_correction(c, scalars.update_count)
+        updates = torch.zeros_like(state.exp_avg)
+        old_weights = state.master_weights.float()
+        for name in state.names:
+            gradient, exp_avg, exp_avg_sq, update = (
+                state.shard_view(buffer, name)
+                for buffer in (state.reduced_grads, state.exp_avg, state.exp_avg_sq, updates)
+            )
+            new_avg, new_avg_sq, adam = adam_moments(
+                gradient, exp_avg, exp_avg_sq, scalars.grad_scale, correction, c.beta1, c.beta2, c.eps
+            )
+            update.copy_(adam + self.context.weight_decay(name) * state.shard_view(old_weights, name))
+            exp_avg.copy_(torch.where(finite, new_avg, exp_avg))
+            exp_avg_sq.copy_(torch.where(finite, new_avg_sq, exp_avg_sq))
+        # A matrix may be sharded over ranks; the norms are those of the full matrices.
+        sync = self.context.replica_sync
+        weight_norms, update_norms = sync.squared_norms(old_weights).sqrt(), sync.squared_norms(updates).sqrt()
+        ratios = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+        ratios = ratios.clamp(max=1.0) if c.trust_clip else ratios
+        for index, name in enumerate(state.names):
+            old, update = state.shard_view(old_weights, name), state.shard_view(updates, name)
+            ratio = ratios[index] if self.context.weight_decay(name) else 1.0
+            new = torch.where(finite, old - scalars.lr * ratio * update, old)
+            self.context.store_weights(name, new, scalars)
+        if state.copies_weights:
+            state.weights.copy_(state.master_weights)

@@ -1,0 +1,79 @@
+"""The interface between the optimizer and its update rules. A new rule is one file plus an entry in optimizer.RULES."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trainyard.compile.compile_blocks import CompileFn
+from trainyard.config.schema import OptimizerSection
+from trainyard.kernels.reference import Kernels
+from trainyard.models.blueprint import Blueprint
+from trainyard.parallel.mesh import Mesh
+from trainyard.train.optim.flat_state import FlatState
+from trainyard.train.optim.replicated_params import ReplicaSync
+from trainyard.train.optim.stochastic_rounding import RoundingRange, stochastic_round_to_bf16
+
+
+class StepScalars(NamedTuple):
+    """Inputs of one update besides the state, all on the device."""
+
+    lr: Tensor
+    grad_scale: Tensor
+    """Factor on gradients: the loss divisor and clipping."""
+    finite: Tensor
+    """False where the step must change nothing."""
+    update_count: Tensor
+    """Updates including this one, for the bias correction of moments."""
+    rounding_key: Tensor | None
+    """Random key of this step's stochastic rounding; None with fp32 master weights."""
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """Everything that a rule may use to build itself."""
+
+    state: FlatState
+    config: OptimizerSection
+    blueprint: Blueprint
+    mesh: Mesh
+    replica_sync: ReplicaSync
+    """Norms of parameters that are sharded or replicated over ranks."""
+    rounding_ranges: dict[str, list[RoundingRange]]
+    """Stochastic rounding of each parameter; empty with fp32 master weights."""
+    kernels: Kernels
+    compile_fn: CompileFn | None
+
+    def weight_decay(self, name: str) -> float:
+        return self.config.weight_decay if self.blueprint.spec(name).weight_decay else 0.0
+
+    def store_weights(self, name: str, value: Tensor, scalars: StepScalars) -> None:
+        """Write new fp32 values of this rank's shard to the master weights, with stochastic rounding where they are
+        bf16. `value` already equals the old weights where `scalars.finite` is false."""
+        if scalars.rounding_key is None:
+            self.state.shard_view(self.state.master_weights, name).copy_(value)
+            return
+        flat_value = value.reshape(-1)
+        for rounding in self.rounding_ranges[name]:
+            start = rounding.weight.storage_offset() - self.state.flat.spans[name].shard_start
+            part = flat_value[start : start + rounding.weight.numel()].view_as(rounding.weight)
+            bits = rounding.row_bits(scalars.rounding_key)
+            rounded = stochastic_round_to_bf16(part, bits, rounding.site, rounding.column_ids)
+            rounding.weight.copy_(torch.where(scalars.finite, rounded, rounding.weight))
+
+
+class UpdateRule(Protocol):
+    """Updates the master weights and moments of a FlatState from its reduced gradients.
+
+    If the state `copies_weights`, the rule also updates `weights`. Nothing changes where `scalars.finite` is false.
+    """
+
+    def __init__(self, context: RuleContext) -> None: ...
+
+    def update(self, scalars: StepScalars) -> None: ...
+
+
+def bias_correction(config: OptimizerSection, update_count: Tensor) -> Tensor:
+    """[1 - beta1^t, 1 - beta2^t], kept above 0 for the step before the first update."""
+    return torch.stack((1 - config.beta1**update_count, 1 - config.beta2**update_count)).clamp(min=1e-30)
