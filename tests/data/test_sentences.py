@@ -1,4 +1,4 @@
-"""Sentences end where a reader would say so, and nothing of the text is lost."""
+"""Sentence splitting: typical cases, no loss of text, linear time."""
 
 import time
 
@@ -30,11 +30,11 @@ TEXTS = st.text(st.sampled_from("aAbI1 .?!…。！\n\r\t\"')]»「」([ U.S. Mr
 
 
 @pytest.mark.parametrize("sentences", CASES.values(), ids=CASES.keys())
-def test_sentences_are_found(sentences: list[str]) -> None:
+def test_typical_sentences(sentences: list[str]) -> None:
     assert split_sentences(" ".join(sentences)) == sentences
 
 
-def test_stops_of_chinese_and_japanese_need_no_space() -> None:
+def test_chinese_and_japanese_stops_need_no_space() -> None:
     assert split_sentences("他来了。她走了！“真的吗？”好。") == ["他来了。", "她走了！", "“真的吗？”", "好。"]
     assert split_sentences("「行こう。」と言った。雨だ。") == ["「行こう。」", "と言った。", "雨だ。"]
 
@@ -49,28 +49,28 @@ def test_a_line_ends_a_sentence() -> None:
     assert split_sentences(" \n\t ") == split_sentences("") == []
 
 
-def test_newlines_are_kept_with_the_sentence_before() -> None:
+def test_keep_newlines_attaches_white_space_to_the_sentence_before() -> None:
     assert split_sentences("\nOne.  Two.\n\nThree", keep_newlines=True) == ["\nOne.  ", "Two.\n\n", "Three"]
 
 
 @examples(400)
 @given(TEXTS | st.text(max_size=60))
-def test_nothing_is_lost(text: str) -> None:
+def test_no_text_is_lost(text: str) -> None:
     sentences = split_sentences(text)
-    at = 0
+    end = 0
     for sentence in sentences:
         assert sentence == sentence.strip() != ""
-        found = text.index(sentence, at)
-        assert not text[at:found].strip()
-        at = found + len(sentence)
-    assert not text[at:].strip()
-    kept = split_sentences(text, keep_newlines=True)
-    assert "".join(kept) == (text if text.strip() else "")
-    assert [sentence.strip() for sentence in kept] == sentences
+        start = text.index(sentence, end)
+        assert not text[end:start].strip()
+        end = start + len(sentence)
+    assert not text[end:].strip()
+    with_newlines = split_sentences(text, keep_newlines=True)
+    assert "".join(with_newlines) == (text if text.strip() else "")
+    assert [sentence.strip() for sentence in with_newlines] == sentences
 
 
 @pytest.mark.parametrize("unit", [".", " ", ". ", '.""', ".[1", "\n", "A. ", "(", "1. A ", "Mr. ", "。"])
-def test_no_text_takes_long(unit: str) -> None:
+def test_time_is_linear(unit: str) -> None:
     start = time.monotonic()
     split_sentences("a. " + unit * 100_000)
     assert time.monotonic() - start < 20

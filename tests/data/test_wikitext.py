@@ -1,4 +1,4 @@
-"""Wikitext as a reader of the page would see it, and text that no markup, however broken, may lose or slow down."""
+"""Wikitext to plain text: typical markup, and broken markup that neither loses text nor takes long."""
 
 import time
 
@@ -45,7 +45,7 @@ INLINE = [
 
 
 @pytest.mark.parametrize(("source", "expected"), INLINE)
-def test_a_line(source: str, expected: str) -> None:
+def test_inline_markup(source: str, expected: str) -> None:
     assert wikitext_to_text(f"Then {source}") == f"Then {expected}".strip()
 
 
@@ -69,11 +69,11 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("source", "expected"), BLOCKS)
-def test_lines(source: str, expected: str) -> None:
+def test_block_markup(source: str, expected: str) -> None:
     assert wikitext_to_text(source) == expected
 
 
-def test_names_of_another_wiki() -> None:
+def test_namespaces_of_another_wiki() -> None:
     names = WikiNamespaces(frozenset(("tiedosto", "luokka")))
     assert wikitext_to_text("a [[Tiedosto:x.jpg|b]][[Luokka:y]] [[File:z]] [[Muu:c]]", names) == "a Muu:c"
     assert wikitext_to_text("[[Tiedosto:x.jpg|b]]") == "b"
@@ -95,20 +95,20 @@ UNCLOSED = [
 
 
 @pytest.mark.parametrize("opening", [*UNCLOSED, "{{a|{{b}} [[c]]", "{{{1", "<table>", "<gallery>", "\n{|\n|-\n| x"])
-def test_what_never_closes_loses_nothing(opening: str) -> None:
+def test_unclosed_markup_loses_no_text(opening: str) -> None:
     """It is text, and the rest is read as ever."""
     assert wikitext_to_text(f"Start. {opening}\n\n{REST} [[x|Last]]{{{{y}}}}.").endswith(f"{REST} Last.")
 
 
-def test_an_unclosed_reference_ends_where_the_next_begins() -> None:
+def test_unclosed_reference_ends_where_the_next_begins() -> None:
     assert wikitext_to_text("a <ref>b c <ref>d</ref> e") == "a b c e"
 
 
-def test_rows_of_an_unclosed_template_or_table_go_but_nothing_else() -> None:
+def test_only_rows_of_an_unclosed_template_or_table_are_dropped() -> None:
     assert wikitext_to_text("{{Infobox\n| a = b\n| c = d\nText.\n\n{|\n|-\n| x\nMore.") == "{{Infobox\nText.\n\nMore."
 
 
-def test_closing_marks_alone_are_text() -> None:
+def test_unmatched_closing_marks_are_text() -> None:
     assert wikitext_to_text("a }} b ]] c ] d } e") == "a }} b ]] c ] d } e"
 
 
@@ -150,29 +150,29 @@ CLOSED = [
 def test_time_is_linear(source: str) -> None:
     start = time.process_time()
     wikitext_to_text(source)
-    assert time.process_time() - start < 10  # squared, it would be minutes
+    assert time.process_time() - start < 10  # quadratic time would take minutes
 
 
 PLAIN = st.text("abcdefgh äß東.", min_size=1, max_size=12).map(lambda text: "w" + "".join(text.split()) + "w")
 
 
 def nest(inner: st.SearchStrategy[tuple[str, str]]) -> st.SearchStrategy[tuple[str, str]]:
-    """Markup around markup, and what is left of both."""
+    """Pairs of nested markup and the text that remains of it."""
     keep = [("[[target|", "]]"), ("{{nowrap|", "}}"), ("{{lang|fr|", "}}"), ("<b id='x'>", "</b>"), ("[http://x ", "]")]
     drop = [("{{cite|a=", "}}"), ("[[File:a.jpg|thumb|", "]]"), ("<ref name='a'>", "</ref>"), ("<!-- ", " -->")]
     kept = st.tuples(st.sampled_from(keep), inner).map(
-        lambda made: (f"w {made[1][0]}".join(made[0]), f"w {made[1][1]}")
+        lambda pair: (f"w {pair[1][0]}".join(pair[0]), f"w {pair[1][1]}")
     )
-    dropped = st.tuples(st.sampled_from(drop[:2]), inner).map(lambda made: (made[1][0].join(made[0]), ""))
-    leaf = st.tuples(st.sampled_from(drop), PLAIN).map(lambda made: (made[1].join(made[0]), ""))
-    both = st.tuples(inner, inner).map(lambda made: (f"{made[0][0]} {made[1][0]}", f"{made[0][1]} {made[1][1]}"))
+    dropped = st.tuples(st.sampled_from(drop[:2]), inner).map(lambda pair: (pair[1][0].join(pair[0]), ""))
+    leaf = st.tuples(st.sampled_from(drop), PLAIN).map(lambda pair: (pair[1].join(pair[0]), ""))
+    both = st.tuples(inner, inner).map(lambda pair: (f"{pair[0][0]} {pair[1][0]}", f"{pair[0][1]} {pair[1][1]}"))
     return st.one_of(kept, dropped, leaf, both)
 
 
 @examples(150)
 @given(st.recursive(PLAIN.map(lambda text: (text, text)), nest, max_leaves=12))
-def test_nested_markup_leaves_its_words(made: tuple[str, str]) -> None:
-    source, expected = made
+def test_nested_markup(case: tuple[str, str]) -> None:
+    source, expected = case
     assert wikitext_to_text(f"Begin {source} end").split() == ["Begin", *expected.split(), "end"]
 
 
@@ -184,7 +184,7 @@ MARKS = (
 
 @examples(200)
 @given(st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=5)), max_size=40).map("".join))
-def test_anything_can_be_read(source: str) -> None:
+def test_arbitrary_text_gives_clean_output(source: str) -> None:
     text = wikitext_to_text(source)
     assert text == text.strip()
     assert "\x01" not in text
@@ -193,6 +193,6 @@ def test_anything_can_be_read(source: str) -> None:
 
 @examples(100)
 @given(st.lists(st.sampled_from(MARKS), max_size=20).map("".join))
-def test_no_broken_paragraph_takes_the_next(source: str) -> None:
-    """However broken a paragraph is: what follows it, and holds no mark that could end it, stays."""
+def test_broken_paragraph_does_not_affect_the_next(source: str) -> None:
+    """A paragraph without markup stays after any broken paragraph."""
     assert wikitext_to_text(f"{source}\n\nThe last words.").endswith("The last words.")

@@ -1,4 +1,4 @@
-"""Small dumps like those of Wikipedia: the export schema 0.11, several namespaces, redirects, many scripts."""
+"""Small dumps in the format of Wikipedia: export schema 0.11, several namespaces, redirects, many scripts."""
 
 import bz2
 import gzip
@@ -60,37 +60,35 @@ OTHER = [
 ]
 
 
-def words(chance: random.Random, count: int) -> str:
-    return " ".join(chance.choice((NOUNS, VERBS, OTHER, OTHER)[chance.randrange(4)]) for _ in range(count))
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice((NOUNS, VERBS, OTHER, OTHER)[rng.randrange(4)]) for _ in range(count))
 
 
-def sentence(chance: random.Random) -> str:
-    """With the markup of an ordinary one: some links, now and then a template or a reference."""
-    noun = chance.choice(NOUNS)
-    link = chance.choice((f"[[{noun}]]s", f"[[{noun} (place)|{words(chance, 2)}]]", f"''{noun}''", f"[[{noun}]]", noun))
-    middle = chance.choice(
-        ("", "", "", f" ({{{{lang|de|{noun}}}}})", f" {{{{convert|{chance.randrange(99)}|km|mi}}}}", ",")
-    )
-    source = f"url=https://example.org/{noun} |title={words(chance, 6)} |date=2 May 2019 |work=[[The Times]]"
+def sentence(rng: random.Random) -> str:
+    """A sentence with typical markup: some links, sometimes a template or a reference."""
+    noun = rng.choice(NOUNS)
+    link = rng.choice((f"[[{noun}]]s", f"[[{noun} (place)|{words(rng, 2)}]]", f"''{noun}''", f"[[{noun}]]", noun))
+    middle = rng.choice(("", "", "", f" ({{{{lang|de|{noun}}}}})", f" {{{{convert|{rng.randrange(99)}|km|mi}}}}", ","))
+    source = f"url=https://example.org/{noun} |title={words(rng, 6)} |date=2 May 2019 |work=[[The Times]]"
     cite = f"{{{{cite web |{source}}}}}"
-    note = chance.choice(("", "", f"<ref>{cite}</ref>", f'<ref name="{noun}" />'))
-    return f"The {words(chance, 6)} {link}{middle} {words(chance, 8)} [[{words(chance, 2)}]].{note}"
+    note = rng.choice(("", "", f"<ref>{cite}</ref>", f'<ref name="{noun}" />'))
+    return f"The {words(rng, 6)} {link}{middle} {words(rng, 8)} [[{words(rng, 2)}]].{note}"
 
 
-def infobox(chance: random.Random) -> str:
-    rows = "\n".join(f"| {words(chance, 1)}_{n} = [[{words(chance, 2)}]] {{{{nowrap|{n} m}}}}" for n in range(12))
+def infobox(rng: random.Random) -> str:
+    rows = "\n".join(f"| {words(rng, 1)}_{n} = [[{words(rng, 2)}]] {{{{nowrap|{n} m}}}}" for n in range(12))
     return f"{{{{Infobox place\n{rows}\n| image = Place.jpg <!-- a view -->\n}}}}\n"
 
 
-def article(chance: random.Random, sections: int) -> str:
-    parts = [infobox(chance), f"[[Datei:{words(chance, 1)}.jpg|mini|A [[view]] of {{{{nowrap|it}}}}]]\n"]
+def article(rng: random.Random, sections: int) -> str:
+    parts = [infobox(rng), f"[[Datei:{words(rng, 1)}.jpg|mini|A [[view]] of {{{{nowrap|it}}}}]]\n"]
     for number in range(sections):
-        parts += [f"\n== {words(chance, 2)} ==\n" if number else ""]
-        parts += [" ".join(sentence(chance) for _ in range(chance.randrange(2, 7))) + "\n\n" for _ in range(2)]
+        parts += [f"\n== {words(rng, 2)} ==\n" if number else ""]
+        parts += [" ".join(sentence(rng) for _ in range(rng.randrange(2, 7))) + "\n\n" for _ in range(2)]
         if number % 4 == 1:
-            parts += [f"* {sentence(chance)}\n" for _ in range(4)]
+            parts += [f"* {sentence(rng)}\n" for _ in range(4)]
         if number % 4 == 3:
-            rows = "".join(f"|-\n| {words(chance, 2)} || [[{words(chance, 1)}]]\n" for _ in range(6))
+            rows = "".join(f"|-\n| {words(rng, 2)} || [[{words(rng, 1)}]]\n" for _ in range(6))
             parts += ['{| class="wikitable"\n! a !! b\n', rows, "|}\n"]
     return "".join([*parts, "\n== References ==\n{{Reflist}}\n\n[[Kategorie:Places]]\n[[en:Place]]\n"])
 
@@ -121,10 +119,10 @@ def page(number: int, title: str, text: str, namespace: int = 0, redirect: str =
 
 
 def pages(count: int, seed: int = 0, sections: int = 4) -> Iterator[str]:
-    """Articles, and among them redirects, talk, templates and style sheets."""
-    chance = random.Random(seed)
+    """Articles, with redirects, talk pages, templates and style sheets among them."""
+    rng = random.Random(seed)
     for number in range(1, count + 1):
-        title = f"{chance.choice(NOUNS)} {number} & Söhne"
+        title = f"{rng.choice(NOUNS)} {number} & Söhne"
         kind = number % 10
         if kind == 3:
             yield page(number, title, "#WEITERLEITUNG [[Köln]]", redirect="Köln")
@@ -135,28 +133,29 @@ def pages(count: int, seed: int = 0, sections: int = 4) -> Iterator[str]:
         elif kind == 9:
             yield page(number, f"{title}.css", "a { color: red }", model="css")
         else:
-            yield page(number, title, article(chance, sections))
+            yield page(number, title, article(rng, sections))
 
 
-def dump(found: Iterable[str]) -> bytes:
-    return (HEAD + "".join(found) + TAIL).encode()
+def dump(pages: Iterable[str]) -> bytes:
+    return (HEAD + "".join(pages) + TAIL).encode()
 
 
-def multistream(found: Sequence[str], each: int = 10) -> bytes:
-    """As Wikimedia does it: a stream for the head, one for each so many pages, one for the end."""
-    groups = ["".join(found[start : start + each]) for start in range(0, len(found), each)]
+def multistream(pages: Sequence[str], pages_per_stream: int = 10) -> bytes:
+    """The format of Wikimedia: a bz2 stream for the head, one for each group of pages, one for the end."""
+    starts = range(0, len(pages), pages_per_stream)
+    groups = ["".join(pages[start : start + pages_per_stream]) for start in starts]
     return b"".join(bz2.compress(group.encode()) for group in (HEAD, *groups, TAIL))
 
 
 def chopped(data: bytes, size: int = 5000) -> bytes:
-    """bz2 streams that begin anywhere, as tools that compress in parallel make them."""
+    """bz2 streams that start anywhere, as parallel compressors write them."""
     return b"".join(bz2.compress(data[start : start + size], 1) for start in range(0, len(data), size))
 
 
 KINDS = {
     "xml": dump,
-    "xml.bz2": lambda found: bz2.compress(dump(found), 1),
-    "xml.gz": lambda found: gzip.compress(dump(found)),
+    "xml.bz2": lambda pages: bz2.compress(dump(pages), 1),
+    "xml.gz": lambda pages: gzip.compress(dump(pages)),
     "multistream.xml.bz2": multistream,
-    "chopped.xml.bz2": lambda found: chopped(dump(found)),
+    "chopped.xml.bz2": lambda pages: chopped(dump(pages)),
 }
