@@ -27,6 +27,7 @@ from trainyard import compat, devices, models
 from trainyard.compile import inductor_cache
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.core.batch import map_batch
 from trainyard.dryrun.dry_run import fake_rank, without_io
 from trainyard.dryrun.meta_ops import fake_tensor_mode
 from trainyard.parallel.layout import Layout
@@ -146,9 +147,7 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
 
         def batch() -> StagedBatch:
             """New tensors for each step, as in a run: graphs mark the tensors that they have seen."""
-            return StagedBatch(
-                [{name: mode.from_tensor(x.clone()) for name, x in part.items()} for part in staged.batches]
-            )
+            return StagedBatch([map_batch(lambda x: mode.from_tensor(x.clone()), part) for part in staged.batches])
 
         def trace() -> None:
             """Everything that a run compiles, in phases."""

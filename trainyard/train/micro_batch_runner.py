@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,8 +114,9 @@ class _StageModule(nn.Module):
     def forward(self, x: Tensor, **micro: Tensor) -> Tensor:
         assert self.inputs.rng_key is not None
         assert self.inputs.loss_fn is not None
-        output = self.model({**micro, "rng_key": self.inputs.rng_key}, x)
-        return self.inputs.loss_fn(output, micro).reshape(1) if isinstance(output, ModelOutput) else output
+        batch = cast(Batch, micro)
+        output = self.model({**batch, "rng_key": self.inputs.rng_key}, x)
+        return self.inputs.loss_fn(output, batch).reshape(1) if isinstance(output, ModelOutput) else output
 
 
 def _build_pipeline(
