@@ -55,7 +55,7 @@ DEVICE_NAMES = ("cuda", "neuron", "xla")
 CALLBACK_NAME = re.compile(r"`(on_[a-z_]+)")
 CODE_SPAN = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 NOT_KEYS = {"model.model_config", "model.moe.num_experts", "model.log", "model.neff", "model.done"}
-"""Code spans that look like keys of ours: keys of NxDT, and files of the Neuron compiler."""
+"""Code spans that look like configuration keys: keys of NxDT, and files of the Neuron compiler."""
 PYTHON_FILE = re.compile(r"(?<![\w./*{}-])((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)\b")
 
 
@@ -195,7 +195,7 @@ def _is_module(name: str) -> bool:
 
 
 def _missing_files(text: str) -> set[str]:
-    """Python files of ours that a text names by their path in the repository or the package, and that do not exist."""
+    """Python files of this repository that a text names by full path or path in the package, but that do not exist."""
     ours = {*LEVEL, "trainyard", "tests", "bench", "scripts"}
     paths = {path for path in PYTHON_FILE.findall(text) if path.partition("/")[0] in ours}
     return {path for path in paths if not (ROOT / path).exists() and not (PACKAGE / path).exists()}

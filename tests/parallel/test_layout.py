@@ -12,7 +12,6 @@ from trainyard.config.recipes import recipe_names
 from trainyard.config.smoke import fit_to_ranks, smoke_config
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout, head_range, replication_factor
-from trainyard.parallel.world import World
 
 MODEL = {**configs.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
 
@@ -132,11 +131,3 @@ def test_smoke_size_keeps_every_axis_that_fits() -> None:
     assert (small.tp, small.pp, small.cp) == (2, 2, 2)
     assert fit_to_ranks(load("llama2-7b"), 8).layout.tp == 4
     assert fit_to_ranks(load("llama2-7b"), 8).model == load("llama2-7b").model
-
-
-def test_world_reads_the_launchers_variables() -> None:
-    assert World.from_environment({}) == World(0, 1, 0, 1)
-    variables = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
-    assert World.from_environment(variables) == World(9, 16, 1, 8)
-    with pytest.raises(UserError, match=r"RANK=x WORLD_SIZE=2 .*: must be integers"):
-        World.from_environment({"RANK": "x", "WORLD_SIZE": "2"})

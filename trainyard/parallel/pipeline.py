@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
 )
 
 from trainyard import compat
+from trainyard.core.batch import Batch, batch_tensors
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.mesh import Mesh
@@ -70,14 +71,14 @@ class Pipeline:
         else:
             self.schedule = MULTI_STAGE_SCHEDULES[schedule](stages, count, _sum_loss, scale_grads=False)
 
-    def run(self, batch: dict[str, Tensor], backward: bool) -> None:
+    def run(self, batch: Batch, backward: bool) -> None:
         """Run all micro batches of a batch, forward and optionally backward."""
         arguments = (batch["tokens"],) if self.has_first_stage else ()
         target = batch["sample_ids"] if self.has_last_stage else None  # the schedule only counts its rows
         if backward:
-            self.schedule.step(*arguments, target=target, return_outputs=False, **batch)
+            self.schedule.step(*arguments, target=target, return_outputs=False, **batch_tensors(batch))
         else:
-            self.schedule.eval(*arguments, target=target, **batch)
+            self.schedule.eval(*arguments, target=target, **batch_tensors(batch))
 
 
 def _sum_loss(part: Tensor, target: Tensor) -> Tensor:
