@@ -408,10 +408,10 @@ def test_invalid_files_are_refused_in_one_line(tmp_path: Path) -> None:
     )
     root = write(tmp_path / "c", GPT, random_weights(GPT))
     file = root / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
-    whole = file.read_bytes()
+    intact = file.read_bytes()
     changed(file, checkpoint_version=1.0)
     refused(root, "checkpoint_version=1.0: it interleaves query, key and value row by row")
-    file.write_bytes(whole)
+    file.write_bytes(intact)
     state = torch.load(file)
     state["model"]["language_model"]["encoder"]["layers.0.inter_attention.dense.weight"] = torch.zeros(1)
     torch.save(state, file)
@@ -424,7 +424,7 @@ def test_invalid_files_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "d" / "iter_0000005" / ".metadata").touch()
     (tmp_path / "d" / "latest_checkpointed_iteration.txt").write_text("5")
     refused(tmp_path / "d", r"a distributed checkpoint \(torch_dist\)")
-    for wrong in (whole[: len(whole) // 2], b"not a zip file", b""):
+    for wrong in (intact[: len(intact) // 2], b"not a zip file", b""):
         file.write_bytes(wrong)
         refused(root, "model_optim_rng.pt: ")
 
