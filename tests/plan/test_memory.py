@@ -1,44 +1,34 @@
-"""Planned memory against what is really held: on a CPU, on a GPU as recorded, and in rehearsals of any size."""
+"""Estimated memory against memory in use: on a CPU, on a GPU as recorded, and in dry runs of any size."""
 
-import importlib.util
 import json
 import time
 from pathlib import Path
-from typing import Any
 
+import plan_memory
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.plan.exact_peak import peak
+from tests.plan.exact_peak import exact_peak
 from tests.support import configs
+from tests.support.examples import examples
 from trainyard.config.load import load
+from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
-from trainyard.plan.memory.peak import RankMemory, estimate_memory
+from trainyard.plan.memory.peak import estimate_memory
 
-ROOT = Path(__file__).parents[2]
-NEAR = 0.05
-RESULTS = ROOT / "bench" / "results" / "plan-memory-gpu.json"
-
-
-def _bench() -> Any:
-    """The measurements themselves are those of the published figures."""
-    spec = importlib.util.spec_from_file_location("plan_memory", ROOT / "bench" / "plan_memory.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+TOLERANCE = 0.05
+RESULTS = Path(plan_memory.__file__).parent / "results"
+GPU_RESULTS = json.loads((RESULTS / "plan-memory-gpu.json").read_text())
 
 
-bench = _bench()
+def allocated(config: Config, layout: Layout, pp: int, device_kind: str) -> int:
+    """Estimated bytes, without fragmentation."""
+    memory = estimate_memory(config, layout, pp, device_kind)
+    return memory.total - memory.fragmentation
 
 
-def planned(plan: RankMemory) -> int:
-    return plan.total - plan.fragmentation
-
-
-SLOW = pytest.mark.nightly
+NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
@@ -46,132 +36,145 @@ SLOW = pytest.mark.nightly
     [
         "llama-fp32",
         "llama",
-        "llama-attention",
         "llama-parts",
         "llama-full",
-        "llama-sr",
-        pytest.param("gpt", marks=SLOW),
-        pytest.param("bert", marks=SLOW),
+        pytest.param("llama-attention", marks=NIGHTLY),
+        pytest.param("llama-sr", marks=NIGHTLY),
+        pytest.param("gpt", marks=NIGHTLY),
+        pytest.param("bert", marks=NIGHTLY),
     ],
 )
-def test_a_cpu_holds_what_was_planned(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_estimate_equals_allocations_on_a_cpu(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    config, layout = bench.configure("cpu", case)
-    assert planned(estimate_memory(config, layout, 0, "cpu")) == pytest.approx(
-        bench.on_cpu(config)["memory_bytes"], rel=NEAR
-    )
+    config, layout = plan_memory.make_config("cpu", case)
+    measured = plan_memory.measure_rank_on_cpu(config)["memory_bytes"]
+    assert allocated(config, layout, 0, "cpu") == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", ["llama-zero1", "llama-zero2", "llama-zero3", "gpt-sequence", "llama-pp", "llama-cp"])
-def test_ranks_on_a_cpu_hold_what_was_planned(case: str) -> None:
-    """Every rank."""
-    config, layout = bench.configure("cpu", case)
-    for place, peaks in bench.ranks_on_cpu(case).items():
-        plan = planned(estimate_memory(config, layout, int(place), "cpu"))
-        assert [plan / peak for peak in peaks] == pytest.approx([1.0] * len(peaks), abs=NEAR)
+def test_estimate_equals_allocations_of_every_rank_on_a_cpu(case: str) -> None:
+    config, layout = plan_memory.make_config("cpu", case)
+    for pp, peaks in plan_memory.measure_on_cpu(case).items():
+        estimate = allocated(config, layout, int(pp), "cpu")
+        assert [estimate / peak for peak in peaks] == pytest.approx([1.0] * len(peaks), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", sorted(json.loads(RESULTS.read_text())))
-def test_a_gpu_held_what_is_planned(case: str) -> None:
-    found = json.loads(RESULTS.read_text())[case]
-    config, layout = bench.configure("gpu", case)
-    plan = estimate_memory(config, layout, 0, "gpu")
-    assert planned(plan) == pytest.approx(found["memory_bytes"], rel=NEAR)
-    assert plan.total == pytest.approx(found["reserved"], rel=NEAR)
+@pytest.mark.parametrize("case", sorted(GPU_RESULTS))
+def test_estimate_equals_recorded_allocations_on_a_gpu(case: str) -> None:
+    config, layout = plan_memory.make_config("gpu", case)
+    assert allocated(config, layout, 0, "gpu") == pytest.approx(GPU_RESULTS[case]["memory_bytes"], rel=TOLERANCE)
+    total = estimate_memory(config, layout, 0, "gpu").total
+    assert total == pytest.approx(GPU_RESULTS[case]["reserved"], rel=TOLERANCE)
 
 
-def test_runs_that_were_measured_for_speed() -> None:
-    """bench/results/gpu-h200.json: other shapes and micro batches, by another script."""
-    file = ROOT / "bench" / "results" / "gpu-h200.json"
-    config, layout = bench.configure("gpu", "llama-8")
-    assert planned(estimate_memory(config, layout, 0, "gpu")) == pytest.approx(
-        json.loads(file.read_text())["deepseek-1.3b"]["rows"]["trainyard"]["memory_bytes"], rel=NEAR
-    )
+def test_estimate_equals_memory_of_a_speed_benchmark() -> None:
+    """gpu-h200.json: other shapes and micro batches, measured by another script."""
+    config, layout = plan_memory.make_config("gpu", "llama-8")
+    rows = json.loads((RESULTS / "gpu-h200.json").read_text())["deepseek-1.3b"]["rows"]
+    assert allocated(config, layout, 0, "gpu") == pytest.approx(rows["trainyard"]["memory_bytes"], rel=TOLERANCE)
 
 
-WORDS = ["precision.kind=bf16", "model.hidden=256", "model.ffn=704", "model.heads=8", "model.kv_heads=4"]
-LONG = ["model.max_positions=2048", "data.seq_len=2048", "model.vocab=2048", "model.layers=4"]
-PIPELINE = ["layout.pp=2", "train.micro_batch=4", "train.global_batch=32"]
-
-
-@pytest.mark.parametrize("recompute", [["recompute.kind=full"], ["recompute.kind=none"]])
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["layout.tp=2"],
-        ["layout.tp=2", "layout.sequence_parallel=true"],
-        ["layout.zero=1"],
-        ["layout.cp=2"],
-        ["layout.cp=2", "layout.cp_method=all_gather"],
-        PIPELINE,
-        [*PIPELINE, "layout.vpp=2"],
-    ],
-    ids=" ".join,
+SHAPE = (
+    "precision.kind=bf16 model.hidden=256 model.ffn=704 model.heads=8 model.kv_heads=4 model.max_positions=2048 "
+    "data.seq_len=2048 model.vocab=2048 model.layers=4 train.global_batch=32 train.micro_batch=8"
 )
-def test_a_rehearsed_rank_holds_what_was_planned(words: list[str], recompute: list[str]) -> None:
-    config = load("tiny-llama", ["train.global_batch=32", "train.micro_batch=8", *WORDS, *LONG, *words, *recompute])
-    layout = Layout.from_config(config, 2)
-    for place in range(layout.pp):
-        assert planned(estimate_memory(config, layout, place, "trainium")) == pytest.approx(
-            peak(config, place, 2), rel=NEAR
-        )
+PIPELINE = "layout.pp=2 train.micro_batch=4"
+LAYOUTS = [
+    "layout.tp=2",
+    "layout.tp=2 layout.sequence_parallel=true",
+    "layout.zero=1",
+    "layout.cp=2",
+    "layout.cp=2 layout.cp_method=all_gather",
+    PIPELINE,
+    f"{PIPELINE} layout.vpp=2",
+]
+FAST = {("none", layout) for layout in LAYOUTS[1:]} | {("full", LAYOUTS[0]), ("full", PIPELINE)}
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layout"),
+    [
+        pytest.param(recompute, layout, marks=[] if (recompute, layout) in FAST else NIGHTLY)
+        for layout in LAYOUTS
+        for recompute in ("none", "full")
+    ],
+)
+def test_estimate_equals_exact_peak_of_a_dry_run(recompute: str, layout: str) -> None:
+    config = load("tiny-llama", [*SHAPE.split(), *layout.split(), f"recompute.kind={recompute}"])
+    sizes = Layout.from_config(config, 2)
+    for pp in range(sizes.pp):
+        assert allocated(config, sizes, pp, "trainium") == pytest.approx(exact_peak(config, pp, 2), rel=TOLERANCE)
+
+
+def recipe_peaks(recipe: str, rank: int, *overrides: str) -> tuple[int, int]:
+    """(estimated, exact) bytes of a rank of a recipe for 512 ranks."""
+    config = load(recipe, overrides)
+    layout = Layout.from_config(config, 512)
+    return allocated(config, layout, layout.coords(rank)["pp"], "trainium"), exact_peak(config, rank, 512)
+
+
+def test_each_layer_of_llama_3_70b_adds_what_is_estimated() -> None:
+    """Stages of one and of two layers, with 8 micro batches, on the second pipeline rank."""
+    shallow, deep = (
+        recipe_peaks("llama3-70b", 64, f"model.layers={layers}", "train.global_batch=16") for layers in (8, 16)
+    )
+    assert deep[0] - shallow[0] == pytest.approx(deep[1] - shallow[1], rel=TOLERANCE)
+    assert shallow[0] == pytest.approx(shallow[1], rel=TOLERANCE)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("recipe", "rank", "batch"), [("llama3-70b", 64, 32), ("llama3-70b-trn2", 0, 64)], ids=lambda value: str(value)
-)
-def test_recipes_at_full_size(recipe: str, rank: int, batch: int) -> None:
-    config = load(recipe, [f"train.global_batch={batch}"])
-    layout = Layout.from_config(config, 512)
-    place = layout.coords(rank)["pp"]
-    assert planned(estimate_memory(config, layout, place, "trainium")) == pytest.approx(
-        peak(config, rank, 512), rel=NEAR
-    )
+@pytest.mark.parametrize(("recipe", "rank", "batch"), [("llama3-70b", 64, 32), ("llama3-70b-trn2", 0, 64)], ids=str)
+def test_estimate_equals_exact_peak_of_recipes_at_full_size(recipe: str, rank: int, batch: int) -> None:
+    estimated, exact = recipe_peaks(recipe, rank, f"train.global_batch={batch}")
+    assert estimated == pytest.approx(exact, rel=TOLERANCE)
 
 
-def test_the_memory_of_70b_is_quickly_known() -> None:
+def test_memory_of_llama_3_70b_is_estimated_in_seconds() -> None:
     config = load("llama3-70b", [])
     layout = Layout.from_config(config, 512)
     start = time.process_time()
-    for place in range(layout.pp):
-        estimate_memory(config, layout, place, "trainium")
+    for pp in range(layout.pp):
+        estimate_memory(config, layout, pp, "trainium")
     assert time.process_time() - start < 3
 
 
 FAMILIES = st.sampled_from(sorted(configs.TINY_MODELS))
-KINDS = st.sampled_from(["cpu", "gpu", "trainium"])
+DEVICE_KINDS = st.sampled_from(["cpu", "gpu", "trainium"])
 PRECISIONS = st.sampled_from(["fp32", "bf16", "bf16_sr"])
 
 
-@settings(deadline=None, max_examples=40)
-@given(FAMILIES, KINDS, PRECISIONS, st.sampled_from(["attention", "full"]))
-def test_recompute_never_keeps_more(family: str, kind: str, precision: str, recompute: str) -> None:
-    # Given a copy of keys and values for each head, attention does not keep what they were copied from. Recomputed it
-    # does, and with two heads to a kv head, as here, that is more.
+@examples(40)
+@given(FAMILIES, DEVICE_KINDS, PRECISIONS, st.sampled_from(["attention", "full"]))
+def test_recompute_never_needs_more_memory(family: str, kind: str, precision: str, recompute: str) -> None:
+    # With a copy of keys and values for each query head, attention does not save what they were copied from. Recomputed
+    # it does, and with two query heads per kv head, as here, that is more.
     assume((family, kind, precision, recompute) != ("llama", "gpu", "fp32", "attention"))
-    shape = {"data": {"seq_len": 64}, "train": {"global_batch": 512, "micro_batch": 512}}
-    base = configs.tiny_config(family, precision={"kind": precision}, **shape)
-    other = configs.tiny_config(family, precision={"kind": precision}, recompute={"kind": recompute}, **shape)
+    sections = {
+        "data": {"seq_len": 64},
+        "train": {"global_batch": 512, "micro_batch": 512},
+        "precision": {"kind": precision},
+    }
+    base = configs.tiny_config(family, **sections)
+    recomputed = configs.tiny_config(family, recompute={"kind": recompute}, **sections)
     layout = Layout.from_config(base, 1)
-    assert estimate_memory(other, layout, 0, kind).total <= estimate_memory(base, layout, 0, kind).total
+    assert estimate_memory(recomputed, layout, 0, kind).total <= estimate_memory(base, layout, 0, kind).total
 
 
-@settings(deadline=None, max_examples=40)
-@given(FAMILIES, KINDS, PRECISIONS, st.sampled_from([2, 4]))
-def test_zero_shares_out_the_state(family: str, kind: str, precision: str, ranks: int) -> None:
-    plans = []
+@examples(40)
+@given(FAMILIES, DEVICE_KINDS, PRECISIONS, st.sampled_from([2, 4]))
+def test_zero_1_shards_the_optimizer_state(family: str, kind: str, precision: str, ranks: int) -> None:
+    memories = []
     for zero in (0, 1):
         config = configs.tiny_config(
             family, precision={"kind": precision}, layout={"zero": zero}, train={"global_batch": 8}
         )
-        plans.append(estimate_memory(config, Layout.from_config(config, ranks), 0, kind))
-    assert plans[0].weights == plans[1].weights
-    assert plans[1].optimizer <= plans[0].optimizer
+        memories.append(estimate_memory(config, Layout.from_config(config, ranks), 0, kind))
+    assert memories[0].weights == memories[1].weights
+    assert memories[1].optimizer <= memories[0].optimizer
 
 
-def test_kinds_are_named() -> None:
+def test_unknown_device_kind_raises() -> None:
     config = configs.tiny_config()
     with pytest.raises(KeyError):
         estimate_memory(config, Layout.from_config(config, 1), 0, "abacus")
