@@ -1,4 +1,4 @@
-"""Packs of compiled code: what goes in comes out, and nothing else ever does."""
+"""Archives of compiled code: they restore exactly what was packed, and nothing else."""
 
 import fcntl
 import io
@@ -7,131 +7,134 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from trainyard.core.errors import UserError
 from trainyard.precompile import cache_entries
 from trainyard.precompile.archive import MANIFEST, pack_cache, unpack_cache
 
-FACTS = {"torch": "2.13.0", "compiler": "g++ 12", "architecture": "x86_64-avx2"}
+FINGERPRINT = {"torch": "2.13.0", "compiler": "g++ 12", "architecture": "x86_64-avx2"}
 names = st.lists(st.text("abcxyz012", min_size=1, max_size=8), min_size=1, max_size=3).map("/".join)
 trees = st.dictionaries(names, st.binary(max_size=200), min_size=1, max_size=6).filter(
     lambda tree: not any(other.startswith(f"{name}/") for name in tree for other in tree)
 )
 
 
-def write(place: Path, tree: dict[str, bytes]) -> None:
+def write(directory: Path, tree: dict[str, bytes]) -> None:
     for name, content in tree.items():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes(content)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
 
 
-def read(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+def read(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def take(source: Path, place: Path) -> None:
-    unpack_cache(source, place, FACTS, lambda done: None)
+def unpack(source: Path, directory: Path) -> None:
+    unpack_cache(source, directory, FINGERPRINT, lambda done: None)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(trees)
-def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes]) -> None:
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes]) -> None:
     base = tmp_path_factory.mktemp("pack")
     write(base / "from", tree)
-    pack_cache(base / "from", base / "a.tar", list(tree), FACTS)
-    take(base / "a.tar", base / "to")
+    pack_cache(base / "from", base / "a.tar", list(tree), FINGERPRINT)
+    unpack(base / "a.tar", base / "to")
     assert read(base / "to") == tree
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(trees, st.floats(0, 1, exclude_max=True), st.integers(1, 255))
-def test_a_changed_byte_changes_no_file(
-    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes], where: float, by: int
+def test_changed_byte_never_changes_a_file(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes], position: float, by: int
 ) -> None:
-    """It is refused, with nothing put in place, or was in what a tar does not use."""
+    """The archive is rejected without unpacking anything, or the byte was in unused space of the tar."""
     base = tmp_path_factory.mktemp("pack")
     write(base / "from", tree)
-    pack_cache(base / "from", base / "a.tar", list(tree), FACTS)
+    pack_cache(base / "from", base / "a.tar", list(tree), FINGERPRINT)
     content = bytearray((base / "a.tar").read_bytes())
-    content[int(where * len(content))] ^= by
+    content[int(position * len(content))] ^= by
     (base / "a.tar").write_bytes(content)
     try:
-        take(base / "a.tar", base / "to")
+        unpack(base / "a.tar", base / "to")
     except UserError:
         assert not (base / "to").exists() or read(base / "to") == {}
     else:
         assert read(base / "to") == tree
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(trees, st.floats(0, 1, exclude_max=True))
-def test_a_cut_pack_is_refused_or_whole(
-    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes], share: float
+def test_truncated_archive_is_rejected_or_complete(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, bytes], fraction: float
 ) -> None:
     base = tmp_path_factory.mktemp("pack")
     write(base / "from", tree)
-    pack_cache(base / "from", base / "a.tar", list(tree), FACTS)
+    pack_cache(base / "from", base / "a.tar", list(tree), FINGERPRINT)
     content = (base / "a.tar").read_bytes()
-    (base / "a.tar").write_bytes(content[: int(share * len(content))])
+    (base / "a.tar").write_bytes(content[: int(fraction * len(content))])
     try:
-        take(base / "a.tar", base / "to")
+        unpack(base / "a.tar", base / "to")
     except UserError:
         assert not (base / "to").exists() or read(base / "to") == {}
     else:
         assert read(base / "to") == tree
 
 
-def forged(path: Path, members: dict[str, bytes], listed: dict[str, bytes] | None = None, link: str = "") -> Path:
-    """A tar by hand, with a list that fits it."""
+def forged_archive(
+    path: Path, members: dict[str, bytes], listed: dict[str, bytes] | None = None, link: str = ""
+) -> Path:
+    """A handmade tar with a matching manifest."""
     from hashlib import sha256
 
-    said = members if listed is None else listed
-    files = {name: (len(content), sha256(content).hexdigest()) for name, content in said.items()}
-    text = json.dumps({"format": 1, "fingerprint": FACTS, "files": files}).encode()
+    listed_files = members if listed is None else listed
+    files = {name: (len(content), sha256(content).hexdigest()) for name, content in listed_files.items()}
+    text = json.dumps({"format": 1, "fingerprint": FINGERPRINT, "files": files}).encode()
     with tarfile.open(path, "w") as tar:
         for name, content in {MANIFEST: text, **members}.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
             if link and name != MANIFEST:
-                about.type, about.linkname, about.size = tarfile.SYMTYPE, link, 0
-            tar.addfile(about, io.BytesIO(content))
+                info.type, info.linkname, info.size = tarfile.SYMTYPE, link, 0
+            tar.addfile(info, io.BytesIO(content))
     return path
 
 
 @pytest.mark.parametrize("name", ["../out", "a/../../out", "/tmp/out", "a\\..\\out"])
 def test_no_file_leaves_the_cache(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="would leave the cache"):
-        take(forged(tmp_path / "a.tar", {name: b"x"}), tmp_path / "deep" / "to")
+        unpack(forged_archive(tmp_path / "a.tar", {name: b"x"}), tmp_path / "deep" / "to")
     assert not list(tmp_path.rglob("out"))
 
 
-def test_links_and_unlisted_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not in its list"):
-        take(forged(tmp_path / "a.tar", {"a": b""}, link="/etc/passwd"), tmp_path / "to")
-    with pytest.raises(UserError, match="not in its list"):
-        take(forged(tmp_path / "a.tar", {"a": b"x", "b": b"y"}, {"a": b"x"}), tmp_path / "to")
+def test_links_and_unlisted_files_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not in the manifest"):
+        unpack(forged_archive(tmp_path / "a.tar", {"a": b""}, link="/etc/passwd"), tmp_path / "to")
+    with pytest.raises(UserError, match="not in the manifest"):
+        unpack(forged_archive(tmp_path / "a.tar", {"a": b"x", "b": b"y"}, {"a": b"x"}), tmp_path / "to")
     with pytest.raises(UserError, match="1 files are missing"):
-        take(forged(tmp_path / "a.tar", {"a": b"x"}, {"a": b"x", "b": b"y"}), tmp_path / "to")
+        unpack(forged_archive(tmp_path / "a.tar", {"a": b"x"}, {"a": b"x", "b": b"y"}), tmp_path / "to")
     assert read(tmp_path / "to") == {}
 
 
-def test_another_toolchain_is_said(tmp_path: Path) -> None:
-    source = forged(tmp_path / "a.tar", {"a": b"x"})
+def test_different_toolchain_is_named(tmp_path: Path) -> None:
+    source = forged_archive(tmp_path / "a.tar", {"a": b"x"})
     with pytest.raises(UserError, match=r"torch: 2\.13\.0, here 2\.14\.0"):
-        unpack_cache(source, tmp_path / "to", {**FACTS, "torch": "2.14.0"}, lambda done: None)
+        unpack_cache(source, tmp_path / "to", {**FINGERPRINT, "torch": "2.14.0"}, lambda done: None)
     assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"not a tar", bytes(10_240)])
-def test_what_is_no_pack_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.tar: not a pack"):
-        take(tmp_path / "a.tar", tmp_path / "to")
+    with pytest.raises(UserError, match=r"a\.tar: not an archive"):
+        unpack(tmp_path / "a.tar", tmp_path / "to")
 
 
-def test_verify_finds_entries_that_are_not_what_their_name_says(tmp_path: Path) -> None:
+def test_damage_includes_entries_that_do_not_match_their_hash(tmp_path: Path) -> None:
     content = b"a compiled graph"
     path = tmp_path / "fxgraph" / "ab" / "fabc" / cache_entries.entry_hash(content)
     write(tmp_path, {str(path.relative_to(tmp_path)): content, "ab/cabc.py": b"code"})
@@ -140,7 +143,7 @@ def test_verify_finds_entries_that_are_not_what_their_name_says(tmp_path: Path) 
     assert list(cache_entries.find_damage(tmp_path)) == [path]
 
 
-def test_a_lock_in_use_stays(tmp_path: Path) -> None:
+def test_clear_locks_keeps_held_locks(tmp_path: Path) -> None:
     write(tmp_path, {"locks/a.lock": b"", "locks/b.lock": b""})
     with (tmp_path / "locks" / "a.lock").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,5 +1,5 @@
-"""Collecting for a device with kernels of its own and compilers that do not survive a fork. A CPU stands in for it: its
-kernels are the GPU's, by Triton's interpreter."""
+"""Tracing graphs for a device with fused kernels and compilers that do not survive a fork. A CPU stands in for the GPU,
+with its kernels in Triton's interpreter."""
 
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,18 @@ from trainyard.precompile.collect_graphs import CollectRequest, collect_graphs
 from trainyard.train import micro_batches
 from trainyard.train.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, the interpreter is off")
 
 
-def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """BERT's micro batches leave their padding behind, so that they have many lengths."""
+@pytest.mark.nightly
+def test_one_graph_serves_all_lengths_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT's micro batches have no padding, so they have many lengths. After tracing, a run compiles nothing."""
     monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE, raising=False)
-    monkeypatch.setattr(CpuDevice, "kernels", lambda self, own: TritonKernels())
-    monkeypatch.setattr(CpuDevice, "forks", False)
+    monkeypatch.setattr(CpuDevice, "kernels", lambda self, fused=True: TritonKernels())
+    monkeypatch.setattr(CpuDevice, "fork_safe", False)
     monkeypatch.setattr(CpuDevice, "synchronous", False)
-    monkeypatch.setattr(micro_batches, "ROUND", 2)
+    monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 2)
     config = configs.tiny_config(
         {**configs.BERT, "layers": 3, "heads": 2},
         compile={"enabled": True},
@@ -43,23 +39,23 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
         train={"steps": 1, "global_batch": 4, "micro_batch": 2},
         log={"directory": str(tmp_path)},
     )
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     torch.compiler.reset()
-    with _dynamo.config.patch(automatic_dynamic_shapes=True), monkeypatch.context() as patched:  # as before, afterwards
-        # As torch 2.11 does on a GPU: one graph is asked for again by each block.
-        patched.setattr(torch._TorchCompileInductorWrapper, "__eq__", lambda one, other: one is other)
-        collect_graphs(CollectRequest(config.model_dump(mode="json"), 0, 1, 0, 2), told.append)
-    assert not [message for message in told if message.get("problem")]
-    assert told[-1]["state"] == "sealed"
-    graphs = [message["name"] for message in told if message["state"] == "compiling"]
+    with _dynamo.config.patch(automatic_dynamic_shapes=True), monkeypatch.context() as patched:  # restored afterwards
+        # As torch 2.11 does on a GPU: each block asks for its graph again.
+        patched.setattr(torch._TorchCompileWrapper, "__eq__", lambda one, other: one is other)
+        collect_graphs(CollectRequest(config.model_dump(mode="json"), 0, 1, 0, 2), messages.append)
+    assert not [message for message in messages if message.get("problem")]
+    assert messages[-1]["state"] == "complete"
+    graphs = [message["name"] for message in messages if message["state"] == "compiling"]
     assert graphs.count("evaluate: bert.forward, forward") == 1
 
     torch.compiler.reset()
     before = compat.compile_counts()
     with _dynamo.config.patch(automatic_dynamic_shapes=True):
         trainer = Trainer(config)
-        parts = trainer.runner.stage_batch(trainer.loader.batch(0)).batches
-        assert len({part["tokens"].shape[1] for part in parts}) > 1
+        micro_batches_ = trainer.runner.stage_batch(trainer.loader.batch(0)).batches
+        assert len({part["input_ids"].shape[1] for part in micro_batches_}) > 1
         trainer.run()
     after = compat.compile_counts()
     torch.compiler.reset()
@@ -67,16 +63,16 @@ def test_one_graph_serves_all_lengths_and_is_there_before_the_run(
     assert after.cache_hits - before.cache_hits == len(graphs)
 
 
-def test_numbers_that_are_known_stay_so_without_memory() -> None:
-    """torch asks whether a graph fits by way of a tensor of the number: were it another one, every block with a float
-    would have a graph of its own."""
+def test_fake_tensors_keep_python_numbers() -> None:
+    """dynamo's guards compare floats through tensors: with another value, every block with a float would have its own
+    graph."""
     with fake_tensor_mode():
         assert torch.tensor(0.1, dtype=torch.float64).item() == 0.1
         assert torch.tensor(3).item() == 3
-        assert torch.zeros(()).item() == 1.0, "not known"
+        assert torch.zeros(()).item() == 1.0, "unknown values are 1"
 
 
-def test_a_product_added_to_a_sum_has_a_shape() -> None:
+def test_add_matmul_on_fake_tensors() -> None:
     with fake_tensor_mode():
         total = torch.zeros(4, 6, device="cuda")
         compat.add_matmul_(

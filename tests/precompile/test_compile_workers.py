@@ -1,4 +1,4 @@
-"""Compiling in forks: one that dies takes nothing with it, and none outlives its parent."""
+"""Compiling in forks: a fork that dies loses only its own graph, and no fork outlives its parent."""
 
 import faulthandler
 import os
@@ -11,53 +11,55 @@ from pathlib import Path
 from trainyard.precompile.compile_workers import CompileResult, ForkPool
 
 
-def fork(pool: ForkPool, key: str, seconds: float = 0.0, problem: str | None = None, number: int | None = None) -> None:
+def fork(
+    pool: ForkPool, key: str, seconds: float = 0.0, problem: str | None = None, kill_signal: int | None = None
+) -> None:
     if pool.fork(key):
         os.write(1, f"this is {key}\n".encode())
         time.sleep(seconds)
-        if number:
+        if kill_signal:
             faulthandler.disable()
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), kill_signal)
         pool.exit_child(problem)
 
 
-def test_each_ends_in_its_own_way(tmp_path: Path) -> None:
-    ended: dict[str, CompileResult] = {}
-    pool = ForkPool(2, tmp_path, lambda how: ended.__setitem__(how.key, how))
+def test_results_of_forks(tmp_path: Path) -> None:
+    results: dict[str, CompileResult] = {}
+    pool = ForkPool(2, tmp_path, lambda result: results.__setitem__(result.key, result))
     fork(pool, "good", 0.3)
     fork(pool, "bad", problem="CppCompileError: no such header")
-    fork(pool, "killed", number=signal.SIGKILL)
-    fork(pool, "crashed", number=signal.SIGSEGV)
+    fork(pool, "killed", kill_signal=signal.SIGKILL)
+    fork(pool, "crashed", kill_signal=signal.SIGSEGV)
     pool.wait_all()
-    problems = {key: how.problem for key, how in ended.items()}
+    problems = {key: result.problem for key, result in results.items()}
     assert problems == {
         "good": None,
         "bad": "CppCompileError: no such header",
         "killed": "killed by SIGKILL; often the machine ran out of memory",
         "crashed": "killed by SIGSEGV",
     }
-    assert 0.2 < ended["good"].seconds < 30
-    assert not ended["good"].log.exists()
-    assert "this is bad" in ended["bad"].log.read_text()
+    assert 0.2 < results["good"].seconds < 30
+    assert not results["good"].log.exists()
+    assert "this is bad" in results["bad"].log.read_text()
 
 
-def test_so_many_run_at_a_time(tmp_path: Path) -> None:
-    for workers, least in ((1, 0.8), (4, 0.2)):
-        pool = ForkPool(workers, tmp_path, lambda how: None)
+def test_worker_limit(tmp_path: Path) -> None:
+    for workers, min_seconds in ((1, 0.8), (4, 0.2)):
+        pool = ForkPool(workers, tmp_path, lambda result: None)
         start = time.monotonic()
-        for number in range(4):
-            fork(pool, str(number), 0.2)
+        for kill_signal in range(4):
+            fork(pool, str(kill_signal), 0.2)
             assert len(pool.running) <= workers
         pool.wait_all()
-        assert time.monotonic() - start >= least
+        assert time.monotonic() - start >= min_seconds
 
 
-def test_children_end_with_their_parent(tmp_path: Path) -> None:
+def test_children_die_with_their_parent(tmp_path: Path) -> None:
     program = f"""
 import os, time
 from pathlib import Path
-from trainyard.precompile.compile_workers import Pool
-pool = Pool(2, Path({str(tmp_path)!r}), print)
+from trainyard.precompile.compile_workers import ForkPool
+pool = ForkPool(2, Path({str(tmp_path)!r}), print)
 for key in "ab":
     if pool.fork(key):
         Path({str(tmp_path)!r}, key).write_text(str(os.getpid()))
