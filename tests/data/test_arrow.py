@@ -1,4 +1,4 @@
-"""Arrow data sets: round trips with the datasets library, random access, and one-line errors for damaged files."""
+"""Arrow datasets: round trips with the datasets library, random access, and one-line errors for damaged files."""
 
 import json
 import shutil
@@ -282,7 +282,7 @@ def test_compressed_stream_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A saved data set of each kind, for a test to damage."""
+    """A saved dataset of each kind, for a test to damage."""
     root = tmp_path_factory.mktemp("saved")
     tokens = np.arange(40).reshape(5, 8).tolist()
     write(root / "ours", [3, 2])

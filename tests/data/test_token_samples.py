@@ -188,7 +188,7 @@ def test_blend_has_its_weights_and_each_data_set_its_epochs(tmp_path: Path) -> N
 
 
 def test_blend_in_megatron_order(tmp_path: Path) -> None:
-    """The data set furthest below its weight comes next, and each data set has its own order."""
+    """The dataset furthest below its weight comes next, and each dataset has its own order."""
     files = [write_counting_documents(tmp_path / name, [50] * 40, first) for name, first in (("a", 0), ("b", 10_000))]
     config = token_config(*(data.prefix for data in files), weights=[3, 1], order="megatron", train={"steps": 10})
     train, _, needs_shuffle = build_datasets(config)

@@ -1,4 +1,4 @@
-"""Training on each kind of data set: neither the micro batch size nor the first step changes the samples of a step."""
+"""Training on each kind of dataset: neither the micro batch size nor the first step changes the samples of a step."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Samples: what a data set returns and a loader turns into a batch."""
+"""Samples: what a dataset returns and a loader turns into a batch."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -31,7 +31,7 @@ IntArray = NDArray[Any]
 
 
 def data_files(directory: Path) -> list[Path]:
-    """The Arrow files of a saved data set, in order."""
+    """The Arrow files of a saved dataset, in order."""
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
     if (directory / SPLITS_FILE).is_file():
@@ -43,7 +43,7 @@ def data_files(directory: Path) -> list[Path]:
     try:
         names = [entry["filename"] for entry in json.loads(path.read_bytes())["_data_files"]]
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise UserError(f"{path}: has no list of data files; save the data set again") from None
+        raise UserError(f"{path}: has no list of data files; save the dataset again") from None
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not (directory / name).is_file():
             raise UserError(f"{path}: names {name!r}, which is not in {directory}; was the copy incomplete?")
@@ -116,7 +116,7 @@ def list_column(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[n
 
 
 class ArrowDataset:
-    """A data set of rows of `seq_len` tokens in one or more saved directories.
+    """A dataset of rows of `seq_len` tokens in one or more saved directories.
 
     Labels are the file's, shifted by one, since models here do not shift them. The last label of a row and those of
     padding are IGNORE_INDEX. With `document_mask`, a document starts where position_ids do not count on.

@@ -117,7 +117,7 @@ def _check_target(directory: Path, overwrite: bool) -> Path:
         raise UserError(f"{directory}: {directory.parent} is not a writable directory")
     if directory.exists():
         if not directory.is_dir() or (any(directory.iterdir()) and not (directory / STATE_FILE).is_file()):
-            raise UserError(f"{directory}: exists and is not a saved data set; choose another name")
+            raise UserError(f"{directory}: exists and is not a saved dataset; choose another name")
         if any(directory.iterdir()) and not overwrite:
             raise UserError(f"{directory}: already exists; --overwrite replaces it")
     return directory

@@ -1,4 +1,4 @@
-"""A data set of BERT's HDF5 files, read from an uncompressed cache.
+"""A dataset of BERT's HDF5 files, read from an uncompressed cache.
 
 Reading one sample of a compressed file decompresses a thousand. So the first reader of a set of files validates all of
 it and writes the samples as compact records to one cache file, which every reader maps into memory. A cache file gets

@@ -194,7 +194,7 @@ def _row_groups(path: Path) -> Iterator[InputSlice]:
 
 
 def _arrow_files(path: Path) -> list[Path]:
-    """Data files of a saved data set, or of all its splits."""
+    """Data files of a saved dataset, or of all its splits."""
     return sorted(path.glob("data-*.arrow")) or sorted(path.glob("*/data-*.arrow"))
 
 

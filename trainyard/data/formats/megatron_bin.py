@@ -105,7 +105,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
         known = ", ".join(f"{number} {name}" for number, name in TOKEN_DTYPES.items())
         raise UserError(f"{path}: dtype code {code} is not a token type; known: {known}")
     expected = INDEX_HEADER.size + 12 * num_sequences + 8 * num_entries
-    if size not in (expected, expected + num_sequences):  # multimodal data sets have one more byte per sequence
+    if size not in (expected, expected + num_sequences):  # multimodal datasets have one more byte per sequence
         raise UserError(
             f"{path}: {size} bytes, but {num_sequences} sequences and {num_entries} document entries take {expected}"
         )

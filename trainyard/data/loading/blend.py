@@ -1,8 +1,8 @@
-"""Blends of several data sets by weight.
+"""Blends of several datasets by weight.
 
-The data set and the sample at a global position follow from the position alone. Every CYCLE_SAMPLES positions hold
-each data set as often as its weight says, in random order. The samples of a data set come in its own shuffled order,
-each once per epoch of that data set, whatever the sizes of the others.
+The dataset and the sample at a global position follow from the position alone. Every CYCLE_SAMPLES positions hold
+each dataset as often as its weight says, in random order. The samples of a dataset come in its own shuffled order,
+each once per epoch of that dataset, whatever the sizes of the others.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ CYCLE_SAMPLES = 1 << 14
 
 
 class BlendedDataset:
-    """An endless, already shuffled data set: every index from 0 on is a sample."""
+    """An endless, already shuffled dataset: every index from 0 on is a sample."""
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], seed: int) -> None:
         self.datasets = datasets
@@ -29,7 +29,7 @@ class BlendedDataset:
         self.samples_per_cycle = apportion(weights, CYCLE_SAMPLES)
         if (self.samples_per_cycle == 0).any():
             raise UserError(
-                f"data.weights={list(weights)}: a weight is below 1/{CYCLE_SAMPLES} of the sum; remove that data set"
+                f"data.weights={list(weights)}: a weight is below 1/{CYCLE_SAMPLES} of the sum; remove that dataset"
             )
         self.cycle_ends = np.cumsum(self.samples_per_cycle)
 
@@ -44,7 +44,7 @@ class BlendedDataset:
         return gather_samples(self.datasets, dataset_indices, positions)
 
     def locate(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The data set of each index, and the position in the sample order of that data set."""
+        """The dataset of each index, and the position in the sample order of that dataset."""
         slot = shuffled_indices(self.cycle_seed, indices, CYCLE_SAMPLES)
         dataset_indices = np.searchsorted(self.cycle_ends, slot, side="right")
         cycle_starts = self.cycle_ends - self.samples_per_cycle
@@ -53,7 +53,7 @@ class BlendedDataset:
 
 
 class IndexedBlend:
-    """A blend by lists: sample i is sample `sample_indices[i]` of data set `dataset_indices[i]`."""
+    """A blend by lists: sample i is sample `sample_indices[i]` of dataset `dataset_indices[i]`."""
 
     def __init__(
         self, datasets: Sequence[Dataset], dataset_indices: NDArray[np.uint8], sample_indices: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""From a configuration to its training and validation data sets."""
+"""From a configuration to its training and validation datasets."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEMO_DOCUMENTS = 1500
 BLEND_MARGIN = 1.005
-"""Megatron prepares this many times the samples of each blended data set, in case rounding takes some."""
+"""Megatron prepares this many times the samples of each blended dataset, in case rounding takes some."""
 
 
 class TrainValidDatasets(NamedTuple):
@@ -60,13 +60,13 @@ def build_datasets(config: Config) -> TrainValidDatasets:
 
 
 def _path_groups(config: Config) -> list[tuple[str, ...]]:
-    """The paths of each data set: one per weight, or all together."""
+    """The paths of each dataset: one per weight, or all together."""
     data = config.data
     return [(path,) for path in data.paths] if data.weights else [data.paths]
 
 
 def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dataset | None]:
-    """The data set of these paths, and the part that data.split holds out for validation."""
+    """The dataset of these paths, and the part that data.split holds out for validation."""
     data, model = config.data, config.model
     if data.source == "synthetic":
         return (SyntheticSentencePairs(config) if model.family == "bert" else SyntheticTokens(config)), None
@@ -101,7 +101,7 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
 
 
 def _token_samples(config: Config, token_files: MegatronTokens, sequences: range) -> list[Dataset]:
-    """A data set of these sequences; an empty list if they are too short for one sample."""
+    """A dataset of these sequences; an empty list if they are too short for one sample."""
     data, stream = config.data, token_stream(token_files, sequences)
     samples = TokenSamples(stream, data.seq_len, config.model.vocab, data.document_mask, data.mask_eod_loss)
     return [samples] if len(samples) else []
@@ -114,7 +114,7 @@ def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
     weights = [weight / sum(data.weights) for weight in data.weights] if data.weights else [1.0]
     if len(prefixes) != len(weights):
         raise UserError(
-            f"data.paths: {len(prefixes)} data sets; data.order=megatron needs exactly one, or data.weights for each"
+            f"data.paths: {len(prefixes)} datasets; data.order=megatron needs exactly one, or data.weights for each"
         )
     total = train.steps * train.global_batch
     trains: list[Dataset] = []

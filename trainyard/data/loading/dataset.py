@@ -1,4 +1,4 @@
-"""Data sets: numbered samples in any order. The loader decides which sample belongs to which step."""
+"""Datasets: numbered samples in any order. The loader decides which sample belongs to which step."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,7 +17,7 @@ class Dataset(Protocol):
 
 
 class Subset:
-    """`count` samples of another data set from `start` on: one side of a split."""
+    """`count` samples of another dataset from `start` on: one side of a split."""
 
     def __init__(self, dataset: Dataset, start: int, count: int) -> None:
         self.dataset, self.start, self.count = dataset, start, count
@@ -30,7 +30,7 @@ class Subset:
 
 
 class ConcatDataset:
-    """Several data sets, one after the other."""
+    """Several datasets, one after the other."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self.datasets = datasets
@@ -48,7 +48,7 @@ class ConcatDataset:
 def gather_samples(
     datasets: Sequence[Dataset], dataset_indices: NDArray[np.int64], sample_indices: NDArray[np.int64]
 ) -> Sample:
-    """Stack samples of several data sets: sample `sample_indices[i]` of `datasets[dataset_indices[i]]`."""
+    """Stack samples of several datasets: sample `sample_indices[i]` of `datasets[dataset_indices[i]]`."""
     stacked: Sample = {}
     for dataset in np.unique(dataset_indices).tolist():
         selected = dataset_indices == dataset

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class BatchLoader:
-    """Batches of a data set in host memory. Nothing is stored between steps, so a run can resume at any step."""
+    """Batches of a dataset in host memory. Nothing is stored between steps, so a run can resume at any step."""
 
     def __init__(self, dataset: Dataset, global_batch: int, seed: int, shuffle: bool = True) -> None:
         self.dataset = dataset

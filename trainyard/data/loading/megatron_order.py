@@ -18,7 +18,7 @@ SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 
 class MegatronOrderDataset:
-    """A data set of exactly `num_samples` samples in training order."""
+    """A dataset of exactly `num_samples` samples in training order."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def split_documents(split: str, documents: int) -> tuple[range, range, range]:
 
 
 def blend_indices(weights: list[float], num_samples: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """For each sample, its data set and its index there. The data set furthest below its weight comes next."""
+    """For each sample, its dataset and its index there. The dataset furthest below its weight comes next."""
     dataset_indices, sample_indices = np.empty(num_samples, np.uint8), np.empty(num_samples, np.int64)
     taken = [0] * len(weights)
     for position in range(num_samples):

@@ -90,7 +90,7 @@ def token_stream(token_files: MegatronTokens, sequences: range) -> TokenStream:
 
 
 class TokenSamples:
-    """A data set of samples cut from a token stream."""
+    """A dataset of samples cut from a token stream."""
 
     def __init__(
         self,

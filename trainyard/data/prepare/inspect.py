@@ -156,7 +156,7 @@ def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProg
                 on_progress(done, size)
             num_rows += batch.num_rows
             num_tokens += len(values)
-    report = InspectReport(str(directory), "Arrow data set (save_to_disk)")
+    report = InspectReport(str(directory), "Arrow dataset (save_to_disk)")
     report.facts = {
         "columns": {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True)} if schema else {},
         "files": len(files),
