@@ -38,8 +38,9 @@ class TrainSection(Section):
 class OptimizerSection(Section):
     """The update rule. Norms and biases are exempt from weight decay, as marked in each model's blueprint."""
 
-    kind: Literal["adamw", "lamb"] = "adamw"
-    """adamw, or lamb (layer-wise trust ratio, for very large batches)."""
+    kind: Literal["adamw", "lamb", "muon"] = "adamw"
+    """adamw; lamb (layer-wise trust ratio, for very large batches); muon (orthogonalized momentum for the matrices of
+    blocks, adamw for embeddings, output projection, norms and biases)."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -54,6 +55,18 @@ class OptimizerSection(Section):
     """Maximum global gradient norm; 0: no clipping."""
     trust_clip: bool = False
     """lamb: limit the trust ratio to at most 1."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """muon: decay rate of the momentum, 0 to below 1."""
+    nesterov: bool = True
+    """muon: use Nesterov momentum."""
+    ns_steps: int = Field(5, ge=1, le=20)
+    """muon: Newton-Schulz iterations, in the compute dtype."""
+    lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that values of
+    lr and weight_decay for adamw fit; original: sqrt(max(1, rows / columns))."""
+    adamw_lr: float | None = Field(None, gt=0)
+    """muon: peak learning rate of the parameters that adamw updates; it follows the schedule of optimizer.lr. Default:
+    optimizer.lr."""
 
 
 class ScheduleSection(Section):

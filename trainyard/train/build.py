@@ -63,7 +63,8 @@ def build_loss(
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
-    return make_loss(config.model.family, make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes))
+    head_loss = make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes)
+    return make_loss(models.family_of(config.model), head_loss)
 
 
 def fp8_layers(config: Config) -> models.Fp8Layers | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.models import Batch, ModelOutput
+from trainyard.models import Batch, Family, ModelOutput
 from trainyard.train.cross_entropy import chunked_cross_entropy
 from trainyard.train.user_functions import check_sum_and_count
 
@@ -91,9 +91,9 @@ class UserLoss:
         return {"loss": (total, count)}
 
 
-def make_loss(family: str, head: HeadLoss) -> Loss:
-    """The loss of a model family."""
-    return BertLoss(head) if family == "bert" else CausalLoss(head)
+def make_loss(family: Family, head: HeadLoss) -> Loss:
+    """The loss that a model family is trained with."""
+    return BertLoss(head) if family.loss == "bert_pretraining" else CausalLoss(head)
 
 
 def count_labels(labels: Tensor) -> Tensor:

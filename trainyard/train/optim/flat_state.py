@@ -5,7 +5,7 @@ compute dtype are then a few long passes over memory instead of many short ones.
 moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainyard.config.schema import Config
 from trainyard.models import ParameterValues
-from trainyard.models.blueprint import Blueprint
+from trainyard.models.blueprint import Blueprint, ParamSpec
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.process_group import Group
 from trainyard.train.decisions import zero_stage
@@ -38,11 +38,10 @@ class ParamGroups(NamedTuple):
         return [*self.decayed, *self.undecayed, *self.muon]
 
     @classmethod
-    def split(cls, names: Iterable[str], blueprint: Blueprint, kind: str) -> "ParamGroups":
+    def split(cls, specs: Mapping[str, ParamSpec], kind: str) -> "ParamGroups":
         """Group parameters for the update rule `kind`, keeping the model's order within each group."""
         groups = cls([], [], [])
-        for name in names:
-            spec = blueprint.spec(name)
+        for name, spec in specs.items():
             if kind == "muon" and spec.pipeline_stage == "block" and len(spec.shape) == 2:
                 groups.muon.append(name)
             else:
@@ -50,9 +49,9 @@ class ParamGroups(NamedTuple):
         return groups
 
 
-def make_flat_buffer(shapes: Shapes, blueprint: Blueprint, config: Config, shards: int) -> FlatBuffer:
+def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, shards: int) -> FlatBuffer:
     """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib."""
-    groups = ParamGroups.split(shapes, blueprint, config.optimizer.kind)
+    groups = ParamGroups.split(specs, config.optimizer.kind)
     bucket = config.layout.bucket_mib * 2**20 // DTYPES[config.precision.grad_reduce_dtype].itemsize
     ordered = [(name, shapes[name]) for name in groups.names]
     return FlatBuffer(ordered, len(groups.decayed), shards, bucket, len(groups.undecayed))
@@ -68,7 +67,8 @@ class FlatState:
         self.zero_stage = zero_stage(config, data_group.size)
         self.shard_index = data_group.rank if self.zero_stage else 0
         shards = data_group.size if self.zero_stage else 1
-        self.flat = make_flat_buffer(shapes, blueprint, config, shards)
+        specs = {name: blueprint.spec(name) for name in shapes}
+        self.flat = make_flat_buffer(shapes, specs, config, shards)
         self.names = list(self.flat.spans)
         precision = config.precision
         self.stochastic_rounding = precision.kind == "bf16_sr"

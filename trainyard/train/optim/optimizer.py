@@ -19,12 +19,13 @@ from trainyard.train.optim.adamw import AdamW
 from trainyard.train.optim.flat_state import FlatState
 from trainyard.train.optim.gradient_sync import GradientSync
 from trainyard.train.optim.lamb import Lamb
+from trainyard.train.optim.muon import Muon
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.train.optim.step_guard import StepGuard
 from trainyard.train.optim.stochastic_rounding import RoundingRange, rounding_ranges
 from trainyard.train.optim.update_rule import RuleContext, StepScalars, UpdateRule
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
 """Update rules by `optimizer.kind`."""
 
 

@@ -1,0 +1,166 @@
+"""Muon for the matrices of blocks, AdamW for embeddings, output projection, norms and biases.
+
+Muon replaces the momentum of a matrix by an approximation of its nearest orthogonal matrix, computed with Newton-Schulz
+iterations (Keller Jordan, https://kellerjordan.github.io/posts/muon; torch.optim.Muon). The iteration needs the full,
+unfused matrix:
+
+1. Every rank updates its shard of the momentum and all-gathers the update directions over ZeRO shards and
+   tensor-parallel ranks, one bucket at a time. It keeps the matrices that are assigned to it.
+2. Every rank orthogonalizes its matrices, all ranks of a pipeline stage in parallel.
+3. A reduce-scatter returns the rows of each rank's shard. Every element has one owner and zeros elsewhere, so the sum
+   is exact and the result does not depend on the layout.
+"""
+
+from collections.abc import Iterator
+from math import prod, sqrt
+
+import torch
+from torch import Tensor
+
+from trainyard.models.sharding import fused_starts, shard_tensor, unshard_tensor
+from trainyard.parallel.flat_buffer import Bucket, ParamSpan
+from trainyard.train.optim.adamw import AdamW
+from trainyard.train.optim.update_rule import RuleContext, StepScalars
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Quintic iteration of the reference implementation: steep at 0, singular values end up between about 0.7 and 1.2."""
+NORM_EPS = 1e-7
+
+
+class Muon:
+    """The update of a matrix is lr times a shape factor times its orthogonalized momentum."""
+
+    def __init__(self, context: RuleContext) -> None:
+        self.context, self.state, self.config, self.mesh = context, context.state, context.config, context.mesh
+        self.adamw = AdamW(context)
+        self.adamw_lr_ratio = (self.config.adamw_lr or self.config.lr) / self.config.lr
+        start = self.state.flat.shard_undecayed_end
+        self.buckets = [bucket for bucket in self.state.flat.buckets if bucket.shard_range.start >= start]
+        self.owners = self._assign_matrices()
+        self.lr_factors = {span.name: self._row_factors(span) for bucket in self.buckets for span in bucket.spans}
+
+    def update(self, scalars: StepScalars) -> None:
+        self.adamw.update(scalars._replace(lr=scalars.lr * self.adamw_lr_ratio))
+        directions: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            directions |= self._gather_owned(bucket, self._update_momentum(bucket, scalars))
+        orthogonal = {name: newton_schulz(matrix, self.config.ns_steps) for name, matrix in directions.items()}
+        for bucket in self.buckets:
+            self._apply(bucket, self._scatter(bucket, orthogonal), scalars)
+        if self.state.copies_weights:
+            matrices = slice(self.state.flat.shard_undecayed_end, None)
+            self.state.weights[matrices].copy_(self.state.master_weights[matrices])
+
+    def _update_momentum(self, bucket: Bucket, scalars: StepScalars) -> Tensor:
+        """Update this shard's momentum and return the direction to orthogonalize, in the compute dtype."""
+        momentum = self.config.momentum
+        g = self.state.reduced_grads[bucket.shard_range].float() * scalars.grad_scale
+        exp_avg = self.state.exp_avg[bucket.shard_range]
+        new_avg = exp_avg.lerp(g, 1 - momentum)
+        exp_avg.copy_(torch.where(scalars.finite, new_avg, exp_avg))
+        return (g.lerp(new_avg, momentum) if self.config.nesterov else new_avg).to(self.state.compute_dtype)
+
+    def _gather_owned(self, bucket: Bucket, shard: Tensor) -> dict[str, Tensor]:
+        """The full unfused matrices of a bucket that this rank owns, from every rank's shard of it."""
+        gathered = self.mesh.dp_cp.all_gather(shard) if self.state.flat.num_shards > 1 else shard
+        gathered = self.mesh.tp.all_gather(gathered).view(self.mesh.tp.size, self.state.flat.num_shards, -1)
+        owned = {}
+        for span, start in self._offsets(bucket):
+            if not any(self.owners[piece] for piece, _ in fused_starts(self.context.blueprint, span.name)):
+                continue
+            locals_ = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
+            full = unshard_tensor(self.context.blueprint, span.name, locals_.unflatten(1, span.shape).unbind())
+            for piece, rows in self._pieces(span.name):
+                if self.owners[piece]:
+                    owned[piece] = full[rows].clone()
+        return owned
+
+    def _scatter(self, bucket: Bucket, orthogonal: dict[str, Tensor]) -> Tensor:
+        """This rank's shard of a bucket, from the matrices that every rank has orthogonalized."""
+        tp, shards = self.mesh.tp, self.state.flat.num_shards
+        length = bucket.shard_range.stop - bucket.shard_range.start
+        out = torch.zeros(
+            tp.size, shards, length, dtype=self.state.compute_dtype, device=self.state.master_weights.device
+        )
+        blueprint = self.context.blueprint
+        for span, start in self._offsets(bucket):
+            pieces = [(piece, rows) for piece, rows in self._pieces(span.name) if self.owners[piece]]
+            if not pieces:
+                continue
+            full = out.new_zeros(blueprint.spec(span.name).shape)
+            for piece, rows in pieces:
+                full[rows] = orthogonal[piece]
+            for rank in range(tp.size):
+                local = out.new_zeros(shards * span.shard_numel)
+                local[: prod(span.shape)] = shard_tensor(blueprint, span.name, full, tp.size, rank).flatten()
+                out[rank, :, start : start + span.shard_numel] = local.view(shards, span.shard_numel)
+        reduced = tp.reduce_scatter(out.view(-1))
+        if shards > 1:
+            return self.mesh.dp_cp.reduce_scatter(reduced)
+        return self.mesh.dp_cp.all_reduce_sum(reduced)
+
+    def _apply(self, bucket: Bucket, directions: Tensor, scalars: StepScalars) -> None:
+        state = self.state
+        for span, start in self._offsets(bucket):
+            old = state.shard_view(state.master_weights, span.name).float()
+            direction = directions[start : start + old.numel()].view_as(old).float()
+            decayed = old * (1 - scalars.lr * self.context.weight_decay(span.name))
+            new = decayed - scalars.lr * self.lr_factors[span.name] * direction
+            self.context.store_weights(span.name, torch.where(scalars.finite, new, old), scalars)
+
+    def _offsets(self, bucket: Bucket) -> Iterator[tuple[ParamSpan, int]]:
+        """Each parameter of a bucket and its first element in the bucket's shard."""
+        for span in bucket.spans:
+            yield span, span.shard_start - bucket.shard_range.start
+
+    def _pieces(self, name: str) -> Iterator[tuple[str, slice]]:
+        """Each unfused matrix of a parameter and its rows in the full parameter."""
+        starts = dict(fused_starts(self.context.blueprint, name))
+        for piece in self.context.blueprint.tp_slices(name):
+            yield piece.name, slice(starts[piece.name], starts[piece.name] + piece.sizes[0])
+
+    def _assign_matrices(self) -> dict[str, bool]:
+        """For each unfused matrix of this pipeline rank, whether this rank orthogonalizes it. The most expensive matrix
+        goes first, to the rank with the least work."""
+        costs: dict[str, int] = {}
+        for bucket in self.buckets:
+            for span in bucket.spans:
+                for piece in self.context.blueprint.tp_slices(span.name):
+                    short, long = sorted(piece.sizes)
+                    costs[piece.name] = short * short * (2 * long + short)
+        work = [0] * (self.mesh.dp_cp.size * self.mesh.tp.size)
+        this_rank = self.mesh.dp_cp.rank * self.mesh.tp.size + self.mesh.tp.rank
+        owners = {}
+        for name in sorted(costs, key=lambda name: (-costs[name], name)):
+            owner = work.index(min(work))
+            work[owner] += costs[name]
+            owners[name] = owner == this_rank
+        return owners
+
+    def _row_factors(self, span: ParamSpan) -> Tensor:
+        """[rows, 1] learning rate factors of this rank's rows, from the shapes of the full unfused matrices."""
+        tp, blueprint = self.mesh.tp, self.context.blueprint
+        local = blueprint.tp_slices(span.name, tp.size, tp.rank)
+        factors = torch.cat(
+            [torch.full((piece.sizes[0], 1), lr_factor(piece.global_shape, self.config.lr_adjust)) for piece in local]
+        )
+        rows = self.state.flat.shard_row_range(span.name, self.state.shard_index)
+        return factors[rows.start : rows.stop].to(self.state.master_weights.device)
+
+
+def lr_factor(shape: tuple[int, ...], adjust: str) -> float:
+    """Learning rate factor of a matrix: `match_rms_adamw` makes the RMS of updates that of AdamW, about 0.2 (Moonlight,
+    arXiv 2502.16982), `original` is sqrt(max(1, rows / columns))."""
+    rows, columns = shape
+    return 0.2 * sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else sqrt(max(1, rows / columns))
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Approximate U V^T of the singular value decomposition U S V^T of `matrix`, in its dtype."""
+    a, b, c = COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=NORM_EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
