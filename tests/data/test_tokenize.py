@@ -168,6 +168,13 @@ def test_every_kind_of_input_gives_the_same_tokens(
     assert len(set(tokens.values())) == 1
 
 
+def test_inputs_are_names_or_globs(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "a[1].jsonl"):
+        (tmp_path / name).touch()
+    assert documents.resolve_inputs([str(tmp_path / "a[1].jsonl")]) == [tmp_path / "a[1].jsonl"]
+    assert documents.resolve_inputs([str(tmp_path / "[ab].jsonl")]) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+
+
 def test_sentences_become_sequences(gpt2_files: Path, tmp_path: Path) -> None:
     write_json_lines(tmp_path / "a.jsonl", ["One is here. Two is there! Is three?", "", "Alone."])
     options = TokenizeOptions(gpt2_spec(gpt2_files), append_eod=True, split_sentences=True)

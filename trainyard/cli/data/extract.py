@@ -1,6 +1,5 @@
 """`trainyard data extract`: convert a MediaWiki dump to JSON lines."""
 
-import glob
 import re
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.options import Strict, Workers, worker_count
 from trainyard.core.errors import UserError
+from trainyard.data.formats.documents import match_paths
 from trainyard.data.wikipedia.dump import open_dump
 from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles
 from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
@@ -102,8 +102,7 @@ def _expand_globs(patterns: list[str]) -> list[Path]:
     """Return the files of all patterns, sorted within each pattern."""
     files: list[Path] = []
     for pattern in patterns:
-        path = Path(pattern).expanduser()
-        matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path)))]
+        matches = match_paths(pattern)
         if not matches:
             raise UserError(f"{pattern}: no such file")
         files += matches

@@ -53,8 +53,9 @@ class UnreadableRecord(NamedTuple):
 
 
 def match_paths(pattern: str) -> list[Path]:
-    """Paths that match a name or glob, sorted; `~` is the home directory."""
-    return [Path(match) for match in sorted(glob.glob(str(Path(pattern).expanduser())))]
+    """The path itself if it exists, or all paths that match a glob, sorted; `~` is the home directory."""
+    path = Path(pattern).expanduser()
+    return [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path)))]
 
 
 def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
