@@ -1,12 +1,11 @@
-"""Ranks as XLA knows them on a CPU: replicas, each a thread of one process. (Several processes do not see each other.)
+"""Ranks on XLA's CPU client: replicas, each a thread of one process. (Several processes cannot communicate there.)
 
-Every thread has a Trainer of its own. What a launcher says to processes, which rank of how many, is said to threads
-here; the groups are the device's own, as `Mesh.join` makes them.
+Each thread has its own Trainer with an explicit World; groups use the device's collectives, as in `Mesh.create`.
 """
 
 from collections.abc import Callable
 from threading import Barrier
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch_xla
@@ -18,69 +17,66 @@ from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel.layout import AxisName, Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
-from trainyard.train import trainer
+from trainyard.parallel.world import World
 
 T = TypeVar("T")
 VARIABLES = {
-    "NPROC": "16",  # threads of XLA's CPU client: each rank's collectives hold one while they wait for the others
+    "NPROC": "16",  # threads of XLA's CPU client: each waiting collective occupies one
     "XLA_THREAD_POOL_SIZE": "16",
     "XLA_ENABLE_PARAM_ALIASING": "0",
 }
 
 
-def mesh_of(layout: Layout, rank: int, device: Device) -> Mesh:
-    """The groups of `rank`, whoever the other ranks are."""
+def make_mesh(layout: Layout, rank: int, device: Device) -> Mesh:
+    """The mesh of `rank`; no other rank needs to exist."""
 
-    def over(*dimensions: AxisName) -> Group:
-        lists = layout.groups(*dimensions)
-        mine = next(ranks for ranks in lists if rank in ranks)
-        return Group(tuple(mine), mine.index(rank), "-".join(dimensions), None, device.collectives(lists))
+    def group(*dimensions: AxisName) -> Group:
+        groups = layout.groups(*dimensions)
+        members = next(ranks for ranks in groups if rank in ranks)
+        return Group(tuple(members), members.index(rank), "-".join(dimensions), None, device.collectives(groups))
 
     return Mesh(
         layout,
         rank,
-        tp=over("tp"),
-        cp=over("cp"),
-        pp=over("pp"),
-        dp_cp=over("dp", "cp"),
-        dp_cp_tp=over("dp", "cp", "tp"),
-        world=over("pp", "dp", "cp", "tp"),
+        tp=group("tp"),
+        cp=group("cp"),
+        pp=group("pp"),
+        dp_cp=group("dp", "cp"),
+        dp_cp_tp=group("dp", "cp", "tp"),
+        world=group("pp", "dp", "cp", "tp"),
     )
 
 
 class Replica(XlaDevice):
-    """Rank 0 compiles; the others then find what it has compiled."""
+    """Rank 0 compiles; the others find its code in the cache."""
 
     def __init__(self, barrier: Barrier) -> None:
         super().__init__()
         self.barrier = barrier
 
     def flush(self) -> None:
-        first = xla_runtime.global_ordinal() == 0
-        if first:
+        is_first = xla_runtime.global_ordinal() == 0
+        if is_first:
             torch_xla.sync()
         self.barrier.wait()
-        if not first:
+        if not is_first:
             torch_xla.sync()
 
 
-def together(ranks: int, job: Callable[[Replica], T]) -> dict[int, T]:
-    """What `job` gives on each of so many replicas. CPU_NUM_DEVICES must be their number."""
+def run_replicas(ranks: int, job: Callable[[Replica, World], T]) -> dict[int, T]:
+    """Run `job` on each replica and return the results by rank. CPU_NUM_DEVICES must equal `ranks`."""
     barrier = Barrier(ranks)
 
-    def one() -> T:
+    def run_replica() -> T:
         assert xla_runtime.world_size() == ranks
         try:
-            return job(Replica(barrier))
+            return job(Replica(barrier), World(xla_runtime.global_ordinal(), ranks))
         except BaseException:
             barrier.abort()
             raise
 
-    def join(layout: Layout, device: Device, order: Any) -> Mesh:
-        return mesh_of(layout, xla_runtime.global_ordinal(), device)
+    def create(layout: Layout, device: Device, world: World, rank_order: list[int] | None = None) -> Mesh:
+        return make_mesh(layout, world.rank, device)
 
-    with (
-        patch.object(trainer, "world", lambda: (xla_runtime.global_ordinal(), ranks)),
-        patch.object(Mesh, "join", join),
-    ):
-        return pjrt._run_thread_per_device(0, 1, one, pjrt.initialize_multiprocess)
+    with patch.object(Mesh, "create", create):
+        return pjrt._run_thread_per_device(0, 1, run_replica, pjrt.initialize_multiprocess)
