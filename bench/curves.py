@@ -1,6 +1,6 @@
 """Loss curves of bench/numerics.py as a picture and a table.
 
-    python bench/curves.py bench/results/numerics-fp8.json --svg docs/fp8.svg
+    python bench/curves.py bench/results/numerics-fp8.json --svg docs/lab/fp8.svg
 
 Above, the loss of each run, a mean of 20 steps; below, how far the others are from the reference.
 """

@@ -108,7 +108,7 @@ def precompile(
 def check_precompile(config: Config, device: Device) -> None:
     options = device.compile_options()
     if options is None or options.backend != CompileOptions().backend:
-        raise UserError(f"device.name={device.name}: its own tools compile its graphs; see docs/trainium.md")
+        raise UserError(f"device.name={device.name}: its own tools compile its graphs; see docs/guides/trainium.md")
     if not config.compile.enabled:
         raise UserError("compile.enabled=false: this run compiles nothing; nearest: compile.enabled=true")
 

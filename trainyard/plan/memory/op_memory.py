@@ -1,4 +1,4 @@
-"""Memory of the operations that models are made of: `models/layers.py`, `parallel/tensor_parallel.py`, `kernels/`.
+"""Memory of the operations that models are made of: `models/layers/`, `parallel/tensor_parallel.py`, `kernels/`.
 
 Reference kernels save what torch's autograd saves for each of their small operations; fused kernels save what their own
 code names. Figures that are not the size of a tensor in the code were read off a CPU's allocator, as
