@@ -180,7 +180,7 @@ def test_bf16(method: str, kind: str, device: str) -> None:
 @needs_cuda
 @pytest.mark.parametrize("method", METHODS)
 def test_flash_where_torch_prefers_it(method: str) -> None:
-    """As on devices, or with settings, for which scaled_dot_product_attention does not choose cuDNN."""
+    """Some devices and settings make scaled_dot_product_attention prefer flash attention to cuDNN."""
     case = make_case("plain", True, "cuda", torch.bfloat16, (2, 4, 2, 128, 32))
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         assert compat.select_attention_kernel(case.q, case.k, True, False)

@@ -36,7 +36,7 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """How one parameter (or one per layer, if the name has a `*`) is shaped, split, placed and initialized."""
+    """Shape, split, placement and initialization of one parameter (or of one per layer, if the name has a `*`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class ParamSpec:
     """Standard deviation of normal initial values; None fills the parameter with `init_value`."""
     init_value: float = 0.0
     flops_tokens: FlopsTokens = "nothing"
-    """Which tokens this matrix multiplies (for FLOP counts); `nothing` for a lookup table or a vector."""
+    """Tokens that this matrix multiplies (for FLOP counts); `nothing` for a lookup table or a vector."""
     padded: bool = False
     """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
     replicated_compute: bool = False
@@ -87,7 +87,7 @@ class Blueprint:
         return name_pattern(name) in self._by_pattern
 
     def tp_slices(self, name: str, tp: int = 1, rank: int = 0) -> list[TensorSlice]:
-        """What tensor-parallel rank `rank` of `tp` holds of `name`: one slice per fused part, in order."""
+        """The slices of `name` that tensor-parallel rank `rank` of `tp` holds: one per fused part, in order."""
         spec, layer = self.spec(name), layer_index(name)
         dim = spec.tp_dim or 0
         slices = []
@@ -105,7 +105,7 @@ class Blueprint:
         return slices
 
     def replication(self, name: str, tp: int) -> list[int]:
-        """For each slice of `name`, how many tensor-parallel ranks hold the same values."""
+        """Number of tensor-parallel ranks that hold the same values, for each slice of `name`."""
         spec = self.spec(name)
         if spec.tp_dim is None:
             return [tp]

@@ -22,7 +22,7 @@ from trainyard.parallel.axes import Axes
 
 
 class Fp8Layers(NamedTuple):
-    """Which layers compute their products in fp8, and with which options."""
+    """The layers that compute their products in fp8, and the options for it."""
 
     recipe: Fp8Options
     layers: range

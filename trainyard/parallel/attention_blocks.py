@@ -36,7 +36,7 @@ class BlockMask(NamedTuple):
 
 
 class AttentionBlock(NamedTuple):
-    """Which local queries attend to which of the available keys."""
+    """A range of local queries and the range of available keys they attend to."""
 
     queries: slice
     keys: slice

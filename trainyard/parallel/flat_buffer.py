@@ -18,7 +18,7 @@ ALIGN_ELEMENTS = 64
 
 @dataclass(frozen=True)
 class ParamSpan:
-    """Where one parameter lies."""
+    """Location of one parameter in the full buffer and in a shard."""
 
     name: str
     shape: tuple[int, ...]

@@ -130,7 +130,7 @@ def head_range(units: int, tp: int, rank: int) -> tuple[int, int]:
 
 
 def replication_factor(units: int, tp: int) -> int:
-    """How many adjacent tensor-parallel ranks hold the same units."""
+    """Number of adjacent tensor-parallel ranks that hold the same units."""
     return 1 if units % tp == 0 else tp // units if tp % units == 0 else tp
 
 

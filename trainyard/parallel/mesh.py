@@ -17,7 +17,7 @@ from trainyard.parallel.world import World
 T = TypeVar("T")
 SINGLE_RANK = Group()
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others, which may be compiling or waiting for a slow disk."""
+"""Limit of a collective's wait for other ranks, which may be compiling or waiting for a slow disk."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class WeightGatherer:
         undecayed = range(flat.shard_decay_end, flat.shard_undecayed_end)
         self.buckets = sorted(flat.buckets, key=lambda bucket: bucket.shard_range.start not in undecayed)
         self.buckets_needed: dict[str, int] = {}
-        """For each moment, how many buckets must be complete."""
+        """Number of buckets that must be complete at each moment."""
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
                 for moment in needed_at(span.name):

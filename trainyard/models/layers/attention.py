@@ -31,7 +31,7 @@ class CoreAttention(Recomputable):
     head_offset: Tensor
     """Global index of this rank's first query head."""
     kv_index: Tensor
-    """For each local query head, the local kv head it uses."""
+    """Local kv head that each local query head uses."""
     cp_rank: Tensor
 
     def __init__(
@@ -106,7 +106,7 @@ class CoreAttention(Recomputable):
         return weight_BHTS.to(v_BGSK.dtype) @ v_BGSK
 
     def _visible_keys(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
-        """Which keys each query sees, [B or 1, 1, T or 1, S]. None means all keys or, if causal, a plain triangle."""
+        """Mask of the keys that each query sees, [B or 1, 1, T or 1, S]; None if it is all keys or a plain triangle."""
         documents_BS = None if documents_BT is None else self.cp.gather_sequence(documents_BT, 1)
         if not self.causal:  # no loss reads the output of a padded query, so that only keys need the mask
             return None if documents_BS is None else documents_BS[:, None, None, :].bool()

@@ -30,7 +30,7 @@ class Dropout(nn.Module):
         self.register_buffer("site", dropout_site(site), persistent=False)
 
     def rng(self, seeds: RowSeeds) -> DropoutRng | None:
-        """What determines the mask; None if nothing is dropped."""
+        """The inputs of the mask; None if nothing is dropped."""
         return DropoutRng(self.p, *seeds, self.site) if self.training and self.p else None
 
     def forward(self, y_BTD: Tensor, seeds: RowSeeds) -> Tensor:
