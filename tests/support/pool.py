@@ -1,5 +1,8 @@
-"""Eight processes that stay, and run functions as ranks of process groups made for each job: starting Python and torch
-for every layout would take most of the time."""
+"""A pool of processes that act as ranks: each job forms a new world of gloo process groups on the first N of them.
+
+Starting Python and importing torch for every layout would take most of the time, so ranks are forked from one process
+that has already imported everything, and stay for the next job.
+"""
 
 import atexit
 import faulthandler
@@ -9,7 +12,6 @@ import os
 import tempfile
 import time
 import traceback
-import warnings
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,42 +19,34 @@ from typing import Any
 
 from trainyard.launch.launcher import reserved_port
 
-RANKS = 8
-LIMIT = 240.0
-"""Seconds for one job."""
-AFTER = 3.0
-"""Seconds to wait for the other ranks when one has failed."""
+JOB_TIMEOUT_S = 240.0
+ERROR_GRACE_S = 3.0
+"""How long to wait for the other ranks after one has failed."""
+PRELOAD = ["torch.distributed", "trainyard.train.trainer", "trainyard.parallel.pipeline"]
 
 
 class RankFailed(Exception):
-    """What the first rank that failed said."""
+    """The traceback of the first rank that raised."""
 
 
 class RankDied(RankFailed):
-    """A rank's process ended without a word: a crash in a library's own code."""
+    """A rank's process ended without a result, for example in a segmentation fault."""
 
 
 class Pool:
     def __init__(self) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        self.notes: list[Any] = []
-        """Where each process says where it was when it crashed."""
+        self.crash_logs: list[Any] = []
+        """One file per rank that receives its Python stack if it crashes."""
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
         atexit.register(self.close)
 
     def run(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
-        """Call `module:name` with `arguments` on the first `ranks` processes as one world; what each gave."""
-        try:
-            return self._meet(function, arguments, ranks)
-        except RankDied as died:
-            # torch's gloo corrupts memory once in some ten thousand collectives (docs/log.md). Nothing of ours runs in
-            # its threads; what it did is told, and the job is done over. A crash of our own would come again.
-            warnings.warn(f"{function}: {died}; run again", stacklevel=2)
-            return self._meet(function, arguments, ranks)
-
-    def _meet(self, function: str, arguments: tuple[Any, ...], ranks: int) -> list[Any]:
-        if not self.pipes:
-            self._start()
+        """Call `module:name` with `arguments` on `ranks` ranks of one world and return each rank's result."""
+        while len(self.pipes) < ranks:
+            self._start_rank()
         with reserved_port() as port:
             return self._run(function, arguments, ranks, port)
 
@@ -60,55 +54,57 @@ class Pool:
         pipes = self.pipes[:ranks]
         for rank, pipe in enumerate(pipes):
             pipe.send((function, arguments, rank, ranks, port))
-        out: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         errors: list[str] = []
-        end = time.monotonic() + LIMIT
-        while len(out) < ranks:
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in out], end - time.monotonic())
+        deadline = time.monotonic() + JOB_TIMEOUT_S
+        while len(results) < ranks:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+            ready = wait(waiting, max(deadline - time.monotonic(), 0))
             for pipe in ready:
                 rank = pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    ok, out[rank] = pipe.recv()  # type: ignore[union-attr]
+                    ok, results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    self.processes[rank].join(AFTER)
-                    code = self.processes[rank].exitcode
-                    stack = Path(self.notes[rank].name).read_text()
-                    self.close()
-                    raise RankDied(f"rank {rank}'s process died with {code}; {errors} {stack}") from None
+                    raise self._describe_death(rank, errors) from None
                 if not ok:
-                    errors.append(f"rank {rank}: {out[rank]}")
-                    end = min(end, time.monotonic() + AFTER)  # the others fail too, or wait for this one for ever
+                    errors.append(f"rank {rank}: {results[rank]}")
+                    deadline = min(deadline, time.monotonic() + ERROR_GRACE_S)  # the others fail too, or wait forever
             if not ready:
                 break
-        if len(out) < ranks:
-            self.close()  # the next job starts afresh
-            errors = errors or [f"ranks {sorted(set(range(ranks)) - set(out))} gave nothing in {LIMIT:.0f} s"]
+        if len(results) < ranks:
+            self.close()  # the next job starts new processes
+            silent = sorted(set(range(ranks)) - set(results))
+            errors = errors or [f"ranks {silent} returned nothing in {JOB_TIMEOUT_S:.0f} s"]
         if errors:
             raise RankFailed(errors[0])
-        return [out[rank] for rank in range(ranks)]
+        return [results[rank] for rank in range(ranks)]
+
+    def _describe_death(self, rank: int, errors: list[str]) -> RankDied:
+        self.processes[rank].join(ERROR_GRACE_S)
+        code = self.processes[rank].exitcode
+        stack = Path(self.crash_logs[rank].name).read_text()
+        self.close()
+        return RankDied(f"rank {rank}'s process died with exit code {code}; {errors} {stack}")
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-        for note in self.notes:
-            note.close()
-        self.pipes, self.processes, self.notes = [], [], []
+        for log in self.crash_logs:
+            log.close()
+        self.pipes, self.processes, self.crash_logs = [], [], []
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        for _ in range(RANKS):
-            ours, theirs = context.Pipe()
-            self.notes.append(tempfile.NamedTemporaryFile(prefix="rank-"))  # noqa: SIM115
-            process = context.Process(target=_serve, args=(theirs, self.notes[-1].name), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+    def _start_rank(self) -> None:
+        ours, theirs = self._context.Pipe()
+        self.crash_logs.append(tempfile.NamedTemporaryFile(prefix="rank-"))  # noqa: SIM115
+        process = self._context.Process(target=_serve, args=(theirs, self.crash_logs[-1].name), daemon=True)
+        process.start()
+        theirs.close()
+        self.pipes.append(ours)
+        self.processes.append(process)
 
 
-def _serve(pipe: Connection, note: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    faulthandler.enable(open(note, "w"))  # noqa: SIM115
+def _serve(pipe: Connection, crash_log: str) -> None:
+    faulthandler.enable(open(crash_log, "w"))  # noqa: SIM115
     import torch
     import torch.distributed as dist
 
