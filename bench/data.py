@@ -1,13 +1,13 @@
-"""Preparing and loading data: ours against the reference's algorithms, in one run on this machine.
+"""Data preparation and loading against Megatron's algorithms, in one run on this machine.
 
-    python bench/data.py                 everything
-    python bench/data.py tokenize load   some of it
+    python bench/data.py                 all benchmarks
+    python bench/data.py tokenize load   some of them
 
-tokenize: GPT-2's encoding of JSON lines to token files by one worker and by two, and the reference's algorithm (a
-Python encoder with a cache of words, a pool of processes, 25 documents at a time) with as many; how much two workers
-bring, also where the input is long enough for their start not to count; memory for one input and for four times that.
-load: tokens per second and core through the loader to batches. index: opening a set of a billion tokens in our order
-and in the reference's. resume: the time to the first batch of a late step.
+tokenize: GPT-2 encoding of JSON lines to token files with one and two workers, against Megatron's algorithm (a Python
+encoder with a word cache, a process pool, 25 documents at a time); the speedup of two workers, also for an input long
+enough that their start-up does not matter; memory for one input and for four times that.
+load: tokens per second and core from the loader. index: opening a billion tokens in shuffled and in Megatron order.
+resume: time to the first batch of a late step.
 """
 
 import argparse
@@ -34,25 +34,26 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.data.formats.megatron_bin import INDEX_HEADER, INDEX_MAGIC, MegatronTokens, MegatronTokensWriter
-from trainyard.data.loading import megatron_order
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.data.loading.megatron_order import MegatronOrderDataset
 
 VOCAB = 50257
 BILLION = 10**9
 
 
 def stdlib_documents(characters: int) -> list[str]:
-    """Documents of about 3,000 characters: the words of Python's own library, which every machine has."""
-    found, length = [], 0
+    """Documents of about 3,000 characters from the docstrings of Python's standard library."""
+    documents: list[str] = []
+    length = 0
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         source = file.read_text(errors="ignore")
         prose = " ".join(source.split('"""')[1::2])
-        found += [prose[at : at + 3000] for at in range(0, len(prose), 3000)]
+        documents += [prose[start : start + 3000] for start in range(0, len(prose), 3000)]
         length += len(prose)
         if length > characters:
             break
-    return found
+    return documents
 
 
 def train_gpt2_files(directory: Path, documents: list[str]) -> None:
@@ -70,51 +71,51 @@ def write_lines(path: Path, documents: list[str], times: int) -> None:
     rng = np.random.RandomState(0)
     with path.open("w") as file:
         for _ in range(times):
-            for number in rng.permutation(len(documents)):
-                file.write(json.dumps({"text": documents[number]}) + "\n")
+            for index in rng.permutation(len(documents)):
+                file.write(json.dumps({"text": documents[index]}) + "\n")
 
 
-def run_trainyard(directory: Path, file: Path, workers: int, watch: bool = False) -> dict[str, float]:
-    """The command itself. To watch its memory takes time from it."""
-    words = ["--input", str(file), "--output-prefix", str(directory / "ours"), "--append-eod", "--overwrite"]
-    words += ["--vocab-file", str(directory / "vocab.json"), "--merge-file", str(directory / "merges.txt")]
+def run_trainyard(directory: Path, file: Path, workers: int, measure_memory: bool = False) -> dict[str, float]:
+    """Run the command. Measuring its memory slows it down."""
+    flags = ["--input", str(file), "--output-prefix", str(directory / "ours"), "--append-eod", "--overwrite"]
+    flags += ["--vocab-file", str(directory / "vocab.json"), "--merge-file", str(directory / "merges.txt")]
     start = time.perf_counter()
-    command = [sys.executable, "-m", "trainyard", "data", "tokenize", *words, "--workers", str(workers)]
+    command = [sys.executable, "-m", "trainyard", "data", "tokenize", *flags, "--workers", str(workers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    most = _peak_tree_memory(process) if watch else 0
-    told = process.communicate()[0]
+    memory = _peak_tree_memory(process) if measure_memory else 0
+    output = process.communicate()[0]
     assert process.returncode == 0
     tokens = len(MegatronTokens(directory / "ours_text_document").tokens)
-    own = float(told.split(" tokens in ")[1].split(" s")[0])
-    return {"tokens": tokens, "seconds": own, "with_start": time.perf_counter() - start, "memory_bytes": most}
+    seconds = float(output.split(" tokens in ")[1].split(" s")[0])
+    return {"tokens": tokens, "seconds": seconds, "with_start": time.perf_counter() - start, "memory_bytes": memory}
 
 
 def two_independent_runs_rate(directory: Path, file: Path) -> float:
-    """Tokens per second of two runs that know nothing of each other: all that two cores of this machine can do."""
-    places = [directory / name for name in ("one", "other")]
-    for place in places:
-        place.mkdir()
+    """Tokens per second of two independent runs: an upper bound for two cores of this machine."""
+    directories = [directory / name for name in ("one", "other")]
+    for run_directory in directories:
+        run_directory.mkdir()
         for name in ("vocab.json", "merges.txt"):
-            shutil.copy(directory / name, place)
+            shutil.copy(directory / name, run_directory)
     with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda place: run_trainyard(place, file, 1), places))
-    return sum(each["tokens"] for each in found) / max(each["seconds"] for each in found)
+        results = list(threads.map(lambda run_directory: run_trainyard(run_directory, file, 1), directories))
+    return sum(result["tokens"] for result in results) / max(result["seconds"] for result in results)
 
 
 def _peak_tree_memory(process: subprocess.Popen[str]) -> int:
-    """The most memory that a process and its children had at once."""
+    """Peak memory (PSS) of a process and its children together."""
     import psutil
 
-    most = 0
+    peak = 0
     while process.poll() is None:
         try:
             parent = psutil.Process(process.pid)
-            each = [parent, *parent.children(recursive=True)]
-            most = max(most, sum(one.memory_full_info().pss for one in each))
+            processes = [parent, *parent.children(recursive=True)]
+            peak = max(peak, sum(member.memory_full_info().pss for member in processes))
         except psutil.Error:
             pass
         time.sleep(0.05)
-    return most
+    return peak
 
 
 def run_reference(directory: Path, file: Path, workers: int) -> dict[str, float]:
@@ -123,10 +124,10 @@ def run_reference(directory: Path, file: Path, workers: int) -> dict[str, float]
     with (
         multiprocessing.Pool(workers, _init_worker, (directory,)) as pool,
         file.open() as lines,
-        MegatronTokensWriter(directory / "theirs", "uint16") as writer,
+        MegatronTokensWriter(directory / "reference", "uint16") as writer,
     ):
-        for row in pool.imap(_encode, lines, 25):
-            array = np.array(row, "uint16")
+        for tokens_of_document in pool.imap(_encode, lines, 25):
+            array = np.array(tokens_of_document, "uint16")
             writer.add(array, np.array([len(array)], np.int32), np.ones(1, np.int64))
             tokens += len(array)
     return {"tokens": tokens, "seconds": time.perf_counter() - start}
@@ -154,30 +155,30 @@ def bench_tokenize(directory: Path) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"reference": [], "ours": []}
     for workers in (1, 2):
         for name, run in (("reference", run_reference), ("ours", run_trainyard)):
-            found = run(directory, large, workers)
-            rates[name].append(found["tokens"] / found["seconds"])
+            result = run(directory, large, workers)
+            rates[name].append(result["tokens"] / result["seconds"])
         same = all(
-            (directory / f"theirs{suffix}").read_bytes() == (directory / f"ours_text_document{suffix}").read_bytes()
+            (directory / f"reference{suffix}").read_bytes() == (directory / f"ours_text_document{suffix}").read_bytes()
             for suffix in (".bin", ".idx")
         )
-        reference, own = rates["reference"][-1], rates["ours"][-1]
-        out[f"{workers} workers"] = {"reference": reference, "ours": own, "ratio": own / reference, "same": same}
+        reference, ours = rates["reference"][-1], rates["ours"][-1]
+        out[f"{workers} workers"] = {"reference": reference, "ours": ours, "ratio": ours / reference, "same": same}
         print(
-            f"tokenize, {workers} workers: reference {reference:,.0f} tokens/s, ours {own:,.0f}: "
-            f"{own / reference:.1f}x; same bytes: {same}",
+            f"tokenize, {workers} workers: reference {reference:,.0f} tokens/s, trainyard {ours:,.0f}: "
+            f"{ours / reference:.1f}x; same bytes: {same}",
             flush=True,
         )
     scaling = {name: pair[1] / pair[0] for name, pair in rates.items()}
     scaling["two runs at once"] = two_independent_runs_rate(directory, large) / rates["ours"][0]
     huge = directory / "huge.jsonl"
     write_lines(huge, documents, 32)
-    alone, both = (run_trainyard(directory, huge, workers)["seconds"] for workers in (1, 2))
-    scaling["ours, four times the input"] = alone / both
-    memory = [run_trainyard(directory, file, 2, watch=True)["memory_bytes"] for file in (small, large)]
+    one_worker, two_workers = (run_trainyard(directory, huge, workers)["seconds"] for workers in (1, 2))
+    scaling["ours, four times the input"] = one_worker / two_workers
+    memory = [run_trainyard(directory, file, 2, measure_memory=True)["memory_bytes"] for file in (small, large)]
     print(
-        f"  two workers over one: reference {scaling['reference']:.2f}x, ours {scaling['ours']:.2f}x; "
-        f"two runs at once, each of all the input, over one: {scaling['two runs at once']:.2f}x; "
-        f"four times the input, ours {scaling['ours, four times the input']:.2f}x ({alone:.1f} s, {both:.1f} s)"
+        f"  speedup of two workers: reference {scaling['reference']:.2f}x, trainyard {scaling['ours']:.2f}x; "
+        f"two independent runs: {scaling['two runs at once']:.2f}x; four times the input: "
+        f"{scaling['ours, four times the input']:.2f}x ({one_worker:.1f} s, {two_workers:.1f} s)"
     )
     print(
         f"  memory for {out['megabytes'] / 4:.0f} MB {memory[0] / 2**20:.0f} MiB, for four times that "
@@ -205,23 +206,24 @@ def make_config(prefix: Path, **data: Any) -> Config:
 
 
 def bench_load(directory: Path) -> dict[str, Any]:
-    """A set of 100 million tokens, read once before so that it is in memory; one thread."""
+    """Load 100 million tokens that are in the page cache, in one thread."""
     rng = np.random.RandomState(0)
     with MegatronTokensWriter(directory / "set", "uint16") as writer:
         for _ in range(50):
-            sizes = rng.randint(10, 1200, 3300).astype(np.int32)
-            tokens = rng.randint(0, 32000, int(sizes.sum())).astype("uint16")
-            writer.add(tokens, sizes, np.ones(len(sizes), np.int64))
+            lengths = rng.randint(10, 1200, 3300).astype(np.int32)
+            tokens = rng.randint(0, 32000, int(lengths.sum())).astype("uint16")
+            writer.add(tokens, lengths, np.ones(len(lengths), np.int64))
     out = {}
-    for label, data in {
-        "our order": {},
-        "our order, documents apart": {"document_mask": True, "mask_eod_loss": True},
-        "the reference's order": {"order": "megatron"},
-        "a blend of two": {"paths": [str(directory / "set")] * 2, "weights": [0.7, 0.3]},
-    }.items():
+    cases: dict[str, dict[str, Any]] = {
+        "shuffled": {},
+        "shuffled, document mask": {"document_mask": True, "mask_eod_loss": True},
+        "Megatron order": {"order": "megatron"},
+        "blend of two": {"paths": [str(directory / "set")] * 2, "weights": [0.7, 0.3]},
+    }
+    for label, data in cases.items():
         config = make_config(directory / "set", **data)
-        source, _, shuffle = build_datasets(config)
-        loader = BatchLoader(source, 256, 0, shuffle)
+        dataset, _, shuffle = build_datasets(config)
+        loader = BatchLoader(dataset, 256, 0, shuffle)
         loader.batch(0)
         steps = 60
         start = time.process_time()
@@ -229,12 +231,12 @@ def bench_load(directory: Path) -> dict[str, Any]:
             loader.batch(step)
         rate = steps * 256 * 2048 / (time.process_time() - start)
         out[label] = rate
-        print(f"load, {label}: {rate / 1e6:,.0f} million tokens/s and core", flush=True)
+        print(f"load, {label}: {rate / 1e6:,.0f} million tokens/s per core", flush=True)
     return out
 
 
 def write_billion_token_index(directory: Path) -> Path:
-    """An index of two million documents with a billion tokens, which are a hole in a file."""
+    """An index of two million documents with a billion tokens; the token file is sparse."""
     sizes = np.random.RandomState(0).randint(1, 1000, 2_000_000).astype(np.int32)
     sizes[-1] += BILLION - int(sizes.sum(dtype=np.int64))
     if sizes[-1] < 0:
@@ -254,8 +256,8 @@ def bench_index(directory: Path) -> dict[str, Any]:
     prefix = write_billion_token_index(directory)
     out = {}
     for label, work in {
-        "our order": partial(_open_shuffled, prefix),
-        "the reference's order": partial(_open_megatron, prefix),
+        "shuffled": partial(_open_shuffled, prefix),
+        "Megatron order": partial(_open_megatron, prefix),
     }.items():
         seconds, memory = _measure_in_fork(work)
         out[label] = {"seconds": seconds, "memory_bytes": memory}
@@ -264,26 +266,26 @@ def bench_index(directory: Path) -> dict[str, Any]:
 
 
 def _open_shuffled(prefix: Path) -> None:
-    source, _, _ = build_datasets(make_config(prefix))
-    source.samples(np.array([len(source) - 1]))
+    dataset, _, _ = build_datasets(make_config(prefix))
+    dataset.samples(np.array([len(dataset) - 1]))
 
 
 def _open_megatron(prefix: Path) -> None:
     data = MegatronTokens(prefix)
-    source = megatron_order.MegatronOrderDataset(data, range(len(data)), BILLION // 2048 - 1, 2048, 1234, 32000)
-    source.samples(np.array([len(source) - 1]))
+    dataset = MegatronOrderDataset(data, range(len(data)), BILLION // 2048 - 1, 2048, 1234, 32000)
+    dataset.samples(np.array([len(dataset) - 1]))
 
 
 def _measure_in_fork(work: Callable[[], None]) -> tuple[float, int]:
-    """Seconds, and memory beyond what the process had before, in a process of its own."""
+    """Seconds and additional peak memory of `work` in a forked process."""
     reader, writer = os.pipe()
     if not os.fork():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
         work()
-        took = time.perf_counter() - start
-        more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        os.write(writer, json.dumps([took, more * 1024]).encode())
+        seconds = time.perf_counter() - start
+        memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(writer, json.dumps([seconds, memory_kib * 1024]).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
@@ -299,8 +301,8 @@ def bench_resume(directory: Path) -> dict[str, float]:
     out = {}
     for step in (0, 1_000, 1_000_000):
         start = time.perf_counter()
-        source, _, shuffle = build_datasets(make_config(prefix))
-        BatchLoader(source, 256, 0, shuffle).batch(step)
+        dataset, _, shuffle = build_datasets(make_config(prefix))
+        BatchLoader(dataset, 256, 0, shuffle).batch(step)
         out[str(step)] = time.perf_counter() - start
         print(f"resume: first batch of step {step:,} after {out[str(step)] * 1000:.0f} ms", flush=True)
     return out
@@ -316,13 +318,13 @@ BENCHMARKS: dict[str, Callable[[Path], Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*BENCHMARKS, []], default=[])
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("benchmarks", nargs="*", choices=[*BENCHMARKS, []], default=[])
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
     with tempfile.TemporaryDirectory() as name:
-        for part in arguments.parts or BENCHMARKS:
-            results[part] = BENCHMARKS[part](Path(name))
+        for benchmark in arguments.benchmarks or BENCHMARKS:
+            results[benchmark] = BENCHMARKS[benchmark](Path(name))
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
-"""The reference's algorithms in plain Python: what ours are measured against, in speed here and in bytes by the tests.
+"""Megatron's data algorithms in plain Python: the reference for benchmarks (speed) and tests (bytes).
 
-GPT-2's encoder works as the reference's does: a pattern finds words, each word's pairs are merged by rank, and words
-met before come from a cache. The index of samples is built one sample at a time.
+The GPT-2 encoder finds words with a pattern, merges the pairs of each word by rank and caches known words. The index
+of samples is built one sample at a time.
 """
 
 import json
@@ -22,11 +22,10 @@ class ReferenceGpt2Encoder:
         lines = merges.read_text(encoding="utf-8").split("\n")
         pairs = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
         self.ranks = {pair: rank for rank, pair in enumerate(pairs)}
-        kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        letters = {byte: chr(byte) for byte in kept}
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        self.byte_chars = {byte: chr(byte) for byte in printable}
         for byte in range(256):
-            letters.setdefault(byte, chr(256 + len(letters) - len(kept)))
-        self.byte_chars = letters
+            self.byte_chars.setdefault(byte, chr(256 + len(self.byte_chars) - len(printable)))
         self.cache: dict[str, list[str]] = {}
 
     def merge_word(self, word: str) -> list[str]:
@@ -38,90 +37,90 @@ class ReferenceGpt2Encoder:
                 if best not in self.ranks:
                     break
                 merged: list[str] = []
-                place = 0
-                while place < len(parts):
-                    if tuple(parts[place : place + 2]) == best:
+                index = 0
+                while index < len(parts):
+                    if tuple(parts[index : index + 2]) == best:
                         merged.append("".join(best))
-                        place += 2
+                        index += 2
                     else:
-                        merged.append(parts[place])
-                        place += 1
+                        merged.append(parts[index])
+                        index += 1
                 parts = merged
             self.cache[word] = parts
         return self.cache[word]
 
     def encode(self, text: str) -> list[int]:
-        out: list[int] = []
-        for found in PATTERN.findall(text):
-            word = "".join(self.byte_chars[byte] for byte in found.encode())
-            out.extend(self.token_ids[part] for part in self.merge_word(word))
-        return out
+        tokens: list[int] = []
+        for match in PATTERN.findall(text):
+            word = "".join(self.byte_chars[byte] for byte in match.encode())
+            tokens.extend(self.token_ids[part] for part in self.merge_word(word))
+        return tokens
 
 
 def reference_token_files(documents: list[list[list[int]]], dtype: str, code: int) -> tuple[bytes, bytes]:
-    """.bin and .idx of documents, each a list of sequences, one number after the other."""
+    """Bytes of .bin and .idx for documents, each a list of sequences."""
     sequences = [sequence for document in documents for sequence in document]
     data = b"".join(np.array(sequence, dtype).tobytes() for sequence in sequences)
-    sizes = [len(sequence) for sequence in sequences]
-    offsets, place = [], 0
-    for size in sizes:
-        offsets.append(place)
-        place += size * np.dtype(dtype).itemsize
-    ends = [0]
+    lengths = [len(sequence) for sequence in sequences]
+    offsets, offset = [], 0
+    for length in lengths:
+        offsets.append(offset)
+        offset += length * np.dtype(dtype).itemsize
+    document_bounds = [0]
     for document in documents:
-        ends.append(ends[-1] + len(document))
+        document_bounds.append(document_bounds[-1] + len(document))
     index = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code])
-    index += len(sizes).to_bytes(8, "little") + len(ends).to_bytes(8, "little")
-    for numbers, kind in ((sizes, "<i4"), (offsets, "<i8"), (ends, "<i8")):
-        index += np.array(numbers, kind).tobytes()
+    index += len(lengths).to_bytes(8, "little") + len(document_bounds).to_bytes(8, "little")
+    for values, kind in ((lengths, "<i4"), (offsets, "<i8"), (document_bounds, "<i8")):
+        index += np.array(values, kind).tobytes()
     return data, index
 
 
 def reference_gpt_samples(
-    sizes: NDArray[np.int32], documents: NDArray[Any], samples: int, sequence: int, seed: int
+    lengths: NDArray[np.int32], documents: NDArray[Any], num_samples: int, seq_len: int, seed: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Each sample in the order of training, as pieces (sequence, first token, tokens) of sequence + 1 tokens in all."""
-    per_epoch = int(sum(int(sizes[each]) for each in documents))
+    """The samples in training order, each as spans (document, start, count) with seq_len + 1 tokens in total."""
+    per_epoch = int(sum(int(lengths[document]) for document in documents))
     epochs = 1
-    while (epochs * per_epoch - 1) // sequence < samples:
+    while (epochs * per_epoch - 1) // seq_len < num_samples:
         epochs += 1
-    stream = np.random.RandomState(seed=seed)
-    apart = False
-    before = 0
+    rng = np.random.RandomState(seed=seed)
+    separate_last = False
+    before_last = 0
     if epochs > 1:
-        before = ((epochs - 1) * per_epoch - 1) // sequence
-        apart = samples - before < int(0.80 * ((per_epoch - 1) // sequence))
+        before_last = ((epochs - 1) * per_epoch - 1) // seq_len
+        separate_last = num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_len))
     order: list[int] = []
-    for repeated in (epochs - 1, 1) if apart else (epochs,):
-        part = np.array(list(documents) * repeated, dtype=np.int32)
-        stream.shuffle(part)
-        order += part.tolist()
+    for repeats in (epochs - 1, 1) if separate_last else (epochs,):
+        repeated = np.array(list(documents) * repeats, dtype=np.int32)
+        rng.shuffle(repeated)
+        order += repeated.tolist()
     starts = [(0, 0)]
-    number = offset = 0
-    for _ in range((epochs * per_epoch - 1) // sequence):
-        remaining = sequence + 1
+    position = offset = 0
+    for _ in range((epochs * per_epoch - 1) // seq_len):
+        remaining = seq_len + 1
         while remaining:
-            length = int(sizes[order[number]]) - offset
+            length = int(lengths[order[position]]) - offset
             remaining -= length
             if remaining <= 0:
                 offset += remaining + length - 1
                 remaining = 0
             else:
-                number, offset = number + 1, 0
-        starts.append((number, offset))
+                position, offset = position + 1, 0
+        starts.append((position, offset))
     total = len(starts) - 1
-    first = np.arange(before if apart else total, dtype=np.uint32)
-    stream.shuffle(first)
+    first = np.arange(before_last if separate_last else total, dtype=np.uint32)
+    rng.shuffle(first)
     last = np.arange(len(first), total, dtype=np.uint32)
     if len(last):
-        stream.shuffle(last)
-    found = []
-    for which in [*first.tolist(), *last.tolist()][:samples]:
-        (a, begin), (b, end) = starts[which], starts[which + 1]
+        rng.shuffle(last)
+    samples = []
+    for index in [*first.tolist(), *last.tolist()][:num_samples]:
+        (a, start), (b, end) = starts[index], starts[index + 1]
         if a == b:
-            found.append([(order[a], begin, end - begin + 1)])
+            samples.append([(order[a], start, end - start + 1)])
             continue
-        pieces = [(order[a], begin, int(sizes[order[a]]) - begin)]
-        pieces += [(order[each], 0, int(sizes[order[each]])) for each in range(a + 1, b)]
-        found.append([*pieces, (order[b], 0, end + 1)])
-    return found
+        spans = [(order[a], start, int(lengths[order[a]]) - start)]
+        spans += [(order[middle], 0, int(lengths[order[middle]])) for middle in range(a + 1, b)]
+        samples.append([*spans, (order[b], 0, end + 1)])
+    return samples
