@@ -1,4 +1,4 @@
-"""Runs that ranks of the pool make."""
+"""Functions that ranks of the pool run: complete runs, compiled steps, reordered ranks."""
 
 import os
 from typing import Any
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from trainyard import compat
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
+from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models import Batch, ModelOutput
 from trainyard.train.callbacks import Callback, TrainerView
@@ -18,7 +19,7 @@ from trainyard.train.trainer import Trainer
 from trainyard.verify.compare_layouts import compare_records, record_training, single_rank_config
 
 
-class Losses(Callback):
+class LossRecorder(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -26,8 +27,8 @@ class Losses(Callback):
         self.losses.append(record["loss"])
 
 
-def own_loss(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross entropy over whole logits, as a user would write it."""
+def user_loss_fn(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross entropy over full logits, as a user would write it."""
     labels = batch["labels"].flatten().long()
     logits = output.logits().flatten(0, -2).float()
     return F.cross_entropy(logits, labels, reduction="sum") + output.hidden.square().sum() * 1e-3, (labels >= 0).sum()
@@ -39,11 +40,13 @@ def accuracy(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
     return ((output.logits().argmax(-1) == labels) & counts).sum().float(), counts.sum()
 
 
-def run(config: Config, own: bool) -> dict[str, Any]:
-    seen = Losses()
-    summary = Trainer(config, loss=own_loss if own else None, metrics={"accuracy": accuracy}, callbacks=[seen]).run()
+def run(config: Config, user_loss: bool = False, backend: str = "inductor") -> dict[str, Any]:
+    """Run a training. `backend` is the one of torch.compile, if the configuration compiles."""
+    recorder, loss = LossRecorder(), user_loss_fn if user_loss else None
+    with patch.object(CpuDevice, "compile_options", lambda self: CompileOptions(backend)):
+        summary = Trainer(config, loss=loss, metrics={"accuracy": accuracy}, callbacks=[recorder]).run()
     return {
-        "losses": seen.losses,
+        "losses": recorder.losses,
         "steps": summary.steps,
         "evaluation": summary.evaluation,
         "directory": str(summary.directory),
@@ -62,7 +65,8 @@ def stopped_on_one_rank(config: Config, rank: int, last_step: int) -> dict[str, 
     return {"steps": summary.steps, "interrupted": summary.interrupted}
 
 
-def poisoned(config: Config, name: str) -> str:
+def run_with_nan_gradient(config: Config, name: str) -> str:
+    """Run with NaN gradients of one parameter. Returns the error message."""
     trainer = Trainer(config)
     for model in trainer.models:
         parameter = dict(model.named_parameters()).get(name)
@@ -75,12 +79,12 @@ def poisoned(config: Config, name: str) -> str:
     return "not stopped"
 
 
-def graphs(config: Config) -> dict[str, Any]:
-    """Compile each block with a backend that keeps what it is given."""
+def compiled_graphs(config: Config) -> dict[str, Any]:
+    """Compile each block with a backend that records its graphs."""
     codes: set[str] = set()
     collectives: list[int] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def record_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         shapes = [tuple(x.shape) for x in inputs if isinstance(x, Tensor)]
         names = [str(node.target) for node in graph.graph.nodes]
         collectives.append(sum("autograd_function" in name for name in names))
@@ -93,19 +97,19 @@ def graphs(config: Config) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for block in trainer.model.layers.children():
-        block.forward = torch.compile(block.forward, backend=keep, fullgraph=True, dynamic=False)
+        block.forward = torch.compile(block.forward, backend=record_graph, fullgraph=True, dynamic=False)
     batch = trainer.loader.batch(0, trainer.batch_slice)
     return {
-        "losses": [float(trainer.train_step(batch, number, 1e-3).loss) for number in (1, 2)],
-        "eager": [float(eager.train_step(batch, number, 1e-3).loss) for number in (1, 2)],
+        "losses": [float(trainer.train_step(batch, step, 1e-3).loss) for step in (1, 2)],
+        "eager": [float(eager.train_step(batch, step, 1e-3).loss) for step in (1, 2)],
         "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
         "graphs": codes,
         "collectives": max(collectives),
     }
 
 
-def kept(config: Config) -> set[tuple[int, ...]]:
-    """Shapes of what the blocks of a forward pass keep for backward."""
+def saved_activation_shapes(config: Config) -> set[tuple[int, ...]]:
+    """Shapes of the tensors that the blocks save for backward."""
     trainer = Trainer(config)
     shapes: set[tuple[int, ...]] = set()
 
@@ -113,7 +117,7 @@ def kept(config: Config) -> set[tuple[int, ...]]:
         shapes.add(tuple(tensor.shape))
         return tensor
 
-    def watched(block: torch.nn.Module) -> Any:
+    def record_saved(block: torch.nn.Module) -> Any:
         forward = block.forward
 
         def run(*arguments: Any) -> Any:
@@ -123,23 +127,26 @@ def kept(config: Config) -> set[tuple[int, ...]]:
         return run
 
     for block in trainer.model.layers.children():
-        block.forward = watched(block)
+        block.forward = record_saved(block)
     trainer.train_step(trainer.loader.batch(0, trainer.batch_slice), 1, 1e-3)
     return shapes
 
 
-def reordered(config: Config, order: list[int], any_order: bool = True) -> list[str]:
-    """Without `any_order`, torch makes groups in the order of numbers only."""
-    keeps = any_order and compat.supports_unsorted_groups()
+def compare_reordered(config: Config, order: list[int], any_order: bool = True) -> list[str]:
+    """Compare a training on ranks in another order with one rank. Returns the findings that are not ok.
+
+    Without `any_order`, groups with ranks in descending order are not available, as in torch before 2.13.
+    """
+    unsorted = any_order and compat.supports_unsorted_groups()
     with (
         patch.object(CpuDevice, "rank_order", lambda self, tp, world_size: order),
-        patch.object(compat, "supports_unsorted_groups", lambda: keeps),
+        patch.object(compat, "supports_unsorted_groups", lambda: unsorted),
     ):
-        found = record_training(config, 3)
+        record = record_training(config, 3)
     if torch.distributed.get_rank():
         return []
     with patch.dict("os.environ", {"WORLD_SIZE": "1", "RANK": "0"}):
-        findings = compare_records(found, record_training(single_rank_config(config), 3), "fp32")
+        findings = compare_records(record, record_training(single_rank_config(config), 3), "fp32")
     return [str(finding) for finding in findings if not finding.ok]
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: evaluation, own losses, saved weights, stopping, skipping, compiling."""
+"""Complete runs on several ranks: evaluation, user losses, exported weights, stopping, skipping, compilation."""
 
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,22 @@ from tests.support.pool import Pool, RankDied, RankFailed
 from trainyard.compat import supports_unsorted_groups
 from trainyard.devices.neuron.topology import rank_order
 
+pytestmark = pytest.mark.xdist_group("pool")
+
+JOBS = "tests.distributed.rank_jobs"
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
     (4, {"cp": 2, "zero": 3}),
     (4, {"pp": 2, "vpp": 2, "tp": 2}),
+]
+SLOW = pytest.mark.nightly
+RUNS = [
+    pytest.param("gpt", False, *LAYOUTS[0]),
+    pytest.param("gpt", True, *LAYOUTS[1]),
+    pytest.param("bert", False, *LAYOUTS[2]),
+    *(pytest.param("gpt", False, *layout, marks=SLOW) for layout in LAYOUTS[1:]),
+    *(pytest.param("gpt", True, *layout, marks=SLOW) for layout in (LAYOUTS[0], LAYOUTS[2])),
+    *(pytest.param("bert", False, *layout, marks=SLOW) for layout in LAYOUTS[:2]),
 ]
 
 
@@ -22,7 +34,7 @@ def configure(tmp_path: Path, family: str, layout: dict[str, Any], **sections: d
     base: dict[str, Any] = {
         "train": {"global_batch": 8, "micro_batch": 1, "steps": 4},
         "optimizer": {"eps": 1e-3},
-        "data": {"validation_fraction": 2e-6},  # 34 samples: the last batch is not full
+        "data": {"validation_fraction": 2e-6},  # 34 samples: the last batch is incomplete
         "evaluate": {"every": 4},
         "checkpoint": {"export_hf": True},
         "log": {"directory": str(tmp_path), "name": f"{family}-{len(layout)}"},
@@ -32,81 +44,86 @@ def configure(tmp_path: Path, family: str, layout: dict[str, Any], **sections: d
     return configs.tiny_config({**configs.TINY_MODELS[family], "layers": 4}, **merged)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize(("family", "own"), [("gpt", False), ("gpt", True), ("bert", False)])
-def test_a_run_is_the_run_of_one_rank(
-    pool: Pool, tmp_path: Path, family: str, own: bool, ranks: int, layout: dict[str, Any]
+@pytest.mark.parametrize(("family", "user_loss", "ranks", "layout"), RUNS)
+def test_run_equals_the_run_of_one_rank(
+    pool: Pool, tmp_path: Path, family: str, user_loss: bool, ranks: int, layout: dict[str, Any]
 ) -> None:
-    alone = pool.run("tests.distributed.rank_jobs:run", (configure(tmp_path, family, {}), own), 1)[0]
-    found = pool.run("tests.distributed.rank_jobs:run", (configure(tmp_path, family, layout), own), ranks)
-    assert {result["directory"] for result in found} == {found[0]["directory"]}
-    for result in found:  # every rank knows the same
-        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-6)
-        assert result["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
-    ours, theirs = (load_file(Path(each["directory"]) / "model" / "model.safetensors") for each in (found[0], alone))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() <= 1e-5 * max(tensor.abs().max(), 1e-3), name
+    expected = pool.run(f"{JOBS}:run", (configure(tmp_path, family, {}), user_loss), 1)[0]
+    results = pool.run(f"{JOBS}:run", (configure(tmp_path, family, layout), user_loss), ranks)
+    assert {result["directory"] for result in results} == {results[0]["directory"]}
+    for result in results:
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert result["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)
+    exported, reference = (
+        load_file(Path(result["directory"]) / "model" / "model.safetensors") for result in (results[0], expected)
+    )
+    assert exported.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert (exported[name] - tensor).abs().max() <= 1e-5 * max(tensor.abs().max(), 1e-3), name
 
 
-def test_all_ranks_stop_at_the_same_step_when_one_is_asked(pool: Pool, tmp_path: Path) -> None:
+def test_all_ranks_stop_at_the_same_step_if_one_is_asked(pool: Pool, tmp_path: Path) -> None:
     config = configure(tmp_path, "llama", {"pp": 2}, train={"steps": 1000}, checkpoint={"export_hf": False})
-    found = pool.run("tests.distributed.rank_jobs:stopped_on_one_rank", (config, 1, 3), 4)
-    assert [result["steps"] for result in found] == [3] * 4
-    assert all(result["interrupted"] for result in found)
+    results = pool.run(f"{JOBS}:stopped_on_one_rank", (config, 1, 3), 4)
+    assert [result["steps"] for result in results] == [3] * 4
+    assert all(result["interrupted"] for result in results)
 
 
-def test_what_is_not_finite_is_named_wherever_it_is(pool: Pool, tmp_path: Path) -> None:
+def test_every_rank_names_the_nonfinite_gradient(pool: Pool, tmp_path: Path) -> None:
     config = configure(tmp_path, "llama", {"pp": 2}, train={"max_skipped_steps": 2})
-    found = pool.run("tests.distributed.rank_jobs:poisoned", (config, "layers.3.mlp.down.weight"), 2)
-    for line in found:  # the first stage says it too
+    for line in pool.run(f"{JOBS}:run_with_nan_gradient", (config, "layers.3.mlp.down.weight"), 2):
         assert "step 2: 2 steps in a row were not finite" in line
         assert "gradient of " in line
         assert "layers.3.mlp.down.weight" in line or "more" in line
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_blocks_compile_without_breaks_into_one_graph_on_all_ranks(pool: Pool, family: str, sequence: bool) -> None:
-    layout = {"tp": 2, "sequence_parallel": sequence}
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_blocks_compile_to_one_graph_on_all_ranks(pool: Pool, family: str, sequence_parallel: bool) -> None:
+    layout = {"tp": 2, "sequence_parallel": sequence_parallel}
     config = configs.tiny_config({**configs.TINY_MODELS[family], "layers": 4}, layout=layout)
-    found = pool.run("tests.distributed.rank_jobs:graphs", (config,), 2)
-    assert [result["breaks"] for result in found] == [0, 0]
-    assert [len(result["graphs"]) for result in found] == [1, 1]  # one graph for all four blocks
-    assert found[0]["graphs"] == found[1]["graphs"]  # and the same on every rank
-    assert found[0]["collectives"] == 4  # into and out of attention and MLP
-    assert found[0]["losses"] == pytest.approx(found[0]["eager"], rel=1e-5)
+    results = pool.run(f"{JOBS}:compiled_graphs", (config,), 2)
+    assert [result["breaks"] for result in results] == [0, 0]
+    assert [len(result["graphs"]) for result in results] == [1, 1]  # one graph for all four blocks
+    assert results[0]["graphs"] == results[1]["graphs"]
+    assert results[0]["collectives"] == 4  # into and out of attention and MLP
+    assert results[0]["losses"] == pytest.approx(results[0]["eager"], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt", "bert"])
-def test_sequence_parallel_ranks_keep_no_whole_activation(pool: Pool, family: str) -> None:
-    """What a column-split product gathers is gathered again in backward."""
-    model = {**configs.TINY_MODELS[family], "ffn": 96}  # half of it is not the hidden size
+def test_sequence_parallel_ranks_save_no_full_activation(pool: Pool, family: str) -> None:
+    """The gathered input of a column-parallel layer is gathered again in backward instead of being saved."""
+    model = {**configs.TINY_MODELS[family], "ffn": 96}  # half of it differs from the hidden size
     config = configs.tiny_config(model, layout={"tp": 2, "sequence_parallel": True})
-    shapes = pool.run("tests.distributed.rank_jobs:kept", (config,), 2)[0]
+    shapes = pool.run(f"{JOBS}:saved_activation_shapes", (config,), 2)[0]
     batch, tokens, hidden = config.train.micro_batch, config.data.seq_len, config.model.hidden
     assert (batch, tokens // 2, hidden) in shapes
     assert (batch, tokens, hidden) not in shapes
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"zero": 3}, {"pp": 2}, {"cp": 2}], ids=str)
-def test_a_compiled_run_on_two_ranks(pool: Pool, tmp_path: Path, layout: dict[str, Any]) -> None:
-    sections: dict[str, Any] = {
-        "compile": {"enabled": True},
-        "checkpoint": {"export_hf": False},
-        "evaluate": {"every": 0},
-    }
-    alone = pool.run("tests.distributed.rank_jobs:run", (configure(tmp_path, "llama", {}, **sections), False), 1)[0]
-    found = pool.run("tests.distributed.rank_jobs:run", (configure(tmp_path, "llama", layout, **sections), False), 2)
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+COMPILED_LAYOUTS = [{"tp": 2, "sequence_parallel": True}, {"zero": 3}, {"pp": 2}, {"cp": 2}]
+COMPILED = [
+    *(pytest.param("aot_eager", layout, id=f"aot_eager-{layout}") for layout in COMPILED_LAYOUTS),
+    pytest.param("inductor", COMPILED_LAYOUTS[0], id="inductor"),
+    *(pytest.param("inductor", layout, id=f"inductor-{layout}", marks=SLOW) for layout in COMPILED_LAYOUTS[1:]),
+]
+
+
+@pytest.mark.parametrize(("backend", "layout"), COMPILED)
+def test_compiled_run_equals_eager_run(pool: Pool, tmp_path: Path, backend: str, layout: dict[str, Any]) -> None:
+    """The fast tier compiles with inductor, which starts a C++ compiler, only here and only for one layout."""
+    sections: dict[str, Any] = {"checkpoint": {"export_hf": False}, "evaluate": {"every": 0}}
+    eager = pool.run(f"{JOBS}:run", (configure(tmp_path, "llama", {}, **sections),), 1)[0]
+    config = configure(tmp_path, "llama", layout, compile={"enabled": True}, **sections)
+    compiled = pool.run(f"{JOBS}:run", (config, False, backend), 2)[0]
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
 
 
 def test_ranks_in_another_order(pool: Pool) -> None:
-    """As on an instance where tensor-parallel ranks are not neighbours."""
+    """As on an instance whose tensor-parallel ranks are not adjacent."""
     layout = {"tp": 4, "zero": 1, "sequence_parallel": True}
     config = configs.tiny_config(layout=layout, optimizer={"eps": 1e-3})
-    job = ("tests.distributed.rank_jobs:reordered", (config, [0, 1, 6, 7, 2, 3, 4, 5]), 8)
+    job = (f"{JOBS}:compare_reordered", (config, [0, 1, 6, 7, 2, 3, 4, 5]), 8)
     if not supports_unsorted_groups():
         with pytest.raises(RankFailed, match=r"needs torch 2\.13"):
             pool.run(*job)
@@ -114,26 +131,23 @@ def test_ranks_in_another_order(pool: Pool) -> None:
     assert pool.run(*job)[0] == []
 
 
-def test_every_fourth_rank_together_on_any_torch(pool: Pool) -> None:
-    """As trn1 has it for tp=4, with torch 2.9: every group that gathers or scatters is in the order of its numbers."""
+def test_strided_rank_order_works_with_any_torch(pool: Pool) -> None:
+    """As on trn1 for tp=4 with torch 2.9: the ranks of every group that gathers or scatters are in ascending order."""
     order = rank_order("trn1", 1, 4, 32)
     assert order[:6] == [0, 8, 16, 24, 1, 9]
-    few = [order[place] // 4 for place in range(32) if order[place] % 4 == 0]
-    assert few == [0, 2, 4, 6, 1, 3, 5, 7]
+    eight_ranks = [order[index] // 4 for index in range(32) if order[index] % 4 == 0]
+    assert eight_ranks == [0, 2, 4, 6, 1, 3, 5, 7]
     for layout in ({"tp": 4, "zero": 1, "sequence_parallel": True}, {"tp": 4, "pp": 2}):
         config = configs.tiny_config(layout=layout, optimizer={"eps": 1e-3})
-        assert pool.run("tests.distributed.rank_jobs:reordered", (config, few, False), 8)[0] == []
+        assert pool.run(f"{JOBS}:compare_reordered", (config, eight_ranks, False), 8)[0] == []
 
 
-def test_the_pool_tells_what_failed(pool: Pool) -> None:
+def test_pool_reports_the_error_of_a_rank(pool: Pool) -> None:
+    config = configs.tiny_config(layout={"pp": 3}, model={**configs.LLAMA, "layers": 3})
     with pytest.raises(RankFailed, match="needs a multiple of 3 ranks"):
-        pool.run(
-            "tests.distributed.rank_jobs:run",
-            (configs.tiny_config(layout={"pp": 3}, model={**configs.LLAMA, "layers": 3}), False),
-            2,
-        )
+        pool.run(f"{JOBS}:run", (config,), 2)
 
 
-def test_a_crash_of_a_rank_shows_where_it_was(pool: Pool) -> None:
+def test_pool_reports_where_a_rank_crashed(pool: Pool) -> None:
     with pytest.raises(RankDied, match=r"rank 1's process died with exit code -6; (.|\n)*in abort_on_rank_1"):
-        pool.run("tests.distributed.rank_jobs:abort_on_rank_1", (), 2)
+        pool.run(f"{JOBS}:abort_on_rank_1", (), 2)
