@@ -1,4 +1,4 @@
-"""Our safetensors files are the library's and its files are ours, bit for bit; no file, however broken, is a crash."""
+"""The safetensors library reads written files and vice versa, bit for bit, and no corrupt file crashes the reader."""
 
 import json
 import random
@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
+from tests.support.examples import SCALE
 from trainyard.checkpoint.io.safetensors_file import DTYPE_BY_CODE, encode_header, open_safetensors, write_tensor
 from trainyard.core.errors import UserError
 
@@ -24,23 +25,23 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def same(found: Tensor, wanted: Tensor) -> None:
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    assert torch.equal(bits(found), bits(wanted))
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(bits(actual), bits(expected))
 
 
-def any_bits(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Every bit at random (signs of zero, infinities, not-a-numbers); truth values are 0 or 1."""
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A tensor of random bits (signed zeros, infinities, NaNs); booleans are 0 or 1."""
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), generator=generator, dtype=torch.uint8)
     return raw.view(dtype).view(shape)
 
 
-def all_kinds() -> dict[str, Tensor]:
-    """Every dtype in every shape, of widths that leave the next one unaligned."""
+def all_dtypes_and_shapes() -> dict[str, Tensor]:
+    """Every dtype in every shape, with sizes that leave the next tensor unaligned."""
     generator = torch.Generator().manual_seed(1)
     return {
-        f"{code} {shape}": any_bits(dtype, shape, generator)
+        f"{code} {shape}": random_bits(dtype, shape, generator)
         for shape in SHAPES
         for code, dtype in DTYPE_BY_CODE.items()
     }
@@ -54,38 +55,38 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | Non
         assert [write_tensor(file, value) for value in tensors.values()] == [value.nbytes for value in tensors.values()]
 
 
-def test_all_that_the_library_knows_is_known() -> None:
+def test_all_dtypes_of_the_library_are_known() -> None:
     from safetensors.torch import _TYPES
 
     assert _TYPES.items() <= DTYPE_BY_CODE.items()
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
-    wanted = all_kinds()
-    write(tmp_path / "ours", wanted, {"format": "pt", "words": 'ä "quoted" \n line'})
-    found = load_file(tmp_path / "ours")
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        same(found[name], value)
+def test_the_library_reads_written_files(tmp_path: Path) -> None:
+    expected = all_dtypes_and_shapes()
+    write(tmp_path / "written", expected, {"format": "pt", "text": 'ä "quoted" \n line'})
+    found = load_file(tmp_path / "written")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same(found[name], value)
 
 
-def test_we_read_what_the_library_writes_and_any_box_of_it(tmp_path: Path) -> None:
-    wanted = all_kinds()
-    save_file(wanted, tmp_path / "theirs", {"format": "pt"})
-    found = open_safetensors(tmp_path / "theirs")
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
+def test_files_of_the_library_are_read_in_any_slice(tmp_path: Path) -> None:
+    expected = all_dtypes_and_shapes()
+    save_file(expected, tmp_path / "by_library", {"format": "pt"})
+    found = open_safetensors(tmp_path / "by_library")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, tuple(value.shape))
-        same(found[name].read(), value)
-    boxes = {(3, 5): (slice(1, 3), slice(2, 4)), (2, 3, 4, 5): (slice(1, 2), slice(0, 3), slice(1, 3), slice(4, 5))}
-    for shape, box in boxes.items():
+        assert_same(found[name].read(), value)
+    indices = {(3, 5): (slice(1, 3), slice(2, 4)), (2, 3, 4, 5): (slice(1, 2), slice(0, 3), slice(1, 3), slice(4, 5))}
+    for shape, index in indices.items():
         for code in DTYPE_BY_CODE:
-            same(found[f"{code} {shape}"].read(box), wanted[f"{code} {shape}"][box])
+            assert_same(found[f"{code} {shape}"].read(index), expected[f"{code} {shape}"][index])
 
 
 def test_opening_reads_no_tensor(tmp_path: Path) -> None:
-    """A file of which but the beginning exists is opened at once; its end is a hole of no bytes on the disk."""
-    path = tmp_path / "great"
+    """A sparse file of 128 GiB opens at once."""
+    path = tmp_path / "large"
     with path.open("wb") as file:
         file.write(encode_header([("a", torch.float32, (4,)), ("b", torch.bfloat16, (2**20, 2**16))], {}))
         write_tensor(file, torch.arange(4.0))
@@ -96,137 +97,137 @@ def test_opening_reads_no_tensor(tmp_path: Path) -> None:
     assert found["b"].read((slice(2**19, 2**19 + 1), slice(5, 7))).tolist() == [[0, 0]]
 
 
-def test_a_tensor_that_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:
+def test_noncontiguous_tensors_are_written_by_value(tmp_path: Path) -> None:
     value = torch.arange(12.0).view(3, 4)
     write(tmp_path / "file", {"a": value.T, "b": value[:, 1:3]})
     found = load_file(tmp_path / "file")
-    same(found["a"], value.T.contiguous())
-    same(found["b"], value[:, 1:3].contiguous())
+    assert_same(found["a"], value.T.contiguous())
+    assert_same(found["b"], value[:, 1:3].contiguous())
 
 
-# Broken files
+# Corrupt files
 
 
-def attempt(path: Path) -> None:
-    """What the library reads is read, with its values. All else is, or is a UserError of one line with the file's name:
-    the library also wants no byte between tensors or after them."""
-    theirs: dict[str, Tensor] | None = None
+def compare_with_library(path: Path) -> None:
+    """What the library reads is read with the same values. Other files are read, or refused in one line with the name
+    of the file. (The library also refuses bytes between or after tensors.)"""
+    by_library: dict[str, Tensor] | None = None
     with suppress(SafetensorError):
-        theirs = load(path.read_bytes())
-    found, line = None, ""
+        by_library = load(path.read_bytes())
+    tensors, message = None, ""
     try:
-        found = {name: lazy.read() for name, lazy in open_safetensors(path).items()}
+        tensors = {name: lazy.read() for name, lazy in open_safetensors(path).items()}
     except UserError as error:
-        line = str(error)
-    assert "\n" not in line
-    assert found is not None or (theirs is None and str(path) in line)
-    if theirs is not None and found is not None:
-        assert found.keys() == theirs.keys()
-        for name, value in theirs.items():
-            same(found[name], value)
+        message = str(error)
+    assert "\n" not in message
+    assert tensors is not None or (by_library is None and str(path) in message)
+    if by_library is not None and tensors is not None:
+        assert tensors.keys() == by_library.keys()
+        for name, value in by_library.items():
+            assert_same(tensors[name], value)
 
 
-def sample() -> dict[str, Tensor]:
+def sample_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
     kinds = {"w": torch.float32, "layers.0.b": torch.bfloat16, "n": torch.int64, "m": torch.bool}
-    return {name: any_bits(dtype, (3, 4), generator) for name, dtype in kinds.items()}
+    return {name: random_bits(dtype, (3, 4), generator) for name, dtype in kinds.items()}
 
 
-def truncated(data: bytearray, draw: random.Random) -> bytes:
-    return bytes(data[: draw.randrange(len(data))])
+def truncated(data: bytearray, rng: random.Random) -> bytes:
+    return bytes(data[: rng.randrange(len(data))])
 
 
-def flipped(data: bytearray, draw: random.Random) -> bytes:
+def with_flipped_bits(data: bytearray, rng: random.Random) -> bytes:
     end = 8 + struct.unpack("<Q", data[:8])[0]
-    for _ in range(draw.choice((1, 1, 2, 8))):
-        data[draw.randrange(end)] ^= 1 << draw.randrange(8)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        data[rng.randrange(end)] ^= 1 << rng.randrange(8)
     return bytes(data)
 
 
-def typed_over(data: bytearray, draw: random.Random) -> bytes:
-    """Characters of the table for others that a table has: it often stays one."""
-    for _ in range(draw.choice((1, 2, 4))):
-        data[draw.randrange(8, 8 + struct.unpack("<Q", data[:8])[0])] = ord(draw.choice('0123456789[]{},:"-.eBFUI '))
+def with_changed_characters(data: bytearray, rng: random.Random) -> bytes:
+    """Replace characters of the header by others that occur in headers: often it stays valid JSON."""
+    for _ in range(rng.choice((1, 2, 4))):
+        data[rng.randrange(8, 8 + struct.unpack("<Q", data[:8])[0])] = ord(rng.choice('0123456789[]{},:"-.eBFUI '))
     return bytes(data)
 
 
-def noise(data: bytearray, draw: random.Random) -> bytes:
-    made = draw.randbytes(draw.randrange(200))
-    return made if draw.random() < 0.5 else struct.pack("<Q", draw.randrange(len(made) + 1)) + made
+def random_bytes(data: bytearray, rng: random.Random) -> bytes:
+    noise = rng.randbytes(rng.randrange(200))
+    return noise if rng.random() < 0.5 else struct.pack("<Q", rng.randrange(len(noise) + 1)) + noise
 
 
-@pytest.mark.parametrize("harm", [truncated, flipped, typed_over, noise])
-def test_harmed_files(harm: Callable[[bytearray, random.Random], bytes], tmp_path: Path) -> None:
-    save_file(sample(), tmp_path / "whole")
-    whole = (tmp_path / "whole").read_bytes()
-    for seed in range(150):
+@pytest.mark.parametrize("corrupt", [truncated, with_flipped_bits, with_changed_characters, random_bytes])
+def test_corrupt_files(corrupt: Callable[[bytearray, random.Random], bytes], tmp_path: Path) -> None:
+    save_file(sample_tensors(), tmp_path / "intact")
+    intact = (tmp_path / "intact").read_bytes()
+    for seed in range(max(50, round(150 * SCALE))):
         path = tmp_path / f"file-{seed}"
-        path.write_bytes(harm(bytearray(whole), random.Random(seed)))
-        attempt(path)
+        path.write_bytes(corrupt(bytearray(intact), random.Random(seed)))
+        compare_with_library(path)
 
 
-def table(**values: Any) -> bytes:
-    """A file whose table says so, before 64 bytes of values."""
+def file_with_entry(**values: Any) -> bytes:
+    """A file with this entry in its header, followed by 64 bytes of values."""
     text = json.dumps({"w": {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]} | values}).encode()
     return struct.pack("<Q", len(text)) + text + bytes(64)
 
 
-def raw(text: bytes) -> bytes:
+def file_with_header(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-LIES: dict[str, bytes] = {
-    "fractions": table(data_offsets=[0.0, 32.0]),
-    "a fraction as large as all": table(data_offsets=[0, 1e400]),
-    "words": table(data_offsets=["0", "32"]),
-    "one end": table(data_offsets=[0]),
-    "no ends": table(data_offsets=None),
-    "backwards": table(data_offsets=[32, 0]),
-    "before the file": table(data_offsets=[-32, 0]),
-    "past the file": table(data_offsets=[48, 80]),
-    "truth for a size": table(shape=[True, 8]),
-    "a fraction for a size": table(shape=[2.0, 4]),
-    "less than nothing": table(shape=[-2, -4]),
-    "none of very many": table(shape=[0, 10**30], data_offsets=[0, 0]),
-    "many dims": table(shape=[1] * 63 + [8]),
-    "no shape": table(shape=None),
-    "a word for a shape": table(shape="24"),
-    "another size": table(shape=[2, 5]),
-    "no such dtype": table(dtype="F31"),
-    "a list for a dtype": table(dtype=["F32"]),
-    "digits without end": table(shape=[2, 4]).replace(b"[2, 4]", b"[" + b"1" * 4),
-    "not a table": raw(b"[1, 2]"),
-    "a number": raw(b"7"),
-    "no JSON": raw(b"{"),
-    "not text": raw(b"\xff\xfe\x00"),
-    "tensors that are none": raw(b'{"w": 1}'),
-    "a deep table": raw(b"[" * 200_000),
+INVALID_FILES: dict[str, bytes] = {
+    "float offsets": file_with_entry(data_offsets=[0.0, 32.0]),
+    "infinite offset": file_with_entry(data_offsets=[0, 1e400]),
+    "string offsets": file_with_entry(data_offsets=["0", "32"]),
+    "one offset": file_with_entry(data_offsets=[0]),
+    "no offsets": file_with_entry(data_offsets=None),
+    "reversed offsets": file_with_entry(data_offsets=[32, 0]),
+    "negative offset": file_with_entry(data_offsets=[-32, 0]),
+    "offset past the end": file_with_entry(data_offsets=[48, 80]),
+    "boolean size": file_with_entry(shape=[True, 8]),
+    "float size": file_with_entry(shape=[2.0, 4]),
+    "negative sizes": file_with_entry(shape=[-2, -4]),
+    "huge empty shape": file_with_entry(shape=[0, 10**30], data_offsets=[0, 0]),
+    "many dims": file_with_entry(shape=[1] * 63 + [8]),
+    "no shape": file_with_entry(shape=None),
+    "string shape": file_with_entry(shape="24"),
+    "shape of another size": file_with_entry(shape=[2, 5]),
+    "unknown dtype": file_with_entry(dtype="F31"),
+    "list as dtype": file_with_entry(dtype=["F32"]),
+    "unterminated list": file_with_entry(shape=[2, 4]).replace(b"[2, 4]", b"[" + b"1" * 4),
+    "header is a list": file_with_header(b"[1, 2]"),
+    "header is a number": file_with_header(b"7"),
+    "not JSON": file_with_header(b"{"),
+    "not text": file_with_header(b"\xff\xfe\x00"),
+    "entry is a number": file_with_header(b'{"w": 1}'),
+    "deeply nested header": file_with_header(b"[" * 200_000),
     "a long header": struct.pack("<Q", 2**63) + bytes(64),
-    "nothing": b"",
+    "empty file": b"",
     "three bytes": b"abc",
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_tables_that_lie_are_refused(lie: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", INVALID_FILES)
+def test_invalid_files_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
-    path.write_bytes(LIES[lie])
+    path.write_bytes(INVALID_FILES[name])
     with pytest.raises(UserError, match=r"file\.safetensors: not a readable safetensors file: \S") as error:
         open_safetensors(path)
     assert "\n" not in str(error.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere: no such file"):
         open_safetensors(tmp_path / "nowhere")
     with pytest.raises(UserError, match=rf"^{tmp_path}: not a file$"):
         open_safetensors(tmp_path)
 
 
-def test_a_file_that_changes_after_it_was_opened_is_not_mixed_up(tmp_path: Path) -> None:
+def test_a_file_that_changed_after_opening_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    save_file(sample(), path)
+    save_file(sample_tensors(), path)
     found = open_safetensors(path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(UserError, match="has changed since it was opened"):
+    with pytest.raises(UserError, match="changed after it was opened"):
         found["w"].read()

@@ -1,4 +1,4 @@
-"""Files of torch.save read back as torch.load would, any box of any tensor; and written so that torch reads them."""
+"""Files of torch.save are read as torch.load reads them, in any slice, and written files are read by torch."""
 
 import collections
 import os
@@ -15,10 +15,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.support.examples import examples
 from trainyard.checkpoint.io import torch_writer
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
@@ -36,44 +37,48 @@ def save(value: Any, path: Path, zipped: bool = True, protocol: int = 2) -> Path
     return path
 
 
-def some(dtype: torch.dtype, *shape: int) -> Tensor:
+def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) * 5).abs().to(dtype)
 
 
-def state_of(dtypes: list[torch.dtype]) -> dict[str, Tensor]:
+def example_state(dtypes: list[torch.dtype]) -> dict[str, Tensor]:
     shapes = {"matrix": (3, 5), "scalar": (), "empty": (0, 4), "vector": (7,)}
-    return {f"{dtype}.{name}": some(dtype, *shape) for dtype in dtypes for name, shape in shapes.items()}
+    return {f"{dtype}.{name}": random_tensor(dtype, *shape) for dtype in dtypes for name, shape in shapes.items()}
 
 
-def unlazy(value: Any) -> Any:
-    """Every tensor read."""
+def read_tensors(value: Any) -> Any:
+    """Replace every LazyTensor by its tensor."""
     if isinstance(value, LazyTensor):
         read = value.read()
         assert (tuple(read.shape), read.dtype) == (value.shape, value.dtype)
         return read
     if isinstance(value, dict):
-        return {name: unlazy(each) for name, each in value.items()}
-    return type(value)(map(unlazy, value)) if type(value) in (list, tuple) else value
+        return {name: read_tensors(item) for name, item in value.items()}
+    return type(value)(map(read_tensors, value)) if type(value) in (list, tuple) else value
 
 
-def alike(ours: Any, theirs: Any) -> None:
-    if isinstance(theirs, Tensor):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert bits(ours) == bits(theirs)
-    elif isinstance(theirs, dict):
-        assert list(ours) == list(theirs)
-        for name in theirs:
-            alike(ours[name], theirs[name])
-    elif isinstance(theirs, list | tuple):
-        assert type(ours) is type(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            alike(one, other)
-    elif isinstance(theirs, np.ndarray):
-        native = theirs.astype(theirs.dtype.newbyteorder("="))  # which numpy gives too, whatever was saved
-        mine = ours.astype(native.dtype) if ours.dtype == theirs.dtype else ours
-        assert (mine.dtype, mine.shape, mine.tobytes()) == (native.dtype, native.shape, native.tobytes())
+def assert_equal(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        assert bits(actual) == bits(expected)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        for name in expected:
+            assert_equal(actual[name], expected[name])
+    elif isinstance(expected, list | tuple):
+        assert type(actual) is type(expected)
+        for a, b in zip(actual, expected, strict=True):
+            assert_equal(a, b)
+    elif isinstance(expected, np.ndarray):
+        native = expected.astype(expected.dtype.newbyteorder("="))  # numpy returns native byte order too
+        native_actual = actual.astype(native.dtype) if actual.dtype == expected.dtype else actual
+        assert (native_actual.dtype, native_actual.shape, native_actual.tobytes()) == (
+            native.dtype,
+            native.shape,
+            native.tobytes(),
+        )
     else:
-        assert ours == theirs
+        assert actual == expected
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -81,7 +86,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def repack(path: Path, change: Callable[[str, bytes], bytes]) -> Path:
-    """The same records in another zip file, where nothing is aligned."""
+    """Write the same records to another zip file, in which nothing is aligned."""
     to = path.with_name("repacked.pt")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(to, "w") as new:
         for record in old.namelist():
@@ -91,39 +96,37 @@ def repack(path: Path, change: Callable[[str, bytes], bytes]) -> Path:
 
 @pytest.mark.parametrize(("dtypes", "zipped"), [(TYPED, True), (TYPED, False), (NEWER, True), (NEWER, False)])
 def test_dtypes(dtypes: list[torch.dtype], zipped: bool, tmp_path: Path) -> None:
-    state = state_of(dtypes)
-    ours = open_torch_file(save(state, tmp_path / "a.pt", zipped))
-    alike(unlazy(ours), state)
+    state = example_state(dtypes)
+    value = open_torch_file(save(state, tmp_path / "a.pt", zipped))
+    assert_equal(read_tensors(value), state)
     for dtype in dtypes:
-        name, region = f"{dtype}.matrix", (slice(1, 3), slice(2, 4))
-        alike(ours[name].read(region), state[name][region])
+        name, index = f"{dtype}.matrix", (slice(1, 3), slice(2, 4))
+        assert_equal(value[name].read(index), state[name][index])
 
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """Cut from a storage, with steps, turned, stretched."""
+    """A sliced, strided, permuted and perhaps expanded view of a storage."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
-    whole = (
-        torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from([torch.float32, torch.int8])))
-    )
-    cut = whole[tuple(slice(draw(st.integers(0, size)), size, draw(st.integers(1, 2))) for size in shape)]
-    turned = cut.permute(draw(st.permutations(range(cut.dim()))))
-    return turned.unsqueeze(0).expand(3, *turned.shape) if draw(st.booleans()) else turned
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from([torch.float32, torch.int8])))
+    cut = full[tuple(slice(draw(st.integers(0, size)), size, draw(st.integers(1, 2))) for size in shape)]
+    permuted = cut.permute(draw(st.permutations(range(cut.dim()))))
+    return permuted.unsqueeze(0).expand(3, *permuted.shape) if draw(st.booleans()) else permuted
 
 
 @given(views(), st.booleans(), st.data())
-@settings(max_examples=60, deadline=None)
-def test_any_box_of_any_view(tmp_path_factory: pytest.TempPathFactory, view: Tensor, zipped: bool, data: Any) -> None:
+@examples(60)
+def test_any_slice_of_any_view(tmp_path_factory: pytest.TempPathFactory, view: Tensor, zipped: bool, data: Any) -> None:
     path = save([view], tmp_path_factory.mktemp("views") / "a.pt", zipped)
     (lazy,) = open_torch_file(path)
     ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in view.shape]
-    region = tuple(slice(start, stop) for start, stop in ends)
-    alike(lazy.read(region), view[region])
-    alike(lazy.read(), view)
+    index = tuple(slice(start, stop) for start, stop in ends)
+    assert_equal(lazy.read(index), view[index])
+    assert_equal(lazy.read(), view)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_else_checkpoints_hold(zipped: bool, tmp_path: Path) -> None:
+def test_other_values_in_checkpoints(zipped: bool, tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     marked = base.clone()
     marked.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -145,23 +148,23 @@ def test_what_else_checkpoints_hold(zipped: bool, tmp_path: Path) -> None:
     }
     for protocol in (2, 5):
         path = save(state, tmp_path / "a.pt", zipped, protocol)
-        ours = unlazy(open_torch_file(path))
-        alike(ours, state)
-        assert type(ours["ordered"]) is type(ours["default"]) is dict
+        value = read_tensors(open_torch_file(path))
+        assert_equal(value, state)
+        assert type(value["ordered"]) is type(value["default"]) is dict
     scalars = {
         "a": np.float32(1.5),
         "b": np.int64(3),
         "c": np.bool_(True),
         "state": np.random.RandomState(0).get_state(),
     }
-    ours = open_torch_file(save(scalars, tmp_path / "b.pt", zipped))
-    assert (ours["a"], ours["b"], ours["c"]) == (1.5, 3, True)
-    assert {type(ours[name]) for name in "abc"} == {float, int, bool}
-    alike(ours["state"], scalars["state"])
+    value = open_torch_file(save(scalars, tmp_path / "b.pt", zipped))
+    assert (value["a"], value["b"], value["c"]) == (1.5, 3, True)
+    assert {type(value[name]) for name in "abc"} == {float, int, bool}
+    assert_equal(value["state"], scalars["state"])
 
 
-def test_values_that_stand_in_the_pickle(tmp_path: Path) -> None:
-    """Tensors of a device without storages, as older releases of torch saved them: numpy arrays, bf16 as fp32."""
+def test_tensors_inside_the_pickle(tmp_path: Path) -> None:
+    """Older versions of torch saved tensors of a device without storages as numpy arrays, and bf16 as fp32."""
 
     class Device:
         def __reduce__(self) -> Any:
@@ -172,11 +175,11 @@ def test_values_that_stand_in_the_pickle(tmp_path: Path) -> None:
     older = repack(path, lambda _, data: data.replace(b"_rebuild_device_tensor_from_numpy", b"_rebuild_xla_tensor"))
     for each in (path, older):
         part = open_torch_file(each)["a"].read((slice(0, 2), slice(1, 2)))
-        alike(part, torch.tensor([[1], [4]], dtype=torch.bfloat16))
+        assert_equal(part, torch.tensor([[1], [4]], dtype=torch.bfloat16))
 
 
-def test_byte_order_place_and_checksums(tmp_path: Path) -> None:
-    state = state_of(TYPED)
+def test_byte_order_alignment_and_checksums(tmp_path: Path) -> None:
+    state = example_state(TYPED)
     widths = [tensor.itemsize // (2 if tensor.is_complex() else 1) for tensor in state.values()]
 
     def swap(record: str, data: bytes) -> bytes:
@@ -186,18 +189,18 @@ def test_byte_order_place_and_checksums(tmp_path: Path) -> None:
         return b"big" if record == "byteorder" else data
 
     path = save(state, tmp_path / "a.pt")
-    alike(unlazy(open_torch_file(repack(path, lambda _, data: data))), state)
+    assert_equal(read_tensors(open_torch_file(repack(path, lambda _, data: data))), state)
     swapped = repack(path, swap)
-    alike(unlazy(open_torch_file(swapped)), torch.load(swapped))
+    assert_equal(read_tensors(open_torch_file(swapped)), torch.load(swapped))
     torch.serialization.set_crc32_options(False)
     try:
-        alike(unlazy(open_torch_file(save(state, path))), state)
+        assert_equal(read_tensors(open_torch_file(save(state, path))), state)
     finally:
         torch.serialization.set_crc32_options(True)
 
 
-def test_a_small_part_of_a_great_file(tmp_path: Path) -> None:
-    """16 GiB on paper: neither opening nor reading a part of a tensor touches the rest."""
+def test_a_small_slice_of_a_large_file(tmp_path: Path) -> None:
+    """The file has 16 GiB, sparse. Neither opening it nor reading a slice of a tensor touches the rest."""
     path = tmp_path / "a.pt"
     with torch.serialization.skip_data():
         torch.save({"a": torch.arange(3), "b": torch.empty(2**20, 2**12), "c": torch.ones(5)}, path)
@@ -211,14 +214,14 @@ def test_a_small_part_of_a_great_file(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 2**26
     rows.fill_(1)
     del rows
-    assert not state["b"].read((slice(2**20 - 3, 2**20), slice(0, 2**12))).any()  # it was a private copy
+    assert not state["b"].read((slice(2**20 - 3, 2**20), slice(0, 2**12))).any()  # the mapping is private
 
 
-def test_a_file_that_changes_is_not_read_on(tmp_path: Path) -> None:
+def test_a_file_that_changed_after_opening_is_refused(tmp_path: Path) -> None:
     path = save({"a": torch.arange(3)}, tmp_path / "a.pt")
     state = open_torch_file(path)
     save({"a": torch.arange(4), "b": torch.ones(2)}, path)
-    with pytest.raises(UserError, match="has changed"):
+    with pytest.raises(UserError, match="changed after it was opened"):
         state["a"].read()
     path.unlink()
     with pytest.raises(UserError, match="No such file"):
@@ -227,7 +230,7 @@ def test_a_file_that_changes_is_not_read_on(tmp_path: Path) -> None:
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Classes of packages that are not installed, under their names."""
+    """Creates classes root_key the names of packages that are not installed."""
 
     def make(full: str) -> Any:
         *modules, name = full.split(".")
@@ -243,26 +246,26 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 TORCH_XLA = "torch_xla.utils.serialization.TensorReference"
 
 
-def lay_out(path: Path, tensors: list[Tensor], kind: Any, **attributes: Any) -> list[Any]:
-    """The tensors' files, and references to them."""
+def write_tensor_files(path: Path, tensors: list[Tensor], kind: Any, **attributes: Any) -> list[Any]:
+    """Write each tensor to a file. Returns references to them."""
     folder = Path(f"{path}.tensors")
     folder.mkdir()
-    made = []
+    references = []
     for tid, tensor in enumerate(tensors):
         save(tensor, folder / f"tensor_{tid}.pt")
-        made.append(kind())
-        made[-1].__dict__.update(tid=tid, **attributes)
-    return made
+        references.append(kind())
+        references[-1].__dict__.update(tid=tid, **attributes)
+    return references
 
 
 def test_references_of_torch_xla(reference: Callable[[str], Any], tmp_path: Path) -> None:
-    path, tensors = tmp_path / "dp_rank_00.pt", [some(torch.bfloat16, 4, 6), torch.arange(5)]
-    first, second = lay_out(path, tensors, reference(TORCH_XLA))
+    path, tensors = tmp_path / "dp_rank_00.pt", [random_tensor(torch.bfloat16, 4, 6), torch.arange(5)]
+    first, second = write_tensor_files(path, tensors, reference(TORCH_XLA))
     save({"model": {"a": first, "here": torch.ones(2)}, "list": [second]}, path)
     for _ in range(2):  # without the info file, as NxD up to 0.6.0 left it, and with it
         state = open_torch_file(path)
-        alike(unlazy(state), {"model": {"a": tensors[0], "here": torch.ones(2)}, "list": [tensors[1]]})
-        alike(state["model"]["a"].read((slice(1, 2), slice(0, 3))), tensors[0][1:2, :3])
+        assert_equal(read_tensors(state), {"model": {"a": tensors[0], "here": torch.ones(2)}, "list": [tensors[1]]})
+        assert_equal(state["model"]["a"].read((slice(1, 2), slice(0, 3))), tensors[0][1:2, :3])
         info = {tid: {"dtype": tensor.dtype, "shape": tensor.shape} for tid, tensor in enumerate(tensors)}
         save(info, Path(f"{path}.info.pt"))
     (Path(f"{path}.tensors") / "tensor_0.pt").unlink()
@@ -271,100 +274,100 @@ def test_references_of_torch_xla(reference: Callable[[str], Any], tmp_path: Path
     with pytest.raises(UserError, match=r"tensor_0\.pt: cannot be read: No such file"):
         missing.read()
     save({1: {"dtype": torch.int64, "shape": torch.Size([6])}}, Path(f"{path}.info.pt"))
-    with pytest.raises(UserError, match=r"tensor_1\.pt: \[5\] of torch.int64, where its reference says \[6\]"):
+    with pytest.raises(UserError, match=r"tensor_1\.pt: \[5\] of torch.int64, but its reference says \[6\]"):
         open_torch_file(path)["list"][0].read()
 
 
-def test_references_of_others(reference: Callable[[str], Any], tmp_path: Path) -> None:
-    """With shape and dtype; NxD leaves its own inside lists, which it does not look into."""
+def test_references_of_nxd_and_nemo(reference: Callable[[str], Any], tmp_path: Path) -> None:
+    """They have a shape and a dtype. NxD leaves its internal references in lists, which it does not traverse."""
     names = (
         "neuronx_distributed.trainer.checkpoint._InternalTensorReference",
         "nemo.collections.nlp.parts.serialization",
     )
     for name in (names[0], f"{names[1]}.TensorReference"):
-        path, tensor = tmp_path / f"{name}.pt", some(torch.float32, 2, 3)
-        (made,) = lay_out(path, [tensor], reference(name), shape=torch.Size([2, 3]), dtype=torch.float32)
-        save({"optimizer": [{"exp_avg": made}]}, path)
-        alike(unlazy(open_torch_file(path)), {"optimizer": [{"exp_avg": tensor}]})
+        path, tensor = tmp_path / f"{name}.pt", random_tensor(torch.float32, 2, 3)
+        (ref,) = write_tensor_files(path, [tensor], reference(name), shape=torch.Size([2, 3]), dtype=torch.float32)
+        save({"optimizer": [{"exp_avg": ref}]}, path)
+        assert_equal(read_tensors(open_torch_file(path)), {"optimizer": [{"exp_avg": tensor}]})
 
 
-def test_an_empty_folder_of_tensors(tmp_path: Path) -> None:
-    """What a converter leaves: all tensors were on the CPU, and stayed in the file."""
+def test_an_empty_directory_of_tensors(tmp_path: Path) -> None:
+    """NxD's converter writes these: CPU tensors stay in the file."""
     path = save({"a": torch.arange(4)}, tmp_path / "a.pt")
     Path(f"{path}.tensors").mkdir()
-    alike(unlazy(open_torch_file(path)), {"a": torch.arange(4)})
+    assert_equal(read_tensors(open_torch_file(path)), {"a": torch.arange(4)})
 
 
-def test_references_that_lead_nowhere(reference: Callable[[str], Any], tmp_path: Path) -> None:
+def test_invalid_references(reference: Callable[[str], Any], tmp_path: Path) -> None:
     path, kind = tmp_path / "a.pt", reference(TORCH_XLA)
     for tid in ("../../etc", -1, None, True):
-        made = kind()
-        made.tid = tid
-        with pytest.raises(UserError, match="a reference to no tensor"):
-            open_torch_file(save([made], path))
-    made.tid = 0
-    save([made], path)
+        ref = kind()
+        ref.tid = tid
+        with pytest.raises(UserError, match="invalid tensor reference"):
+            open_torch_file(save([ref], path))
+    ref.tid = 0
+    save([ref], path)
     Path(f"{path}.tensors").mkdir()
-    for other in (made, {"a": torch.ones(1)}):  # a reference to a reference, and a dict
+    for other in (ref, {"a": torch.ones(1)}):  # a reference to a reference, and a dict
         save(other, Path(f"{path}.tensors") / "tensor_0.pt")
-        with pytest.raises(UserError, match="a tensor was expected"):
+        with pytest.raises(UserError, match="expected a tensor"):
             open_torch_file(path)[0].read()
 
 
-def loaded(path: Path, under: str | None) -> Any:
+def loaded(path: Path, root_key: str | None) -> Any:
     state = torch.load(path, weights_only=True, mmap=True)
-    return state if under is None else state[under]
+    return state if root_key is None else state[root_key]
 
 
-@pytest.mark.parametrize("under", [None, "model"])
-@pytest.mark.parametrize("great", [False, True])
-def test_torch_reads_what_we_write(under: str | None, great: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    """`great`: with all sizes and places in 64 bits, as if files were greater than 4 GiB."""
-    if great:
+@pytest.mark.parametrize("root_key", [None, "model"])
+@pytest.mark.parametrize("zip64", [False, True])
+def test_torch_reads_written_files(root_key: str | None, zip64: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """`zip64`: with 64-bit sizes and offsets, as if the files were larger than 4 GiB."""
+    if zip64:
         monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)
         monkeypatch.setattr(torch_writer, "_ZIP64_BYTES", 90)
-    path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
-    state["turned"], state["cut"] = some(torch.float32, 4, 6).T, torch.arange(100)[7:9]
-    writer = TorchFileWriter(path, root_key=under)
+    path, state = tmp_path / "a.pt", example_state(TYPED + NEWER)
+    state["permuted"], state["cut"] = random_tensor(torch.float32, 4, 6).T, torch.arange(100)[7:9]
+    writer = TorchFileWriter(path, root_key=root_key)
     for name, tensor in state.items():
         writer.add(name, tensor)
     assert not path.exists()
     writer.close()
     assert os.listdir(tmp_path) == ["a.pt"]
-    whole = state if under is None else {under: state}
+    expected = state if root_key is None else {root_key: state}
     for mapped in (False, True):
-        alike(torch.load(path, weights_only=True, mmap=mapped), whole)
-    alike(unlazy(open_torch_file(path)), whole)
+        assert_equal(torch.load(path, weights_only=True, mmap=mapped), expected)
+    assert_equal(read_tensors(open_torch_file(path)), expected)
     with zipfile.ZipFile(path) as written:
         assert written.testzip() is None
-    assert {tensor.data_ptr() % 64 for tensor in loaded(path, under).values()} == {0}
+    assert {tensor.data_ptr() % 64 for tensor in loaded(path, root_key).values()} == {0}
 
 
-@pytest.mark.parametrize("under", [None, "model"])
-def test_xser_both_ways(under: str | None, tmp_path: Path, reference: Callable[[str], Any]) -> None:
-    path, state = tmp_path / "a.pt", state_of(TYPED + NEWER)
+@pytest.mark.parametrize("root_key", [None, "model"])
+def test_xser_is_written_and_read(root_key: str | None, tmp_path: Path, reference: Callable[[str], Any]) -> None:
+    path, state = tmp_path / "a.pt", example_state(TYPED + NEWER)
     for count in (None, 5):  # the second replaces the first
         state = dict(list(state.items())[:count])
-        writer = XserWriter(path, root_key=under)
+        writer = XserWriter(path, root_key=root_key)
         for name, tensor in state.items():
             writer.add(name, tensor)
         assert "torch_xla" not in " ".join(sys.modules)
         writer.close()
         assert sorted(os.listdir(tmp_path)) == ["a.pt", "a.pt.info.pt", "a.pt.tensors"]
-        alike(unlazy(open_torch_file(path)), state if under is None else {under: state})
+        assert_equal(read_tensors(open_torch_file(path)), state if root_key is None else {root_key: state})
     kind = reference(TORCH_XLA)
     with torch.serialization.safe_globals([kind]):
-        theirs = torch.load(path, weights_only=True)
+        state_by_torch = torch.load(path, weights_only=True)
     info = torch.load(f"{path}.info.pt", weights_only=True)
-    for tid, (name, made) in enumerate((theirs if under is None else theirs[under]).items()):
-        assert (type(made), made.__dict__) == (kind, {"tid": tid})
+    for tid, (name, ref) in enumerate((state_by_torch if root_key is None else state_by_torch[root_key]).items()):
+        assert (type(ref), ref.__dict__) == (kind, {"tid": tid})
         tensor = torch.load(f"{path}.tensors/tensor_{tid}.pt", weights_only=True)
-        alike(tensor, state[name])
+        assert_equal(tensor, state[name])
         assert info[tid] == {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
 
 
 @pytest.mark.parametrize("kind", [TorchFileWriter, XserWriter])
-def test_what_is_given_up_leaves_nothing(kind: Any, tmp_path: Path) -> None:
+def test_abandoned_writers_leave_nothing(kind: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for when in range(2):
         writer = kind(path)
@@ -378,8 +381,8 @@ def test_what_is_given_up_leaves_nothing(kind: Any, tmp_path: Path) -> None:
     assert open_torch_file(path) == {}
 
 
-def test_many_files_stay_closed(tmp_path: Path) -> None:
-    """A checkpoint has more tensors than a process may have files open."""
+def test_lazy_tensors_keep_no_files_open(tmp_path: Path) -> None:
+    """A checkpoint can have more tensors than a process may have open files."""
     writer = XserWriter(tmp_path / "a.pt")
     for number in range(50):
         writer.add(str(number), torch.ones(3))
