@@ -31,8 +31,8 @@ class ModelOutput:
         return self.tp.gather_tokens(self.local_hidden) if self.tokens_sharded else self.local_hidden
 
     def hidden_for_head(self) -> Tensor:
-        """`hidden` for work that ranks split, such as the product with their rows of the output projection: backward sums
-        the gradients of all ranks."""
+        """`hidden` for work that ranks split, such as the product with their rows of the output projection. Backward
+        sums the gradients of all ranks."""
         if self.tokens_sharded:
             return self.tp.gather_sum_grads(self.local_hidden)
         return self.tp.copy_sum_grads(self.local_hidden)
