@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tests.checkpoint.test_nxd import GQA, RandomWeights, cases, llama
 from tests.checkpoint.test_nxd_optimizer import two_groups
 from tests.checkpoint.test_nxd_optimizer import write_checkpoint as write_nxd_checkpoint
-from tests.distributed.rank_jobs import Losses
+from tests.distributed.rank_jobs import LossRecorder
 from tests.support import configs
 from tests.support.configs import tiny_batch
 from tests.support.examples import examples
@@ -674,7 +674,7 @@ RUN = {
 
 
 def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
-    hook = Losses()
+    recorder = LossRecorder()
     config = configs.tiny_config(
         RUN,
         data={"source": "synthetic", "seq_len": 8},
@@ -686,17 +686,17 @@ def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
     )
     lines: list[str] = []
     with captured_log(lines.append):
-        summary = Trainer(config, callbacks=[hook]).run()
+        summary = Trainer(config, callbacks=[recorder]).run()
     assert not [line for line in lines if line.startswith("note:")]
-    return hook.losses, summary.directory
+    return recorder.losses, summary.directory
 
 
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
-        ({"dp": 2}, ""),
+        pytest.param({"dp": 2}, "", marks=pytest.mark.nightly),
         ({"tp": 4, "replicas": 2, "pp": 2, "dp": 3, "xser": True}, "tp=2,dp=2"),
-        ({"tp": 2, "dp": 2, "groups": two_groups}, "pp=3,cp=2"),
+        pytest.param({"tp": 2, "dp": 2, "groups": two_groups}, "pp=3,cp=2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_resumed_nxd_run_has_the_same_losses(options: dict[str, Any], layout: str, tmp_path: Path) -> None:
