@@ -34,9 +34,9 @@ def _add_column_sum(partial_sums, total, columns, programs, stride, column, COLU
 
 
 @triton.jit
-def _add_column_sums(
+def _add_column_sums(  # type: ignore[no-untyped-def]
     partial_sums, total0, total1, total2, columns, programs, stride, COLUMNS: tl.constexpr, ROWS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     vector = tl.program_id(1)
     partial_sums += vector * columns

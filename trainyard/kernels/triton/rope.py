@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _rope_rotate(
+def _rope_rotate(  # type: ignore[no-untyped-def]
     source, target, token, source_stride, target_stride, angle, cos, sin, heads, HALF, SIGN, BLOCK_H, BLOCK_K
-):  # type: ignore[no-untyped-def]
+):
     head = tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_K)[None, :]
     mask = (head < heads) & (column < HALF)

@@ -121,9 +121,10 @@ def varlen_attention_backward(
     (N, H, K), R, S = q.shape, heads // kv_heads, cu_seqlens.numel()
     d_qkv = qkv.new_empty(qkv.shape)
     dq, dk, dv = split_qkv(d_qkv, heads, kv_heads)
-    dropout_args = (cu_seqlens, seed0, seed1, site, head_offset, _threshold(p), 1 / (1 - p), N)
+    inputs = (cu_seqlens, seed0, seed1, site, head_offset, _threshold(p), 1 / (1 - p), N)
     strides = [step for x in (q, k, v, dout) for step in x.stride()[:2]] + [dq.stride(0)]
-    constants = {"CAUSAL": causal, "DROPOUT": seed0 is not None, "R": R, "K": K, "BLOCK_K": _padded_head_dim(K)}
+    constants: dict[str, int | None] = {"CAUSAL": causal, "DROPOUT": seed0 is not None, "R": R, "K": K}
+    constants["BLOCK_K"] = _padded_head_dim(K)
     bf16 = q.dtype == torch.bfloat16
     blocks = block_sizes("fused_backward", K, R, max_seqlen, bf16)
     fused = R == 1 and K <= FUSED_BACKWARD_MAX_HEAD_DIM and max_seqlen <= blocks.queries
@@ -132,12 +133,12 @@ def varlen_attention_backward(
     delta = torch.empty_like(lse)
     grid = triton.cdiv(max(max_seqlen, 1), blocks.queries), H, S
     launch = constants | _launch_options(blocks)
-    dq_kernel[grid](q, k, v, out, lse, dout, dq, dk, dv, delta, *dropout_args, *strides, FUSED=fused, **launch)
+    dq_kernel[grid](q, k, v, out, lse, dout, dq, dk, dv, delta, *inputs, *strides, FUSED=fused, **launch)
     if not fused:
         blocks = block_sizes("dkdv", K, R, max_seqlen, bf16)
         grid = triton.cdiv(max(max_seqlen, 1), blocks.keys), kv_heads, S
         launch = constants | _launch_options(blocks)
-        dkdv_kernel[grid](q, k, v, lse, dout, delta, dk, dv, *dropout_args, *strides, **launch)
+        dkdv_kernel[grid](q, k, v, lse, dout, delta, dk, dv, *inputs, *strides, **launch)
     return d_qkv
 
 
