@@ -16,6 +16,7 @@ from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
 from trainyard.plan.memory.peak import estimate_memory
+from trainyard.plan.report import with_overrides
 
 TOLERANCE = 0.05
 RESULTS = Path(plan_memory.__file__).parent / "results"
@@ -31,24 +32,29 @@ def allocated(config: Config, layout: Layout, pp: int, device_kind: str) -> int:
 NIGHTLY = pytest.mark.nightly
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "llama-fp32",
-        "llama",
-        "llama-parts",
-        "llama-full",
-        pytest.param("llama-attention", marks=NIGHTLY),
-        pytest.param("llama-sr", marks=NIGHTLY),
-        pytest.param("gpt", marks=NIGHTLY),
-        pytest.param("bert", marks=NIGHTLY),
-    ],
-)
+def check_on_cpu(case: str, *overrides: str) -> None:
+    config, _ = plan_memory.make_config("cpu", case)
+    config = with_overrides(config, list(overrides))
+    estimate = allocated(config, Layout.from_config(config, 1), 0, "cpu")
+    assert estimate == pytest.approx(plan_memory.measure_rank_on_cpu(config)["memory_bytes"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama-fp32", "llama-parts", "llama-full", "bert"])
 def test_estimate_equals_allocations_on_a_cpu(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    config, layout = plan_memory.make_config("cpu", case)
-    measured = plan_memory.measure_rank_on_cpu(config)["memory_bytes"]
-    assert allocated(config, layout, 0, "cpu") == pytest.approx(measured, rel=TOLERANCE)
+    check_on_cpu(case, "model.layers=2", "model.hidden=256", "model.ffn=704")
+
+
+ONE_RANK_CASES = [name for name, (_, ranks, _) in plan_memory.CPU_CASES.items() if ranks == 1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ONE_RANK_CASES)
+def test_estimate_equals_allocations_of_larger_models_on_a_cpu(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_on_cpu(case)
 
 
 @pytest.mark.nightly
@@ -77,7 +83,7 @@ def test_estimate_equals_memory_of_a_speed_benchmark() -> None:
 
 SHAPE = (
     "precision.kind=bf16 model.hidden=256 model.ffn=704 model.heads=8 model.kv_heads=4 model.max_positions=2048 "
-    "data.seq_len=2048 model.vocab=2048 model.layers=4 train.global_batch=32 train.micro_batch=8"
+    "data.seq_len=2048 model.vocab=2048 model.layers=2 train.global_batch=16 train.micro_batch=8"
 )
 PIPELINE = "layout.pp=2 train.micro_batch=4"
 LAYOUTS = [
@@ -87,7 +93,7 @@ LAYOUTS = [
     "layout.cp=2",
     "layout.cp=2 layout.cp_method=all_gather",
     PIPELINE,
-    f"{PIPELINE} layout.vpp=2",
+    f"{PIPELINE} layout.vpp=2 model.layers=4",
 ]
 FAST = {("none", layout) for layout in LAYOUTS[1:]} | {("full", LAYOUTS[0]), ("full", PIPELINE)}
 
