@@ -1,60 +1,42 @@
-"""What a step sends: every message of the real recipes at full size, counted on one machine and without weights.
+"""Every message of a dry run is one that the plan derives from shapes, and the other way round.
 
-In a fake process group this process is any one of 512 ranks; its tensors are on the meta device, which knows shapes and
-has no memory. A real Trainer takes a real step, and each message must be one that `plan.messages` derives from the
-model's shapes. As a script this file prints the tables of one whole step:
+In a fake process group this process is any one of 512 ranks; its tensors are on the meta device, which has shapes and no
+memory. A real Trainer runs a real step. As a script this file prints tables of one step of the recipes:
 
-    .venv/bin/python tests/plan/test_comm_volume.py
+    .venv/bin/python -m tests.plan.test_comm_volume
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.load import load
 from trainyard.config.schema import Config
+from trainyard.core.constants import MIB
 from trainyard.devices.cpu import CpuDevice
 from trainyard.dryrun.dry_run import dry_run
-from trainyard.parallel import ring_attention
+from trainyard.dryrun.meta_ops import MetaOpMode
+from trainyard.dryrun.op_trace import MESH_GROUPS
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.plan.time.comm_volume import Message, MessageCounts, step_messages
+from trainyard.train.checkpointing.saver import SaveStatus
 
-pytestmark = pytest.mark.nightly
-
-MIB = 2**20
-LIMIT = 300.0
-"""Seconds for one trace; most take three."""
-VOTES = int(supports_zero_bubble())
-"""In the first step of a pipeline neighbours greet each other; since torch 2.13 to ask whether shapes are fixed."""
-GROUPS = ("tp", "cp", "pp", "dp_cp", "dp_cp_tp", "world", "kv_replicas", "tied_embedding")
-
-
-# What is sent.
-
-
-# Operators that are opaque, and whose stand-ins on the meta device send nothing: what they really do is run instead.
-OPAQUE = {
-    torch.ops.trainyard.context_attention.default: ring_attention.context_attention._init_fn,
-    torch.ops.trainyard.context_attention_backward.default: ring_attention.context_attention_backward._init_fn,
-}
-# Those of fully_shard: what comes out, what goes in, the group.
-IN_PLACE = {
+NIGHTLY = pytest.mark.nightly
+SHAPE_VOTE = int(supports_zero_bubble())
+"""In the first step pipeline neighbors exchange a message; since torch 2.13 to agree whether shapes are static."""
+FSDP_COLLECTIVES = {
     torch.ops.c10d._allgather_base_.default: "all_gather",
     torch.ops.c10d._reduce_scatter_base_.default: "reduce_scatter",
 }
-BETWEEN_TWO = {torch.ops.c10d.send.default: "send", torch.ops.c10d.recv_.default: "receive"}
-TOGETHER = {
+"""Collectives of fully_shard, with arguments (output, input, group)."""
+POINT_TO_POINT = {torch.ops.c10d.send.default: "send", torch.ops.c10d.recv_.default: "receive"}
+FUNCTIONAL_COLLECTIVES = {
     torch.ops._c10d_functional.all_reduce.default: "all_reduce",
     torch.ops._c10d_functional.all_reduce_.default: "all_reduce",
     torch.ops._c10d_functional.all_gather_into_tensor.default: "all_gather",
@@ -63,131 +45,125 @@ TOGETHER = {
 }
 
 
-class Traffic(TorchDispatchMode):
-    """Counts messages, and answers what the meta device cannot."""
+class MessageCounter(MetaOpMode):
+    """Counts messages, and the times that the host waits for a value."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        groups = {name: getattr(mesh, name) for name in GROUPS}
+        groups = {name: getattr(mesh, name) for name in MESH_GROUPS}
         self.groups = {group.name: (name, group.size) for name, group in groups.items() if group.size > 1}
         self.counts: MessageCounts = Counter()
-        self.questions = 0
-        """Times that the host waited for a number."""
+        self.host_reads = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in OPAQUE:
-            with self:
-                return OPAQUE[function](*args, **(kwargs or {}))
-        if function is torch.ops.aten._fused_adamw_.tensor_lr:
-            return None
+    def observe(self, function: Any, args: Any, out: Any) -> None:
         if function is torch.ops.aten._local_scalar_dense.default:
-            self.questions += 1
-            return 1
-        if function in IN_PLACE:
-            out, tensor, group = args[:3]
-            self._count(IN_PLACE[function], dist.ProcessGroup.unbox(group).group_name, tensor, out)
-            return out, FakeWork().boxed()
-        if function.namespace == "c10d":
+            self.host_reads += 1
+        elif function in FSDP_COLLECTIVES:
+            output, tensor, group = args[:3]
+            self._count(FSDP_COLLECTIVES[function], dist.ProcessGroup.unbox(group).group_name, tensor, output)
+        elif function.namespace == "c10d":
             (tensor,), group, peer = args[:3]
-            self._count(BETWEEN_TWO[function], dist.ProcessGroup.unbox(group).group_name, tensor, peer=peer)
-            return FakeWork().boxed()
-        out = function(*args, **(kwargs or {}))
-        if function.namespace == "_c10d_functional" and function is not torch.ops._c10d_functional.wait_tensor.default:
-            self._count(TOGETHER[function], args[-1], args[0], out)
-        return out
+            self._count(POINT_TO_POINT[function], dist.ProcessGroup.unbox(group).group_name, tensor, peer=peer)
+        elif function.namespace == "_c10d_functional" and "wait_tensor" not in function.name():
+            self._count(FUNCTIONAL_COLLECTIVES[function], args[-1], args[0], out)
 
-    def _count(self, kind: str, group: str, *tensors: Tensor, peer: int | None = None) -> None:
-        name, ranks = self.groups[group]
+    def _count(self, kind: str, group: str, *tensors: torch.Tensor, peer: int | None = None) -> None:
+        name, size = self.groups[group]
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        self.counts[Message(name, ranks, kind, dtype, max(tensor.nbytes for tensor in tensors), peer)] += 1
+        self.counts[Message(name, size, kind, dtype, max(tensor.nbytes for tensor in tensors), peer)] += 1
 
 
-class Small(CpuDevice):
-    """Memory of its own: fully_shard does not take the meta device."""
+class FakeCpu(CpuDevice):
+    """A CPU with memory in a fake process group: fully_shard refuses the meta device."""
 
     process_group_backend = "cpu:fake"
 
 
-def configure(recipe: str, micro_batches: int | None, *words: str) -> Config:
-    """A recipe with so many micro batches a step (None: its own number)."""
-    config = load(recipe, words)
+def make_config(recipe: str, micro_batches: int | None, *overrides: str) -> Config:
+    """A recipe with this number of micro batches per step; None keeps its own."""
+    config = load(recipe, overrides)
     if micro_batches is None:
         return config
     batch = micro_batches * layout_of(config).dp * config.train.micro_batch
-    return load(recipe, [f"train.global_batch={batch}", *words])
+    return load(recipe, [f"train.global_batch={batch}", *overrides])
 
 
 def layout_of(config: Config) -> Layout:
     assert config.layout.ranks
-    sizes = config.layout.ranks // (config.layout.tp * config.layout.pp * config.layout.cp)
-    whole = sizes * config.train.micro_batch * config.layout.pp  # any batch that the layout allows
-    train = config.train.model_copy(update={"global_batch": whole})
-    fitting = config.train.global_batch % (sizes * config.train.micro_batch) == 0
-    return Layout.from_config(config if fitting else config.model_copy(update={"train": train}), config.layout.ranks)
+    dp = config.layout.ranks // (config.layout.tp * config.layout.pp * config.layout.cp)
+    if config.train.global_batch % (dp * config.train.micro_batch):  # any batch that the layout allows
+        batch = dp * config.train.micro_batch * config.layout.pp
+        config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": batch})})
+    return Layout.from_config(config, config.layout.ranks)
 
 
-def trace(recipe: str, rank: int, micro_batches: int | None, *words: str) -> MessageCounts:
-    """What `rank` sends and gets in its first step. For a process of its own: it becomes that rank."""
-    config = configure(recipe, micro_batches, *words)
+@cache
+def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -> MessageCounts:
+    """Messages of `rank` in the first step of a dry run."""
+    config = make_config(recipe, micro_batches, *overrides)
     assert config.layout.ranks
-    torch.set_num_threads(1)
-    device = Small() if config.layout.zero >= 2 else None
+    device = FakeCpu() if config.layout.zero >= 2 else None
     with dry_run(config, rank, config.layout.ranks, device) as trainer:
         for model in trainer.models:
             model.train()
         batch = trainer.loader.batch(0, trainer.batch_slice)
-        with Traffic(trainer.mesh) as traffic:
-            trainer.train_step(batch, 1, config.optimizer.lr)
+        with MessageCounter(trainer.mesh) as counter:
+            trainer.train_step(batch, 1, config.optimizer.lr, (0.0, *SaveStatus()))
             trainer.optimizer.wait_for_weights()  # new weights travel while the next step begins
-        # The first step of a pipeline asks its neighbours whether shapes are fixed. Nothing else waits for the device.
-        if device is None:
-            assert traffic.questions == (config.layout.pp > 1) * VOTES * len(trainer.models)
-        return traffic.counts
+        if device is None:  # except for the vote on shapes, nothing waits for the device
+            assert counter.host_reads == (config.layout.pp > 1) * SHAPE_VOTE * len(trainer.models)
+        return counter.counts
 
 
-def expected(config: Config, rank: int) -> MessageCounts:
-    """The messages of the first step: those of every step, and greetings between neighbouring stages."""
+def planned(config: Config, rank: int) -> MessageCounts:
+    """Planned messages of the first step: those of every step, and the vote of neighboring stages."""
     layout = layout_of(config)
-    out = step_messages(config, layout, rank, CpuDevice.max_logits_bytes)
-    here = layout.coords(rank)["pp"]
-    for stage in layout.stages_on(here):
-        for other in (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last):
-            peer = layout.stage_owner(other)
-            for kind in ("send", "receive") if peer != here else ():
-                out[Message("pp", layout.pp, kind, "int32" if VOTES else "float32", 4, peer)] += 1
-    return out
+    counts = step_messages(config, layout, rank, CpuDevice.logits_bytes)
+    pp = layout.coords(rank)["pp"]
+    for stage in layout.stages_on(pp):
+        neighbors = (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last)
+        for peer in map(layout.stage_owner, neighbors):
+            for kind in ("send", "receive") if peer != pp else ():
+                counts[Message("pp", layout.pp, kind, "int32" if SHAPE_VOTE else "float32", 4, peer)] += 1
+    return counts
 
 
-# Both compared.
-
-SEVEN, SEVENTY, RING = "llama2-7b", "llama3-70b", "llama3-70b-cp"
+LLAMA_7B, LLAMA_70B, LLAMA_70B_CP = "llama2-7b", "llama3-70b", "llama3-70b-cp"
 STAGE = 64
 """Ranks of a pipeline stage of the two 70B recipes."""
-SHALLOW = "model.layers=16"
+ONE_LAYER = "model.layers=8"
+"""One layer in each stage of the 70B recipes."""
 Case = tuple[Any, ...]
-"""Arguments of `trace`."""
-CASES: list[Case] = [
-    (SEVEN, 0, 3),
-    (RING, STAGE, 8),
-    *((SEVENTY, rank, 8) for rank in (STAGE, 7 * STAGE + 32)),
-    *((SEVEN, rank, 1) for rank in (0, 5, 127)),
-    *((SEVENTY, rank, 8, SHALLOW) for rank in (0, STAGE, STAGE + 5, STAGE + 31, 6 * STAGE, 7 * STAGE)),
-    (SEVENTY, STAGE, 9),
-    *((RING, rank, 8, SHALLOW) for rank in (0, STAGE, STAGE + 32 + 5, 7 * STAGE)),
-    (RING, STAGE, 8, SHALLOW, "recompute.kind=none", "recompute.modules=[]"),
+"""Arguments of `traced`."""
+FAST_CASES: list[Case] = [
+    *((LLAMA_7B, rank, 1, "model.layers=1") for rank in (0, 127)),
+    (LLAMA_7B, 0, 1, "model.layers=2"),
+    *((LLAMA_70B, rank, 8, ONE_LAYER) for rank in (0, STAGE, STAGE + 5, 7 * STAGE)),
+    (LLAMA_70B, STAGE, 8, "model.layers=16"),
+    (LLAMA_70B, STAGE, 9, ONE_LAYER),
+    *((LLAMA_70B_CP, rank, 8, ONE_LAYER) for rank in (0, STAGE)),
+]
+FULL_CASES: list[Case] = [
+    (LLAMA_7B, 0, 3),
+    *((LLAMA_7B, rank, 1) for rank in (0, 5, 127)),
+    *((LLAMA_70B, rank, 8) for rank in (STAGE, 7 * STAGE + 32)),
+    (LLAMA_70B, STAGE, 9),
+    *((LLAMA_70B, rank, 8, "model.layers=16") for rank in (0, STAGE + 5, STAGE + 31, 6 * STAGE, 7 * STAGE)),
+    (LLAMA_70B_CP, STAGE, 8),
+    *((LLAMA_70B_CP, rank, 8, "model.layers=16") for rank in (0, STAGE, STAGE + 32 + 5, 7 * STAGE)),
+    (LLAMA_70B_CP, STAGE, 8, "model.layers=16", "recompute.kind=none", "recompute.modules=[]"),
 ]
 
-
-# Small models in every other way to share them out, each as one rank.
+# Small models in every other layout, each as one rank.
 LLAMA = (
     "model.hidden=256 model.heads=8 model.kv_heads=2 model.ffn=512 model.layers=4 model.vocab=1000 data.seq_len=128 "
     "train.micro_batch=1 layout.bucket_mib=1 precision.kind=bf16 layout.ranks=8"
 )
 ODD = "layout.ranks=6 model.heads=12 model.hidden=768 model.kv_heads=4 model.ffn=1536 data.seq_len=96"
 OTHER = "model.hidden=256 model.heads=8 model.layers=4 train.micro_batch=2 layout.bucket_mib=1 layout.ranks=8"
-SMALL: list[Case] = [
-    (recipe, rank, 4, *f"{base} {words}".split())
-    for recipe, base, rank, words in (
+SMALL_CASES: list[Case] = [
+    (recipe, rank, 4, *f"{base} {layout}".split())
+    for recipe, base, rank, layout in (
         ("tiny-llama", LLAMA, 1, "layout.tp=2 layout.sequence_parallel=true layout.zero=0"),
         ("tiny-llama", LLAMA, 5, "layout.tp=4 layout.sequence_parallel=true layout.zero=1 recompute.kind=full"),
         ("tiny-llama", LLAMA, 5, "layout.tp=4 recompute.kind=full"),
@@ -206,6 +182,9 @@ SMALL: list[Case] = [
         ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.vpp=2 model.tie_embeddings=false layout.zero=1"),
         ("tiny-llama", LLAMA, 7, "layout.pp=2 layout.vpp=2 layout.pipeline_schedule=zbv"),
         ("tiny-llama", LLAMA, 3, "layout.pp=2 layout.zero=2"),
+        ("tiny-llama", LLAMA, 3, "layout.tp=2 layout.zero=1 optimizer.kind=muon"),
+        ("tiny-llama", LLAMA, 2, "layout.tp=4 layout.pp=2 layout.zero=0 optimizer.kind=muon"),
+        ("tiny-llama", LLAMA, 1, "layout.zero=0 optimizer.kind=muon"),
         ("tiny-llama", LLAMA, 5, "layout.pp=2 layout.vpp=2 layout.zero=3"),
         ("tiny-llama", LLAMA, 2, "layout.cp=4 layout.cp_method=all_gather recompute.kind=full layout.zero=1"),
         ("tiny-llama", LLAMA, 2, "layout.cp=4 recompute.kind=full"),
@@ -220,73 +199,90 @@ SMALL: list[Case] = [
 ]
 
 
-class Traces:
-    """Made side by side, in processes of their own: a fake process group must not leak."""
-
-    def __init__(self, cases: list[Case]) -> None:
-        self.pool = ProcessPoolExecutor(2, get_context("spawn"))
-        self.made: dict[Case, Future[MessageCounts]] = {case: self.pool.submit(trace, *case) for case in cases}
-
-    def __getitem__(self, case: Case) -> MessageCounts:
-        return self.made[case].result(LIMIT)
-
-    def close(self) -> None:
-        self.pool.shutdown(cancel_futures=True)
+@pytest.mark.parametrize(
+    "case",
+    [*FAST_CASES, *SMALL_CASES, *(pytest.param(case, marks=NIGHTLY) for case in FULL_CASES)],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_messages_follow_from_shapes(case: Case) -> None:
+    recipe, rank, micro_batches, *overrides = case
+    assert traced(*case) == planned(make_config(recipe, micro_batches, *overrides), rank)
 
 
-@pytest.fixture(scope="module")
-def traces() -> Iterator[Traces]:
-    made = Traces(CASES + SMALL)
-    yield made
-    made.close()
+LINEAR_KINDS = ("all_gather", "reduce_scatter", "send", "receive", "all_to_all")
 
 
-@pytest.mark.parametrize("case", CASES + SMALL, ids=lambda case: "-".join(map(str, case)))
-def test_each_message_follows_from_the_shapes(case: Case, traces: Traces) -> None:
-    recipe, rank, micro_batches, *words = case
-    assert traces[case] == expected(configure(recipe, micro_batches, *words), rank)
+def per_layer(counts: MessageCounts) -> MessageCounts:
+    """Messages whose number is linear in the layers, unlike buckets of the data-parallel group and single sums."""
+    return Counter(
+        {message: n for message, n in counts.items() if message.kind in LINEAR_KINDS and message.group != "dp_cp"}
+    )
 
 
-def test_totals_of_llama_2_7b(traces: Traces) -> None:
-    """The recipe as it is: 32 layers, 16 micro batches of 4096 tokens, each matrix over 8 ranks."""
-    total = summed(extrapolated(traces[SEVEN, 0, 1], 1, traces[SEVEN, 0, 3], 3, 16))
-    held = (2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)) // 8 + (2 * 32 + 1) * 4096
-    assert total["dp_cp", 16, "reduce_scatter", "float32"] == (15, 4 * held)
-    assert total["dp_cp", 16, "all_gather", "bfloat16"] == (15, 2 * held)
-    for kind, each in (("all_gather", 6), ("reduce_scatter", 4)):
-        times = 16 * (32 * each + 2)
-        assert total["tp", 8, kind, "bfloat16"] == (times, times * 2 * 4096 * 4096)
+@pytest.mark.parametrize(
+    ("recipe", "rank", "micro_batches", "layers"), [(LLAMA_7B, 0, 1, (1, 2)), (LLAMA_70B, STAGE, 8, (8, 16))]
+)
+def test_layers_add_up_to_the_messages_at_full_size(
+    recipe: str, rank: int, micro_batches: int, layers: tuple[int, int]
+) -> None:
+    shallow, deep = (per_layer(traced(recipe, rank, micro_batches, f"model.layers={count}")) for count in layers)
+    full = make_config(recipe, micro_batches)
+    assert extrapolate(shallow, layers[0], deep, layers[1], full.model.layers) == per_layer(planned(full, rank))
 
 
-def test_totals_of_llama_3_70b(traces: Traces) -> None:
-    """A stage in the middle: 10 of 80 layers, 8 micro batches of 8192 tokens; a rank has one of 8 kv heads."""
-    total = summed(traces[SEVENTY, STAGE, 8])
-    held = 10 * ((2 * 8192 * 8192 + 3 * 8192 * 28672) // 32 + 2 * 128 * 8192 + 2 * 8192)
-    assert total["dp_cp", 2, "reduce_scatter", "float32"] == (6, 4 * held)
-    assert total["dp_cp", 2, "all_gather", "bfloat16"] == (6, 2 * held)
-    assert total["tp", 32, "all_gather", "bfloat16"] == (8 * 10 * 6, 8 * 10 * 6 * 2 * 8192 * 8192)
-    assert total["tp", 32, "reduce_scatter", "bfloat16"] == (8 * 10 * 4, 8 * 10 * 4 * 2 * 8192 * 8192)
+@pytest.mark.nightly
+def test_totals_of_llama_2_7b() -> None:
+    """The recipe: 32 layers, 16 micro batches of 4096 tokens, each matrix over 8 ranks."""
+    totals = sum_by_kind(extrapolate(traced(LLAMA_7B, 0, 1), 1, traced(LLAMA_7B, 0, 3), 3, 16))
+    weights = (2 * 32000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)) // 8 + (2 * 32 + 1) * 4096
+    assert totals["dp_cp", 16, "reduce_scatter", "float32"] == (15, 4 * weights)
+    assert totals["dp_cp", 16, "all_gather", "bfloat16"] == (15, 2 * weights)
+    for kind, per_block in (("all_gather", 6), ("reduce_scatter", 4)):
+        times = 16 * (32 * per_block + 2)
+        assert totals["tp", 8, kind, "bfloat16"] == (times, times * 2 * 4096 * 4096)
+
+
+@pytest.mark.nightly
+def test_totals_of_llama_3_70b() -> None:
+    """A middle stage: 10 of 80 layers, 8 micro batches of 8192 tokens; a rank has one of 8 kv heads."""
+    totals = sum_by_kind(traced(LLAMA_70B, STAGE, 8))
+    weights = 10 * ((2 * 8192 * 8192 + 3 * 8192 * 28672) // 32 + 2 * 128 * 8192 + 2 * 8192)
+    assert totals["dp_cp", 2, "reduce_scatter", "float32"] == (6, 4 * weights)
+    assert totals["dp_cp", 2, "all_gather", "bfloat16"] == (6, 2 * weights)
+    assert totals["tp", 32, "all_gather", "bfloat16"] == (8 * 10 * 6, 8 * 10 * 6 * 2 * 8192 * 8192)
+    assert totals["tp", 32, "reduce_scatter", "bfloat16"] == (8 * 10 * 4, 8 * 10 * 4 * 2 * 8192 * 8192)
     for kind in ("send", "receive"):
-        assert total["pp", 8, kind, "bfloat16"] == (2 * 8, 2 * 8 * 2 * 8192 * 8192 // 32)
+        assert totals["pp", 8, kind, "bfloat16"] == (2 * 8, 2 * 8 * 2 * 8192 * 8192 // 32)
 
 
-def test_every_micro_batch_costs_the_same(traces: Traces) -> None:
-    few, more = traces[SEVENTY, STAGE, 8], traces[SEVENTY, STAGE, 9]
-    assert extrapolated(few, 8, more, 9, 512) == expected(configure(SEVENTY, None), STAGE)
-    few, more = traces[SEVEN, 0, 1], traces[SEVEN, 0, 3]
-    assert extrapolated(few, 1, more, 3, 16) == expected(configure(SEVEN, None), 0)
+def test_every_micro_batch_sends_the_same() -> None:
+    few, more = (traced(LLAMA_70B, STAGE, count, ONE_LAYER) for count in (8, 9))
+    assert extrapolate(few, 8, more, 9, 512) == planned(make_config(LLAMA_70B, None, ONE_LAYER), STAGE)
 
 
-def test_tensor_parallel_ranks_send_the_same(traces: Traces) -> None:
-    first, *others = (traces[SEVENTY, STAGE + tp, 8, SHALLOW] for tp in (0, 5, 31))
-    assert others == [first, first]
-    first, *others = (traces[SEVEN, rank, 1] for rank in (0, 5, 127))
-    assert others == [first, first]
+@pytest.mark.nightly
+def test_every_micro_batch_sends_the_same_at_full_size() -> None:
+    few, more = (traced(LLAMA_70B, STAGE, count) for count in (8, 9))
+    assert extrapolate(few, 8, more, 9, 512) == planned(make_config(LLAMA_70B, None), STAGE)
+    few, more = (traced(LLAMA_7B, 0, count) for count in (1, 3))
+    assert extrapolate(few, 1, more, 3, 16) == planned(make_config(LLAMA_7B, None), 0)
 
 
-@pytest.mark.parametrize(("recipe", "upper"), [(SEVENTY, 0), (SEVENTY, 6), (RING, 0)])
-def test_what_a_stage_sends_its_neighbour_gets(recipe: str, upper: int, traces: Traces) -> None:
-    above, below = (traces[recipe, stage * STAGE, 8, SHALLOW] for stage in (upper, upper + 1))
+def test_tensor_parallel_ranks_send_the_same() -> None:
+    assert traced(LLAMA_70B, STAGE, 8, ONE_LAYER) == traced(LLAMA_70B, STAGE + 5, 8, ONE_LAYER)
+    assert traced(LLAMA_7B, 0, 1, "model.layers=1") == traced(LLAMA_7B, 127, 1, "model.layers=1")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "upper", "layers"),
+    [
+        (LLAMA_70B, 0, ONE_LAYER),
+        (LLAMA_70B_CP, 0, ONE_LAYER),
+        pytest.param(LLAMA_70B, 6, "model.layers=16", marks=NIGHTLY),
+    ],
+)
+def test_a_stage_receives_what_its_neighbor_sends(recipe: str, upper: int, layers: str) -> None:
+    above, below = (traced(recipe, stage * STAGE, 8, layers) for stage in (upper, upper + 1))
 
     def between(counts: MessageCounts, kind: str, peer: int) -> MessageCounts:
         return Counter(
@@ -299,48 +295,47 @@ def test_what_a_stage_sends_its_neighbour_gets(recipe: str, upper: int, traces: 
     assert up == between(above, "receive", upper + 1)
 
 
-# Both shown.
-
-
-def summed(counts: MessageCounts) -> dict[tuple[str, int, str, str], tuple[int, int]]:
-    """(messages, bytes) by group, ranks, kind and dtype."""
-    out: dict[tuple[str, int, str, str], tuple[int, int]] = {}
+def sum_by_kind(counts: MessageCounts) -> dict[tuple[str, int, str, str], tuple[int, int]]:
+    """(messages, bytes) by group, group size, kind and dtype."""
+    totals: dict[tuple[str, int, str, str], tuple[int, int]] = {}
     for message, times in counts.items():
-        count, size = out.get(message[:4], (0, 0))
-        out[message[:4]] = count + times, size + times * message.nbytes
-    return out
+        key = message[:4]
+        count, size = totals.get(key, (0, 0))
+        totals[key] = count + times, size + times * message.nbytes
+    return totals
 
 
-def extrapolated(few: MessageCounts, a: int, more: MessageCounts, b: int, wanted: int) -> MessageCounts:
-    """Messages with `wanted` micro batches a step, from those with `a` and with `b`."""
+def extrapolate(few: MessageCounts, a: int, more: MessageCounts, b: int, wanted: int) -> MessageCounts:
+    """Messages with `wanted` micro batches or layers, from those with `a` and with `b`."""
     assert few.keys() == more.keys()
-    out: MessageCounts = Counter()
+    counts: MessageCounts = Counter()
     for message, times in few.items():
-        each, rest = divmod(more[message] - times, b - a)
+        increment, rest = divmod(more[message] - times, b - a)
         assert rest == 0
-        out[message] = times + each * (wanted - a)
-    return out
+        counts[message] = times + increment * (wanted - a)
+    return counts
 
 
-def table(counts: MessageCounts) -> str:
-    """Messages of a step, with the sum of their sizes."""
-    rows = sorted(summed(counts).items(), key=lambda row: (GROUPS.index(row[0][0]), -row[1][1]))
-    lines = [f"{'group':9}{'ranks':>5}  {'kind':16}{'dtype':9}{'messages':>9}{'MiB':>14}"]
+def format_table(counts: MessageCounts) -> str:
+    """The messages of a step with the sum of their sizes."""
+    rows = sorted(sum_by_kind(counts).items(), key=lambda row: (MESH_GROUPS.index(row[0][0]), -row[1][1]))
+    lines = [f"{'group':15}{'ranks':>5}  {'kind':16}{'dtype':9}{'messages':>9}{'MiB':>14}"]
     for (group, ranks, kind, dtype), (times, size) in rows:
-        lines.append(f"{group:9}{ranks:5}  {kind:16}{dtype:9}{times:9,}{size / MIB:14,.2f}")
+        lines.append(f"{group:15}{ranks:5}  {kind:16}{dtype:9}{times:9,}{size / MIB:14,.2f}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    shown = [(SEVEN, 0, (1, 2)), *((SEVENTY, stage * STAGE + 32, (8, 9)) for stage in (0, 1, 7)), (RING, STAGE, (8, 9))]
-    traces = Traces([(recipe, rank, micro) for recipe, rank, some in shown for micro in some])
-    for recipe, rank, (a, b) in shown:
-        layout = layout_of(configure(recipe, None))
-        counts = extrapolated(traces[recipe, rank, a], a, traces[recipe, rank, b], b, layout.micro_batches)
+    for recipe, rank, (a, b) in (
+        (LLAMA_7B, 0, (1, 2)),
+        *((LLAMA_70B, stage * STAGE + 32, (8, 9)) for stage in (0, 1, 7)),
+        (LLAMA_70B_CP, STAGE, (8, 9)),
+    ):
+        layout = layout_of(make_config(recipe, None))
+        counts = extrapolate(traced(recipe, rank, a), a, traced(recipe, rank, b), b, layout.micro_batches)
         stage = layout.coords(rank)["pp"]
         print(f"\n{recipe}, rank {rank} (pipeline stage {stage}), step 1, {layout.micro_batches} micro batches")
-        print(table(counts))
-    traces.close()
+        print(format_table(counts))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from trainyard.config.schema import Config
-from trainyard.core.constants import DTYPE_BYTES, MIB
 from trainyard.models import AnyModelConfig, family_of
 from trainyard.models.blueprint import ParamSpec
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import StageSpec
+from trainyard.train.optim.flat_state import make_flat_buffer
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ def local_params(model: AnyModelConfig, tp: int, stages: list[StageSpec]) -> dic
 
 def rank_flat_buffer(config: Config, params: dict[str, LocalParam], shards: int) -> FlatBuffer:
     """The flat buffer that a run lays out for `params`, which `local_params` returned."""
-    decayed = sum(param.spec.weight_decay for param in params.values())
-    bucket = config.layout.bucket_mib * MIB // DTYPE_BYTES[config.precision.grad_reduce_dtype]
-    return FlatBuffer([(name, param.shape) for name, param in params.items()], decayed, shards, bucket)
+    shapes = {name: param.shape for name, param in params.items()}
+    return make_flat_buffer(shapes, {name: param.spec for name, param in params.items()}, config, shards)
 
 
 @cache

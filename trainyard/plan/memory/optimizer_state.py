@@ -62,13 +62,14 @@ class OptimizerMemory:
         params = local_params(config.model, layout.tp, stages)
         flat = rank_flat_buffer(config, params, ranks if zero else 1)
         size, shard = flat.size, flat.shard_size
+        moments = 4 * (shard + flat.shard_undecayed_end)  # Muon keeps no second moment of matrices
         if zero >= 2:
-            return cls(0, shard * master, shard * (master + 8), flat, zero)
+            return cls(0, shard * master, shard * master + moments, flat, zero)
         master_is_weights = flat.num_shards == 1 and master == compute
         return cls(
             size * compute,
             size * gradient + (shard * gradient if flat.num_shards > 1 else 0),
-            shard * 8 + (0 if master_is_weights else shard * master),
+            moments + (0 if master_is_weights else shard * master),
             flat,
             zero,
         )
@@ -126,7 +127,7 @@ class OptimizerMemory:
     def update_workspace(self, config: Config, device: DeviceKind) -> ExtraMemory:
         """Temporary memory of the optimizer's update; none where one kernel does it all."""
         largest = max((span.shard_numel for span in self.flat.spans.values()), default=0)
-        shard, decay_end = self.flat.shard_size, self.flat.shard_decay_end
+        shard, decay_end = self.flat.shard_undecayed_end, self.flat.shard_decay_end
         rounded = config.precision.kind == "bf16_sr"
         optimizer = 0
         if config.optimizer.kind == "lamb":
@@ -137,7 +138,21 @@ class OptimizerMemory:
             optimizer = ROUNDED_UPDATE_BYTES_PER_WEIGHT * largest
         elif config.precision.grad_accum_dtype == "bf16" and self.zero < 2:
             optimizer = UPDATE_BYTES_PER_WEIGHT * max(decay_end, shard - decay_end)
-        return ExtraMemory(optimizer=optimizer)
+        return ExtraMemory(optimizer=optimizer + self._orthogonalization_workspace(config))
+
+    def _orthogonalization_workspace(self, config: Config) -> int:
+        """Memory of Muon's update: the matrices that a rank orthogonalizes and their results, one gathered bucket, and
+        the temporaries of the largest matrix."""
+        start, shards, tp = self.flat.shard_undecayed_end, self.flat.num_shards, config.layout.tp
+        buckets = [bucket for bucket in self.flat.buckets if bucket.shard_range.start >= start]
+        if not buckets:
+            return 0
+        dtype_bytes = DTYPE_BYTES[config.precision.compute_dtype]
+        spans = [span for bucket in buckets for span in bucket.spans]
+        owned = 2 * sum(prod(span.shape) for span in spans) // shards
+        gathered = 2 * tp * max(self._padded_elements(bucket) for bucket in buckets)
+        largest = 3 * tp * max(prod(span.shape) for span in spans)
+        return dtype_bytes * (owned + max(gathered, largest))
 
 
 def _completing_layer(bucket: Bucket) -> int:

@@ -249,6 +249,21 @@ def _add_replicated_params(
     norms = 3 if messages.config.optimizer.kind == "lamb" else 1
     messages.add(group, size, "all_reduce", "float32", len(flat.spans), norms)
     messages.add("pp", layout.pp, "all_reduce", "float32", 1)
+    _add_muon(messages, flat)
+
+
+def _add_muon(messages: _RankMessages, flat: FlatBuffer) -> None:
+    """Muon gathers the matrices of each bucket over ZeRO shards and tensor-parallel ranks, and returns the shards."""
+    tp, shards, dtype = messages.layout.tp, flat.num_shards, messages.compute_dtype
+    for bucket in flat.buckets:
+        if bucket.shard_range.start < flat.shard_undecayed_end:
+            continue
+        size = shards * (bucket.shard_range.stop - bucket.shard_range.start)
+        for kind in ("all_gather", "reduce_scatter"):
+            messages.add("tp", tp, kind, dtype, tp * size)
+            messages.add("dp_cp", shards, kind, dtype, size)
+        if shards == 1:
+            messages.add("dp_cp", messages.shards, "all_reduce", dtype, size)
 
 
 def _replicated_rows(param: LocalParam, shard_rows: int, rows: int) -> Iterator[tuple[int, int]]:
