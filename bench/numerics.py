@@ -19,7 +19,7 @@ import torch
 
 from trainyard import Trainer
 from trainyard.config.load import parse
-from trainyard.train.lr_schedule import learning_rate
+from trainyard.train.optim.lr_schedule import learning_rate
 
 VOCAB = 8192
 SHAPE = {

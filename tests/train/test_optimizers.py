@@ -13,7 +13,7 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.lr_schedule import learning_rate
+from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.muon import newton_schulz
 from trainyard.train.optim.optimizer import Optimizer
 

@@ -9,7 +9,7 @@ from trainyard.dryrun.dry_run import dry_run
 from trainyard.dryrun.meta_ops import TraceAborted
 from trainyard.dryrun.op_trace import OpRecorder, RankTrace
 from trainyard.train.evaluate import evaluate
-from trainyard.train.lr_schedule import learning_rate
+from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.trainer import Trainer
 
 
