@@ -4,11 +4,11 @@
     python scripts/repro_gloo_all_gather.py --mode one      one at a time: runs
     python scripts/repro_gloo_all_gather.py --mode async    two in flight through torch.distributed: runs
 
-Two processes start two `_functional_collectives.all_gather_tensor` of random sizes, wait for both and check the sums, for
-`--seconds`. With torch 2.13.0 (CPU build) the default mode ends in "malloc(): unaligned tcache chunk detected" (SIGABRT)
-or SIGSEGV within 90 seconds; 4 of 4 runs did, on two busy cores. The other modes ran 12,000 to 34,000 pairs without an
-error, and so did the same operators called without the AsyncCollectiveTensor wrapper (`--mode operator`). This is why
-ranks on a CPU gather through all-reduce (trainyard/parallel/process_group.py).
+Two processes start two `_functional_collectives.all_gather_tensor` of random sizes, wait for both and check the sums,
+for `--seconds`. With torch 2.13.0 (CPU build) the default mode ends in "malloc(): unaligned tcache chunk detected"
+(SIGABRT) or SIGSEGV within 90 seconds; 5 of 5 runs did, on two busy cores. `--mode one` and `--mode async` ran 12,000
+to 33,000 pairs without an error. The same operators without the tensor wrapper (`--mode operator`) ran 34,000 pairs in
+one run and hung in another. This is why ranks on a CPU gather through all-reduce (trainyard/parallel/process_group.py).
 """
 
 import argparse
