@@ -13,7 +13,8 @@ from tests.support.pairwise import pairwise
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import DropoutRng, key32, row_seeds
 from trainyard.kernels.reference import Kernels
-from trainyard.kernels.triton.column_sums import add_column_sums_
+from trainyard.kernels.triton import rms_norm
+from trainyard.kernels.triton.column_sums import add_column_sums_, split_rows
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models.output import ModelOutput
 from trainyard.train.cross_entropy import torch_chunk_loss
@@ -166,8 +167,13 @@ def test_dropout(dtype: torch.dtype, added: bool, has_bias: bool, p: float) -> N
         close(ours, theirs.to(dtype), dtype)
 
 
-def test_weight_gradient_of_rms_norm_sums_over_many_rows() -> None:
-    x, weight = random(1500, 8), random(8)
+@pytest.mark.parametrize(("rows", "programs"), [(50, 8), pytest.param(1500, 2112, marks=pytest.mark.nightly)])
+def test_weight_gradient_of_rms_norm_sums_over_many_rows(
+    rows: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several rows per program, and with as many programs as on a GPU."""
+    monkeypatch.setattr(rms_norm, "split_rows", partial(split_rows, programs=programs))
+    x, weight = random(rows, 8), random(8)
     grads = []
     for kernels in (TritonKernels(), Kernels()):
         w = weight.clone().requires_grad_()

@@ -43,8 +43,8 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 def _emulate_with_all_reduce(x: Tensor) -> bool:
     """True if gathers and scatters are emulated with all-reduce: on a CPU, outside compiled code (whose graph must not
-    depend on the rank). gloo's own gather and scatter corrupt memory or hang about once in ten thousand calls (torch
-    2.13 and 2.14); its all-reduce does not."""
+    depend on the rank). With two functional gathers or scatters in flight on gloo, torch 2.13 and 2.14 corrupt memory
+    or hang about once in ten thousand calls; all-reduce does not (scripts/repro_gloo_all_gather.py)."""
     return x.is_cpu and not torch.compiler.is_compiling()
 
 
