@@ -1,4 +1,4 @@
-"""The chunked cross entropy equals the plain one, ignores -100, and never holds the full logits."""
+"""The chunked cross entropy equals torch's, ignores IGNORE_INDEX, and never allocates the full logits."""
 
 import weakref
 
@@ -28,7 +28,7 @@ def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [7, 25, 1000])
-def test_equals_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool) -> None:
+def test_equals_torch_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, bias: bool) -> None:
     monkeypatch.setattr(decisions, "MIN_CHUNK_TOKENS", chunk_tokens)
     h, w, b, labels = case(bias=bias)
     inputs = [x for x in (h, w, b) if x is not None]
@@ -58,7 +58,7 @@ def test_bf16_stays_close_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_nothing_counts_is_zero() -> None:
+def test_batch_without_counted_labels_has_loss_zero() -> None:
     h, w, _, labels = case()
     loss = chunked_cross_entropy(ModelOutput(h, w), torch.full_like(labels, -100))
     loss.backward()
@@ -68,8 +68,8 @@ def test_nothing_counts_is_zero() -> None:
     assert not w.grad.any()
 
 
-class Live(TorchDispatchMode):
-    """Bytes of tensor memory alive at once, by watching every operator's results."""
+class PeakMemory(TorchDispatchMode):
+    """Peak bytes of live tensors, measured on the result of every operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,22 +98,22 @@ class Live(TorchDispatchMode):
 def peak(chunked: bool) -> int:
     h, w = torch.randn(8192, 64, requires_grad=True), torch.randn(8192, 64, requires_grad=True)
     labels = torch.randint(0, 8192, (8192,))
-    with Live() as live:
+    with PeakMemory() as memory:
         if chunked:
             chunked_cross_entropy(ModelOutput(h, w), labels).backward()
         else:
             F.cross_entropy(h @ w.T, labels).backward()
-    return live.peak
+    return memory.peak
 
 
-def test_the_full_logits_never_exist() -> None:
+def test_full_logits_are_never_allocated() -> None:
     logits = 8192 * 8192 * 4
-    assert peak(chunked=False) > 2 * logits  # the measure sees them where they do exist
+    assert peak(chunked=False) > 2 * logits  # torch allocates them, and the measurement shows it
     assert peak(chunked=True) < logits
 
 
-def test_loss_is_the_same_for_every_micro_batch_size_and_not_a_mean_of_means() -> None:
-    """Ignored labels are spread unevenly, so averaging micro batches would be wrong, and is seen to be."""
+def test_loss_does_not_depend_on_the_micro_batch_size() -> None:
+    """Ignored labels are distributed unevenly, so a mean of micro batch means would differ."""
     config = configs.tiny_config()
     model = configs.tiny_model(config.model)
     torch.manual_seed(0)
@@ -127,15 +127,15 @@ def test_loss_is_the_same_for_every_micro_batch_size_and_not_a_mean_of_means() -
         batch = {"tokens": tokens[rows], "labels": labels[rows]}
         return loss.terms(model(batch), batch)["lm"]
 
-    whole = terms(slice(None))
+    full = terms(slice(None))
     parts = [terms(slice(i, i + 1)) for i in range(4)]
     total = sum(part[0] for part in parts) / sum(part[1] for part in parts)
-    torch.testing.assert_close(total, whole[0] / whole[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(total, full[0] / full[1], rtol=1e-6, atol=0)
     mean_of_means = sum(part[0] / part[1] for part in parts) / 4
     assert abs(mean_of_means - total) > 1e-3
 
 
-def test_own_functions_must_give_sum_and_count() -> None:
+def test_user_functions_must_return_sum_and_count() -> None:
     def mean(output, batch):
         return torch.zeros(())
 
@@ -148,8 +148,8 @@ def test_own_functions_must_give_sum_and_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dotted", "words"), [("no_such_module:f", "cannot import"), ("math:nope", "no function nope")]
+    ("dotted", "message"), [("no_such_module:f", "cannot import"), ("math:nope", "no function nope")]
 )
-def test_functions_that_are_not_there(dotted: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_missing_user_functions(dotted: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         import_function(dotted, "train.loss")

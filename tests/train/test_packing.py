@@ -1,4 +1,4 @@
-"""Samples without their padding, fused kernels in whole steps, and replays."""
+"""Micro batches without padding, complete steps with fused kernels, and CUDA graph replay."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import configs
+from tests.support.examples import examples
 from trainyard import Trainer, devices
 from trainyard.config.schema import Config
 from trainyard.devices.cpu import CpuDevice
@@ -21,33 +22,35 @@ from trainyard.train import micro_batches
 from trainyard.train.cuda_graphs import MAX_GRAPHS, CudaGraphRunner
 from trainyard.train.micro_batches import PACKED_LENGTH_MULTIPLE, padding_free_micro_batches
 
-HERE = devices.select("auto")
-"""Where there is no GPU kernels run on the CPU, in an interpreter."""
+DEVICE = devices.select("auto")
+"""Without a GPU, kernels run on the CPU in Triton's interpreter."""
 
 
-def batch_of(lengths: list[int], sequence: int, places: int) -> Batch:
+def make_batch(lengths: list[int], seq_len: int, predictions: int) -> Batch:
     count = len(lengths)
-    mask = (torch.arange(sequence) < torch.tensor(lengths)[:, None]).int()
-    number = torch.arange(count * sequence, dtype=torch.int32).view(count, sequence) + 1
+    mask = (torch.arange(seq_len) < torch.tensor(lengths)[:, None]).int()
+    number = torch.arange(count * seq_len, dtype=torch.int32).view(count, seq_len) + 1
     return {
         "tokens": number * mask,
         "segment_ids": mask * (number % 2),
         "attention_mask": mask,
-        "masked_positions": torch.stack([torch.randint(0, length, (places,), dtype=torch.int32) for length in lengths]),
-        "labels": torch.randint(0, 9, (count, places), dtype=torch.int32),
+        "masked_positions": torch.stack(
+            [torch.randint(0, length, (predictions,), dtype=torch.int32) for length in lengths]
+        ),
+        "labels": torch.randint(0, 9, (count, predictions), dtype=torch.int32),
         "next_sentence_labels": torch.randint(0, 2, (count,), dtype=torch.int32),
         "sample_ids": torch.arange(100, 100 + count, dtype=torch.int32),
     }
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, 12), min_size=8, max_size=8))))
-def test_packing_loses_and_invents_nothing(case: tuple[int, list[int]]) -> None:
+def test_removing_padding_keeps_every_token(case: tuple[int, list[int]]) -> None:
     micro, lengths = {1: 1, 2: 2, 3: 4, 4: 8}[case[0]], case[1]
-    batch = batch_of(lengths, 12, 3)
+    batch = make_batch(lengths, 12, 3)
     parts = padding_free_micro_batches(batch, micro)
     assert len(parts) == len(lengths) // micro
-    seen: list[int] = []
+    samples: list[int] = []
     for part in parts:
         starts = part["cu_seqlens"].tolist()
         assert len(starts) == micro + 1
@@ -57,39 +60,41 @@ def test_packing_loses_and_invents_nothing(case: tuple[int, list[int]]) -> None:
         for s, (begin, end) in enumerate(pairwise(starts)):
             sample = int(part["sample_ids"][0, begin])
             row = sample - 100
-            seen.append(row)
+            samples.append(row)
             assert end - begin == lengths[row]
             assert torch.equal(part["tokens"][0, begin:end], batch["tokens"][row, : end - begin])
             assert torch.equal(part["segment_ids"][0, begin:end], batch["segment_ids"][row, : end - begin])
             assert part["position_ids"][0, begin:end].tolist() == list(range(end - begin))
             assert set(part["sample_ids"][0, begin:end].tolist()) == {sample}
-            places = part["masked_positions"].view(micro, -1)[s].long()
-            assert torch.equal(part["tokens"][0, places], batch["tokens"][row, batch["masked_positions"][row].long()])
+            positions = part["masked_positions"].view(micro, -1)[s].long()
+            assert torch.equal(
+                part["tokens"][0, positions], batch["tokens"][row, batch["masked_positions"][row].long()]
+            )
             assert torch.equal(part["labels"][s], batch["labels"][row])
             assert part["next_sentence_labels"][s] == batch["next_sentence_labels"][row]
-    assert sorted(seen) == list(range(len(lengths)))
+    assert sorted(samples) == list(range(len(lengths)))
 
 
-def test_micro_batches_get_about_as_many_tokens() -> None:
+def test_micro_batches_have_similar_numbers_of_tokens() -> None:
     torch.manual_seed(1)
     lengths = torch.randint(10, 100, (256,)).tolist()
-    totals = [int(part["cu_seqlens"][-1]) for part in padding_free_micro_batches(batch_of(lengths, 100, 2), 32)]
+    totals = [int(part["cu_seqlens"][-1]) for part in padding_free_micro_batches(make_batch(lengths, 100, 2), 32)]
     assert max(totals) - min(totals) < 100
     assert max(totals) - min(totals) < 0.03 * max(totals)
 
 
 def small(model: dict[str, Any]) -> Config:
-    """The interpreter is slow."""
+    """One layer and few tokens, because the interpreter is slow."""
     return configs.tiny_config(
         {**model, "layers": 1},
-        device={"name": HERE.name},
+        device={"name": DEVICE.name},
         data={"seq_len": 8, "max_predictions": 2},
         train={"micro_batch": 1, "global_batch": 2},
     )
 
 
 def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    monkeypatch.setattr(type(HERE), "kernels", lambda self, fused: kernels())
+    monkeypatch.setattr(type(DEVICE), "kernels", lambda self, fused: kernels())
     monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 16)
     trainer = Trainer(config)
     for model in trainer.models:
@@ -104,8 +109,8 @@ def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
-def test_a_step_with_fused_kernels_equals_a_plain_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout on; BERT packed. Gradients of products are summed by the products."""
+def test_fused_kernels_equal_reference_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, fused weight gradient accumulation, and BERT without padding."""
     model = {"llama": {}, "gpt": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "embedding_dropout": 0.1}}.get(
         family, {"attention_dropout": 0.2, "hidden_dropout": 0.1}
     )
@@ -114,16 +119,16 @@ def test_a_step_with_fused_kernels_equals_a_plain_one(family: str, monkeypatch: 
     assert fused == pytest.approx(plain, rel=2e-5)
 
 
-class Recorder(CpuDevice):
-    """Records by remembering the call, and counts."""
+class FakeGraphDevice(CpuDevice):
+    """Replays a graph by calling the captured function again, and counts."""
 
     supports_graphs = True
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.captured = self.replayed = 0
 
     def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.recorded += 1
+        self.captured += 1
 
         def replay() -> None:
             self.replayed += 1
@@ -132,23 +137,23 @@ class Recorder(CpuDevice):
         return replay
 
 
-def test_a_shape_is_recorded_the_second_time_and_replayed_from_then_on() -> None:
-    device, seen = Recorder(), []
+def test_graph_is_captured_the_second_time_and_then_replayed() -> None:
+    device, seen = FakeGraphDevice(), []
     replays = CudaGraphRunner(device)
     for value in range(4):
         replays({"tokens": torch.full((2, 3), value)}, lambda micro: seen.append(int(micro["tokens"][0, 0])))
     assert seen == [0, 1, 2, 3]
-    assert (device.recorded, device.replayed) == (1, 3)
+    assert (device.captured, device.replayed) == (1, 3)
     for size in range(4, 10):
         for _ in range(2):
             replays({"tokens": torch.full((2, size), size)}, lambda micro: seen.append(int(micro["tokens"][0, 0])))
     assert seen[4:] == [size for size in range(4, 10) for _ in range(2)]
-    assert device.recorded == MAX_GRAPHS
+    assert device.captured == MAX_GRAPHS
 
 
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
-def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All that a micro batch reads besides its tensors is at a fixed place: key, divisors, sums, gradients."""
+def test_replayed_steps_give_the_same_losses(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Everything that a micro batch reads besides its fields keeps its address: rng_key, divisors, sums, gradients."""
     losses = []
     for replay in (False, True):
         config = configs.tiny_config(
@@ -164,9 +169,9 @@ def test_replayed_steps_give_the_same_numbers(family: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", configs.TINY_MODELS)
-def test_compiled_blocks_take_fused_kernels_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph without a break, forward and backward, packed samples of any length included."""
-    monkeypatch.setattr(type(HERE), "kernels", lambda self, fused: TritonKernels())
+def test_fused_kernels_compile_without_graph_breaks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, also for micro batches without padding of any length."""
+    monkeypatch.setattr(type(DEVICE), "kernels", lambda self, fused: TritonKernels())
     monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 16)
     losses = []
     for compiled in (False, True):
