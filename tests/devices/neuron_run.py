@@ -68,7 +68,7 @@ def main(layout: dict[str, Any], precision: str, directory: str) -> None:
         "cache": os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"],
         "device": str(torch.device("neuron")),
         "stream_waits": len(torch_neuronx.current_stream().waited),
-        "checkpoint": summary.checkpoint,
+        "checkpoint": summary.last_checkpoint,
     }
     print(json.dumps(result), flush=True)
     shutdown_distributed()
