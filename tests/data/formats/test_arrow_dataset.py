@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import default_data_collator
 
-from tests.data.file_damage import EDITS, assert_one_line, mutate
 from tests.support.examples import examples
+from tests.support.file_damage import EDITS, assert_one_line, mutate
 from trainyard.core.errors import UserError
 from trainyard.data.formats.arrow_dataset import ArrowDataset, data_files
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter

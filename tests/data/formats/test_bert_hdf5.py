@@ -140,17 +140,17 @@ def test_position_zero_ends_the_list_of_predictions(tmp_path: Path) -> None:
 
 
 def test_written_samples_are_read_back(tmp_path: Path) -> None:
-    records = np.zeros(5000, record_dtype(512, 80, VOCAB))
+    records = np.zeros(2000, record_dtype(512, 80, VOCAB))
     rng = np.random.default_rng(0)
-    records["tokens"], records["labels"] = rng.integers(1, VOCAB, (5000, 512)), rng.integers(1, VOCAB, (5000, 80))
+    records["tokens"], records["labels"] = rng.integers(1, VOCAB, (2000, 512)), rng.integers(1, VOCAB, (2000, 80))
     records["masked_positions"] = np.arange(1, 81)
-    records["attention_mask"], records["next_sentence_labels"] = 255, rng.integers(0, 2, 5000)
-    blocks = np.split(records, [1, 1, 700, 701, 3000])
-    write_samples(tmp_path / "x.hdf5", iter(blocks), BertShape(5000, 512, 80))
+    records["attention_mask"], records["next_sentence_labels"] = 255, rng.integers(0, 2, 2000)
+    blocks = np.split(records, [1, 1, 700, 701, 1500])
+    write_samples(tmp_path / "x.hdf5", iter(blocks), BertShape(2000, 512, 80))
     with h5py.File(tmp_path / "x.hdf5") as file:
         assert np.array_equal(file["input_ids"][:], records["tokens"])
         assert np.array_equal(file["masked_lm_ids"][:], records["labels"])
-    batch = BertHdf5Dataset([tmp_path / "x.hdf5"], 512, 80).samples(np.arange(5000))
+    batch = BertHdf5Dataset([tmp_path / "x.hdf5"], 512, 80).samples(np.arange(2000))
     for name in ("tokens", "labels", "masked_positions", "next_sentence_labels"):
         assert np.array_equal(batch[name], records[name])
     assert batch["attention_mask"].all()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.data.file_damage import EDITS, assert_one_line, mutate
-from tests.data.token_files import write_documents
 from tests.support.examples import examples
+from tests.support.file_damage import EDITS, assert_one_line, mutate
+from tests.support.token_files import write_documents
 from trainyard.core.errors import UserError
 from trainyard.data.formats import megatron_bin
 from trainyard.data.formats.megatron_bin import MegatronTokens, MegatronTokensWriter, prefix_of, token_dtype

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import reference_gpt_samples
 
-from tests.data.token_files import write_counting_documents
 from tests.support import configs
 from tests.support.examples import examples
+from tests.support.token_files import write_counting_documents
 from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.config.schema import Config

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.token_files import write_counting_documents
 from tests.support import configs
+from tests.support.token_files import write_counting_documents
 from trainyard import Trainer
 from trainyard.config.schema import Config
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.file_damage import EDITS, assert_one_line, mutate
-from tests.data.token_files import write_documents
 from tests.support.examples import examples
+from tests.support.file_damage import EDITS, assert_one_line, mutate
+from tests.support.token_files import write_documents
 from trainyard.cli import main
 from trainyard.cli.data.inspect import format_histogram, quote_for_terminal
 from trainyard.core.errors import UserError

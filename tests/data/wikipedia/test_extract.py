@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from tests.data import wikipedia_dumps
+from tests.support import wikipedia_dumps
 from tests.support.examples import examples
 from trainyard.cli import main
 from trainyard.cli.console import SkipReporter
