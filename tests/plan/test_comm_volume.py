@@ -1,7 +1,7 @@
 """Every message of a dry run is one that the plan derives from shapes, and the other way round.
 
-In a fake process group this process is any one of 512 ranks; its tensors are on the meta device, which has shapes and no
-memory. A real Trainer runs a real step. As a script this file prints tables of one step of the recipes:
+In a fake process group this process is any one of 512 ranks; its tensors are on the meta device, which has no memory. A
+real Trainer runs a real step. As a script this file prints tables of one step of the recipes:
 
     .venv/bin/python -m tests.plan.test_comm_volume
 """
@@ -25,7 +25,6 @@ from trainyard.dryrun.op_trace import MESH_GROUPS
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.plan.time.comm_volume import Message, MessageCounts, step_messages
-from trainyard.train.checkpointing.saver import SaveStatus
 
 NIGHTLY = pytest.mark.nightly
 SHAPE_VOTE = int(supports_zero_bubble())
@@ -108,7 +107,7 @@ def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -
             model.train()
         batch = trainer.loader.batch(0, trainer.batch_slice)
         with MessageCounter(trainer.mesh) as counter:
-            trainer.train_step(batch, 1, config.optimizer.lr, (0.0, *SaveStatus()))
+            trainer.train_step(batch, 1, config.optimizer.lr)
             trainer.optimizer.wait_for_weights()  # new weights travel while the next step begins
         if device is None:  # except for the vote on shapes, nothing waits for the device
             assert counter.host_reads == (config.layout.pp > 1) * SHAPE_VOTE * len(trainer.models)
@@ -118,7 +117,7 @@ def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -
 def planned(config: Config, rank: int) -> MessageCounts:
     """Planned messages of the first step: those of every step, and the vote of neighboring stages."""
     layout = layout_of(config)
-    counts = step_messages(config, layout, rank, CpuDevice.logits_bytes)
+    counts = step_messages(config, layout, rank, CpuDevice.max_logits_bytes)
     pp = layout.coords(rank)["pp"]
     for stage in layout.stages_on(pp):
         neighbors = (stage.index - 1,) * (not stage.is_first) + (stage.index + 1,) * (not stage.is_last)

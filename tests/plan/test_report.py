@@ -1,4 +1,4 @@
-"""`trainyard plan` as a user calls it: what it says, what it refuses, what it compares."""
+"""`trainyard plan` as a user calls it: reports, refusals, search, comparison with a run."""
 
 import json
 import re
@@ -20,31 +20,28 @@ TRN1 = "trn1.32xlarge:4"
 NXDT = Path(__file__).parents[1] / "config" / "nxdt"
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0, **options: Any) -> Any:
-    """The JSON of a plan."""
-    source, *overrides = words
-    assert (
-        plan(
-            source,
-            overrides,
-            **{"on": TRN1, "as_json": True, "hardware_file": None, "find": False, "price": None, **options},
-        )
-        == code
-    )
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0, **options: Any) -> Any:
+    """The JSON of a plan, which must end with exit code `code`."""
+    source, *overrides = arguments
+    assert plan(source, overrides, **{"hardware": TRN1, "as_json": True, **options}) == code
     return json.loads(capsys.readouterr().out)
 
 
+def problems(output: Any) -> list[str]:
+    return [problem["message"] for problem in output["problems"]]
+
+
 @pytest.mark.parametrize("recipe", [name for name in recipe_names() if name != "tiny-llama"])
-def test_every_recipe_has_a_plan_of_100_columns(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = plan(recipe, [], on=None, hardware_file=None, find=False, price=None, as_json=False)
+def test_every_recipe_has_a_plan_in_100_columns(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = plan(recipe, [])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert any("tokens/s" in line for line in lines)
     assert (code == 2) == any(line.startswith("  fails") for line in lines)
 
 
-def test_numbers_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, "llama2-7b", price=10.0)
+def test_numbers_of_a_plan_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan_json(capsys, "llama2-7b", price=10.0)
     config = load("llama2-7b")
     step, cost = out["step"]["seconds"], out["cost"]
     assert cost["sequences_per_second"] * step == pytest.approx(256)
@@ -58,127 +55,127 @@ def test_numbers_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> No
     assert out["messages"]["tp"]["messages"] > out["messages"]["dp"]["messages"]
 
 
-def test_a_search_says_what_to_paste_and_where_the_file_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("gpt3-6.7b", [], on="trn1.32xlarge:1", hardware_file=None, find=True, price=None, as_json=False) == 0
+def test_search_prints_overrides_and_the_rank_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("gpt3-6.7b", [], hardware="trn1.32xlarge:1", search=True) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines if not line.startswith("best: ")) <= 100
     assert sum(bool(re.match(r"(\d+ )?file ", line)) for line in lines) == 1
     (best,) = (line.removeprefix("best: ").split() for line in lines if line.startswith("best: "))
-    file, faster = (told(capsys, "gpt3-6.7b", *words, on="trn1.32xlarge:1") for words in ([], best))
+    file, faster = (plan_json(capsys, "gpt3-6.7b", *overrides, hardware="trn1.32xlarge:1") for overrides in ([], best))
     assert faster["step"]["seconds"] < file["step"]["seconds"]
     assert faster["fits"]
 
 
-def test_what_does_not_fit_fails_with_a_fix_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama2-7b", "train.micro_batch=16"]
-    out = told(capsys, *words, code=2)
+def test_run_that_does_not_fit_fails_with_a_fix_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["llama2-7b", "train.micro_batch=16"]
+    out = plan_json(capsys, *arguments, code=2)
     assert not out["fits"]
-    line = next(each["message"] for each in out["problems"] if each["fatal"])
-    fix = line.split("nearest: ")[1].split(" (")[0].split()
-    assert told(capsys, *words, *fix)["fits"]
+    message = next(problem["message"] for problem in out["problems"] if problem["fatal"])
+    fix = message.split("nearest: ")[1].split(" (")[0].split()
+    assert plan_json(capsys, *arguments, *fix)["fits"]
 
 
-def test_refused_groups_fail_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    out = told(capsys, "llama2-7b", code=2, on="trn2.48xlarge:2")
-    assert "layout.tp=8: not supported on trn2 with LNC 2; nearest: 4 or 16" in [
-        each["message"] for each in out["problems"]
-    ]
+def test_refused_group_size_fails_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan_json(capsys, "llama2-7b", code=2, hardware="trn2.48xlarge:2")
+    assert "layout.tp=8: not supported on trn2 with LNC 2; nearest: 4 or 16" in problems(out)
 
 
-def test_a_ring_is_planned_as_trainium_does_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its graph would know its rank: keys and values are gathered."""
+def test_ring_attention_is_planned_as_trainium_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The graph of a ring would depend on the rank: keys and values are gathered."""
     gathered, ring = (
-        told(capsys, "llama3-70b-cp", f"layout.cp_method={context}", on="trn1.32xlarge:16")
-        for context in ("all_gather", "ring")
+        plan_json(capsys, "llama3-70b-cp", f"layout.cp_method={method}", hardware="trn1.32xlarge:16")
+        for method in ("all_gather", "ring")
     )
     assert ring["step"] == gathered["step"]
-    (line,) = {each["message"] for each in ring["problems"]} - {each["message"] for each in gathered["problems"]}
-    assert line.startswith("layout.cp_method=ring: Trainium gathers keys and values instead")
-    assert not any(each["fatal"] for each in ring["problems"])
+    (message,) = set(problems(ring)) - set(problems(gathered))
+    assert message.startswith("layout.cp_method=ring: Trainium gathers keys and values instead")
+    assert not any(problem["fatal"] for problem in ring["problems"])
 
 
-def test_a_layout_that_cannot_be_is_one_line() -> None:
+def test_impossible_layout_is_one_line() -> None:
     with pytest.raises(UserError, match=r"layout\.tp=5: does not divide") as error:
-        plan("llama2-7b", ["layout.tp=5"], on=TRN1)
+        plan("llama2-7b", ["layout.tp=5"], hardware=TRN1)
     assert "\n" not in str(error.value)
 
 
-def test_a_full_disk_is_foreseen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"checkpoint.directory={tmp_path}", "checkpoint.every=1", "checkpoint.keep=1000000"]
-    out = told(capsys, "tiny-llama", *words, on="h200:1")
-    lines = [each["message"] for each in out["problems"]]
-    assert any(line.startswith("disk: 1000001 checkpoints") and "checkpoint.keep=" in line for line in lines)
+def test_full_disk_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"checkpoint.directory={tmp_path}", "checkpoint.every=1", "checkpoint.keep=1000000"]
+    messages = problems(plan_json(capsys, "tiny-llama", *overrides, hardware="h200:1"))
+    assert any(line.startswith("disk: 1000001 checkpoints") and "checkpoint.keep=" in line for line in messages)
 
 
-def test_copies_of_a_checkpoint_must_fit_into_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_of_a_checkpoint_must_fit_into_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small-host.yaml"
     file.write_text(f"trn1.32xlarge: {{host_memory: {8 * 2**30}}}\n")
-    out = told(capsys, "llama2-7b", hardware_file=file, code=2)
-    line = next(each["message"] for each in out["problems"] if each["message"].startswith("host memory"))
-    window = line.split("nearest: ")[1]
-    kept = told(capsys, "llama2-7b", window, hardware_file=file)
-    assert not any(each["message"].startswith("host memory") for each in kept["problems"])
+    out = plan_json(capsys, "llama2-7b", hardware_file=file, code=2)
+    message = next(message for message in problems(out) if message.startswith("host memory"))
+    fix = message.split("nearest: ")[1]
+    fixed = plan_json(capsys, "llama2-7b", fix, hardware_file=file)
+    assert not any(message.startswith("host memory") for message in problems(fixed))
 
 
-@pytest.mark.parametrize(("steps", "said"), [(5, False), (100, True)])
-def test_short_data_is_told(tmp_path: Path, steps: int, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("steps", "repeats"), [(5, False), (100, True)])
+def test_repeated_data_is_reported(
+    tmp_path: Path, steps: int, repeats: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     with MegatronTokensWriter(tmp_path / "x", "uint16") as writer:
         writer.add(np.ones(64 * 100 + 1, np.uint16), np.array([64 * 100 + 1], np.int32), np.array([1], np.int64))
-    words = ["data.source=tokens", f"data.paths=[{tmp_path}/x]", "data.seq_len=64", "data.validation_fraction=0.0"]
-    words += ["evaluate.every=0", f"train.steps={steps}"]
-    lines = [each["message"] for each in told(capsys, "tiny-llama", *words, on="h200:1")["problems"]]
-    assert [line for line in lines if "1,600 samples wanted, data.paths has 100: 16.0 times round" in line] == lines[
-        :said
-    ]
+    overrides = ["data.source=tokens", f"data.paths=[{tmp_path}/x]", "data.seq_len=64", "data.validation_fraction=0.0"]
+    overrides += ["evaluate.every=0", f"train.steps={steps}"]
+    messages = problems(plan_json(capsys, "tiny-llama", *overrides, hardware="h200:1"))
+    repeated = [line for line in messages if "1,600 samples needed, data.paths has 100: 16.0 epochs" in line]
+    assert repeated == messages[:repeats]
 
 
-def test_a_run_is_compared_with_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_directory_is_compared_with_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = load("llama2-7b")
     (tmp_path / "config.yaml").write_text(dump(config))
-    out = told(capsys, "llama2-7b")
+    out = plan_json(capsys, "llama2-7b")
     seconds = out["step"]["seconds"]
     records = [
         {"step": n, "ms_per_iteration": ms, "tokens_per_second": 1e3 * n, "memory_bytes": 2**30, "mfu": 0.1}
         for n, ms in enumerate((9e9, 9e9, 2000 * seconds, 2000 * seconds), 1)
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"step": 5, "ms_')
-    rows = {row["name"]: row for row in told(capsys, str(tmp_path))}
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + '{"step": 5, "ms_'
+    )
+    rows = {row["name"]: row for row in plan_json(capsys, str(tmp_path))}
     assert rows["ms per step"]["ratio"] == pytest.approx(0.5)
     assert rows["memory, GiB"]["measured"] == 1
-    assert plan(str(tmp_path), [], on=TRN1, hardware_file=None, find=False, price=None, as_json=False) == 0
+    assert plan(str(tmp_path), [], hardware=TRN1) == 0
     assert "predicted  measured  ratio" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("files", "says"), [({}, "config.yaml is missing"), ({"metrics.jsonl": ""}, "no step is in it")]
+    ("files", "error"), [({}, "config.yaml is missing"), ({"metrics.jsonl": ""}, "has no step yet")]
 )
-def test_a_directory_that_is_no_run_is_one_line(tmp_path: Path, files: dict[str, str], says: str) -> None:
+def test_directory_that_is_not_a_run_is_one_line(tmp_path: Path, files: dict[str, str], error: str) -> None:
     if files:
         (tmp_path / "config.yaml").write_text(dump(load("llama2-7b")))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=says):
-        plan(str(tmp_path), [], on=TRN1)
+    with pytest.raises(UserError, match=error):
+        plan(str(tmp_path), [], hardware=TRN1)
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "word"),
+    ("device", "ranks", "name"),
     [
         ("NVIDIA H200, 140 GiB", 4, "h200:4"),
         ("CPU, 2 threads", 2, "cpu:2"),
         ("trn1.32xlarge through XLA, a core of 16 GiB", 64, "trn1.32xlarge:2"),
     ],
 )
-def test_a_run_says_what_it_was_on(device: str, ranks: int, word: str, tmp_path: Path) -> None:
+def test_hardware_of_a_run_is_recognized(device: str, ranks: int, name: str, tmp_path: Path) -> None:
     record = {"step": 1, "ms_per_iteration": 5.0, "device": device, "ranks": ranks}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert run_hardware(tmp_path) == word
+    assert run_hardware(tmp_path) == name
 
 
 @pytest.mark.parametrize("path", sorted(NXDT.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_examples_of_nxd_training_have_plans_that_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_nxd_training_have_plans_that_fit(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, node = ("trn2.48xlarge", 64) if path.stem.endswith("trn2") else ("trn1.32xlarge", 32)
     ranks = load(path, warn=lambda line: None).layout.ranks
     assert ranks
-    assert plan(str(path), [], on=f"{name}:{ranks // node}", as_json=True) == 0
+    assert plan(str(path), [], hardware=f"{name}:{ranks // node}", as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["step"]["seconds"] > 0

@@ -16,7 +16,7 @@ class DeviceKind:
     gqa_fp32: bool
     """Attention in fp32 takes fewer kv heads than query heads (as `Kernels.gqa_fp32`)."""
     logits_bytes: int
-    """fp32 logits that exist at one time (as `Device.logits_bytes`)."""
+    """fp32 logits that exist at one time (as `Device.max_logits_bytes`)."""
     workspace_bytes: int
     """Workspaces that libraries hold through torch's allocator."""
     fragmentation: float
