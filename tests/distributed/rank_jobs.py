@@ -1,6 +1,7 @@
 """Functions that ranks of the pool run: complete runs, compiled steps, reordered ranks."""
 
 import os
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from trainyard.core.errors import RunStopped
 from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models import Batch, ModelOutput
+from trainyard.train import trainer as trainer_module
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 from trainyard.verify.compare_layouts import compare_records, record_training, single_rank_config
@@ -43,7 +45,12 @@ def accuracy(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
 def run(config: Config, user_loss: bool = False, backend: str = "inductor") -> dict[str, Any]:
     """Run a training. `backend` is the one of torch.compile, if the configuration compiles."""
     recorder, loss = LossRecorder(), user_loss_fn if user_loss else None
-    with patch.object(CpuDevice, "compile_options", lambda self: CompileOptions(backend)):
+    with (
+        patch.object(CpuDevice, "compile_options", lambda self: CompileOptions(backend)),
+        patch.object(CpuDevice, "peak_throughput", lambda self, dtype: None),
+        patch.object(trainer_module, "quiet_garbage_collector", nullcontext),
+        patch.object(os, "fsync", lambda fd: None),
+    ):
         summary = Trainer(config, loss=loss, metrics={"accuracy": accuracy}, callbacks=[recorder]).run()
     return {
         "losses": recorder.losses,

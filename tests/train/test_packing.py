@@ -168,7 +168,13 @@ def test_replayed_steps_give_the_same_losses(family: str, monkeypatch: pytest.Mo
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("family", configs.TINY_MODELS)
+NIGHTLY = pytest.mark.nightly
+GPT_FAST = [pytest.param(name, marks=() if name == "gpt" else NIGHTLY) for name in configs.TINY_MODELS]
+    pytest.param(name, marks=() if name == "gpt" else pytest.mark.nightly) for name in configs.TINY_MODELS
+]
+
+
+@pytest.mark.parametrize("family", GPT_FAST)
 def test_fused_kernels_compile_without_graph_breaks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, also for micro batches without padding of any length."""
     monkeypatch.setattr(type(DEVICE), "kernels", lambda self, fused: TritonKernels())

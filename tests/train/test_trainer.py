@@ -34,8 +34,21 @@ def with_dropout(family: str) -> dict:
     return {**configs.TINY_MODELS[family], **({} if family == "llama" else DROPOUT)}
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16_sr"])
-@pytest.mark.parametrize("family", configs.TINY_MODELS)
+PRECISIONS = ["fp32", "bf16", "bf16_sr"]
+RECOMPUTE = [{"kind": "attention"}, {"kind": "full"}, {"kind": "selective", "modules": ["mlp", "norm"]}]
+
+
+def paired_fast(values: list) -> list:
+    """All combinations of families and values; the fast tier has one family for each value."""
+    fast = list(zip(configs.TINY_MODELS, values, strict=True))
+    return [
+        pytest.param(family, value, marks=() if (family, value) in fast else pytest.mark.nightly)
+        for family in configs.TINY_MODELS
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(("family", "kind"), paired_fast(PRECISIONS))
 def test_same_seed_gives_bitwise_equal_losses(family: str, kind: str, tmp_path: Path) -> None:
     config = configs.tiny_config(with_dropout(family), precision={"kind": kind})
     first, second = losses_of(config, tmp_path), losses_of(config, tmp_path)
@@ -56,10 +69,7 @@ def test_losses_do_not_depend_on_the_micro_batch_size(family: str, tmp_path: Pat
         assert other == pytest.approx(runs[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "recompute", [{"kind": "attention"}, {"kind": "full"}, {"kind": "selective", "modules": ["mlp", "norm"]}]
-)
-@pytest.mark.parametrize("family", configs.TINY_MODELS)
+@pytest.mark.parametrize(("family", "recompute"), paired_fast(RECOMPUTE))
 def test_losses_do_not_depend_on_recompute(family: str, recompute: dict, tmp_path: Path) -> None:
     plain = losses_of(configs.tiny_config(with_dropout(family)), tmp_path)
     assert losses_of(configs.tiny_config(with_dropout(family), recompute=recompute), tmp_path) == plain

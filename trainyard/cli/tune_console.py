@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard import devices
-from trainyard.tune.search import Choice, Trial, TuneSearch
+from trainyard.tune.search import TuneSearch
+from trainyard.tune.trial import Choice, Trial
 
 COLUMNS = ("trial", "changes", "speed", "ratio", "memory", "first step", "total", "state")
 LEFT_ALIGNED = ("changes", "state")

@@ -132,12 +132,12 @@ def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str
         checkpoint.verify(checkpoint.files[mesh.layout_rank :: mesh.layout.world_size])
     except UserError as error:
         local_error = error
-    errors = [error for error in mesh.all_gather_object(local_error) if error]
-    if not errors:
+    problems = [problem for problem in mesh.all_gather_object(local_error) if problem]
+    if not problems:
         return checkpoint, ""
     if checkpoint:
         checkpoint.close()
-    for error in errors:
-        if isinstance(error, StorageUnavailable):
-            raise error  # it may be valid: do not resume from an older one
-    return None, str(errors[0])
+    for problem in problems:
+        if isinstance(problem, StorageUnavailable):
+            raise problem  # it may be valid: do not resume from an older one
+    return None, str(problems[0])

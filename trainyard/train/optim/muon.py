@@ -68,8 +68,9 @@ class Muon:
         for span, start in self._offsets(bucket):
             if not any(self.owners[piece] for piece, _ in fused_starts(self.context.blueprint, span.name)):
                 continue
-            locals_ = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
-            full = unshard_tensor(self.context.blueprint, span.name, locals_.unflatten(1, span.shape).unbind())
+            tp_shards = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
+            tp_shards = tp_shards.reshape(self.mesh.tp.size, *span.shape)
+            full = unshard_tensor(self.context.blueprint, span.name, tp_shards.unbind())
             for piece, rows in self._pieces(span.name):
                 if self.owners[piece]:
                     owned[piece] = full[rows].clone()
