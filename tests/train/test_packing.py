@@ -170,8 +170,6 @@ def test_replayed_steps_give_the_same_losses(family: str, monkeypatch: pytest.Mo
 
 NIGHTLY = pytest.mark.nightly
 GPT_FAST = [pytest.param(name, marks=() if name == "gpt" else NIGHTLY) for name in configs.TINY_MODELS]
-    pytest.param(name, marks=() if name == "gpt" else pytest.mark.nightly) for name in configs.TINY_MODELS
-]
 
 
 @pytest.mark.parametrize("family", GPT_FAST)
