@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_nxd import GQA, Memory, llama
+from tests.checkpoint.test_nxd import GQA, RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
 from tests.support import configs
 from trainyard.checkpoint.formats.hf import write_hf
@@ -21,7 +21,7 @@ ZERO = re.compile(r"^largest logit difference 0 \(logits up to \S+\)$", re.M)
 
 @pytest.fixture
 def hf(tmp_path: Path) -> Path:
-    write_hf(tmp_path / "hf", Memory(llama(**GQA)))
+    write_hf(tmp_path / "hf", RandomWeights(llama(**GQA)))
     return tmp_path / "hf"
 
 
@@ -36,7 +36,7 @@ def test_a_round_trip_through_all_formats_passes_the_check(call: Call, hf: Path,
     assert "weights only: resume with checkpoint.weights_only=true" in out
     assert ZERO.search(out)
     out = succeed(call("convert", "ours", "back", "--check"))
-    assert "ours: a checkpoint of trainyard" in out
+    assert "ours: a trainyard checkpoint" in out
     assert ZERO.search(out)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (hf / name).read_bytes()
@@ -75,11 +75,11 @@ def test_a_checkpoint_at_a_url(call: Call, tmp_path: Path) -> None:
     summary = Trainer(
         configs.tiny_config("gpt", checkpoint=checkpoint, log={"directory": str(tmp_path)}, train={"steps": 1})
     ).run()
-    assert f"{url}: a checkpoint of trainyard" in succeed(call("convert", url, "out"))
+    assert f"{url}: a trainyard checkpoint" in succeed(call("convert", url, "out"))
     assert summary.exported_weights
     one, two = (load_file(path / "model.safetensors") for path in (summary.exported_weights, tmp_path / "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: no checkpoint of trainyard")
+    fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: not a trainyard checkpoint")
     fail(call("convert", "out", "s3://bucket/out"), "s3:/bucket/out: a directory of this machine was expected")
 
 

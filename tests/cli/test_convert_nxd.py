@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.checkpoint.test_nxd import GQA, Memory, llama, loaded
+from tests.checkpoint.test_nxd import GQA, RandomWeights, llama, load_rank
 from tests.cli.conftest import Call, fail, succeed
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
@@ -25,7 +25,7 @@ FROM, TO = "--convert_from_full_state", "--convert_to_full_state"
 
 def full_state(tmp_path: Path, model: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Write one file of weights and a config.json, the input of NxD's converter."""
-    write_hf(tmp_path / "hf", Memory(model, dtype))
+    write_hf(tmp_path / "hf", RandomWeights(model, dtype))
     shutil.move(tmp_path / "hf" / "config.json", tmp_path / "config.json")
     state = load_file(tmp_path / "hf" / "model.safetensors")
     shutil.rmtree(tmp_path / "hf")
@@ -117,7 +117,7 @@ def test_a_renamed_direction_and_directions_set_to_false(direction: str, call: C
         ("--tp_size two", "convert-nxd: argument --tp_size: invalid int value: 'two'"),
         ("--tp_size 0", "tp_size=0: must be 1 or more"),
         ("--tp_size 0 --qkv_linear", "tp_size=0: must be 1 or more"),
-        ("--tp_size 4", "kv_size_multiplier=1: .* nearest that works: qkv=qkv_linear with kv_size_multiplier=2"),
+        ("--tp_size 4", "kv_size_multiplier=1: .* nearest: qkv=qkv_linear with kv_size_multiplier=2"),
         ("--n_layers 5", "--n_layers 5: config.json has 4 layers"),
         ("--pp_size 2 --pipeline_cuts 1,x", "--pipeline_cuts 1,x: expected layer numbers such as 9,19,29"),
         ("--hw_backend trn3", "convert-nxd: argument --hw_backend: invalid choice: 'trn3'"),
@@ -227,11 +227,11 @@ def test_xser_round_trip(call: Call, tmp_path: Path) -> None:
     paths = ["--input_dir", "xser", "--output_dir", "back"]
     assert succeed(call("convert-nxd", *paths, *flags, "--convert_from_xser", "True")) == "back: no xser\n"
     for rank in product(range(2), range(2)):
-        one, two = loaded(tmp_path / "plain", *rank), loaded(tmp_path / "back", *rank)
+        one, two = load_rank(tmp_path / "plain", *rank), load_rank(tmp_path / "back", *rank)
         assert list(one) == list(two)
         assert all(torch.equal(one[name], two[name]) for name in one)
     paths = ["--input_dir", "nowhere", "--output_dir", "out"]
-    fail(call("convert-nxd", *paths, *flags, "--convert_to_xser"), "nowhere: no NxD checkpoint here")
+    fail(call("convert-nxd", *paths, *flags, "--convert_to_xser"), "nowhere: no NxD checkpoint")
 
 
 def test_help_describes_every_flag(call: Call) -> None:
