@@ -17,11 +17,11 @@ from trainyard.dryrun.meta_ops import MetaOpMode, tensors_in
 FLASH = compat.ATTENTION_KERNELS[False, SDPBackend.FLASH_ATTENTION.value]
 
 
-class LiveMode(MetaOpMode):
+class LiveMode(MetaOpMode):  # type: ignore[no-untyped-call]
     """Tracks the result of every operator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = LiveBytes(torch.device("meta"))
 
     def observe(self, function: Any, args: Any, out: Any) -> None:

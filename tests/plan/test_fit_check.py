@@ -17,13 +17,13 @@ from trainyard.plan.report import with_overrides
 
 
 class DeviceWithMemory(CpuDevice):
-    """A CPU with `available` bytes per rank."""
+    """A CPU with a given number of bytes per rank."""
 
     def __init__(self, available: float | None) -> None:
-        self.available = available
+        self.available_bytes = available
 
     def memory_per_rank(self, ranks: int) -> int | None:  # type: ignore[override]
-        return None if self.available is None else int(self.available)
+        return None if self.available_bytes is None else int(self.available_bytes)
 
 
 def make_case(**train: object) -> tuple[Config, Layout, int]:

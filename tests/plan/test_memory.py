@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import plan_memory
 import pytest
@@ -156,7 +157,7 @@ def test_recompute_never_needs_more_memory(family: str, kind: str, precision: st
     # With a copy of keys and values for each query head, attention does not save what they were copied from. Recomputed
     # it does, and with two query heads per kv head, as here, that is more.
     assume((family, kind, precision, recompute) != ("llama", "gpu", "fp32", "attention"))
-    sections = {
+    sections: dict[str, dict[str, Any]] = {
         "data": {"seq_len": 64},
         "train": {"global_batch": 512, "micro_batch": 512},
         "precision": {"kind": precision},

@@ -114,14 +114,16 @@ class PassMemory:
         points = list(timeline.points())
         forward, backward = ([point for point in points if point.is_forward == half] for half in (True, False))
         return cls(
-            backward[0].live_before if backward else 0,
-            *(
-                _as_extra_memory(max(half, key=lambda point: point.live + point.workspace))
-                for half in (forward, backward)
-            ),
-            timeline.deferred_grad_bytes,
-            {point.layer: point.live for point in backward},
+            saved=backward[0].live_before if backward else 0,
+            forward=_peak(forward),
+            backward=_peak(backward),
+            deferred_grads=timeline.deferred_grad_bytes,
+            live_after_layer={point.layer: point.live for point in backward},
         )
+
+
+def _peak(points: list[MemoryPoint]) -> ExtraMemory:
+    return _as_extra_memory(max(points, key=lambda point: point.live + point.workspace))
 
 
 def _as_extra_memory(point: MemoryPoint) -> ExtraMemory:

@@ -97,7 +97,7 @@ class _RankMessages:
 
 
 def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
-    """Messages of one step of the rank at position `rank` of the layout, with `Device.max_logits_bytes` of its device."""
+    """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is `Device.max_logits_bytes`."""
     messages = _RankMessages(config, layout, rank, Counter())
     _add_tensor_parallel(messages, logits_bytes)
     _add_pipeline(messages)
