@@ -80,7 +80,7 @@ def test_a_checkpoint_at_a_url(call: Call, tmp_path: Path) -> None:
     one, two = (load_file(path / "model.safetensors") for path in (summary.exported_weights, tmp_path / "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: not a trainyard checkpoint")
-    fail(call("convert", "out", "s3://bucket/out"), "s3:/bucket/out: a directory of this machine was expected")
+    fail(call("convert", "out", "s3://bucket/out"), "s3:/bucket/out: expected a local directory")
 
 
 def test_rounding_is_reported_and_is_not_an_error(call: Call, hf: Path) -> None:
