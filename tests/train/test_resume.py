@@ -24,7 +24,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.train.callbacks import TrainerView
 from trainyard.train.checkpointing import saver
-from trainyard.train.trainer import RunSummary
+from trainyard.train.records import RunSummary
 
 STEPS = 5
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -21,7 +21,8 @@ from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.parallel.world import World
 from trainyard.plan.fit_check import check_fits
 from trainyard.train.callbacks import Callback, TrainerView
-from trainyard.train.trainer import RunSummary, Trainer
+from trainyard.train.records import RunSummary
+from trainyard.train.trainer import Trainer
 
 DEFAULT_RECIPE = "tiny-llama"
 

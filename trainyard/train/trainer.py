@@ -7,12 +7,10 @@ Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from trainyard import devices, models
@@ -41,33 +39,12 @@ from trainyard.train.micro_batches import rank_samples
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.records import RunSummary, describe_nonfinite, step_record
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult, TrainStep
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RunSummary:
-    """Outcome of a run."""
-
-    directory: Path
-    """The run directory, with config.yaml, metrics.jsonl and TensorBoard files."""
-    steps: int
-    first_loss: float
-    last_loss: float
-    """NaN, as first_loss, if the run made no step."""
-    seconds: float
-    skipped_steps: int
-    interrupted: bool
-    """True if a signal ended the run early."""
-    exported_weights: Path | None
-    """Directory of the final weights in Hugging Face format."""
-    last_checkpoint: str | None
-    """The last checkpoint that this run committed."""
-    evaluation: dict[str, float]
-    """The last evaluation."""
 
 
 class Trainer:
@@ -303,47 +280,18 @@ class Trainer:
             raise RunStopped(
                 f"step {result.step}: {skipped_in_a_row} steps in a row were not finite and were skipped "
                 f"(train.max_skipped_steps={self.config.train.max_skipped_steps}); "
-                f"{self._describe_nonfinite(float(result.loss))}; "
+                f"{describe_nonfinite(self.optimizer, self.mesh, float(result.loss))}; "
                 "try a lower optimizer.lr or a longer schedule.warmup_steps"
             )
 
-    def _describe_nonfinite(self, loss: float) -> str:
-        """Name the gradients that were not finite. All ranks call this together."""
-        per_rank = self.mesh.all_gather_object(self.optimizer.nonfinite_names())
-        names = list(dict.fromkeys(name for rank_names in per_rank for name in rank_names))
-        culprits = "no gradient"
-        if names:
-            culprits = f"gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        return f"loss {loss}, not finite: {culprits}"
-
     def _make_record(self, result: StepResult) -> dict[str, Any]:
         """The metrics of a logged step."""
-        skipped_total, skipped_in_a_row, _ = result.read_status()
+        result.read_status()  # waits for the step, which the throughput includes
         self.optimizer.wait_for_weights()  # callbacks may read the weights
-        terms = {f"loss/{name}": float(value) for name, value in result.terms.items()}
-        record: dict[str, Any] = {
-            "step": result.step,
-            "consumed_samples": result.step * self.config.train.global_batch,
-            **self.throughput.read(result.step),
-            "lr": result.lr,
-            "global_batch": self.config.train.global_batch,
-            "loss": float(result.loss),
-            **(terms if len(terms) > 1 else {}),
-            "grad_norm": float(result.grad_norm),
-            "param_norm": float(self.optimizer.weight_norm()),
-            "skipped": skipped_total,
-            "memory_bytes": self.device.max_memory_allocated(),
-        }
-        if result.step == 1:
-            record |= {
-                "seconds_from_start": time.time() - psutil.Process().create_time(),
-                "device": self.device.describe(),
-                "ranks": self.layout.world_size,
-            }
+        rates = self.throughput.read(result.step)
+        record = step_record(result, rates, self.config, self.optimizer, self.device, self.mesh)
         if self.compile_counter:
             record |= self.compile_counter.new_counts()
-        if skipped_in_a_row:
-            record["not_finite"] = self._describe_nonfinite(record["loss"])
         self.last_record = record
         return record
 
