@@ -69,7 +69,7 @@ class Device(ABC):
     attention_kernels: tuple[str, ...] = ()
     """Attention kernels that `device.attention` can select."""
     memory_model = "cpu"
-    """How `plan` models memory: a name in plan/memory/device_kinds.py."""
+    """Memory model for `plan`: a name in plan/memory/device_kinds.py."""
     decomposes_attention = False
     """True if attention across ranks or within documents uses plain operations on gathered keys and values, which the
     device's compiler traces like everything else. All ranks then have the same graph."""
@@ -126,7 +126,7 @@ class Device(ABC):
 
     @property
     def init_device(self) -> torch.device:
-        """Where initial weights are computed: its 64-bit integer products must be exact."""
+        """The device that computes initial weights: its 64-bit integer products must be exact."""
         return self.torch_device
 
     def supports_group(self, ranks: Sequence[int]) -> bool:
@@ -144,7 +144,7 @@ class Device(ABC):
         return
 
     def architecture(self) -> str:
-        """What compiled code depends on: devices with equal strings can share it."""
+        """Identifies what compiled code depends on: devices with equal strings can share it."""
         return platform.machine()
 
     def compile_options(self) -> CompileOptions | None:

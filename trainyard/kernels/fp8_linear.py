@@ -35,7 +35,7 @@ MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 
 class Fp8Options(NamedTuple):
-    """How a linear layer uses fp8."""
+    """fp8 settings of a linear layer."""
 
     scaling: Literal["tensor", "row"] = "tensor"
     """One scale per tensor, or one per row of a product's left operand and per column of its right operand."""

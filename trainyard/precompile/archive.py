@@ -4,6 +4,9 @@ An archive is a tar file that starts with a manifest: the fingerprint of the too
 file. It contains code that training runs, so trust it like a program: nothing protects against its author.
 `unpack_cache` checks that the archive is complete, that it fits this machine, and that no file leaves the cache
 directory.
+
+torch.compiler.save_cache_artifacts is no substitute: its artifacts contain torch's indexes but not the libraries of C++
+kernels, so every node would run the C++ compiler again (torch 2.13).
 """
 
 import hashlib

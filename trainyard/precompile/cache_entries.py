@@ -30,7 +30,7 @@ class CachedGraph:
     last_used: float
     """Last access in seconds since 1970, accurate to a day."""
     name: str
-    """What the graph computes; empty unless it was precompiled."""
+    """Phase, function and direction of the graph; empty unless it was precompiled."""
     compile_seconds: float
     """Compile time; 0 if unknown."""
 

@@ -58,7 +58,7 @@ class GraphCollector:
     def __init__(self, cache_dir: Path, workers: int, fork_safe: bool, send: SendMessage) -> None:
         self.cache_dir, self.send, self.fork_safe = cache_dir, send, fork_safe
         self.phase = ""
-        """What is being traced, for the names of graphs."""
+        """Phase that is being traced, for the names of graphs."""
         self.second_pass = False
         """True if every graph must be in the cache."""
         self.index = AutogradIndex(cache_dir)
@@ -92,7 +92,7 @@ class GraphCollector:
             self._report(request, "cached")
 
     def _compile_in_process(self, request: compat.GraphRequest, compile_graph: Callable[[], Any]) -> Any:
-        """For devices that do not survive a fork: torch compiles the kernels of one graph in parallel instead."""
+        """Compile here, on a device that does not survive a fork: torch compiles the kernels of a graph in parallel."""
         self._report(request, "compiling")
         start, log = time.monotonic(), self.pool.log_path(request.cache_key)
         try:

@@ -46,7 +46,7 @@ class PrecompiledGraph:
 
 @dataclass
 class PrecompileReport:
-    """What a precompilation did."""
+    """The result of a precompilation."""
 
     cache_dir: Path
     graphs: dict[str, PrecompiledGraph] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from trainyard.kernels.triton.column_sums import split_rows
 
 
 class GeluTile(NamedTuple):
-    """How many elements a program handles at a time, and how wide the tile may be."""
+    """Elements that a program handles at a time, and the largest width of the tile."""
 
     elements: int
     max_columns: int
