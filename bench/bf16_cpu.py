@@ -1,8 +1,8 @@
-"""Products and attention in bf16 on this CPU: torch's own kernels, ours (kernels/bf16_cpu.py), and fp32, one thread.
+"""bf16 matrix multiplication and attention on this CPU: torch's kernels, kernels/bf16_cpu.py, and fp32; one thread.
 
     python bench/bf16_cpu.py [--out FILE]
 
-`trainyard train` takes ours only where torch has no fast ones (`compat.multiplies_bf16`, printed first).
+`trainyard train` uses kernels/bf16_cpu.py only if torch has no fast bf16 kernels (`fast_bf16`, printed first).
 """
 
 import argparse
@@ -29,7 +29,7 @@ def matmul_case(side: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def attention_case(tokens: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Four heads of 64, forward and backward."""
+    """Four heads of size 64, forward and backward."""
     q, k, v = (torch.randn(1, 4, tokens, 64).to(dtype).requires_grad_() for _ in range(3))
 
     def work() -> Tensor:
@@ -41,14 +41,14 @@ def attention_case(tokens: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 CASES: dict[str, Callable[[torch.dtype], Callable[[], Tensor]]] = {
-    "product of 128 x 128 x 128": partial(matmul_case, 128),
-    "product of 512 x 512 x 512": partial(matmul_case, 512),
+    "matmul 128 x 128 x 128": partial(matmul_case, 128),
+    "matmul 512 x 512 x 512": partial(matmul_case, 512),
     "attention over 256 tokens": partial(attention_case, 256),
 }
 
 
 def best_ms(work: Callable[[], Tensor]) -> float:
-    """The best of those that fit in a second, the first left out."""
+    """Return the best time of the runs that fit in MEASURE_S seconds, without the first."""
     work()
     best, stop = float("inf"), time.perf_counter() + MEASURE_S
     while True:
@@ -61,7 +61,7 @@ def best_ms(work: Callable[[], Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--out", type=Path, help="write the results to this file as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     half = torch.bfloat16

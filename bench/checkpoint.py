@@ -1,12 +1,12 @@
-"""Checkpoints: how fast they are converted, how little they hold up a run, how much is read of them.
+"""Checkpoints: speed of conversion, stall of a run during saves, bytes read when resharding.
 
     python bench/checkpoint.py --directory DISK --out bench/results/checkpoint-cpu.json
 
-convert: a Hugging Face model of 13 GB (Llama 2 7B's shapes in bf16, random bytes) to Hugging Face, to NxD (tp 8, with
-and without xser) and back, against `cp -r` of the same files on the same disk, each followed by a sync and started with
-nothing in the page cache (where that may be emptied); memory is the largest anonymous memory of the process. save: how
-long steps wait for a checkpoint that is written while they go on, against one they wait for. reshard: bytes that each
-rank reads of a checkpoint of another layout, against the bytes that it needs.
+convert: a Hugging Face model of 13 GB (Llama 2 7B shapes in bf16, random bytes) to Hugging Face, to NxD (tp 8, with and
+without xser) and back, against `cp -r` of the same files on the same disk; each starts with an empty page cache (if
+permitted) and ends with a sync; memory is the peak anonymous memory of the process. save: how long steps wait for an
+asynchronous checkpoint, against a blocking one. reshard: bytes that each rank reads of a checkpoint of another layout,
+against the bytes that it needs.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from trainyard.train.trainer import Trainer
 
 
 class RandomWeights:
-    """Weights that nobody trained: stretches of one random block."""
+    """Untrained weights: ranges of one random array."""
 
     def __init__(self, model: models.AnyModelConfig) -> None:
         self.model = model
@@ -60,7 +60,7 @@ class RandomWeights:
 
 
 class PeakMemory:
-    """The largest anonymous memory of this process, looked at 50 times a second."""
+    """Peak anonymous and resident memory of this process, sampled 50 times per second."""
 
     def __enter__(self) -> "PeakMemory":
         self.anonymous_bytes = self.resident_bytes = 0
@@ -82,7 +82,7 @@ class PeakMemory:
 
 
 def drop_page_cache() -> bool:
-    """Empty the page cache, where this process may."""
+    """Drop the page cache; returns False if not permitted."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -114,32 +114,25 @@ def bench_convert(root: Path, layers: int) -> dict[str, Any]:
     def copy() -> None:
         subprocess.run(["cp", "-r", str(source), str(root / "copy")], check=True)
 
-    def one(what: str, start: Path, name: str, to: str, layout: str = "", xser: bool = False) -> None:
-        """In a process of its own, whose memory is its own."""
-        words = [sys.executable, __file__, "--convert", str(start), str(root / name), to, layout, str(int(xser))]
-        found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-        record(what, found.pop("seconds"), found)
+    def convert(what: str, start: Path, name: str, to: str, layout: str = "", xser: bool = False) -> None:
+        """Convert in a separate process, to measure its memory."""
+        command = [sys.executable, __file__, "--convert", str(start), str(root / name), to, layout, str(int(xser))]
+        result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        record(what, result.pop("seconds"), result)
 
     record("cp -r", time_cold(copy))
     shutil.rmtree(root / "copy")
-    one("hf to hf", source, "hf2", "hf")
-    same = all(
-        subprocess.run(["cmp", str(path), str(root / "hf2" / path.name)], check=False).returncode == 0
-        for path in source.glob("*.safetensors")
-    )
-    out["hf_to_hf_same_bytes"] = same
+    convert("hf to hf", source, "hf2", "hf")
+    out["hf_to_hf_same_bytes"] = same_files(source, root / "hf2")
     shutil.rmtree(root / "hf2")
-    one("hf to NxD tp=8", source, "nxd", "nxd", "tp=8")
-    one("NxD tp=8 to hf", root / "nxd", "hf2", "hf")
-    out["through_nxd_same_bytes"] = all(
-        subprocess.run(["cmp", str(path), str(root / "hf2" / path.name)], check=False).returncode == 0
-        for path in source.glob("*.safetensors")
-    )
+    convert("hf to NxD tp=8", source, "nxd", "nxd", "tp=8")
+    convert("NxD tp=8 to hf", root / "nxd", "hf2", "hf")
+    out["through_nxd_same_bytes"] = same_files(source, root / "hf2")
     shutil.rmtree(root / "hf2")
     shutil.rmtree(root / "nxd")
-    one("hf to NxD tp=8 pp=4 xser", source, "nxd", "nxd", "tp=8,pp=4", xser=True)
+    convert("hf to NxD tp=8 pp=4 xser", source, "nxd", "nxd", "tp=8,pp=4", xser=True)
     shutil.rmtree(root / "nxd")
-    one("hf to native tp=4", source, "native", "native", "tp=4")
+    convert("hf to native tp=4", source, "native", "native", "tp=4")
     shutil.rmtree(root / "native")
     record("cp -r again", time_cold(copy))
     shutil.rmtree(root / "copy")
@@ -150,11 +143,19 @@ def bench_convert(root: Path, layers: int) -> dict[str, Any]:
     return out
 
 
+def same_files(first: Path, second: Path) -> bool:
+    """Compare the safetensors files of two directories byte by byte."""
+    return all(
+        subprocess.run(["cmp", str(path), str(second / path.name)], check=False).returncode == 0
+        for path in first.glob("*.safetensors")
+    )
+
+
 def convert_in_process(source: str, target: str, to: Any, layout: str, xser: str) -> None:
     with PeakMemory() as memory:
         opened = open_weights(source)
-        wanted = ConversionTarget(to, parse_layout(to, layout), xser=bool(int(xser)))
-        seconds = time_cold(lambda: convert_checkpoint(opened, Path(source), Path(target), wanted, lambda count: None))
+        spec = ConversionTarget(to, parse_layout(to, layout), xser=bool(int(xser)))
+        seconds = time_cold(lambda: convert_checkpoint(opened, Path(source), Path(target), spec, lambda count: None))
     print(
         json.dumps(
             {
@@ -175,7 +176,7 @@ class SaveRecorder(Callback):
 
 
 def bench_save(root: Path) -> dict[str, Any]:
-    """A Llama of 125 million weights on this machine's CPU: 1.5 GB of state."""
+    """Train a Llama of 125 million weights on the CPU: 1.5 GB of state."""
     model = {"family": "llama", "vocab": 32000, "hidden": 768, "layers": 10, "heads": 12, "ffn": 2304}
     base: dict[str, Any] = {
         "model": {**model, "max_positions": 128},
@@ -186,19 +187,19 @@ def bench_save(root: Path) -> dict[str, Any]:
     }
     out: dict[str, Any] = {}
     none = {"every": 0, "export_hf": False}
-    Trainer(parse({**base, "checkpoint": none, "train": {**base["train"], "steps": 2}})).run()  # warms up
+    Trainer(parse({**base, "checkpoint": none, "train": {**base["train"], "steps": 2}})).run()  # warm-up
     out["run_seconds_without"] = round(Trainer(parse({**base, "checkpoint": none})).run().seconds, 2)
     for blocking in (True, False):
-        watch = SaveRecorder()
+        recorder = SaveRecorder()
         section = {"every": 4, "export_hf": False, "blocking": blocking, "keep": 1}
-        summary = Trainer(parse({**base, "checkpoint": section}), callbacks=[watch]).run()
-        # The first allocates the memory of the copy, the last one is waited for by the end of the run.
-        middle = watch.saves[1]
+        summary = Trainer(parse({**base, "checkpoint": section}), callbacks=[recorder]).run()
+        # The first save allocates host memory, and the run waits for the last one.
+        middle = recorder.saves[1]
         out["blocking" if blocking else "meanwhile"] = {
             "bytes": middle["checkpoint_bytes"],
             "steps_waited_seconds": round(middle["checkpoint_stall"], 3),
             "until_complete_seconds": round(middle["checkpoint_seconds"], 3),
-            "first_waited_seconds": round(watch.saves[0]["checkpoint_stall"], 3),
+            "first_waited_seconds": round(recorder.saves[0]["checkpoint_stall"], 3),
             "run_seconds_with_three": round(summary.seconds, 2),
         }
         shutil.rmtree(root / "runs")
@@ -214,26 +215,28 @@ def bench_reshard(root: Path) -> list[dict[str, Any]]:
     section = {"model": {**model, "max_positions": 128}, "data": {"source": "synthetic", "seq_len": 128}}
     rows = []
     for before, after in (("tp=4,dp=2", "tp=2,pp=2,dp=4"), ("dp=8", "tp=8"), ("tp=8", "dp=8")):
-        sizes = {key: int(value) for key, value in (word.split("=") for word in before.split(","))}
+        sizes = {key: int(value) for key, value in (item.split("=") for item in before.split(","))}
         dp = sizes.pop("dp", 1)
         config = parse({**section, "layout": sizes, "train": {"steps": 1, "global_batch": 16}})
         blueprint = models.family_of(config.model).blueprint(config.model)
         write_checkpoint(
             root / "one", WeightsOnlyState(RandomWeights(config.model)), config, dp * sizes.get("tp", 1), {"step": 0}
         )
-        sizes = {key: int(value) for key, value in (word.split("=") for word in after.split(","))}
+        sizes = {key: int(value) for key, value in (item.split("=") for item in after.split(","))}
         dp = sizes.pop("dp", 1)
         config = parse({**section, "layout": sizes, "train": {"steps": 1, "global_batch": 16}})
         layout = Layout.from_config(config, dp * sizes.get("tp", 1) * sizes.get("pp", 1))
         read = needed = 0
         for rank in range(layout.world_size):
-            place = layout.coords(rank)
+            coords = layout.coords(rank)
             with Checkpoint(open_storage(root / "one")) as checkpoint:
                 for name in blueprint.parameter_names():
-                    rows_held = blueprint.local_shape(name, layout.tp, place["tp"])[0]
-                    mine = shard_rows(rows_held, layout.dp, place["dp"])
-                    for box in rank_slices(blueprint, name, layout.tp, place["tp"], mine, skip_replicas=False):
-                        needed += checkpoint.read_state("weights", box).nbytes
+                    local_rows = blueprint.local_shape(name, layout.tp, coords["tp"])[0]
+                    own_rows = shard_rows(local_rows, layout.dp, coords["dp"])
+                    for tensor_slice in rank_slices(
+                        blueprint, name, layout.tp, coords["tp"], own_rows, skip_replicas=False
+                    ):
+                        needed += checkpoint.read_state("weights", tensor_slice).nbytes
                 read += checkpoint.bytes_read
         shutil.rmtree(root / "one")
         rows.append({"from": before, "to": f"{after} (ZeRO-1)", "bytes_needed": needed, "bytes_read": read})
@@ -248,26 +251,26 @@ def main() -> None:
         return
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory on the disk to measure")
     parser.add_argument("--only", choices=("reshard", "save", "convert"))
-    parser.add_argument("--layers", type=int, default=32, help="of the 7B model that is converted")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the converted 7B model")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    works: dict[str, Callable[[], Any]] = {
+    benchmarks: dict[str, Callable[[], Any]] = {
         "reshard": lambda: bench_reshard(arguments.directory),
         "save": lambda: bench_save(arguments.directory),
         "convert": lambda: bench_convert(arguments.directory, arguments.layers),
     }
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "date": str(date.today()),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
     }
-    found |= {name: work() for name, work in works.items() if arguments.only in (None, name)}
-    text = json.dumps(found, indent=2)
+    results |= {name: benchmark() for name, benchmark in benchmarks.items() if arguments.only in (None, name)}
+    text = json.dumps(results, indent=2)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,8 @@
-"""Loss curves of bench/numerics.py as a picture and a table.
+"""Draw the loss curves of bench/numerics.py as SVG and print them as a table.
 
     python bench/curves.py bench/results/numerics-fp8.json --svg docs/lab/fp8.svg
 
-Above, the loss of each run, a mean of 20 steps; below, how far the others are from the reference.
+The upper plot shows the loss of each run (mean of 20 steps), the lower one the deviation from the reference.
 """
 
 import argparse
@@ -15,17 +15,17 @@ WIDTH, TOP, BOTTOM, LEFT, GAP = 760, 260, 150, 60, 50
 COLORS = ("#1f2933", "#d9480f", "#1971c2")
 
 
-def polyline(values: list[float], low: float, high: float, above: float, height: float, colour: str) -> str:
+def polyline(values: list[float], low: float, high: float, above: float, height: float, color: str) -> str:
     across = (WIDTH - LEFT - 20) / (len(values) - 1)
     points = " ".join(
         f"{LEFT + n * across:.1f},{above + height * (high - value) / (high - low):.1f}"
         for n, value in enumerate(values)
     )
-    return f'<polyline fill="none" stroke="{colour}" stroke-width="1.4" points="{points}"/>'
+    return f'<polyline fill="none" stroke="{color}" stroke-width="1.4" points="{points}"/>'
 
 
-def svg_text(x: float, y: float, words: str, anchor: str = "start", colour: str = COLORS[0]) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+def svg_text(x: float, y: float, words: str, anchor: str = "start", color: str = COLORS[0]) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}">{words}</text>'
 
 
 def grid_lines(low: float, high: float, above: float, height: float, form: str) -> list[str]:
@@ -49,7 +49,7 @@ def loss_curves_svg(losses: dict[str, list[float]], reference: str) -> str:
         rows.append(svg_text(WIDTH - 30, GAP + 20 + 18 * n, label, "end", COLORS[n]))
         rows.append(polyline(apart[label], -1, 1, second, BOTTOM, COLORS[n]))
     rows.append(svg_text(LEFT, GAP - 12, "loss, mean of 20 steps"))
-    rows.append(svg_text(LEFT, second - 12, f"apart from {reference}"))
+    rows.append(svg_text(LEFT, second - 12, f"deviation from {reference}"))
     for n in range(6):
         x = LEFT + (WIDTH - LEFT - 20) * n / 5
         rows.append(svg_text(x, second + BOTTOM + 20, f"{len(base) * n // 5}", "middle"))

@@ -1,14 +1,14 @@
-"""The training step on one GPU, ours beside transformers and torchtitan (where it can be imported), in one run.
+"""The training step on one GPU: trainyard next to transformers and torchtitan (if installed), in one run.
 
-    python bench/gpu.py                                every case, ours and the peers
+    python bench/gpu.py                                every case, trainyard and its peers
     python bench/gpu.py --case bert-large --only-ours
     python bench/gpu.py --case deepseek-1.3b --set precision.grad_dtype=bf16
 
-Ours is `trainyard train` itself in a process of its own: real loader, logging on, figures from its metrics.jsonl (steps
-after the fourth). A peer is the same step in a process of its own: forward, loss, backward, clipping and AdamW on
-random tokens of the same shape and as many micro batches. transformers: bf16 weights with fp32 masters and AdamW state,
-torch's fused AdamW. torchtitan: its Llama 3, its compile of blocks and loss, its FSDP2 on one rank (fp32 weights,
-bf16 compute) and its clipping. MFU is given with every query-key pair counted (full) and with those under the mask.
+trainyard is `trainyard train` in its own process: real loader, logging on, results from its metrics.jsonl (steps after
+the fourth). A peer is the same step in its own process: forward, loss, backward, clipping and AdamW on random tokens of
+the same shape with as many micro batches. transformers: bf16 weights with fp32 master weights and AdamW state, torch's
+fused AdamW. torchtitan: its Llama 3, its compiled blocks and loss, its FSDP2 on one rank (fp32 weights, bf16
+compute) and its clipping. MFU counts every query-key pair (full) or only the unmasked ones (causal).
 """
 
 import argparse
@@ -69,7 +69,7 @@ PEERS = ("transformers eager", "transformers compiled", "torchtitan")
 
 
 def run_trainyard(case: str, overrides: list[str]) -> dict[str, float]:
-    """`trainyard train` as a user runs it."""
+    """Run `trainyard train` like a user does."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "case.yaml"
         file.write_text(yaml.safe_dump(CASES[case]))
@@ -91,7 +91,7 @@ def run_trainyard(case: str, overrides: list[str]) -> dict[str, float]:
 
 
 def time_peer(peer: str, case: str) -> dict[str, float]:
-    """Runs in a process of its own."""
+    """Time one peer; runs in its own process."""
     config = parse(json.loads(json.dumps(CASES[case])))
     device = torch.device("cuda")
     step = (
@@ -120,35 +120,35 @@ def torchtitan_step(config: Config, device: torch.device) -> Callable[[], None]:
 
     model = config.model
     assert model.family == "llama"
-    # Its feed-forward is 8/3 of the hidden size, rounded up.
+    # torchtitan computes the MLP width: 8/3 of the hidden size, rounded up.
     sizes = TransformerModelArgs(
-        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads, vocab_size=model.vocab,
-        multiple_of=128, max_seq_len=config.data.seq_len,
+        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab, multiple_of=128, max_seq_len=config.data.seq_len,
     )  # fmt: skip
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
     with torch.device("meta"):
-        made = Transformer(sizes)
-    assert made.layers["0"].feed_forward.w1.weight.shape[0] == model.ffn
-    apply_compile(made, Compile(enable=True))
-    apply_fsdp(made, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
-    made.to_empty(device=device)
+        transformer = Transformer(sizes)
+    assert transformer.layers["0"].feed_forward.w1.weight.shape[0] == model.ffn
+    apply_compile(transformer, Compile(enable=True))
+    apply_fsdp(transformer, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    transformer.to_empty(device=device)
     with torch.no_grad():
-        made.init_weights(buffer_device=device)
-    made.train()
+        transformer.init_weights(buffer_device=device)
+    transformer.train()
     loss = torch.compile(cross_entropy_loss)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     size, sequence = config.train.micro_batch, config.data.seq_len
     tokens = torch.randint(0, model.vocab, (size, sequence), device=device)
     count = config.train.global_batch * sequence
 
     def step() -> None:
         for _ in range(config.train.global_batch // size):
-            pred = made(tokens)
+            pred = transformer(tokens)
             part = loss(pred, tokens) / count
-            del pred  # as it does, so that logits are freed before backward
+            del pred  # like torchtitan, so that logits are freed before backward
             part.backward()
-        clip_grad_norm_(list(made.parameters()), 1.0, foreach=True)
+        clip_grad_norm_(list(transformer.parameters()), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -162,7 +162,7 @@ def transformers_step(config: Config, device: torch.device, compiled: bool) -> C
     cls = getattr(transformers, kind)
     settings = {key: value for key, value in to_hf(config.model).items() if "dtype" not in key}
     torch.manual_seed(0)
-    with device:  # 7B would take a minute to make on a CPU
+    with device:  # initializing 7B on a CPU takes a minute
         model = cls(cls.config_class(**settings, attn_implementation="sdpa")).to(torch.bfloat16)
     model.train()
     weights = list(model.parameters())
@@ -208,7 +208,7 @@ def run_peer(peer: str, case: str) -> dict[str, float] | str:
 
 
 def with_throughput(config: Config, found: dict[str, float]) -> dict[str, float]:
-    """With throughput and MFU."""
+    """Return the measurement with throughput and MFU added."""
     blueprint = models.family_of(config.model).blueprint(config.model)
     flops = flops_per_sample(config.model, blueprint, config.data.seq_len, config.data.max_predictions)
     samples = config.train.global_batch / found["ms"] * 1000
@@ -234,11 +234,11 @@ def describe_machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be given more than once")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="repeatable")
     parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override ours")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON, beside those of other cases")
+    parser.add_argument("--out", type=Path, help="write the results to this file as JSON, next to those of other cases")
     arguments = parser.parse_args()
     if arguments.peer:
         print(json.dumps(time_peer(arguments.peer, arguments.case[0])))
@@ -271,7 +271,9 @@ def main() -> None:
                 f"  {name:22} {row['ms']:9.1f} ms {row['tokens_per_second']:10,.0f} tokens/s"
                 f" {row['sequences_per_second']:9,.1f} seq/s  {mfu}  {row['memory_bytes'] / 2**30:.1f} GiB"
                 + (
-                    f"  ours {ratio:.2f}x" if name != "trainyard" else f"  first step {row['first_step_seconds']:.1f} s"
+                    f"  trainyard is {ratio:.2f}x"
+                    if name != "trainyard"
+                    else f"  first step {row['first_step_seconds']:.1f} s"
                 ),
                 flush=True,
             )

@@ -1,10 +1,8 @@
-"""Where the time of a training step goes on a GPU, by kind of kernel.
+"""Profile a training step on a GPU by kind of kernel.
 
     python bench/gpu_profile.py --case deepseek-1.3b [KEY=VALUE ...]
 
-Runs the real Trainer, warms up, then traces steps with torch's profiler. `floor` is the time that the same work would
-take at the rates measured at the start: matrix products by their FLOP at the rate of a large product, the rest by the
-bytes that must move at the speed of a copy.
+Runs the real Trainer, warms up, then traces steps with torch's profiler.
 """
 
 import argparse
@@ -24,7 +22,7 @@ from trainyard.config.load import parse
 
 KERNEL_KINDS = [
     ("attention", r"fmha|flash|sdpa|cudnn.*attn|attention|attend|dot_do_o|convert_dq|^_forward$|^_dq$|^_dkdv$"),
-    ("product", r"gemm|cutlass|nvjet|xmma|cublas|splitk|s16816|wgmma"),
+    ("matmul", r"gemm|cutlass|nvjet|xmma|cublas|splitk|s16816|wgmma"),
     ("norm", r"norm"),
     ("activation", r"swiglu|_gelu"),
     ("rope", r"rope"),
@@ -54,7 +52,7 @@ def main() -> None:
         model.train()
     batches = [trainer.loader.batch(number) for number in range(arguments.steps)]
     start = time.perf_counter()
-    for number in range(4 * arguments.steps):  # the same ones, so that every shape is recorded
+    for number in range(4 * arguments.steps):  # the same batches, so that every shape is captured
         trainer.train_step(batches[number % arguments.steps], number + 1, 1e-4)
     trainer.device.synchronize()
     print(f"warm-up {time.perf_counter() - start:.1f} s")
@@ -64,7 +62,7 @@ def main() -> None:
     sent = time.perf_counter() - start
     trainer.device.synchronize()
     wall = (time.perf_counter() - start) / arguments.steps
-    print(f"{wall * 1000:.1f} ms a step without the profiler (host done after {sent / arguments.steps * 1000:.1f})")
+    print(f"{wall * 1000:.1f} ms per step without the profiler (host done after {sent / arguments.steps * 1000:.1f})")
     samples = config.train.global_batch / wall
     print(f"{samples * config.data.seq_len:,.0f} tokens/s, {samples:,.1f} sequences/s")
     with profile(activities=[ProfilerActivity.CUDA]) as traced:

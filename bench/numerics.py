@@ -1,11 +1,11 @@
-"""What low precision and fused kernels cost in loss: curves of whole runs on the same text, compared step by step.
+"""Effect of low precision and fused kernels on the loss: complete runs on the same text, compared step by step.
 
     python bench/numerics.py fast    bf16 with fused kernels against fp32 in plain torch: 200 steps, gradients of step 1
-                                     (and fp32 in plain torch once more, its batch in two halves: rounding alone)
-    python bench/numerics.py fp8     fp8 (by tensor, by row) against bf16: 500 steps
+                                     (control: fp32 in plain torch, the batch in two halves: only rounding differs)
+    python bench/numerics.py fp8     fp8 (per tensor, per row) against bf16: 500 steps
 
-Text: the Python sources that are installed beside torch, a real text that every machine has; the tokenizer is trained
-on it. All runs see the same samples in the same order from the same weights.
+The text is the Python sources installed with torch, which every machine has; the tokenizer is trained on it. All runs
+see the same samples in the same order and start from the same weights.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import torch
 
 from trainyard import Trainer
 from trainyard.config.load import parse
+from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.optim.lr_schedule import learning_rate
 
 VOCAB = 8192
@@ -31,89 +32,96 @@ VARIANTS = {
     "fast": {
         "fp32, plain": {"precision": {"kind": "fp32"}, "device": {"kernels": "plain"}},
         "bf16, fused": {"precision": {"kind": "bf16"}},
-        "fp32, plain, in halves": {"precision": {"kind": "fp32"}, "device": {"kernels": "plain"}, "micro_batches": 2},
+        "fp32, plain, two halves": {"precision": {"kind": "fp32"}, "device": {"kernels": "plain"}, "micro_batches": 2},
     },
     "fp8": {
         "bf16": {"precision": {"kind": "bf16"}},
-        "fp8 by tensor": {"precision": {"kind": "fp8"}},
-        "fp8 by row": {"precision": {"kind": "fp8", "fp8_scaling": "row"}},
+        "fp8 per tensor": {"precision": {"kind": "fp8"}},
+        "fp8 per row": {"precision": {"kind": "fp8", "fp8_scaling": "row"}},
     },
 }
 
 
 def write_corpus(directory: Path, size: int) -> list[str]:
-    """Files of Python source, about `size` characters in all."""
+    """Write and return files of Python source, about `size` characters in total."""
     package = Path(torch.__file__).parent
-    pieces: list[str] = []
+    texts: list[str] = []
     for file in sorted(package.rglob("*.py")):
-        pieces.append(file.read_text(errors="ignore"))
-        if sum(map(len, pieces)) > size:
+        texts.append(file.read_text(errors="ignore"))
+        if sum(map(len, texts)) > size:
             break
-    for number, piece in enumerate(pieces):
-        (directory / f"{number:05}.txt").write_text(piece)
-    return pieces
+    for number, text in enumerate(texts):
+        (directory / f"{number:05}.txt").write_text(text)
+    return texts
 
 
-def train_tokenizer(pieces: list[str], file: Path) -> None:
+def train_tokenizer(texts: list[str], file: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(pieces[:400], trainer)
-    made.save(str(file))
+    tokenizer.train_from_iterator(texts[:400], trainer)
+    tokenizer.save(str(file))
+
+
+class FirstGradients(Callback):
+    """Keeps the reduced gradients of the first step."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        if not self.gradients:
+            state = trainer.optimizer.state
+            views = {name: state.shard_view(state.reduced_grads, name) for name in state.names}
+            self.gradients = {name: view.float().cpu() for name, view in views.items()}
 
 
 def train_variant(
-    what: str, sections: dict[str, Any], directory: Path, steps: int, given: argparse.Namespace
+    what: str, sections: dict[str, Any], directory: Path, steps: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Losses of all steps, and gradients of the first."""
-    batch, sequence = given.batch, given.sequence
+    """Train; returns the losses of all steps and the gradients of the first."""
+    batch_size, seq_len = arguments.batch, arguments.seq_len
     sections = dict(sections)
-    micro_batch = batch // sections.pop("micro_batches", 1)
+    micro_batch = batch_size // sections.pop("micro_batches", 1)
     settings = {
-        "model": {"family": "llama", "vocab": VOCAB, "max_positions": sequence, **SHAPE[what]},
+        "model": {"family": "llama", "vocab": VOCAB, "max_positions": seq_len, **SHAPE[what]},
         "data": {
             "paths": [str(directory / "*.txt")],
             "tokenizer": str(directory / "tokenizer.json"),
             "end_of_text": "<|endoftext|>",
-            "seq_len": sequence,
+            "seq_len": seq_len,
         },
-        "train": {"steps": steps, "global_batch": batch, "micro_batch": micro_batch},
+        "train": {"steps": steps, "global_batch": batch_size, "micro_batch": micro_batch},
         "optimizer": {"lr": 3e-4},
-        "schedule": {"warmup_steps": given.warmup, "min_lr": 3e-5},
+        "schedule": {"warmup_steps": arguments.warmup, "min_lr": 3e-5},
         "checkpoint": {"export_hf": False},
         **sections,
     }
-    trainer = Trainer(parse(settings))
-    first: dict[str, torch.Tensor] = {}
-    optimizer = trainer.optimizer
-
-    def look() -> None:
-        first.update(
-            {name: optimizer.state.shard_view(optimizer.state.reduced_grads, name).float().cpu() for name in optimizer.state.names}
-        )
-        trainer.train_step.on_gradients_ready = None
-
-    trainer.train_step.on_gradients_ready = look
+    recorder = FirstGradients()
+    trainer = Trainer(parse(settings), callbacks=[recorder])
     losses = []
     for model in trainer.models:
         model.train()
-    for number in range(1, steps + 1):
-        losses.append(
-            trainer.train_step(trainer.loader.batch(number - 1), number, learning_rate(trainer.config, number)).loss
-        )
-    return {"losses": torch.stack(losses).tolist(), "gradients": first, "device": trainer.device.describe()}
+    for step in range(1, steps + 1):
+        batch = trainer.loader.batch(step - 1)
+        losses.append(trainer.train_step(batch, step, learning_rate(trainer.config, step)).loss)
+    return {
+        "losses": torch.stack(losses).tolist(),
+        "gradients": recorder.gradients,
+        "device": trainer.device.describe(),
+    }
 
 
 def moving_average(losses: list[float], over: int = 20) -> list[float]:
-    """Means of the last `over` steps: a batch's own noise is the same in all runs, but drift is not."""
+    """Return means of the last `over` steps: the noise of a batch is the same in all runs, drift is not."""
     return [sum(losses[max(0, n - over + 1) : n + 1]) / min(over, n + 1) for n in range(len(losses))]
 
 
@@ -123,7 +131,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=100, help="steps")
-    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--characters", type=int, default=12_000_000)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -141,7 +149,7 @@ def main() -> None:
         "torch": torch.__version__,
         "device": base["device"],
         "shape": SHAPE[arguments.what],
-        "batch": [arguments.batch, arguments.sequence],
+        "batch": [arguments.batch, arguments.seq_len],
         "warmup": arguments.warmup,
         "reference": reference,
         "losses": {label: run["losses"] for label, run in found.items()},
@@ -176,9 +184,9 @@ def main() -> None:
         }
         result["compared"][label] = row
         print(
-            f"{label}: loss -> {moving_average(other['losses'])[-1]:.4f}; largest difference of a step {max(apart):.3%}, "
-            f"of the mean of 20 {max(apart_smooth):.3%}, at the end {apart_smooth[-1]:.3%}; gradient cosine at step 1 "
-            f"{row['gradient_cosine']:.6f}, least {cosines[least]:.6f} ({least})"
+            f"{label}: loss -> {moving_average(other['losses'])[-1]:.4f}; largest difference of a step "
+            f"{max(apart):.3%}, of the mean of 20 {max(apart_smooth):.3%}, at the end {apart_smooth[-1]:.3%}; gradient "
+            f"cosine at step 1 {row['gradient_cosine']:.6f}, least {cosines[least]:.6f} ({least})"
         )
     if arguments.out:
         arguments.out.write_text(json.dumps(result) + "\n")

@@ -1,14 +1,14 @@
-"""What parallelism costs, on two ranks of a CPU with one thread each, in one run. All are ratios; 1 is free.
+"""Cost of parallelism on two CPU ranks with one thread each, in one run. All results are ratios; 1 is free.
 
     python bench/parallel.py [--rounds N] [--out FILE]
 
-- zero1: a step under ZeRO-1 over the same step under plain data parallelism, on two ranks.
+- zero1: a ZeRO-1 step over the same step with replicated optimizer state, on two ranks.
 - ring: rank-seconds of attention over a sequence that two ranks share, over one rank doing all of it (forward and
   backward, causal); the same for gathered keys and values.
-- bubble: the part of a pipeline's forward and backward passes in which a stage does not compute (it waits, or sends),
-  over what theory says, (pp - 1) / (m + pp - 1) for m micro batches; with v virtual stages m v instead of m.
+- bubble: the fraction of a pipeline's forward and backward passes in which a stage waits or sends instead of
+  computing, over the theory, (pp - 1) / (m + pp - 1) for m micro batches; with v virtual stages m v instead of m.
 
-Everything that is compared takes turns, so that a slow moment of the machine hits all; medians count.
+Compared variants take turns, so that a slow moment of the machine hits all of them; medians count.
 """
 
 import argparse
@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from trainyard import Config, Trainer
 from trainyard.config.load import parse
 from trainyard.launch.launcher import launch
-from trainyard.parallel.process_group import Group
 from trainyard.parallel.context_parallel import ContextAxis
+from trainyard.parallel.process_group import Group
 
 RANKS = 2
 MODEL = {"family": "llama", "vocab": 4096, "hidden": 256, "layers": 8, "heads": 8, "ffn": 704, "max_positions": 512}
-# The ends of the model cost next to nothing here, so that both stages of a pipeline have the same work.
+# A tiny vocabulary, so that embedding and head cost nearly nothing and both pipeline stages have the same work.
 BALANCED_MODEL = {**MODEL, "vocab": 64}
 SEQUENCE = 256
 MICRO_BATCHES = (2, 4, 8, 16)
@@ -66,7 +66,7 @@ def make_step(config: Config) -> Callable[[], None]:
 
 
 def interleaved_medians(sides: dict[Any, Callable[[], None]], rounds: int, together: bool = True) -> dict[Any, float]:
-    """Median seconds of each. Where ranks work `together`, they begin together."""
+    """Return the median seconds of each, run in turn; with `together`, all ranks start at the same time."""
     seconds: dict[Any, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 2):
         for name, run in sides.items():
@@ -86,7 +86,7 @@ def bench_zero1(rounds: int) -> dict[str, Any]:
 
 
 def bench_attention(rounds: int) -> dict[str, Any]:
-    """Each rank also does the whole alone, at the same time, so that both cores are as busy."""
+    """Compare with one rank that does everything; both ranks do so at the same time, to keep both cores busy."""
     world = dist.group.WORLD
     assert world is not None
     group = Group(tuple(range(RANKS)), dist.get_rank(), world.group_name, world)
@@ -114,7 +114,7 @@ def bench_attention(rounds: int) -> dict[str, Any]:
 
 
 class TimedPipeline:
-    """A pipeline step whose stages' own work is timed: what is left of the step is waiting."""
+    """A pipeline step that times the compute of its stages; the rest of the step is waiting."""
 
     def __init__(self, config: Config) -> None:
         self.trainer = Trainer(config)
@@ -128,8 +128,8 @@ class TimedPipeline:
         schedule = pipeline.schedule
         for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
             for name in ("forward_one_chunk", "backward_one_chunk"):
-                setattr(stage, name, self._timed(getattr(stage, name), "busy"))
-        pipeline.run = self._timed(pipeline.run, "whole")  # type: ignore[method-assign]
+                setattr(stage, name, self._timed(getattr(stage, name), "busy_s"))
+        pipeline.run = self._timed(pipeline.run, "total_s")  # type: ignore[method-assign]
 
     def _timed(self, function: Callable[..., Any], total: str) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -143,9 +143,9 @@ class TimedPipeline:
     def step(self) -> None:
         self.busy_s = self.total_s = 0.0
         self.trainer.train_step(self.batch, 1, 1e-4)
-        mine = torch.tensor([self.busy_s, self.total_s])
-        dist.all_reduce(mine)  # the mean over the stages
-        self.bubble_fractions.append(1 - float(mine[0] / mine[1]))
+        seconds = torch.tensor([self.busy_s, self.total_s])
+        dist.all_reduce(seconds)  # mean over the stages
+        self.bubble_fractions.append(1 - float(seconds[0] / seconds[1]))
 
 
 def bench_bubble(rounds: int) -> dict[str, Any]:
@@ -183,7 +183,8 @@ def print_results(results: dict[str, Any]) -> None:
     for name in ("ring", "all_gather"):
         ratio, ms = attention[f"{name}_ratio"], attention[f"{name}_ms"]
         print(
-            f"{name:10} over one rank  {ratio:.2f}   (2 x {ms:.0f} / {attention['alone_ms']:.0f} ms, {LONG_SEQ_LEN} tokens)"
+            f"{name:10} over one rank  {ratio:.2f}   "
+            f"(2 x {ms:.0f} / {attention['alone_ms']:.0f} ms, {LONG_SEQ_LEN} tokens)"
         )
     for schedule, found in results["bubble"].items():
         for m, row in found.items():
@@ -196,7 +197,7 @@ def print_results(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--out", type=Path, help="write the results to this file as JSON")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         run_rank(arguments.rounds, arguments.out)

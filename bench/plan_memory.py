@@ -1,16 +1,15 @@
-"""What a run takes of memory, measured, beside what `trainyard/plan/memory/peak.py` says.
+"""Measured memory of runs next to what `trainyard/plan/memory` predicts.
 
-    python bench/plan_memory.py gpu --out FILE                 every case on one GPU, each in a process of its own
+    python bench/plan_memory.py gpu --out FILE                 every case on one GPU, each in its own process
     python bench/plan_memory.py cpu --out FILE                 the same on a CPU, some with two or four ranks
-    python bench/plan_memory.py gpu --case llama-full          some of them
-    python bench/plan_memory.py gpu --show FILE                what was measured before, beside today's plan
+    python bench/plan_memory.py gpu --case llama-full          only some cases
+    python bench/plan_memory.py gpu --show FILE                an earlier measurement next to today's plan
 
-Each case is the Trainer's own work of a few steps on random tokens, without checkpoints. On a GPU bytes are those of
-torch's caching allocator: the most that was allocated at once, and the most that it held. Beside the peak of the run,
-which is what `trainyard train` logs as memory_bytes, stand the bytes of the run when built, the peak of the last step
-up to where all gradients are there, and that of its update. On a CPU they are those of torch's allocator as its
-profiler tells them, event by event, from before the Trainer is made; the allocator is told to count what gloo's threads
-let go as well, of which the profiler does not hear.
+Each case is a few steps of the real Trainer on random tokens, without checkpoints. On a GPU, bytes are those of torch's
+caching allocator: peak allocated and reserved. Besides the peak of the run, which `trainyard train` logs as
+memory_bytes, the results have the bytes after building, the peak of the last step until all gradients are ready, and
+the peak of its update. On a CPU, bytes are those of torch's allocator as its profiler reports them, event by event,
+from before the Trainer is built; the allocator also counts what gloo's threads free, which the profiler does not see.
 """
 
 import argparse
@@ -37,6 +36,7 @@ from trainyard.config.schema import Config
 from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
 from trainyard.plan.memory.peak import estimate_memory
+from trainyard.train.callbacks import Callback, TrainerView
 
 LLAMA: dict[str, Any] = {
     "model": {
@@ -92,7 +92,7 @@ GPU_CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def _small_case(family: str, **more: Any) -> dict[str, Any]:
-    """Tens of MB of weights, so that tensors and not constants decide, in seconds."""
+    """Return a case with tens of MB of weights, so that tensors dominate constants, that takes seconds."""
     model = {"family": family, "vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "max_positions": 256, **more}
     return {
         "model": model,
@@ -142,29 +142,36 @@ def make_config(where: str, case: str, directory: str = ".") -> tuple[Config, La
     return config, Layout.from_config(config, ranks)
 
 
+class MemoryRecorder(Callback):
+    """Splits the peak memory of a step into forward with backward, and update."""
+
+    def __init__(self) -> None:
+        self.peak = self.backward_peak = self.before_update = 0
+
+    def on_gradients_ready(self, trainer: TrainerView) -> None:
+        self.backward_peak = torch.cuda.max_memory_allocated()
+        self.peak = max(self.peak, self.backward_peak)
+        torch.cuda.reset_peak_memory_stats()
+        self.before_update = torch.cuda.memory_allocated()
+
+
 def measure_on_gpu(case: str) -> dict[str, float]:
-    """Runs in a process of its own."""
+    """Measure one case; runs in its own process."""
     with tempfile.TemporaryDirectory() as directory:
         config, _ = make_config("gpu", case, directory)
-        trainer = Trainer(config)
-        found: dict[str, float] = {"built": torch.cuda.memory_allocated()}
-        found["building"] = most = torch.cuda.max_memory_allocated()
-
-        def look() -> None:
-            nonlocal most
-            most = max(most, torch.cuda.max_memory_allocated())
-            found["backward"] = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            found["before_update"] = torch.cuda.memory_allocated()
-
-        trainer.train_step.on_gradients_ready = look
+        recorder = MemoryRecorder()
+        trainer = Trainer(config, callbacks=[recorder])
+        built = {"built": torch.cuda.memory_allocated(), "building": torch.cuda.max_memory_allocated()}
         trainer.run()
         lines = (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     update = torch.cuda.max_memory_allocated()
-    return found | {
+    return {
+        **built,
+        "backward": recorder.backward_peak,
+        "before_update": recorder.before_update,
         "update": update,
-        "memory_bytes": max(most, update),
+        "memory_bytes": max(built["building"], recorder.peak, update),
         "reserved": torch.cuda.memory_reserved(),
         "ms": statistics.median(record["ms_per_iteration"] for record in records[2:]),
         "loss": records[-1]["loss"],
@@ -173,8 +180,7 @@ def measure_on_gpu(case: str) -> dict[str, float]:
 
 @contextmanager
 def count_all_threads() -> Iterator[None]:
-    """torch's allocator counts while it is profiled, and a profiler knows the threads that it was started in. With this
-    flag of its library it counts for all threads."""
+    """Make torch's allocator count for all threads; by default it counts only for those that the profiler knows."""
     (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
     flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
     before, flag.value = flag.value, True
@@ -185,7 +191,7 @@ def count_all_threads() -> Iterator[None]:
 
 
 def measure_rank_on_cpu(config: Config) -> dict[str, float]:
-    """This rank's peak over two steps, and its place in the pipeline."""
+    """Return this rank's peak over two steps, and its pipeline rank."""
     gc.collect()
     with count_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         trainer = Trainer(config)
@@ -204,7 +210,7 @@ def measure_rank_on_cpu(config: Config) -> dict[str, float]:
 
 
 def measure_on_cpu(case: str) -> dict[str, list[int]]:
-    """The peaks of the ranks at each place of the pipeline, from the least."""
+    """Return the sorted peaks of the ranks of each pipeline rank."""
     ranks = CPU_CASES[case][1]
     with reserved_port() as port:
         shared = {
@@ -223,14 +229,14 @@ def measure_on_cpu(case: str) -> dict[str, list[int]]:
             )
             for rank in range(ranks)
         ]
-        said = [process.communicate() for process in started]
+        outputs = [process.communicate() for process in started]
     if any(process.returncode for process in started):
-        raise SystemExit(f"{case}: " + said[0][1][-2000:])
-    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
-    places: dict[str, list[int]] = {}
-    for one in found:
-        places.setdefault(str(one["pp"]), []).append(one["memory_bytes"])
-    return {place: sorted(peaks) for place, peaks in places.items()}
+        raise SystemExit(f"{case}: " + outputs[0][1][-2000:])
+    results = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    stages: dict[str, list[int]] = {}
+    for result in results:
+        stages.setdefault(str(result["pp"]), []).append(result["memory_bytes"])
+    return {stage: sorted(peaks) for stage, peaks in stages.items()}
 
 
 def describe_machine() -> dict[str, str]:
@@ -240,9 +246,9 @@ def describe_machine() -> dict[str, str]:
 
 def measure_case(where: str, case: str) -> dict[str, Any]:
     if where == "cpu":
-        # Threads of several ranks let go of what was sent sooner or later.
+        # Communication threads of several ranks free what was sent at varying times.
         runs = [measure_on_cpu(case) for _ in range(REPEATS if CPU_CASES[case][1] > 1 else 1)]
-        return {"places": {place: sorted(peak for run in runs for peak in run[place]) for place in runs[0]}}
+        return {"places": {stage: sorted(peak for run in runs for peak in run[stage]) for stage in runs[0]}}
     done = subprocess.run([sys.executable, __file__, "gpu", "--one", case], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{case}: {done.stderr[-2000:]}")
@@ -251,27 +257,26 @@ def measure_case(where: str, case: str) -> dict[str, Any]:
 
 
 def print_case(where: str, case: str, found: dict[str, Any]) -> None:
-    """A line for each place of the pipeline: what was allocated, from the least to the most where that differs, what is
-    planned, and one over the other."""
+    """Print one line per pipeline rank: allocated (minimum to maximum if they differ), planned, and their ratio."""
     config, layout = make_config(where, case)
     places = found.get("places") or {"0": [found["memory_bytes"]]}
     for pp, peaks in sorted(places.items()):
         plan = estimate_memory(config, layout, int(pp), where)
         allocated = plan.total - plan.fragmentation
-        name = case if len(places) == 1 else f"{case}, place {pp}"
+        name = case if len(places) == 1 else f"{case}, stage {pp}"
         ends = sorted({peaks[0], peaks[-1]})
         got = " to ".join(f"{peak / 2**20:.1f}" for peak in ends)
         ratio = " to ".join(f"{allocated / peak:.3f}" for peak in ends)
-        held = f"  held {found['reserved'] / peaks[0]:.3f} of it" if "reserved" in found else ""
+        held = f"  reserved {found['reserved'] / peaks[0]:.3f} of it" if "reserved" in found else ""
         print(f"{name:28} {got:>16} MiB  planned {allocated / 2**20:10.1f}  {ratio}{held}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=["gpu", "cpu"])
-    parser.add_argument("--case", action="append", help="may be given more than once")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON, beside those of other cases")
-    parser.add_argument("--show", type=Path, help="measure nothing: read that file")
+    parser.add_argument("--case", action="append", help="repeatable")
+    parser.add_argument("--out", type=Path, help="write the results to this file as JSON, next to those of other cases")
+    parser.add_argument("--show", type=Path, help="measure nothing; read this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     where, cases = arguments.where, {"gpu": GPU_CASES, "cpu": CPU_CASES}[arguments.where]

@@ -1,13 +1,13 @@
-"""What precompiling brings: two compilers against one, and the first step of a run with and without it. On a CPU.
+"""Gain of precompilation on a CPU: two compilers against one, and the first step of a run with and without it.
 
     python bench/precompile.py [--rounds N] [--models NAME...] [--out FILE]
 
-- workers: seconds from the first graph handed to a compiler to the last one done, with one worker and with two, for a
-  Llama and a GPT of a few blocks; each from an empty cache, each compiler with one thread. The ratio is of the sums.
-- start: seconds from the start of `trainyard train` to the end of its first step, compiling all, and after precompile;
-  of the last of the models.
+- workers: seconds from the first graph given to a compiler until the last one is done, with one worker and with two,
+  for a Llama and a GPT of a few blocks; each from an empty cache, each compiler with one thread. Ratio of the sums.
+- start: seconds from the start of `trainyard train` to the end of its first step, with an empty cache and after
+  precompile, for the last model.
 
-Rounds take turns. Each compiles everything four times: minutes, on a machine that should have nothing else to do.
+Each round compiles everything four times. That takes minutes and needs an otherwise idle machine.
 """
 
 import argparse
@@ -47,9 +47,9 @@ def make_config(model: dict[str, Any]) -> Config:
     )
 
 
-def time_compilation(config: Config, workers: int, place: Path) -> dict[str, float]:
-    """From an empty cache: its seconds, and those of each graph."""
-    os.environ[inductor_cache.CACHE_VARIABLE] = str(place)
+def time_compilation(config: Config, workers: int, cache: Path) -> dict[str, float]:
+    """Compile with an empty cache; returns the total seconds and those of each graph."""
+    os.environ[inductor_cache.CACHE_VARIABLE] = str(cache)
     os.environ.pop(inductor_cache.TORCH_CACHE_VARIABLE, None)
     times: list[float] = []
     report = precompile(config, 1, 1, workers, on_graph=lambda graph: times.append(time.monotonic()))
@@ -60,13 +60,13 @@ def time_compilation(config: Config, workers: int, place: Path) -> dict[str, flo
     return {"seconds": times[-1] - times[0], **{graph.name: graph.seconds for graph in graphs}}
 
 
-def time_first_step(config: Config, place: Path) -> float:
+def time_first_step(config: Config, cache: Path) -> float:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "run.yaml"
         file.write_text(dump(config))
         command = [sys.executable, "-m", "trainyard", "train", str(file), f"log.directory={directory}"]
         environment = {name: value for name, value in os.environ.items() if name != inductor_cache.TORCH_CACHE_VARIABLE}
-        environment |= {inductor_cache.CACHE_VARIABLE: str(place), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment |= {inductor_cache.CACHE_VARIABLE: str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         (metrics,) = Path(directory).glob("*/metrics.jsonl")
         return float(json.loads(metrics.read_text().splitlines()[0])["seconds_from_start"])
@@ -84,20 +84,22 @@ def main() -> None:
         found: dict[str, Any] = {"load": os.getloadavg()[0]}
         for workers in (1, 2):
             for name, model in chosen.items():
-                with tempfile.TemporaryDirectory() as place:
-                    found[f"{name}, {workers} workers"] = time_compilation(make_config(model), workers, Path(place))
+                with tempfile.TemporaryDirectory() as cache:
+                    found[f"{name}, {workers} workers"] = time_compilation(make_config(model), workers, Path(cache))
                     if workers == 2:
-                        found["start after precompile"] = time_first_step(make_config(model), Path(place))
+                        found["start after precompile"] = time_first_step(make_config(model), Path(cache))
                         last = model
-        with tempfile.TemporaryDirectory() as place:
-            found["start from nothing"] = time_first_step(make_config(last), Path(place))
+        with tempfile.TemporaryDirectory() as cache:
+            found["start with an empty cache"] = time_first_step(make_config(last), Path(cache))
         one, two = (sum(found[f"{name}, {count} workers"]["seconds"] for name in chosen) for count in (1, 2))
         found["ratio"] = one / two
         rounds.append(found)
         print(json.dumps(found, indent=1), flush=True)
     summary = {
         "workers": statistics.median(found["ratio"] for found in rounds),
-        "start": statistics.median(found["start from nothing"] / found["start after precompile"] for found in rounds),
+        "start": statistics.median(
+            found["start with an empty cache"] / found["start after precompile"] for found in rounds
+        ),
         "cores": len(os.sched_getaffinity(0)),
         "rounds": rounds,
     }

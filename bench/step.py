@@ -1,11 +1,11 @@
-"""One training step, ours against transformers, on the same model, batch and machine, in one run.
+"""One training step of trainyard and of transformers, on the same model, batch and machine, in one run.
 
-A step is forward, loss, backward, clipping and AdamW. Both sides run eager and compiled, turn by turn so that a slow
-moment of the machine hits all of them; the median counts.
+A step is forward, loss, backward, clipping and AdamW. Both run eager and compiled, in turn, so that a slow moment of
+the machine hits all of them; the median counts.
 
     python bench/step.py     small Llama and BERT on a CPU (bench/gpu.py has those for a GPU)
 
-Ratios are ours over transformers' in the same mode, and ours compiled over the best of theirs.
+Ratios compare with transformers in the same mode, and compiled trainyard with the best of transformers.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
 from trainyard.models.flops import flops_per_sample
 
-SMALL_LLAMA = {  # the shape of a well-known small Llama, stories15M
+SMALL_LLAMA = {  # the shape of stories15M
     "model": {
         "family": "llama", "vocab": 32000, "hidden": 288, "layers": 6, "heads": 6, "ffn": 768, "max_positions": 256,
         "tie_embeddings": True,
@@ -67,7 +67,7 @@ def trainyard_step(config: Config, compiled: bool) -> StepTimer:
 
 
 def transformers_step(config: Config, compiled: bool, device: torch.device) -> StepTimer:
-    """The same model in transformers with torch's fused AdamW, bf16 by autocast where ours is bf16."""
+    """The same model in transformers with torch's fused AdamW; bf16 through autocast."""
     import transformers
 
     data = to_hf(config.model)
@@ -127,19 +127,19 @@ def time_steps(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be given more than once")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="repeatable")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--only-ours", action="store_true", help="leave transformers out (memory)")
-    parser.add_argument("--only-compiled", action="store_true", help="leave eager mode out")
+    parser.add_argument("--only-ours", action="store_true", help="skip transformers (for memory)")
+    parser.add_argument("--only-compiled", action="store_true", help="skip eager mode")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override the case")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    parser.add_argument("--out", type=Path, help="write the results to this file as JSON")
     arguments = parser.parse_args()
     device = devices.select("cpu")
     results: dict[str, Any] = {"torch": torch.__version__, "device": device.describe(), "cases": {}}
     for name in arguments.case or CASES:
         config = parse(json.loads(json.dumps(CASES[name])), arguments.set)
-        trainer_flops = per_sample_flops(config)
+        flops = per_sample_flops(config)
         makers = [partial(trainyard_step, config, compiled) for compiled in (False, True)]
         if not arguments.only_ours:
             makers += [partial(transformers_step, config, compiled, device.torch_device) for compiled in (False, True)]
@@ -155,8 +155,8 @@ def main() -> None:
             row = {"ms": side.median * 1000, "sequences_per_second": samples, "memory_bytes": side.memory}
             row["tokens_per_second"] = samples * config.data.seq_len
             if peak:
-                row["mfu_full"] = samples * trainer_flops.full / peak.flops
-                row["mfu_causal"] = samples * trainer_flops.causal / peak.flops
+                row["mfu_full"] = samples * flops.full_attention / peak.flops
+                row["mfu_causal"] = samples * flops.causal_attention / peak.flops
             rows[side.name] = row
             mfu = f"  MFU {row['mfu_full']:.1%} full, {row['mfu_causal']:.1%} causal attention" if peak else ""
             print(

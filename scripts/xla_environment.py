@@ -1,10 +1,10 @@
-"""Make the environment in which the XLA path is tested, once for a machine, and print how to start its Python.
+"""Create the environment in which the XLA path is tested, once per machine, and print how to start its Python.
 
     scripts/xla_environment
 
-torch_xla 2.9.0 is the last on PyPI and needs torch 2.9.0, so this environment is not the clone's own. It lies under
-~/.cache/trainyard (or XDG_CACHE_HOME), named by what it is made of; a changed recipe makes another one. It is built
-under a temporary name and renamed when it is whole. About 2.4 GB and two minutes. Progress goes to stderr.
+torch_xla 2.9.0 is the last release on PyPI and needs torch 2.9.0, so this environment is separate from .venv. It is in
+~/.cache/trainyard (or XDG_CACHE_HOME), named by a hash of its inputs: changed inputs create another one. It is built
+under a temporary name and renamed when complete. About 2.4 GB and two minutes. Progress goes to stderr.
 """
 
 import hashlib
@@ -25,36 +25,38 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 XLA, TORCH = "torch_xla==2.9.0", "torch==2.9.0"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
-"""Those that both have wheels for."""
+"""Python versions for which both have wheels."""
 EXTRA_PACKAGES = ("typing_extensions", "sympy", "networkx", "jinja2", "filelock", "pytest")
-"""What torch imports, less the CUDA libraries that it asks for; and what the tests need."""
+"""Dependencies of torch without the CUDA libraries, and those of the tests."""
 START_SCRIPT = """#!/bin/sh
 # Made by scripts/xla_environment.py: torch_xla is linked to a shared libpython.
 LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" exec "$(dirname "$0")/python" "$@"
 """
 STALE_BUILD_S = 24 * 3600
-"""Seconds after which something half built is nobody's."""
+"""Seconds after which an unfinished build counts as abandoned."""
 
 
 def main() -> None:
     if sys.version_info[:2] not in PYTHONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        _exit_with_error(f"Python {sys.version.split()[0]}: {XLA} has wheels for {known}; start this with one of them")
+        _exit_with_error(
+            f"Python {sys.version.split()[0]}: {XLA} has wheels for {known}; run this script with one of them"
+        )
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        _exit_with_error(f"{sys.platform} on {os.uname().machine}: {XLA} has wheels for Linux on x86_64 alone")
+        _exit_with_error(f"{sys.platform} on {os.uname().machine}: {XLA} only has wheels for Linux on x86_64")
     packages = project_packages()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard"
-    place = cache / f"xla-{environment_hash(packages)}"
-    start = place / "bin" / "start"
+    target = cache / f"xla-{environment_hash(packages)}"
+    start = target / "bin" / "start"
     if not start.exists():
         cache.mkdir(parents=True, exist_ok=True)
         _remove_stale_builds(cache)
-        build(place, packages)
+        build(target, packages)
     print(start)
 
 
 def project_packages() -> list[str]:
-    """What trainyard imports, but for torch, in the versions of its lock file."""
+    """Return the dependencies of trainyard except torch, in the versions of the lock file."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.split(r"[<>=!~\[ ]", need, maxsplit=1)[0] for need in project["dependencies"]]
     lock = (ROOT / "requirements-test.lock").read_text().split()
@@ -72,44 +74,44 @@ def environment_hash(packages: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def build(place: Path, packages: list[str]) -> None:
-    """All of it, or nothing under that name."""
+def build(target: Path, packages: list[str]) -> None:
+    """Build the environment and rename it to its final name when complete."""
     libraries = ensure_system_packages()
-    began = time.monotonic()
+    start_time = time.monotonic()
 
-    def say(line: str) -> None:
-        print(f"test-xla: {time.monotonic() - began:4.0f} s  {line}", file=sys.stderr, flush=True)
+    def progress(line: str) -> None:
+        print(f"test-xla: {time.monotonic() - start_time:4.0f} s  {line}", file=sys.stderr, flush=True)
 
-    work = Path(tempfile.mkdtemp(prefix=f"{place.name}.building-", dir=place.parent))
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.building-", dir=target.parent))
     try:
-        say(f"building {place}, about 2.4 GB, once")
+        progress(f"building {target}, about 2.4 GB, once")
         venv.create(work, with_pip=True)
         python = str(work / "bin" / "python")
         pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
-        say(f"installing {XLA} and {len(packages)} other packages")
+        progress(f"installing {XLA} and {len(packages)} other packages")
         _run(*pip, XLA, *packages)
-        say(f"installing {TORCH} without the CUDA libraries")
+        progress(f"installing {TORCH} without the CUDA libraries")
         _run(*pip, "--no-deps", TORCH)
-        say("making stand-ins for the CUDA libraries")
+        progress("building stubs for the CUDA libraries")
         site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
         _run(python, str(HERE / "cuda_stubs.py"), site)
         start = work / "bin" / "start"
         start.write_text(START_SCRIPT.format(libraries=libraries))
         start.chmod(0o755)
-        say("trying it")
+        progress("testing it")
         _run(str(start), "-c", "import torch_xla; torch_xla.device()", PJRT_DEVICE="CPU")
         try:
-            work.rename(place)
-        except OSError:  # somebody else was faster
-            if not place.exists():
+            work.rename(target)
+        except OSError:  # another process was faster
+            if not target.exists():
                 raise
-        say("ready")
+        progress("ready")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def ensure_system_packages() -> Path:
-    """The directory of the shared libpython. As root on Debian or Ubuntu what is missing is installed."""
+    """Return the directory of the shared libpython. As root on Debian or Ubuntu, install missing packages."""
     library = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
     missing = [tool for tool, command in (("gcc", "gcc"), ("binutils", "readelf")) if not shutil.which(command)]
     if not _directory_of(library):
@@ -122,14 +124,16 @@ def ensure_system_packages() -> Path:
         _exit_with_error(f"missing system packages; install them first: sudo apt-get install {' '.join(missing)}")
     found = _directory_of(library)
     if found is None:
-        _exit_with_error(f"{library}: not found; this Python was built without a shared library, take another one")
+        _exit_with_error(f"{library}: not found; this Python was built without a shared library; use another one")
     return found
 
 
 def _directory_of(library: str) -> Path | None:
-    places = [sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix) / "lib"]
-    places += [Path(root) / (sysconfig.get_config_var("MULTIARCH") or "") for root in ("/usr/lib", "/lib")]
-    return next((Path(place) for place in places if place and (Path(place) / library).exists()), None)
+    directories = [sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix) / "lib"]
+    directories += [Path(root) / (sysconfig.get_config_var("MULTIARCH") or "") for root in ("/usr/lib", "/lib")]
+    return next(
+        (Path(directory) for directory in directories if directory and (Path(directory) / library).exists()), None
+    )
 
 
 def _remove_stale_builds(cache: Path) -> None:
