@@ -76,23 +76,23 @@ def open_weights(
     if "://" in str(location):
         raise UserError(f"{storage}: not a trainyard checkpoint, nor a directory of them")
     path = Path(location).expanduser()
-    found = detect_format(path)
-    if found == "hf":
-        return OpenedCheckpoint(found, hf.open_hf(path, model))
-    if found == "optimum":
-        return OpenedCheckpoint(found, open_optimum(path, model))
-    if found == "megatron":
+    format_name = detect_format(path)
+    if format_name == "hf":
+        return OpenedCheckpoint(format_name, hf.open_hf(path, model))
+    if format_name == "optimum":
+        return OpenedCheckpoint(format_name, open_optimum(path, model))
+    if format_name == "megatron":
         megatron = open_megatron(path, model)
-        return OpenedCheckpoint(found, megatron, megatron.notes)
-    if found == "nxd":
+        return OpenedCheckpoint(format_name, megatron, megatron.notes)
+    if format_name == "nxd":
         model = model or _model_from_nearby_config(path)
         weights = open_nxd(path, model, hints)
         files = find_nxd(path)
         notes = tuple(f"skipping {tag}: its save never finished" for tag in (files.unfinished_tags if files else ()))
         open_state = cache(partial(open_nxd_state, path, model, hints)) if find_optimizer(path) else None
-        return OpenedCheckpoint(found, weights, notes, open_state)
-    if found == "full":
-        return OpenedCheckpoint(found, _open_full_file(path, model or _model_from_nearby_config(path)))
+        return OpenedCheckpoint(format_name, weights, notes, open_state)
+    if format_name == "full":
+        return OpenedCheckpoint(format_name, _open_full_file(path, model or _model_from_nearby_config(path)))
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     raise UserError(f"{path}: not a known checkpoint format; known: {', '.join(FORMAT_DESCRIPTIONS.values())}")

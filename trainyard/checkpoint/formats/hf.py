@@ -82,11 +82,11 @@ class InMemoryWeights:
     def dtype(self, name: str) -> torch.dtype:
         return self._dtype
 
-    def read(self, wanted: TensorSlice) -> Tensor:
-        param, start = self._param_of[wanted.name]
+    def read(self, piece: TensorSlice) -> Tensor:
+        param, start = self._param_of[piece.name]
         if not self._cached or self._cached[0] != param:
             self._cached = param, self.values(param)
-        return self._cached[1][fused_index(wanted, start)]
+        return self._cached[1][fused_index(piece, start)]
 
 
 def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, Tensor | LazyTensor]) -> WeightSource:
@@ -99,8 +99,8 @@ def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, Ten
         tensor = tensors[name]
         return tensor[index] if isinstance(tensor, Tensor) else tensor.read(index)
 
-    stored = [("", each) for each in expected.values()]
-    return ShardedWeights(model, stored, read, lambda _, name: tensors[name].dtype)
+    tensors_in_file = [("", stored) for stored in expected.values()]
+    return ShardedWeights(model, tensors_in_file, read, lambda _, name: tensors[name].dtype)
 
 
 def _modernize_names(

@@ -54,7 +54,7 @@ class WeightSource(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def read(self, wanted: TensorSlice) -> Tensor:
+    def read(self, piece: TensorSlice) -> Tensor:
         """Return a slice of an unfused tensor in its stored dtype. It may be a read-only view of mapped memory."""
         ...
 
@@ -83,17 +83,17 @@ class HasShape(Protocol):
 def check_tensors(
     where: str,
     expected: Mapping[str, StoredTensor],
-    found: Mapping[str, HasShape],
+    tensors: Mapping[str, HasShape],
     ignored: Callable[[str], object] = lambda name: False,
 ) -> None:
     """Refuse missing and unknown tensors and wrong shapes. The error message begins with `where`."""
-    missing = [name for name in expected if name not in found]
-    unknown = [name for name in found if name not in expected and not ignored(name)]
+    missing = [name for name in expected if name not in tensors]
+    unknown = [name for name in tensors if name not in expected and not ignored(name)]
     if missing or unknown:
         problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not a tensor of this model"
         raise UserError(f"{where} does not fit the model: {problem} ({len(missing)} missing, {len(unknown)} unknown)")
     for name, stored in expected.items():
-        if (shape := tuple(found[name].shape)) != stored.shape:
+        if (shape := tuple(tensors[name].shape)) != stored.shape:
             raise UserError(f"{where} does not fit the model: {name} is {list(shape)}, expected {list(stored.shape)}")
 
 
@@ -106,11 +106,11 @@ class _StoredSlice(Generic[FileKey]):
     piece: TensorSlice
     start: int
 
-    def index(self, wanted: TensorSlice) -> TensorIndex:
+    def index(self, part: TensorSlice) -> TensorIndex:
         """Where a part of the slice is in the stored tensor."""
         dim, origin = self.stored.dim, list(self.piece.offsets)
         origin[dim] -= self.start
-        index = wanted.to_index(tuple(origin))
+        index = part.to_index(tuple(origin))
         return index[::-1] if self.stored.transposed else index
 
 
@@ -143,23 +143,23 @@ class ShardedWeights(Generic[FileKey]):
         first = self._slices[name][0]
         return self._dtype_of(first.file, first.stored.name)
 
-    def read(self, wanted: TensorSlice) -> Tensor:
-        if not wanted.numel:
-            return torch.empty(wanted.sizes, dtype=self.dtype(wanted.name))
-        dim = self._slices[wanted.name][0].stored.dim
-        remaining: TensorSlice = wanted
+    def read(self, piece: TensorSlice) -> Tensor:
+        if not piece.numel:
+            return torch.empty(piece.sizes, dtype=self.dtype(piece.name))
+        dim = self._slices[piece.name][0].stored.dim
+        remaining: TensorSlice = piece
         out = []
-        for stored in self._slices[wanted.name]:
+        for stored in self._slices[piece.name]:
             overlap = remaining.intersect(stored.piece)
             if overlap is None or overlap.offsets[dim] != remaining.offsets[dim]:
                 continue
             tensor = self._read_tensor(stored.file, stored.stored.name, stored.index(overlap))
             out.append(tensor.T if stored.stored.transposed else tensor)
-            end = wanted.offsets[dim] + wanted.sizes[dim]
+            end = piece.offsets[dim] + piece.sizes[dim]
             remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], end)
             if not remaining.numel:
                 break
-        assert not remaining.numel, wanted
+        assert not remaining.numel, piece
         return out[0] if len(out) == 1 else torch.cat(out, dim)
 
     def _check_coverage(self, name: str, tensor: TensorSlice) -> None:

@@ -166,28 +166,28 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         return self.dtypes["weights"]
 
-    def read(self, wanted: TensorSlice) -> Tensor:
-        return self.read_state("weights", wanted)
+    def read(self, piece: TensorSlice) -> Tensor:
+        return self.read_state("weights", piece)
 
-    def read_state(self, kind: str, wanted: TensorSlice) -> Tensor:
+    def read_state(self, kind: str, piece: TensorSlice) -> Tensor:
         """Read a slice of an unfused tensor from all files that hold a part of it."""
-        key = tensor_key(kind, wanted.name)
+        key = tensor_key(kind, piece.name)
         out: Tensor | None = None
         elements_read = 0
-        for file, saved in self.saved_slices.get(wanted.name, ()):
-            overlap = wanted.intersect(saved)
+        for file, saved in self.saved_slices.get(piece.name, ()):
+            overlap = piece.intersect(saved)
             if overlap is None:
                 continue
-            piece = self._shard(file).read(key, overlap.to_index(saved.offsets))
-            self.bytes_read += piece.nbytes
-            elements_read += piece.numel()
-            if piece.shape == wanted.sizes:
-                return piece
+            tensor = self._shard(file).read(key, overlap.to_index(saved.offsets))
+            self.bytes_read += tensor.nbytes
+            elements_read += tensor.numel()
+            if tensor.shape == piece.sizes:
+                return tensor
             if out is None:
-                out = piece.new_empty(wanted.sizes)
-            out[overlap.to_index(wanted.offsets)] = piece
-        if out is None or elements_read != wanted.numel:
-            raise CorruptCheckpoint(f"{self.storage}: {wanted.name} is incomplete")
+                out = tensor.new_empty(piece.sizes)
+            out[overlap.to_index(piece.offsets)] = tensor
+        if out is None or elements_read != piece.numel:
+            raise CorruptCheckpoint(f"{self.storage}: {piece.name} is incomplete")
         return out
 
     def rank_extras(self, rank: int) -> tuple[dict[str, Tensor], dict[str, str]] | None:

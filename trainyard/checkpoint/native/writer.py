@@ -32,7 +32,7 @@ class StateSource(Protocol):
         """The dtype of each kind of state, by the names of STATE_KINDS."""
         ...
 
-    def read_state(self, kind: str, wanted: TensorSlice) -> Tensor: ...
+    def read_state(self, kind: str, piece: TensorSlice) -> Tensor: ...
 
 
 class WeightsOnlyState:
@@ -47,8 +47,8 @@ class WeightsOnlyState:
     def model(self) -> models.AnyModelConfig:
         return self.weights.model
 
-    def read_state(self, kind: str, wanted: TensorSlice) -> Tensor:
-        return self.weights.read(wanted).to(self.dtypes[kind])
+    def read_state(self, kind: str, piece: TensorSlice) -> Tensor:
+        return self.weights.read(piece).to(self.dtypes[kind])
 
 
 def checkpoint_bytes(state: StateSource) -> int:

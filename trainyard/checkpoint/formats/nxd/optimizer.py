@@ -71,8 +71,8 @@ class NxdTrainingState:
     sources: Mapping[str, ShardedWeights[PpTpRank]]
     """The tensors of each kind of state."""
 
-    def read_state(self, kind: str, wanted: TensorSlice) -> Tensor:
-        return self.sources[kind].read(wanted).to(self.dtypes[kind])
+    def read_state(self, kind: str, piece: TensorSlice) -> Tensor:
+        return self.sources[kind].read(piece).to(self.dtypes[kind])
 
 
 def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> NxdTrainingState:
