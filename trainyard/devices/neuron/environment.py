@@ -1,6 +1,6 @@
 """Environment variables of Trainium's runtime and compilers, as pure functions of the run.
 
-The user's settings win (`merge_env`); contradictions are one-line errors. docs/guides/trainium.md explains each of them.
+The user's settings win (`merge_env`); contradictions are one-line errors. docs/guides/trainium.md explains them all.
 """
 
 from collections.abc import Mapping
