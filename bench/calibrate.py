@@ -1,6 +1,6 @@
 """Fit the few constants of `trainyard plan` to measured speeds, and show how far off each prediction is.
 
-    python bench/calibrate.py    each run predicted with constants fitted to the others, as in docs/guides/plan.md
+    python bench/calibrate.py    each run predicted with constants fitted to the others, as in docs/lab/plan-accuracy.md
 
 trn1: aws-neuron-sdk, about-neuron/benchmarks/trn1/*.csv and earlier versions of them (general/benchmarks/trn1). If
 several releases of Neuron list a run, this is the last figure for the current layout. GPT 6.7B: the tutorial of the

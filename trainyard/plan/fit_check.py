@@ -13,7 +13,7 @@ from trainyard.plan.report import MEMORY_FILL_LIMIT, max_rank_memory, single_key
 
 REFUSE_FACTOR = 1.3
 """A run that needs this many times the available memory is refused. Estimates are within 5 %: see
-docs/internals/memory-model.md."""
+docs/lab/memory-evidence.md."""
 
 
 def check_fits(

@@ -80,9 +80,9 @@ def embedding_ops(ops: OpMemoryBuilder, config: Config, local_vocab: int) -> tup
     hidden = ops.local_hidden_bytes
     (x,) = ops.record((x,), {"sum": hidden}, (), hidden, positions, grad_aliases=("d sum",))
     if isinstance(model, GptConfig):
-        return (ops.dropout(x, model.embedding_dropout, with_bias=False) if model.embedding_dropout else x), tied
+        return (ops.dropout(x, with_bias=False) if model.embedding_dropout else x), tied
     _, x = ops.layer_norm(x)
-    return (ops.dropout(x, model.hidden_dropout, with_bias=False) if model.hidden_dropout else x), tied
+    return (ops.dropout(x, with_bias=False) if model.hidden_dropout else x), tied
 
 
 def output_head_ops(

@@ -2,7 +2,7 @@
 
 Reference kernels save what torch's autograd saves for each of their small operations; fused kernels save what their own
 code names. Figures that are not the size of a tensor in the code were read off a CPU's allocator, as
-docs/internals/memory-model.md describes.
+docs/lab/memory-evidence.md describes.
 
 Shapes: t tokens of a micro batch on this rank, s tokens between attention and MLP (fewer than t under sequence
 parallelism), D hidden, F ffn.
@@ -97,28 +97,21 @@ class OpMemoryBuilder:
         with self.scope("norm"):
             if sizes.fused_kernels:
                 partial = self._partial_sums_bytes(rows, sizes.hidden)
+                outputs, residual = {"out": size, "rstd": 4 * rows}, {"residual": (x, size)}
                 if y is None:
-                    out, _, residual = self.record(
-                        (x,), {"out": size, "rstd": 4 * rows}, (x, "rstd"), 0, partial, {"residual": (x, size)}
-                    )
-                    return residual, out
-                total, out, _ = self.record(
-                    (x, y), {"total": size, "out": size, "rstd": 4 * rows}, ("total", "rstd"), 0, partial,
-                    grad_aliases=(None, grad_name(x)),
-                )  # fmt: skip
+                    out, _, total = self.record((x,), outputs, (x, "rstd"), 0, partial, residual)
+                    return total, out
+                outputs, aliases = {"total": size, **outputs}, (None, grad_name(x))
+                total, out, _ = self.record((x, y), outputs, ("total", "rstd"), 0, partial, grad_aliases=aliases)
                 return total, out
             total = x if y is None else self.residual_add(x, y)
             if sizes.accumulating_gemm:
                 return total, self.record((total,), {"out": size, "rstd": 4 * rows}, (total, "rstd"))[0]
             # In fp32 by single operations, which save the input and the factor of the weight.
-            copies = fp32 if sizes.is_fp32 else 2 * fp32
-            out, _ = self.record(
-                (total,),
-                {"out": size, "fp32": copies + 4 * rows},
-                ("fp32", total) if sizes.is_fp32 else ("fp32",),
-                0 if sizes.is_fp32 else fp32,
-                2 * fp32 if sizes.is_fp32 else 3 * fp32,
-            )
+            copies, forward, backward = (fp32, 0, 2 * fp32) if sizes.is_fp32 else (2 * fp32, fp32, 3 * fp32)
+            saved = ("fp32", total) if sizes.is_fp32 else ("fp32",)
+            outputs = {"out": size, "fp32": copies + 4 * rows}
+            out, _ = self.record((total,), outputs, saved, forward, backward)
         return total, out
 
     def layer_norm(self, x: str, y: str | None = None, p: float = 0.0, post_norm: bool = False) -> tuple[str, str]:
@@ -131,16 +124,14 @@ class OpMemoryBuilder:
                 if y is None:
                     out, _, residual = self.record((x,), outputs, (x, "mean_rstd"), 0, partial, {"residual": (x, size)})
                     return residual, out
-                aliases = (None, None if p else grad_name(x))
-                out, _, total = self.record(
-                    (x, y), {**outputs, "total": size}, ("total", "mean_rstd"), 0, partial, grad_aliases=aliases
-                )
+                outputs, aliases = {**outputs, "total": size}, (None, None if p else grad_name(x))
+                out, _, total = self.record((x, y), outputs, ("total", "mean_rstd"), 0, partial, grad_aliases=aliases)
                 return (out if post_norm else total), out
             total = x if y is None else self.add_dropout(x, y, p)
             out, _ = self.record((total,), {"out": size, "mean_rstd": 8 * rows}, (total, "mean_rstd"))
         return (out if post_norm else total), out
 
-    def dropout(self, y: str, p: float, with_bias: bool = True) -> str:
+    def dropout(self, y: str, with_bias: bool = True) -> str:
         """dropout(y + bias), or dropout(y)."""
         sizes, size = self.sizes, self.nbytes[y]
         elements = size // sizes.element_size
@@ -160,7 +151,7 @@ class OpMemoryBuilder:
             aliases = ("d sum", None if p else "d sum")
             return self.record((x, y), {"sum": size}, backward_workspace=partial, grad_aliases=aliases)[0]
         if p:
-            return self.residual_add(x, self.dropout(y, p))
+            return self.residual_add(x, self.dropout(y))
         return self.record((x, y), {"sum": size}, forward_workspace=size, grad_aliases=("d sum", "d sum"))[0]
 
     def concat(self, names: list[str]) -> str:
@@ -172,10 +163,9 @@ class OpMemoryBuilder:
     def linear(self, x: str, rows: int, inputs: int, outputs: int) -> str:
         """The product of [rows, inputs] and this rank's matrix."""
         sizes = self.sizes
-        weight = outputs * inputs
         if self.fp8:
             return self._fp8_linear(x, rows, inputs, outputs)
-        backward = 0 if sizes.fused_wgrad else weight * sizes.element_size
+        backward = 0 if sizes.fused_wgrad else outputs * inputs * sizes.element_size
         return self.record((x,), {"out": rows * outputs * sizes.element_size}, (x,), 0, backward)[0]
 
     def _fp8_linear(self, x: str, rows: int, inputs: int, outputs: int) -> str:
@@ -276,9 +266,8 @@ class OpMemoryBuilder:
         smallest = 4 * sizes.heads * sizes.seq_len * sizes.cp
         tiles = min(tiles, 4 * max(smallest, sizes.tokens * sizes.seq_len * sizes.cp * 4 * sizes.heads))
         with self.scope("core_attention" if sizes.cp == 1 else "ring"):
-            saved = (q, k, v, "out", "lse")
-            forward = 2 * fp32 + received + tiles
-            return self.record((q, k, v), {"out": out, "lse": lse}, saved, forward, backward + tiles)[0]
+            outputs, saved, forward = {"out": out, "lse": lse}, (q, k, v, "out", "lse"), 2 * fp32 + received + tiles
+            return self.record((q, k, v), outputs, saved, forward, backward + tiles)[0]
 
     def qkv_attention(self, projections: list[str], p: float, packed: bool) -> str:
         """Attention on one fused or three separate projections with equal head counts. A fused kernel serves packed
@@ -292,7 +281,8 @@ class OpMemoryBuilder:
                 return self.record((qkv,), {"out": size, "lse": lse}, (qkv, "out", "lse"), 0, lse)[0]
         if len(projections) == 1:
             projections = self.record((projections[0],), {}, views=dict.fromkeys("qkv", (projections[0], size)))
-        return self.attention(projections[0], projections[1], projections[2], p)
+        q, k, v = projections
+        return self.attention(q, k, v, p)
 
     def swiglu(self, gate_up: str) -> str:
         half = self.nbytes[gate_up] // 2

@@ -3,7 +3,7 @@
 Optimizer state uses the `FlatBuffer` layout of a run. Activations come from a `LivenessTimeline` of each stage, and the
 pipeline schedule tells how many micro batches have saved theirs at the same time. The peak is the largest of a few
 points: a pass of some micro batch, gradients in flight, the update, initialization. docs/internals/memory-model.md
-explains each of them and compares with measurements.
+explains each of them, docs/lab/memory-evidence.md compares with measurements.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ For every pipeline rank the work of a micro batch is counted: FLOPs of matrix pr
 other passes move through memory, bytes that messages move over links and over the network. Each count divided by its
 peak rate is an ideal time. Each ideal time divided by an efficiency, a number below 1 that bench/calibrate.py fits to
 measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble and the update are added.
-docs/guides/plan.md has the formulas.
+docs/internals/time-model.md has the formulas.
 """
 
 from collections.abc import Iterator
