@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.checkpoint.test_nxd import GQA, RandomWeights, cases, llama
-from tests.checkpoint.test_nxd_optimizer import two_groups
-from tests.checkpoint.test_nxd_optimizer import write_checkpoint as write_nxd_checkpoint
+from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, cases, llama
+from tests.checkpoint.formats.test_nxd_optimizer import two_groups
+from tests.checkpoint.formats.test_nxd_optimizer import write_checkpoint as write_nxd_checkpoint
 from tests.distributed.rank_jobs import LossRecorder
 from tests.support import configs
 from tests.support.configs import tiny_batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_nxd import GQA, RandomWeights, llama
+from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
 from tests.support import configs
 from trainyard.checkpoint.formats.hf import write_hf

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.checkpoint.test_nxd import GQA, RandomWeights, llama, load_rank
+from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama, load_rank
 from tests.cli.conftest import Call, fail, succeed
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_nxd import (
+from tests.checkpoint.formats.test_nxd import (
     GQA,
     RandomWeights,
     assert_same,

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.checkpoint.test_nxd import RandomWeights, cases, load_rank, write
+from tests.checkpoint.formats.test_nxd import RandomWeights, cases, load_rank, write
 from tests.support.examples import examples
 from trainyard import models
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout

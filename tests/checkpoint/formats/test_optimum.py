@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.test_megatron import UnfusedWeights, as_xser, random_weights
+from tests.checkpoint.formats.test_megatron import UnfusedWeights, as_xser, random_weights
 from tests.support import configs
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
 from trainyard.checkpoint.formats.tensor_map import WeightSource

@@ -20,13 +20,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.saved_runs import run_training, verified_steps
+from tests.checkpoint.native.saved_runs import run_training, verified_steps
 from tests.support import configs
 from tests.support.examples import examples
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KINDS = ["path", "file", "memory", "s3"]
 
 

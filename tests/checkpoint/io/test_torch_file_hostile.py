@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from tests.checkpoint.test_torch_file import assert_equal, read_tensors, save
+from tests.checkpoint.io.test_torch_file import assert_equal, read_tensors, save
 from tests.support.examples import SCALE
 from trainyard.checkpoint.io import pickle_limits
 from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS
@@ -105,8 +105,8 @@ def hostile_objects(marker: str) -> dict[str, Any]:
         "numpy.load": PickledCall(np.load, marker),
         "pathlib.PosixPath": Path(marker),
         "trainyard.core.atomic_files.atomic_write_text": PickledCall(atomic_files.atomic_write_text, marker, "text"),
-        "tests.checkpoint.test_torch_file_hostile.ForeignClass": ForeignClass(),
-        "tests.checkpoint.test_torch_file_hostile.ForeignEnum": ForeignEnum.ONE,
+        "tests.checkpoint.io.test_torch_file_hostile.ForeignClass": ForeignClass(),
+        "tests.checkpoint.io.test_torch_file_hostile.ForeignEnum": ForeignEnum.ONE,
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.saved_runs import checkpoint_config, mentions, save_failures, train, verified_steps
+from tests.checkpoint.native.saved_runs import checkpoint_config, mentions, save_failures, train, verified_steps
 from tests.support import configs
 from tests.support.examples import SCALE, examples
 from trainyard import Trainer

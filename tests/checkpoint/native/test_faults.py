@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from tests.checkpoint.saved_runs import checkpoint_config, save_failures, train, verified_steps
+from tests.checkpoint.native.saved_runs import checkpoint_config, save_failures, train, verified_steps
 from trainyard import Trainer
 from trainyard.checkpoint.io import storage
 from trainyard.checkpoint.io.storage import LocalStorage

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.killable_runs import CHANGE_EVENTS, KEPT_CHECKPOINTS, RunOnce, RunRecord, fork_server
-from tests.checkpoint.saved_runs import verified_steps
+from tests.checkpoint.native.killable_runs import CHANGE_EVENTS, KEPT_CHECKPOINTS, RunOnce, RunRecord, fork_server
+from tests.checkpoint.native.saved_runs import verified_steps
 from trainyard.checkpoint.native import checkpoint
 
 NIGHTLY_KILLS = int(os.environ.get("TRAINYARD_KILLS", "100"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.saved_runs import run_training
+from tests.checkpoint.native.saved_runs import run_training
 from tests.distributed.rank_jobs import LossRecorder
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
