@@ -58,8 +58,11 @@ def test_configuration_keys_exist(page: Path) -> None:
 
 @page_parameter
 def test_paths_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:trainyard|tests|bench|scripts|docs|recipes)/[\w./-]+)`", page.read_text()):
+    text = page.read_text()
+    for name in re.findall(r"`((?:trainyard|tests|bench|scripts|docs|recipes)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), name
+    for name in re.findall(r"`(\w+(?:/\w+)*/\w+\.py)`", text):  # relative to the repository or to the package
+        assert (ROOT / name).exists() or (ROOT / "trainyard" / name).exists(), name
 
 
 @page_parameter
