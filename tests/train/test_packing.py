@@ -18,9 +18,9 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.reference import Kernels
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models import Batch
-from trainyard.train import micro_batches
-from trainyard.train.cuda_graphs import MAX_GRAPHS, CudaGraphRunner
-from trainyard.train.micro_batches import PACKED_LENGTH_MULTIPLE, padding_free_micro_batches
+from trainyard.train.micro_batches import split
+from trainyard.train.micro_batches.cuda_graphs import MAX_GRAPHS, CudaGraphRunner
+from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE, padding_free_micro_batches
 
 DEVICE = devices.select("auto")
 """Without a GPU, kernels run on the CPU in Triton's interpreter."""
@@ -95,7 +95,7 @@ def small(model: dict[str, Any]) -> Config:
 
 def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(type(DEVICE), "kernels", lambda self, fused: kernels())
-    monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 16)
+    monkeypatch.setattr(split, "PACKED_LENGTH_MULTIPLE", 16)
     trainer = Trainer(config)
     for model in trainer.models:
         model.train()
@@ -176,7 +176,7 @@ GPT_FAST = [pytest.param(name, marks=() if name == "gpt" else NIGHTLY) for name 
 def test_fused_kernels_compile_without_graph_breaks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward, also for micro batches without padding of any length."""
     monkeypatch.setattr(type(DEVICE), "kernels", lambda self, fused: TritonKernels())
-    monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 16)
+    monkeypatch.setattr(split, "PACKED_LENGTH_MULTIPLE", 16)
     losses = []
     for compiled in (False, True):
         trainer = Trainer(small(configs.TINY_MODELS[family]))

@@ -34,7 +34,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.precompile.autograd_index import AutogradIndex
 from trainyard.precompile.compile_workers import CompileResult, ForkPool, die_with_parent
 from trainyard.train.evaluate import evaluate
-from trainyard.train.micro_batch_runner import StagedBatch
+from trainyard.train.micro_batches.runner import StagedBatch
 from trainyard.train.trainer import Trainer
 
 

@@ -11,7 +11,7 @@ from trainyard.devices import Device
 from trainyard.models import Batch, ModelOutput
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss
-from trainyard.train.micro_batch_runner import MicroBatchRunner
+from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.step import LossAccumulator
 from trainyard.train.user_functions import check_sum_and_count
 

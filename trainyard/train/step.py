@@ -13,7 +13,7 @@ from trainyard.devices import Device
 from trainyard.models import ModelOutput
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss, LossTerms
-from trainyard.train.micro_batch_runner import MicroBatchRunner, StagedBatch
+from trainyard.train.micro_batches.runner import MicroBatchRunner, StagedBatch
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.status import NO_FLAGS, StepStatus
 

@@ -34,8 +34,8 @@ from trainyard.train.checkpointing.saver import Saver
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.losses import LossFunction
-from trainyard.train.micro_batch_runner import MicroBatchRunner
-from trainyard.train.micro_batches import rank_samples
+from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer

@@ -17,7 +17,7 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.parallel.attention_blocks import to_natural_order
 from trainyard.parallel.layout import Layout
 from trainyard.train.callbacks import Callback
-from trainyard.train.micro_batches import TOKEN_FIELDS, context_parallel_shard
+from trainyard.train.micro_batches.split import TOKEN_FIELDS, context_parallel_shard
 from trainyard.train.optim.gather_full import gather_full_buffer
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.trainer import Trainer

@@ -9,7 +9,7 @@ from trainyard.core.constants import DTYPE_BYTES
 from trainyard.parallel.layout import Layout, head_range
 from trainyard.plan.memory.device_kinds import DeviceKind
 from trainyard.train.decisions import fuses_wgrad, packs_batches
-from trainyard.train.micro_batches import PACKED_LENGTH_MULTIPLE
+from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE
 
 
 @dataclass(frozen=True)

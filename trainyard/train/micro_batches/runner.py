@@ -14,8 +14,8 @@ from trainyard.devices import Device
 from trainyard.models import ModelOutput, TransformerStage
 from trainyard.parallel.layout import StageSpec
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.cuda_graphs import CudaGraphRunner
-from trainyard.train.micro_batches import context_parallel_shard, padding_free_micro_batches, split_micro_batches
+from trainyard.train.micro_batches.cuda_graphs import CudaGraphRunner
+from trainyard.train.micro_batches.split import context_parallel_shard, padding_free_micro_batches, split_micro_batches
 from trainyard.train.optim.flat_state import DTYPES
 
 if TYPE_CHECKING:  # importing torch's pipelining takes half a second, which only pp > 1 should pay
