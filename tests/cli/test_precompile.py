@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import configs
+from tests.support.compiler import install_unoptimized_compiler
 from tests.support.forkserver import ForkServer
 from trainyard.compile import inductor_cache
 from trainyard.config.load import dump
@@ -30,20 +31,10 @@ FOUR_RANKS = [
     *("layout.tp=2", "layout.pp=2", "train.global_batch=8", "evaluate.every=1", "data.validation_fraction=0.1"),
     *("--nproc", "4"),
 ]
-COMPILER = """#!/bin/sh
-# g++ without optimization; fails for kernels while FAIL is set.
-case "$FAIL $*" in yes*.main.cpp*) echo no kernels today >&2; exit 1;; esac
-for argument in "$@"; do
-    shift
-    [ "$argument" = -O3 ] && argument=-O0
-    set -- "$@" "$argument"
-done
-exec {real} "$@"
-"""
 
 
 class Cache:
-    """Runs commands with a cache directory and the compiler above."""
+    """Runs commands with a cache directory and a compiler that does not optimize."""
 
     def __init__(self, cli: ForkServer, path: Path, bin_dir: Path) -> None:
         self.cli, self.path = cli, path
@@ -87,8 +78,7 @@ def totals(done: subprocess.CompletedProcess[str]) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bin")
-    (directory / "g++").write_text(COMPILER.format(real=shutil.which("g++")))
-    (directory / "g++").chmod(0o755)
+    install_unoptimized_compiler(directory)
     return directory
 
 

@@ -84,7 +84,7 @@ def _trace(config: Config, model: models.TransformerStage, device: XlaDevice) ->
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     weights = models.assign_parameters(model, lambda name: placeholder(shapes[name], compute))
     tokens_shape = (config.train.micro_batch, config.data.seq_len // config.layout.cp)
-    batch = {name: placeholder(tokens_shape, torch.int32) for name in ("input_ids", "labels")}
+    batch = {name: placeholder(tokens_shape, torch.int32) for name in ("tokens", "labels")}
     batch |= {"sample_ids": placeholder(tokens_shape[:1], torch.int32), "rng_key": placeholder((2,), torch.int32)}
     hidden_shape = (
         tokens_shape[0],
