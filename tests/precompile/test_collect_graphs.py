@@ -17,7 +17,7 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.dryrun.meta_ops import fake_tensor_mode
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.precompile.collect_graphs import CollectRequest, collect_graphs
-from trainyard.train import micro_batches
+from trainyard.train.micro_batches import split
 from trainyard.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, the interpreter is off")
@@ -35,7 +35,7 @@ def test_one_graph_serves_all_lengths_of_bert(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(CpuDevice, "kernels", lambda self, fused=True: TritonKernels())
     monkeypatch.setattr(CpuDevice, "fork_safe", False)
     monkeypatch.setattr(CpuDevice, "synchronous", False)
-    monkeypatch.setattr(micro_batches, "PACKED_LENGTH_MULTIPLE", 2)
+    monkeypatch.setattr(split, "PACKED_LENGTH_MULTIPLE", 2)
     config = configs.tiny_config(
         {**configs.BERT, "layers": 3, "heads": 2},
         compile={"enabled": True},
