@@ -9,6 +9,6 @@ from tests.support.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    made = Pool()
-    yield made
-    made.close()
+    ranks = Pool()
+    yield ranks
+    ranks.close()
