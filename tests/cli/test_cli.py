@@ -15,7 +15,7 @@ import yaml
 
 from tests.cli.conftest import Call
 from tests.support.forkserver import ForkServer
-from trainyard.cli.main import COMMAND_HELP
+from trainyard.cli.main import COMMAND_HELP, load_command
 from trainyard.config.recipes import recipe_names
 
 SMALL = [
@@ -158,12 +158,18 @@ def test_help_lists_all_commands_in_80_columns(
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", [name for name in COMMAND_HELP if name not in ("cache", "data", "convert-nxd")])
+@pytest.mark.parametrize("name", [name for name in COMMAND_HELP if name != "convert-nxd"])
 def test_help_of_a_command_has_examples_that_fit_80_columns(
-    command: str, call: Call, monkeypatch: pytest.MonkeyPatch
+    name: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = call(command, "--help")
-    assert code == 0
-    assert f"trainyard {command}" in out or command == "recipes"
-    assert max(map(len, out.splitlines())) <= 80
+    command = load_command(name)
+    commands = {f"{name} {sub_name}": sub for sub_name, sub in getattr(command, "commands", {}).items()}
+    for full_name, loaded in (commands or {name: command}).items():
+        code, out, _ = call(*full_name.split(), "--help")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80
+        examples = [line for line in loaded.help.splitlines() if line.startswith("  ") and "trainyard" in line]
+        assert examples or name == "recipes"
+        for line in examples:
+            assert line.strip() in out, f"wraps: {line}"

@@ -1,6 +1,7 @@
 """The `trainyard` command: one file per subcommand; a user error becomes one line on stderr and exit code 2."""
 
 import errno
+import inspect
 import os
 import sys
 from importlib import import_module
@@ -68,17 +69,30 @@ def load_command(command: str) -> Any:
     name = MODULE_NAMES.get(command, command.replace("-", "_"))
     module = import_module(f"trainyard.cli.{name}")
     if hasattr(module, "app"):  # a group of subcommands
-        return get_command(module.app)
+        group: Any = get_command(module.app)
+        for subcommand in group.commands.values():
+            subcommand.help = _join_paragraphs(subcommand.help)
+        return group
     settings = getattr(module, "CONTEXT_SETTINGS", {"help_option_names": ["-h", "--help"]})
     single = typer.Typer(add_completion=False)
     single.command(command, context_settings=settings)(getattr(module, name))
-    return get_command(single)
+    loaded = get_command(single)
+    loaded.help = _join_paragraphs(loaded.help)
+    return loaded
+
+
+def _join_paragraphs(text: str | None) -> str:
+    """Put each paragraph of a docstring on one line, so that help wraps at the width of the terminal."""
+    return "\n\n".join(
+        paragraph if paragraph.startswith(" ") else " ".join(paragraph.split())
+        for paragraph in inspect.cleandoc(text or "").split("\n\n")
+    )
 
 
 app = typer.Typer(
     cls=LazyCommandGroup,
     help="Pre-train language models on any number of devices from one YAML file.",
-    epilog="Start with: trainyard train. Then: trainyard recipes, trainyard COMMAND --help.",
+    epilog="Start with: trainyard train. Details: trainyard COMMAND --help.",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -99,12 +99,12 @@ def train(
 
 
 def load_run_config(
-    source: str, overrides: list[str], smoke: bool, ranks: int, say: Callable[[str], None] | None = None
+    source: str, overrides: list[str], smoke: bool, ranks: int, warn: Callable[[str], None] | None = None
 ) -> Config:
     """Load the configuration of a run on `ranks` ranks. Overrides apply after `--smoke` has shrunk the file."""
     if smoke:
-        return parse(smoke_config(load(source, warn=say), ranks).model_dump(mode="json"), overrides)
-    return load(source, overrides, say)
+        return parse(smoke_config(load(source, warn=warn), ranks).model_dump(mode="json"), overrides)
+    return load(source, overrides, warn)
 
 
 def print_run_header(console: Console, trainer: Trainer) -> None:

@@ -75,9 +75,10 @@ def bert(
 
     Examples:
 
-      trainyard data bert --input 'wiki/*.jsonl' --output bert-128 --vocab-file vocab.txt
+      trainyard data bert --input wiki --output bert-128 --vocab-file vocab.txt
 
-      trainyard data bert --input wiki --output bert-512 --vocab-file vocab.txt --phase 2
+      trainyard data bert --input wiki --output bert-512 --vocab-file vocab.txt
+      --phase 2 --whole-word
     """
     seq_len, max_predictions = seq_len or PHASE_SIZES[phase][0], max_predictions or PHASE_SIZES[phase][1]
     if max_predictions > seq_len - 3:

@@ -47,7 +47,7 @@ def extract(
 
     Examples:
 
-      trainyard data extract enwiki-latest-pages-articles-multistream.xml.bz2 -o wiki
+      trainyard data extract enwiki-pages-articles-multistream.xml.bz2 -o wiki
 
       trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200
     """

@@ -46,7 +46,7 @@ def inspect(
 
     Examples:
 
-      trainyard data inspect wiki_text_document --samples 3 --tokenizer tokenizer.json
+      trainyard data inspect wiki --samples 3 --tokenizer tokenizer.json
 
       trainyard data inspect wiki-8k train.hdf5 part-*.jsonl --check --json
     """

@@ -74,7 +74,7 @@ def pack(
 
       trainyard data pack wiki_text_document --output wiki-8k --seq-len 8192
 
-      trainyard data pack part-*.jsonl.gz --output code-4k --tokenizer tokenizer.json
+      trainyard data pack *.jsonl.gz --output code-4k --tokenizer tokenizer.json
     """
     kinds = {_is_token_file(name) for name in inputs}
     if len(kinds) > 1:
