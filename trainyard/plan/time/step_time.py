@@ -21,7 +21,7 @@ from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.spec import Hardware
 from trainyard.plan.memory.device_kinds import DEVICE_KINDS
-from trainyard.plan.rank_parameters import local_params
+from trainyard.plan.rank_parameters import local_params_by_stage
 from trainyard.plan.time.comm_volume import GROUP_AXES, Message, step_messages
 from trainyard.plan.time.efficiency import Efficiency, IdealTime
 from trainyard.train.decisions import packs_batches
@@ -173,7 +173,17 @@ def _blueprint(model: AnyModelConfig) -> Blueprint:
 
 def local_weight_count(config: Config, layout: Layout, pp: int) -> int:
     """Weights of a rank."""
-    return sum(prod(param.shape) for param in local_params(config.model, layout.tp, layout.stages_on(pp)).values())
+    sizes, stages = _weights_by_stage(config.model, layout.tp), layout.stages_on(pp)
+    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    ends = sizes["first"] * first + sizes["last"] * last + sizes["both"] * (first or last)
+    return ends + sizes["block"] * sum(len(stage.layers) for stage in stages)
+
+
+@cache
+def _weights_by_stage(model: AnyModelConfig, tp: int) -> dict[str, int]:
+    """Weights of one block, of the first and last stage, and of parameters that both have."""
+    params = local_params_by_stage(model, tp)
+    return {stage: sum(prod(param.shape) for param in members) for stage, members in params.items()}
 
 
 def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
