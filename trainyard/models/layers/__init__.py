@@ -1,10 +1,11 @@
 """Layers that the model families share. Shapes: B batch, T tokens, D hidden, H heads, G kv heads, K head size."""
 
+from trainyard.models.layers.activation import BiasGelu, SwiGLU
 from trainyard.models.layers.attention import CoreAttention, PackedSequences
 from trainyard.models.layers.dropout import Dropout, token_seeds
 from trainyard.models.layers.embedding import Embedding, OutputProjection, VocabEmbedding, rope_frequencies
-from trainyard.models.layers.linear import BiasGelu, Linear, SwiGLU
 from trainyard.models.layers.norm import LayerNorm, RMSNorm
+from trainyard.parallel.tensor_parallel import Linear
 
 __all__ = [
     "BiasGelu",
