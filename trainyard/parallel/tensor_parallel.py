@@ -1,32 +1,43 @@
 """Tensor parallelism: ranks split each matrix, and with sequence parallelism also the tokens between matrices."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.reference import Kernels
 from trainyard.parallel.process_group import Group
 
 TOKEN_DIM = 1
 """The dim of tokens in activations [B, T, D]."""
+COLLECTIVES: dict[str, Callable[[Group, Tensor, int], Tensor]] = {
+    "identity": lambda group, x, dim: x.view_as(x),
+    "all_reduce": lambda group, x, dim: group.all_reduce_sum(x),
+    "all_gather": lambda group, x, dim: group.all_gather(x, dim),
+    "reduce_scatter": lambda group, x, dim: group.reduce_scatter(x, dim),
+    "local_chunk": lambda group, x, dim: x.chunk(group.size, dim)[group.rank],
+}
 
 
-class LinearLike(Protocol):
-    """The part of `models.layers.Linear` that column-parallel products use."""
+class Linear(nn.Module):
+    """y = x W^T + b with this rank's shard of the weight, through the device's kernels and optionally in fp8."""
 
-    @property
-    def weight(self) -> Tensor: ...
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, kernels: Kernels, fp8: Fp8Options | None = None
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.kernels, self.fp8 = kernels, fp8
 
-    @property
-    def bias(self) -> Tensor | None: ...
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.weight, self.bias, self.fp8)
 
-    @property
-    def fp8(self) -> object: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def matmul(self, x: Tensor) -> Tensor: ...
+    def matmul(self, x: Tensor) -> Tensor:
+        """The product without the bias: tensor parallelism first reduces a row-parallel product over ranks."""
+        return self.kernels.linear(x, self.weight, None, self.fp8)
 
 
 class TensorAxis:
@@ -38,7 +49,7 @@ class TensorAxis:
         self.sequence_parallel = sequence_parallel and self.size > 1
 
     def column_parallel(
-        self, x: Tensor, *linears: LinearLike, keep_gathered: bool = False, add_bias: bool = True
+        self, x: Tensor, *linears: Linear, keep_gathered: bool = False, add_bias: bool = True
     ) -> tuple[Tensor, ...]:
         """Column-parallel products of one x: every token times this rank's rows of each matrix.
 
@@ -54,23 +65,21 @@ class TensorAxis:
 
     def reduce_output(self, x: Tensor) -> Tensor:
         """Sum a row-parallel product over ranks; under sequence parallelism each rank keeps only its tokens."""
-        if self.size == 1:
-            return x
-        return (_ReduceScatterTokens if self.sequence_parallel else _AllReduce).apply(x, self.group)  # type: ignore[no-untyped-call]
+        if self.sequence_parallel:
+            return self._collective(x, "reduce_scatter", "all_gather")
+        return self._collective(x, "all_reduce", "identity")
 
     def gather_sum_grads(self, x: Tensor) -> Tensor:
         """Every token on every rank, before a column-parallel product: backward sums the gradients of all ranks."""
-        if self.sequence_parallel:
-            return _GatherTokens.apply(x, self.group, True)  # type: ignore[no-untyped-call]
-        return self.copy_sum_grads(x)
+        return self._collective(x, "all_gather", "reduce_scatter") if self.sequence_parallel else self.copy_sum_grads(x)
 
     def copy_sum_grads(self, x: Tensor) -> Tensor:
         """The identity in forward, on an x that is equal on all ranks; backward sums the gradients of all ranks."""
-        return x if self.size == 1 else _CopySumGrads.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return self._collective(x, "identity", "all_reduce")
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Every token on every rank, for work that all ranks repeat: backward takes this rank's tokens."""
-        return _GatherTokens.apply(x, self.group, False) if self.sequence_parallel else x  # type: ignore[no-untyped-call]
+        return self._collective(x, "all_gather", "local_chunk") if self.sequence_parallel else x
 
     def local_tokens(self, x: Tensor, rank: Tensor) -> Tensor:
         """This rank's tokens of a constant [..., T]; `rank` is a tensor to keep it out of the graph."""
@@ -81,7 +90,10 @@ class TensorAxis:
 
     def gather_last_dim(self, x: Tensor) -> Tensor:
         """The last dim of all ranks, concatenated, for work that all ranks repeat."""
-        return x if self.size == 1 else _GatherLastDim.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return self._collective(x, "all_gather", "local_chunk", x.dim() - 1)
+
+    def _collective(self, x: Tensor, forward: str, backward: str, dim: int = TOKEN_DIM) -> Tensor:
+        return x if self.size == 1 else _Collective.apply(x, self.group, forward, backward, dim)  # type: ignore[no-untyped-call]
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -114,58 +126,14 @@ class _ColumnParallel(torch.autograd.Function):
         return group.finish_reduce_scatter(pending_dx, d_gathered, TOKEN_DIM), None, *weight_grads
 
 
-class _CopySumGrads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """One of COLLECTIVES in forward, and another one on the gradient in backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.all_reduce_sum(grads[0]), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce_sum(x)
+    def forward(ctx: Any, x: Tensor, group: Group, forward: str, backward: str, dim: int) -> Tensor:
+        ctx.group, ctx.backward_name, ctx.dim = group, backward, dim
+        return COLLECTIVES[forward](group, x, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sum_grads: bool) -> Tensor:
-        ctx.group, ctx.sum_grads = group, sum_grads
-        return group.all_gather(x, TOKEN_DIM)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group = ctx.group
-        if ctx.sum_grads:
-            return group.reduce_scatter(grads[0], TOKEN_DIM), None, None
-        return grads[0].chunk(group.size, TOKEN_DIM)[group.rank], None, None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(x, TOKEN_DIM)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.group.all_gather(grads[0], TOKEN_DIM), None
-
-
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.all_gather(x, x.dim() - 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].chunk(ctx.group.size, -1)[ctx.group.rank], None
+        return COLLECTIVES[ctx.backward_name](ctx.group, grads[0], ctx.dim), None, None, None, None

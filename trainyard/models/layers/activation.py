@@ -1,29 +1,9 @@
-"""Linear layers and the activations between the two matrices of an MLP."""
+"""The activations between the two matrices of an MLP."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.recompute import Recomputable
-
-
-class Linear(nn.Module):
-    """y = x W^T + b with this rank's shard of the weight, through the device's kernels and optionally in fp8."""
-
-    def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, kernels: Kernels, fp8: Fp8Options | None = None
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.kernels, self.fp8 = kernels, fp8
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, self.weight, self.bias, self.fp8)
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """The product without the bias: tensor parallelism first reduces a row-parallel product over ranks."""
-        return self.kernels.linear(x, self.weight, None, self.fp8)
 
 
 class BiasGelu(Recomputable):
