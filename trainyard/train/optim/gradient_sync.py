@@ -18,7 +18,7 @@ from trainyard.train.optim.flat_state import DTYPES, FlatState, Shapes
 from trainyard.train.optim.replicated_params import ReplicaSync
 
 if TYPE_CHECKING:  # importing torch's fully_shard takes a second, which only ZeRO-2 and 3 should pay
-    from trainyard.parallel.fsdp import FsdpState
+    from trainyard.train.optim.fsdp import FsdpState
 
 WgradBuffers = dict[Tensor, Tensor]
 """Gradient buffer of each parameter, for kernels that accumulate weight gradients directly."""
@@ -109,7 +109,7 @@ class GradientSync:
                 wgrad_buffers[self.parameters[name]] = gradient
 
     def _apply_fsdp(self, models: Sequence[TransformerStage], device: Device, reduce_dtype: torch.dtype) -> None:
-        from trainyard.parallel import fsdp
+        from trainyard.train.optim import fsdp
 
         state = self.state
         for model in models:
