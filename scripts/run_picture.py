@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.control import Control
 
 from trainyard.cli.train import ConsoleCallback, print_run_header, summary_lines
+from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load
-from trainyard.metrics.console import TrainConsole, log_to_console
 from trainyard.train.trainer import Trainer
 
 TARGET = Path(__file__).parent.parent / "docs" / "run.svg"

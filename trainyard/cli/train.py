@@ -11,11 +11,11 @@ from rich.console import Console
 from trainyard import devices
 from trainyard.cli.console import print_dim
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
+from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.launch.launcher import launch
-from trainyard.metrics.console import TrainConsole, log_to_console
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.parallel.world import World
