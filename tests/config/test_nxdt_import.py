@@ -18,7 +18,7 @@ from trainyard.config.importers.key_table import ImportedConfig
 from trainyard.config.importers.nxdt import is_nxdt
 from trainyard.config.importers.nxdt.convert import import_nxdt
 from trainyard.config.importers.nxdt.interpolation import resolve
-from trainyard.config.importers.nxdt.model_keys import NXDT_KEYS
+from trainyard.config.importers.nxdt.keys import NXDT_KEYS
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import schema_keys, without_tags

@@ -4,7 +4,7 @@ A table instead of code: each foreign key has one line that states its type and 
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,26 +84,33 @@ def refuse(value_type: str, reason: str, *allowed: object) -> KeyRule:
     return KeyRule(value_type, "refused", reason, (None, *allowed))
 
 
-def ignore_all(value_type: str, reason: str, names: str) -> dict[str, KeyRule]:
-    """Rules for several keys without effect, separated by spaces."""
-    return {name: ignore(value_type, reason) for name in names.split()}
+def split_names(rules: Mapping[str, KeyRule], prefix: str = "") -> dict[str, KeyRule]:
+    """Return one entry per key, for a table in which several keys separated by spaces share a rule."""
+    return {prefix + name: rule for names, rule in rules.items() for name in names.split()}
 
 
-def refuse_all(value_type: str, reason: str, names: str) -> dict[str, KeyRule]:
-    """Rules for several refused keys, separated by spaces."""
-    return {name: refuse(value_type, reason) for name in names.split()}
+def check_values(
+    values: Mapping[str, Any], rules: Mapping[str, KeyRule], warnings: list[str], dashes: str = ""
+) -> None:
+    """Raise a UserError for a value of the wrong type or that is refused, and warn about ignored values."""
+    for key, value in values.items():
+        rule, name = rules[key], f"{dashes}{key}={format_value(value)}"
+        types, expected = VALUE_TYPES[rule.value_type]
+        wrong_type = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
+        if rule.action == "refused" and value not in rule.allowed:
+            raise UserError(f"{name}: {rule.target}")
+        too_large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
+        if (wrong_type or too_large) and value is not None:
+            raise UserError(f"{name}: not {expected}{'' if wrong_type else ' of a sensible size'}")
+        if rule.action == "ignored" and rule.allowed and value not in (None, *rule.allowed):
+            warnings.append(f"{name}: no effect here: {rule.target}")
 
 
-def check_value(name: str, value: object, rule: KeyRule) -> None:
-    """Raise a UserError if the value has the wrong type or requests something that is refused."""
-    types, expected = VALUE_TYPES[rule.value_type]
-    wrong_type = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
-    if rule.action == "refused" and value not in rule.allowed:
-        raise UserError(f"{name}={format_value(value)}: {rule.target}")
-    too_large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
-    if (wrong_type or too_large) and value is not None:
-        size = " of a sensible size" if too_large and not wrong_type else ""
-        raise UserError(f"{name}={format_value(value)}: not {expected}{size}")
+def check_choice(name: str, value: object, choices: Iterable[str], nearest: str = "") -> None:
+    """Raise a UserError if a value is not one of the choices."""
+    if value not in (known := list(choices)):
+        hint = f"; nearest: {nearest}" if nearest else ""
+        raise UserError(f"{name}={format_value(value)}: not one of {', '.join(known)}{hint}")
 
 
 def set_keys(data: dict[str, Any], keys: ConfigKeys) -> None:
@@ -113,15 +120,10 @@ def set_keys(data: dict[str, Any], keys: ConfigKeys) -> None:
         data.setdefault(section, {})[name] = value
 
 
-def copied_keys(values: dict[str, Any], rules: dict[str, KeyRule]) -> ConfigKeys:
+def copied_keys(values: Mapping[str, Any], rules: Mapping[str, KeyRule]) -> ConfigKeys:
     """Return our keys that are copies of foreign keys or their defaults."""
-    copied: ConfigKeys = {}
-    for name, rule in rules.items():
-        value = values.get(name)
-        value = rule.default if value is None else value
-        if rule.action == "copied" and value is not None:
-            copied[rule.target] = value
-    return copied
+    copied = {rule.target: values.get(name, rule.default) for name, rule in rules.items() if rule.action == "copied"}
+    return {key: value for key, value in copied.items() if value is not None}
 
 
 def key_outcome(name: str, value: object, rule: KeyRule, data: dict[str, Any]) -> KeyOutcome:
@@ -130,18 +132,10 @@ def key_outcome(name: str, value: object, rule: KeyRule, data: dict[str, Any]) -
         return KeyOutcome(name, value, f"no effect: {rule.target}" if rule.action == "ignored" else "same as here")
     if value is None:
         return KeyOutcome(name, value, "not set")
-    shown = []
-    for dotted in rule.target.split(", "):
-        section, _, leaf = dotted.partition(".")
-        if (new_value := data.get(section, {}).get(leaf)) is not None:
-            shown.append(f"{dotted} = {format_value(new_value)}")
-    return KeyOutcome(name, value, ", ".join(shown) or f"{rule.target}: our default")
-
-
-def ignored_warnings(name: str, value: object, rule: KeyRule) -> list[str]:
-    """Return the warning about an ignored value, if it needs one."""
-    needed = rule.action == "ignored" and rule.allowed and value is not None and value not in rule.allowed
-    return [f"{name}={format_value(value)}: no effect here: {rule.target}"] if needed else []
+    split = [(dotted, *dotted.split(".", 1)) for dotted in rule.target.split(", ")]
+    found = [(dotted, data.get(section, {}).get(leaf)) for dotted, section, leaf in split]
+    shown = ", ".join(f"{dotted} = {format_value(new)}" for dotted, new in found if new is not None)
+    return KeyOutcome(name, value, shown or f"{rule.target}: our default")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from trainyard.config.importers.key_table import (
     ImportedConfig,
-    check_value,
+    check_values,
     copied_keys,
-    ignored_warnings,
     key_outcome,
     nearest_name,
     run_name,
@@ -91,21 +90,22 @@ def _import_command(command: TrainingCommand, name: str) -> ImportedConfig:
 
 def _convert(command: TrainingCommand, name: str, warnings: list[str]) -> ImportedConfig:
     flags = _parse_flags(command.flags, warnings)
-    for flag, value in flags.items():
-        check_value(f"--{flag}", value, MEGATRON_FLAGS[flag])
-        warnings += ignored_warnings(f"--{flag}", value, MEGATRON_FLAGS[flag])
+    check_values(flags, MEGATRON_FLAGS, warnings, "--")
     data: dict[str, Any] = {"model": sections.model_section(flags)}
     ranks = _rank_count(command.launcher, warnings)
     xla_bf16 = command.variables.get("XLA_USE_BF16") == ["1"]
-    set_keys(data, copied_keys(flags, MEGATRON_FLAGS))
-    set_keys(data, sections.train_keys(flags, ranks))
-    set_keys(data, sections.schedule_keys(flags))
-    set_keys(data, sections.precision_keys(flags, xla_bf16, warnings))
-    set_keys(data, sections.layout_keys(flags, ranks))
-    set_keys(data, sections.recompute_keys(flags))
-    set_keys(data, sections.data_keys(flags))
-    set_keys(data, sections.checkpoint_and_log_keys(flags, warnings))
-    set_keys(data, {"log.name": run_name(PurePath(name).name)})
+    for keys in (
+        copied_keys(flags, MEGATRON_FLAGS),
+        sections.train_keys(flags, ranks),
+        sections.schedule_keys(flags),
+        sections.precision_keys(flags, xla_bf16, warnings),
+        sections.layout_keys(flags, ranks),
+        sections.recompute_keys(flags),
+        sections.data_keys(flags),
+        sections.checkpoint_and_log_keys(flags, warnings),
+        {"log.name": run_name(PurePath(name).name)},
+    ):
+        set_keys(data, keys)
     outcomes = [key_outcome(f"--{flag}", value, MEGATRON_FLAGS[flag], data) for flag, value in flags.items()]
     return ImportedConfig(data, outcomes, warnings, VOCAB_HINT)
 

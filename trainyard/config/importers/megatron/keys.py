@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that the import knows: those of versions 2 and 3, of the AWS reference, and the newer ones that
 dense GPT and Llama scripts use. The value type also tells how many words a flag takes; `switch` takes none."""
 
-from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, ignore_all, maps_to, refuse, refuse_all
+from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
 MOE = "mixture of experts: only dense models are supported; nearest: leave it out"
 FUSED = "the device chooses kernels (device.kernels)"
@@ -21,52 +21,43 @@ ANY_LAYOUT = "checkpoints are complete and load at any layout"
 LEAVE_OUT = "; nearest: leave it out"
 
 MAPPED: dict[str, KeyRule] = {
-    "num-layers": maps_to("int", "model.layers"),
-    "hidden-size": maps_to("int", "model.hidden"),
+    "num-layers": copies_to("int", "model.layers"),
+    "hidden-size": copies_to("int", "model.hidden"),
     "ffn-hidden-size": maps_to("int", "model.ffn"),
-    "num-attention-heads": maps_to("int", "model.heads"),
+    "num-attention-heads": copies_to("int", "model.heads"),
     "group-query-attention": maps_to("switch", "model.kv_heads"),
     "num-query-groups": maps_to("int", "model.kv_heads"),
     "kv-channels": maps_to("int", "model.head_dim"),
     "max-position-embeddings": maps_to("int", "model.max_positions"),
-    "seq-length": maps_to("int", "data.seq_len"),
-    "encoder-seq-length": maps_to("int", "data.seq_len"),
-    "layernorm-epsilon": maps_to("number", "model.norm_eps"),
-    "norm-epsilon": maps_to("number", "model.norm_eps"),
-    "normalization": maps_to("text", "model.family"),
-    "swiglu": maps_to("switch", "model.family"),
-    "position-embedding-type": maps_to("text", "model.family"),
-    "use-rotary-position-embeddings": maps_to("switch", "model.family"),
-    "no-position-embedding": maps_to("switch", "model.family"),
-    "disable-bias-linear": maps_to("switch", "model.family"),
+    "seq-length encoder-seq-length": maps_to("int", "data.seq_len"),
+    "layernorm-epsilon norm-epsilon": maps_to("number", "model.norm_eps"),
+    "normalization position-embedding-type": maps_to("text", "model.family"),
+    "swiglu use-rotary-position-embeddings no-position-embedding disable-bias-linear": maps_to(
+        "switch", "model.family"
+    ),
     "rotary-base": maps_to("number", "model.rope_theta"),
-    "rotary-seq-len-interpolation-factor": maps_to("number", "model.rope_scaling"),
+    "rotary-seq-len-interpolation-factor rope-scaling-factor": maps_to("number", "model.rope_scaling"),
     "use-rope-scaling": maps_to("switch", "model.rope_scaling"),
-    "rope-scaling-factor": maps_to("number", "model.rope_scaling"),
     "untie-embeddings-and-output-weights": maps_to("switch", "model.tie_embeddings"),
-    "openai-gelu": maps_to("switch", "model.activation"),
-    "no-bias-gelu-fusion": maps_to("switch", "model.activation"),
+    "openai-gelu no-bias-gelu-fusion": maps_to("switch", "model.activation"),
     "hidden-dropout": maps_to("number", "model.hidden_dropout, model.embedding_dropout"),
     "attention-dropout": maps_to("number", "model.attention_dropout"),
-    "init-method-std": maps_to("number", "model.init_std"),
+    "init-method-std": copies_to("number", "model.init_std"),
     "vocab-size": maps_to("int", "model.vocab"),
     "vocab-file": maps_to("text", "data.vocab_file"),
     "merge-file": maps_to("text", "data.merges_file"),
-    "tokenizer-type": maps_to("text", "data.tokenizer"),
-    "tokenizer-model": maps_to("text", "data.tokenizer"),
+    "tokenizer-type tokenizer-model": maps_to("text", "data.tokenizer"),
     "data-path": maps_to("words", "data.paths, data.weights"),
     "split": maps_to("text", "data.split"),
     "dataloader-type": maps_to("text", "data.order"),
-    "reset-position-ids": maps_to("switch", "data.document_mask"),
-    "reset-attention-mask": maps_to("switch", "data.document_mask"),
+    "reset-position-ids reset-attention-mask": maps_to("switch", "data.document_mask"),
     "eod-mask-loss": maps_to("switch", "data.mask_eod_loss"),
     "micro-batch-size": maps_to("int", "train.micro_batch"),
     "global-batch-size": maps_to("int", "train.global_batch"),
-    "train-iters": maps_to("int", "train.steps"),
-    "train-samples": maps_to("int", "train.steps"),
+    "train-iters train-samples": maps_to("int", "train.steps"),
     "seed": copies_to("int", "train.seed", 1234),
     "optimizer": maps_to("text", "optimizer.kind"),
-    "lr": maps_to("number", "optimizer.lr"),
+    "lr": copies_to("number", "optimizer.lr"),
     "weight-decay": copies_to("number", "optimizer.weight_decay", 0.01),
     "clip-grad": copies_to("number", "optimizer.max_grad_norm", 1.0),
     "adam-beta1": copies_to("number", "optimizer.beta1", 0.9),
@@ -74,15 +65,11 @@ MAPPED: dict[str, KeyRule] = {
     "adam-eps": copies_to("number", "optimizer.eps", 1e-8),
     "min-lr": copies_to("number", "schedule.min_lr", 0.0),
     "lr-decay-style": maps_to("text", "schedule.kind"),
-    "lr-decay-iters": maps_to("int", "schedule.decay_steps"),
-    "lr-decay-samples": maps_to("int", "schedule.decay_steps"),
-    "lr-wsd-decay-iters": maps_to("int", "schedule.decay_steps"),
-    "lr-warmup-iters": maps_to("int", "schedule.warmup_steps"),
-    "lr-warmup-samples": maps_to("int", "schedule.warmup_steps"),
+    "lr-decay-iters lr-decay-samples lr-wsd-decay-iters": maps_to("int", "schedule.decay_steps"),
+    "lr-warmup-iters lr-warmup-samples": maps_to("int", "schedule.warmup_steps"),
     "lr-warmup-fraction": maps_to("number", "schedule.warmup_steps"),
-    "bf16": maps_to("switch", "precision.kind"),
+    "bf16 fp8-hybrid": maps_to("switch", "precision.kind"),
     "fp8-format": maps_to("text", "precision.kind"),
-    "fp8-hybrid": maps_to("switch", "precision.kind"),
     "accumulate-allreduce-grads-in-fp32": maps_to("switch", "precision.grad_dtype"),
     "grad-reduce-in-bf16": maps_to("switch", "precision.reduce_dtype"),
     "tensor-model-parallel-size": copies_to("int", "layout.tp", 1),
@@ -91,14 +78,10 @@ MAPPED: dict[str, KeyRule] = {
     "context-parallel-size": copies_to("int", "layout.cp", 1),
     "sequence-parallel": maps_to("switch", "layout.sequence_parallel"),
     "use-distributed-optimizer": maps_to("switch", "layout.zero"),
-    "checkpoint-activations": maps_to("switch", "recompute.kind"),
-    "activations-checkpoint-method": maps_to("text", "recompute.kind"),
-    "recompute-activations": maps_to("switch", "recompute.kind"),
-    "recompute-granularity": maps_to("text", "recompute.kind"),
-    "save": maps_to("text", "checkpoint.directory"),
-    "save-xser": maps_to("text", "checkpoint.directory"),
-    "load": maps_to("text", "checkpoint.resume, checkpoint.init_from"),
-    "load-xser": maps_to("text", "checkpoint.resume, checkpoint.init_from"),
+    "checkpoint-activations recompute-activations": maps_to("switch", "recompute.kind"),
+    "activations-checkpoint-method recompute-granularity": maps_to("text", "recompute.kind"),
+    "save save-xser": maps_to("text", "checkpoint.directory"),
+    "load load-xser": maps_to("text", "checkpoint.resume, checkpoint.init_from"),
     "save-interval": copies_to("int", "checkpoint.every", 0),
     "keep-last-checkpoint-only": maps_to("switch", "checkpoint.keep"),
     "finetune": maps_to("switch", "checkpoint.init_from"),
@@ -110,9 +93,10 @@ MAPPED: dict[str, KeyRule] = {
 REFUSED: dict[str, KeyRule] = {
     "fp16": refuse("switch", "fp16 with loss scaling is not supported; nearest: --bf16"),
     "rampup-batch-size": refuse("words", "the global batch size is constant" + LEAVE_OUT),
-    "num-experts": refuse("words", MOE),
+    "num-experts moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm": refuse(
+        "words", MOE
+    ),
     "expert-model-parallel-size": refuse("int", MOE, 1),
-    **refuse_all("words", MOE, "moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm"),
     "rotary-percent": refuse("number", "RoPE rotates full heads; nearest: 1.0", 1, 1.0),
     "init-method-xavier-uniform": refuse("switch", "initial weights are normally distributed" + LEAVE_OUT),
     "apply-residual-connection-post-layernorm": refuse("switch", "blocks are pre-norm" + LEAVE_OUT),
@@ -125,25 +109,20 @@ REFUSED: dict[str, KeyRule] = {
     "add-qkv-bias": refuse("switch", "our Llama has no biases" + LEAVE_OUT),
     "fp32-residual-connection": refuse("switch", "the residual stream has the compute dtype" + LEAVE_OUT),
     "fp16-lm-cross-entropy": refuse("switch", "the loss runs in fp32" + LEAVE_OUT),
-    "pipeline-model-parallel-split-rank": refuse("int", "for encoder-decoder models" + LEAVE_OUT),
-    "activations-checkpoint-num-layers": refuse("int", PARTIAL_RECOMPUTE, 1),
-    "recompute-num-layers": refuse("int", PARTIAL_RECOMPUTE, 1),
+    "pipeline-model-parallel-split-rank decoder-seq-length": refuse("int", "for encoder-decoder models" + LEAVE_OUT),
+    "activations-checkpoint-num-layers recompute-num-layers": refuse("int", PARTIAL_RECOMPUTE, 1),
     "recompute-method": refuse("text", PARTIAL_RECOMPUTE, "uniform"),
     "sgd-momentum": refuse("number", "for --optimizer sgd, which is not supported" + LEAVE_OUT),
     "batch-size": refuse("int", REMOVED + "--micro-batch-size"),
     "warmup": refuse("int", REMOVED + "--lr-warmup-fraction"),
     "model-parallel-size": refuse("int", REMOVED + "--tensor-model-parallel-size"),
-    "decoder-seq-length": refuse("int", "for encoder-decoder models" + LEAVE_OUT),
     "train-data-path": refuse("words", SEPARATE_SETS + "--data-path"),
-    "valid-data-path": refuse("words", SEPARATE_SETS + "--split"),
-    "test-data-path": refuse("words", SEPARATE_SETS + "--split"),
+    "valid-data-path test-data-path": refuse("words", SEPARATE_SETS + "--split"),
     "mock-data": refuse("switch", "nearest: leave it out and set data.source=synthetic"),
     "no-save-optim": refuse("switch", "checkpoints always include the optimizer state" + LEAVE_OUT),
     "lora-rank": refuse("int", "all weights are trained" + LEAVE_OUT),
     "exit-interval": refuse("int", "a run ends after train.steps; nearest: a smaller --train-iters"),
 }
-
-
 IGNORED: dict[str, KeyRule] = {
     "make-vocab-size-divisible-by": ignore("int", "the vocabulary is padded only as layout.tp requires"),
     "exit-duration-in-mins": ignore("int", "a run ends after train.steps or by a signal", None),
@@ -154,62 +133,39 @@ IGNORED: dict[str, KeyRule] = {
     "data-cache-path": ignore("text", "there are no index files"),
     "empty-unused-memory-level": ignore("int", "the device manages its memory"),
     "distributed-backend": ignore("text", "the backend follows from the device"),
-    **ignore_all(
-        "switch",
-        "layout.sequence_parallel does this",
-        "distribute-checkpointed-activations distribute-saved-activations",
+    "distribute-checkpointed-activations distribute-saved-activations": ignore(
+        "switch", "layout.sequence_parallel does this"
     ),
-    **ignore_all(
-        "switch", SOFTMAX, "no-query-key-layer-scaling apply-query-key-layer-scaling attention-softmax-in-fp32"
-    ),
-    **ignore_all(
-        "switch",
-        FUSED,
-        "no-rope-fusion no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion use-flash-attn "
-        "no-persist-layer-norm no-gradient-accumulation-fusion use-mcore-models use-legacy-models tp-comm-overlap "
-        "onnx-safe",
-    ),
-    **ignore_all("text", FUSED, "transformer-impl attention-backend"),
-    **ignore_all(
-        "switch",
-        COMMUNICATION,
-        "overlap-grad-reduce overlap-param-gather no-contiguous-buffers-in-local-ddp "
-        "use-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce "
-        "no-scatter-gather-tensors-in-pipeline no-overlap-p2p-communication",
-    ),
-    **ignore_all("text", COMMUNICATION, "DDP-impl ddp-bucket-size"),
-    **ignore_all("int", "set by torchrun's environment", "local_rank local-rank distributed-timeout-minutes"),
-    **ignore_all("switch", "each rank initializes its own shard", "use-cpu-initialization lazy-mpu-init"),
-    **ignore_all("number", LOSS_SCALING, "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis"),
-    **ignore_all(
-        "switch",
-        LOGS,
-        "log-num-zeros-in-grad log-timers-to-tensorboard log-batch-size-to-tensorboard log-memory-to-tensorboard "
-        "log-validation-ppl-to-tensorboard log-throughput no-log-learnig-rate-to-tensorboard "
-        "no-log-loss-scale-to-tensorboard",
-    ),
-    **ignore_all("int", LOGS, "tensorboard-log-interval tensorboard-queue-size timing-log-level"),
-    **ignore_all("text", LOGS, "wandb-project wandb-exp-name wandb-save-dir"),
-    **ignore_all(
-        "switch",
-        SCHEDULE,
-        "override-lr-scheduler override-opt_param-scheduler use-checkpoint-lr-scheduler "
-        "use-checkpoint-opt_param-scheduler",
-    ),
-    **ignore_all("switch", "the RNG is a function of seed and step", "no-save-rng no-load-rng"),
-    **ignore_all("text", ANY_LAYOUT, "ckpt-format dist-ckpt-format"),
-    **ignore_all("switch", ANY_LAYOUT, "use-dist-ckpt auto-detect-ckpt-format async-save"),
-    **ignore_all("switch", LOADING, "mmap-warmup no-create-attention-mask-in-dataloader"),
-    **ignore_all("int", LOADING, "num-workers"),
-    **ignore_all("switch", "a signal makes a run save and exit", "exit-signal-handler adlr-autoresume"),
-    **ignore_all(
-        "int",
-        OTHER_PROGRAM,
-        "adlr-autoresume-interval vocab-extra-ids retriever-seq-length num-classes img-dim num-channels patch-dim "
-        "ict-head-size biencoder-projection-dim",
-    ),
-    **ignore_all("number", OTHER_PROGRAM, "mask-prob short-seq-prob sample-rate query-in-block-prob"),
-    **ignore_all("switch", OTHER_PROGRAM, "bert-no-binary-head use-one-sent-docs"),
-    **ignore_all("text", OTHER_PROGRAM, "gpt-dataset-generation-only"),
+    "no-query-key-layer-scaling apply-query-key-layer-scaling attention-softmax-in-fp32": ignore("switch", SOFTMAX),
+    "no-rope-fusion no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion use-flash-attn "
+    "no-persist-layer-norm no-gradient-accumulation-fusion use-mcore-models use-legacy-models tp-comm-overlap "
+    "onnx-safe": ignore("switch", FUSED),
+    "transformer-impl attention-backend": ignore("text", FUSED),
+    "overlap-grad-reduce overlap-param-gather no-contiguous-buffers-in-local-ddp "
+    "use-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce "
+    "no-scatter-gather-tensors-in-pipeline no-overlap-p2p-communication": ignore("switch", COMMUNICATION),
+    "DDP-impl ddp-bucket-size": ignore("text", COMMUNICATION),
+    "local_rank local-rank distributed-timeout-minutes": ignore("int", "set by torchrun's environment"),
+    "use-cpu-initialization lazy-mpu-init": ignore("switch", "each rank initializes its own shard"),
+    "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis": ignore("number", LOSS_SCALING),
+    "log-num-zeros-in-grad log-timers-to-tensorboard log-batch-size-to-tensorboard log-memory-to-tensorboard "
+    "log-validation-ppl-to-tensorboard log-throughput no-log-learnig-rate-to-tensorboard "
+    "no-log-loss-scale-to-tensorboard": ignore("switch", LOGS),
+    "tensorboard-log-interval tensorboard-queue-size timing-log-level": ignore("int", LOGS),
+    "wandb-project wandb-exp-name wandb-save-dir": ignore("text", LOGS),
+    "override-lr-scheduler override-opt_param-scheduler use-checkpoint-lr-scheduler "
+    "use-checkpoint-opt_param-scheduler": ignore("switch", SCHEDULE),
+    "no-save-rng no-load-rng": ignore("switch", "the RNG is a function of seed and step"),
+    "ckpt-format dist-ckpt-format": ignore("text", ANY_LAYOUT),
+    "use-dist-ckpt auto-detect-ckpt-format async-save": ignore("switch", ANY_LAYOUT),
+    "mmap-warmup no-create-attention-mask-in-dataloader": ignore("switch", LOADING),
+    "num-workers": ignore("int", LOADING),
+    "exit-signal-handler adlr-autoresume": ignore("switch", "a signal makes a run save and exit"),
+    "adlr-autoresume-interval vocab-extra-ids retriever-seq-length num-classes img-dim num-channels patch-dim "
+    "ict-head-size biencoder-projection-dim": ignore("int", OTHER_PROGRAM),
+    "mask-prob short-seq-prob sample-rate query-in-block-prob": ignore("number", OTHER_PROGRAM),
+    "bert-no-binary-head use-one-sent-docs": ignore("switch", OTHER_PROGRAM),
+    "gpt-dataset-generation-only": ignore("text", OTHER_PROGRAM),
 }
-MEGATRON_FLAGS: dict[str, KeyRule] = {**MAPPED, **REFUSED, **IGNORED}
+MEGATRON_FLAGS = split_names({**MAPPED, **REFUSED, **IGNORED})
+"""Rules by flag without dashes."""

@@ -7,13 +7,19 @@ unchanged are not repeated here.
 from math import ceil
 from typing import Any
 
-from trainyard.config.importers.key_table import ConfigKeys, parse_blend
-from trainyard.config.importers.known_models import GPT2_VOCAB, vocab_size_from_file
+from trainyard.config.importers.key_table import ConfigKeys, check_choice
+from trainyard.config.importers.megatron_semantics import (
+    GPT2_TOKENIZER,
+    check_family,
+    gpt2_tokenizer,
+    token_data,
+    vocab_size,
+)
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
 
 Flags = dict[str, Any]
-FAMILY_FLAGS: dict[str, dict[str, object]] = {
+REQUIRED_VALUES: dict[str, dict[str, object]] = {
     "llama": {"--normalization": "RMSNorm", "--position-embedding-type": "rope", "--disable-bias-linear": True},
     "gpt": {
         "--normalization": "LayerNorm",
@@ -21,37 +27,27 @@ FAMILY_FLAGS: dict[str, dict[str, object]] = {
         "--disable-bias-linear": False,
     },
 }
-"""Values that each of our families requires."""
-DECAY_STYLES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd"}
-GPT2_TOKENIZER = "GPT2BPETokenizer"
+"""Values of flags by model family."""
+DECAY_STYLES = ("cosine", "linear", "constant", "WSD")
 
 
 def model_section(flags: Flags) -> dict[str, Any]:
-    """Return our model section."""
+    """Return our model section, except for flags that are copied."""
     family = "llama" if flags.get("swiglu") else "gpt"
     rope = flags.get("use-rotary-position-embeddings") or flags.get("no-position-embedding")
-    architecture: dict[str, object] = {
+    found: dict[str, object] = {
         "--normalization": flags.get("normalization", "LayerNorm"),
         "--position-embedding-type": "rope" if rope else flags.get("position-embedding-type", "learned_absolute"),
         "--disable-bias-linear": bool(flags.get("disable-bias-linear")),
     }
-    for name, required in FAMILY_FLAGS[family].items():
-        if architecture[name] != required:
-            swiglu = "with --swiglu" if family == "llama" else "without --swiglu"
-            raise UserError(
-                f"{name}={format_value(architecture[name])}: not supported {swiglu} (family {family}); "
-                f"nearest: {format_value(required)}"
-            )
+    check_family(family, f"{'with' if family == 'llama' else 'without'} --swiglu", found, REQUIRED_VALUES[family])
     hidden, heads = flags.get("hidden-size"), flags.get("num-attention-heads")
+    files = [flags.get("vocab-file"), flags.get("tokenizer-model")]
     section: dict[str, Any] = {
         "family": family,
-        "vocab": _vocab_size(flags),
-        "hidden": hidden,
-        "layers": flags.get("num-layers"),
-        "heads": heads,
+        "vocab": flags.get("vocab-size") or vocab_size(files, flags.get("tokenizer-type", GPT2_TOKENIZER)),
         "ffn": flags.get("ffn-hidden-size") or (4 * hidden if hidden else None),
         "max_positions": flags.get("max-position-embeddings") or _seq_len(flags),
-        "init_std": flags.get("init-method-std"),
         "norm_eps": flags.get("norm-epsilon", flags.get("layernorm-epsilon")),
         "tie_embeddings": not flags.get("untie-embeddings-and-output-weights"),
     }
@@ -91,15 +87,6 @@ def _rope_scaling(flags: Flags) -> dict[str, Any] | None:
     return {"kind": "linear", "factor": factor} if factor else None
 
 
-def _vocab_size(flags: Flags) -> int | None:
-    if flags.get("vocab-size"):
-        return int(flags["vocab-size"])
-    for name in ("vocab-file", "tokenizer-model"):
-        if flags.get(name) and (size := vocab_size_from_file(flags[name])):
-            return size
-    return GPT2_VOCAB if flags.get("tokenizer-type", GPT2_TOKENIZER) == GPT2_TOKENIZER else None
-
-
 def _seq_len(flags: Flags) -> int | None:
     return flags.get("seq-length") or flags.get("encoder-seq-length")
 
@@ -110,14 +97,13 @@ def train_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
     global_batch = flags.get("global-batch-size") or micro_batch * _data_parallel_size(flags, ranks)
     if flags.get("optimizer", "adam") != "adam":
         raise UserError(f"--optimizer={flags['optimizer']}: not supported; nearest: adam")
-    if flags.get("lr") is None:
+    if "lr" not in flags:
         raise UserError("--lr: missing; needed: the peak learning rate")
     return {
         "train.micro_batch": micro_batch,
         "train.global_batch": global_batch,
         "train.steps": _steps(flags, "train", global_batch),
         "optimizer.kind": "adamw",  # the weight decay of Megatron-LM's adam is decoupled
-        "optimizer.lr": flags["lr"],
     }
 
 
@@ -138,16 +124,13 @@ def _steps(flags: Flags, name: str, global_batch: int) -> int | None:
 
 def schedule_keys(flags: Flags) -> ConfigKeys:
     style = flags.get("lr-decay-style", "linear")
-    if style not in DECAY_STYLES:
-        raise UserError(
-            f"--lr-decay-style={format_value(style)}: not one of {', '.join(DECAY_STYLES)}; nearest: cosine"
-        )
+    check_choice("--lr-decay-style", style, DECAY_STYLES, "cosine")
     global_batch = flags.get("global-batch-size") or 1
     decay_steps = _steps(flags, "lr-decay", global_batch)
     total_steps = decay_steps or _steps(flags, "train", global_batch) or 0
     warmup_steps, fraction = _steps(flags, "lr-warmup", global_batch), flags.get("lr-warmup-fraction")
     keys: ConfigKeys = {
-        "schedule.kind": DECAY_STYLES[style],
+        "schedule.kind": style.lower(),
         "schedule.warmup_steps": round(fraction * total_steps) if fraction else warmup_steps or 0,
     }
     decay_steps = flags.get("lr-wsd-decay-iters") if style == "WSD" else decay_steps
@@ -209,29 +192,17 @@ def data_keys(flags: Flags) -> ConfigKeys:
     seq_len = _seq_len(flags)
     if seq_len is None:
         raise UserError("--seq-length: missing; needed: tokens per sample")
-    resets = [bool(flags.get(f"reset-{name}")) for name in ("position-ids", "attention-mask")]
-    if any(resets) and not all(resets):
-        raise UserError(
-            "--reset-position-ids, --reset-attention-mask: supported only together (data.document_mask); nearest: both"
-        )
     split = flags.get("split", "969,30,1").replace(" ", "")
-    paths, weights = parse_blend(flags.get("data-path") or None, "--data-path")
     cyclic = flags.get("dataloader-type", "single") != "single"
-    keys: ConfigKeys = {
-        "data.source": "tokens",
+    resets = {f"--{name}": bool(flags.get(name)) for name in ("reset-position-ids", "reset-attention-mask")}
+    keys = {
         "data.seq_len": seq_len,
-        "data.paths": paths,
-        "data.weights": weights,
-        "data.order": "shuffled" if cyclic or (len(paths) > 1 and not weights) else "megatron",
-        "data.split": split,
-        "data.document_mask": all(resets),
+        **token_data("--data-path", flags.get("data-path") or None, cyclic, split, resets),
         "data.mask_eod_loss": bool(flags.get("eod-mask-loss")),
     }
-    vocab_file, merges_file = flags.get("vocab-file"), flags.get("merge-file")
-    if vocab_file and merges_file:
-        keys |= {"data.tokenizer": "gpt2", "data.vocab_file": vocab_file, "data.merges_file": merges_file}
-    elif tokenizer := flags.get("tokenizer-model"):
+    if tokenizer := flags.get("tokenizer-model"):
         keys["data.tokenizer"] = tokenizer
+    keys |= gpt2_tokenizer(flags.get("vocab-file"), flags.get("merge-file"))
     every, batches = flags.get("eval-interval", 1000), flags.get("eval-iters", 100)
     held_out = split.split(",")[1:2] not in ([], ["0"], ["0.0"])
     if held_out and batches and every <= (_steps(flags, "train", flags.get("global-batch-size") or 1) or 0):

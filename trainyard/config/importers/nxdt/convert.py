@@ -11,24 +11,26 @@ from typing import Any
 
 from trainyard.config.importers.key_table import (
     ImportedConfig,
-    check_value,
+    check_choice,
+    check_values,
     copied_keys,
     ignore,
-    ignored_warnings,
     key_outcome,
     nearest_name,
     set_keys,
+    split_names,
 )
 from trainyard.config.importers.nxdt import sections
 from trainyard.config.importers.nxdt.data import data_keys
 from trainyard.config.importers.nxdt.interpolation import resolve
-from trainyard.config.importers.nxdt.keys import MANUAL_ONLY, MANUAL_PRECISION_KEYS
+from trainyard.config.importers.nxdt.keys import KEYS_FOUND_AT_ANY_DEPTH, MANUAL_PRECISION, NXDT_KEYS
 from trainyard.config.importers.nxdt.model import hf_model_section, megatron_model_section
-from trainyard.config.importers.nxdt.model_keys import KEYS_FOUND_AT_ANY_DEPTH, NXDT_KEYS
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError, one_line
 
-UNREAD_MANUAL_KEY = ignore("any", MANUAL_ONLY)
+UNREAD_MANUAL_KEYS = dict.fromkeys(
+    split_names(MANUAL_PRECISION, "precision."), ignore("any", "read only with precision.type=manual")
+)
 
 
 def import_nxdt(tree: dict[str, Any], source: str, directory: Path) -> ImportedConfig:
@@ -41,32 +43,30 @@ def import_nxdt(tree: dict[str, Any], source: str, directory: Path) -> ImportedC
 
 def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
     warnings: list[str] = []
-    keys = _collect_keys(tree, warnings)
-    for name, value in keys.items():
-        check_value(name, value, NXDT_KEYS[name])
-        warnings += ignored_warnings(name, value, NXDT_KEYS[name])
-    model_source = keys.get("model_source")
-    if model_source not in ("hf", "megatron"):
-        raise UserError(f"model_source={format_value(model_source)}: not one of hf, megatron; nearest: hf")
-    if model_source == "hf":
+    all_keys = _collect_keys(tree, warnings)
+    check_values(all_keys, NXDT_KEYS, warnings)
+    keys = {name: value for name, value in all_keys.items() if value is not None}  # null stands for the default
+    check_choice("model_source", keys.get("model_source"), ("hf", "megatron"), "hf")
+    if keys["model_source"] == "hf":
         model, missing_hint = hf_model_section(keys, directory, warnings)
     else:
         model, missing_hint = megatron_model_section(keys, warnings)
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = {"model": model}
     set_keys(data, copied_keys(keys, NXDT_KEYS))
-    data["model"] = model
-    set_keys(data, sections.layout_keys(keys, warnings))
-    set_keys(data, sections.precision_keys(keys, warnings))
-    set_keys(data, sections.optimizer_keys(keys))
-    set_keys(data, sections.schedule_keys(keys, warnings))
-    set_keys(data, sections.recompute_keys(keys, warnings))
-    set_keys(data, sections.checkpoint_keys(keys, warnings))
-    set_keys(data, data_keys(keys, warnings))
-    set_keys(data, sections.log_keys(keys))
+    for section_keys in (
+        sections.layout_keys,
+        sections.precision_keys,
+        sections.optimizer_keys,
+        sections.schedule_keys,
+        sections.recompute_keys,
+        sections.checkpoint_keys,
+        data_keys,
+        sections.log_keys,
+    ):
+        set_keys(data, section_keys(keys, warnings))
     _warn_about_defects(keys, model, warnings)
-    manual = keys.get("precision.type") == "manual"
-    rules = NXDT_KEYS | ({} if manual else {f"precision.{name}": UNREAD_MANUAL_KEY for name in MANUAL_PRECISION_KEYS})
-    outcomes = [key_outcome(name, value, rules[name], data) for name, value in keys.items()]
+    rules = NXDT_KEYS if keys.get("precision.type") == "manual" else NXDT_KEYS | UNREAD_MANUAL_KEYS
+    outcomes = [key_outcome(name, value, rules[name], data) for name, value in all_keys.items()]
     return ImportedConfig(data, outcomes, warnings, missing_hint)
 
 

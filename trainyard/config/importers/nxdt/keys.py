@@ -1,10 +1,10 @@
-"""Every key that NxD Training (NxDT 1.6) reads from its YAML, with its meaning here; model_keys.py has the rest.
+"""Every key that NxD Training (NxDT 1.6) reads from its YAML, with its meaning here.
 
 `copies_to` and `maps_to` name our keys, `ignore` explains why a key has no effect, `refuse` why it is not supported:
 nothing is dropped silently. Keys that NxDT misspells are listed as it spells them.
 """
 
-from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, ignore_all, maps_to, refuse, refuse_all
+from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
 MOE = "mixture of experts: only dense models are supported; nearest: the dense model of the family, without model.moe"
 ALIGN = "only pre-training is supported; nearest: leave model_alignment_strategy out and train on packed text"
@@ -15,10 +15,7 @@ ORPO = "preference training (ORPO): " + ALIGN
 DEVICE = "a setting of the device's compiler or runtime; set its environment variable instead"
 LOGGING = "logging is set by log.every, log.directory and log.tensorboard"
 EPOCHS = "runs are measured in steps, not epochs"
-TRAINER_ONLY = "a setting of NxDT's trainer"
 FUSED = "the device chooses kernels (device.kernels)"
-MANUAL_ONLY = "read only with precision.type=manual"
-EMA_ONLY = "read only with ema.enable"
 CHECKPOINT_FORMAT = "NxDT's checkpoint format; our checkpoints are complete, in fp32 where the run has fp32"
 DETECTED = "the checkpoint format is detected"
 LATEST = "the latest checkpoints are kept"
@@ -27,57 +24,45 @@ LOADING = "one stateless thread prefetches samples"
 VALIDATION_SET = "held-out samples come from data.split (Megatron) or data.validation_fraction, not from a separate set"
 RUN_END = "a run ends after train.steps or by a signal"
 OWN_SHARD = "each rank initializes its own shard"
+PARTIAL_RECOMPUTE = "recompute is the same for every block of every stage; nearest: leave it out"
 
 TOP: dict[str, KeyRule] = {
     "name": maps_to("text", "log.name"),
     "model_source": maps_to("text", "model.family"),
     "seed": copies_to("int", "train.seed"),
-    **ignore_all("text", DEVICE, "compiler_flags compiler_cache_url"),
-    **ignore_all("int", DEVICE, "aync_exec_max_inflight_requests async_exec_max_inflight_requests"),
+    "compiler_flags compiler_cache_url": ignore("text", DEVICE),
+    "aync_exec_max_inflight_requests async_exec_max_inflight_requests neuron_rt_exec_timeout": ignore("int", DEVICE),
     "bucket_size_collectives": copies_to("int", "layout.bucket_mib"),
-    "neuron_rt_exec_timeout": ignore("int", DEVICE),
     "neuron_experimental_compress_rg": ignore("bool", DEVICE),
     "hydra": ignore("any", "settings of NxDT's launcher"),
     "defaults": refuse("list", "composed of several files; pass the composed file (--cfg job --resolve prints it)"),
 }
 TRAINER: dict[str, KeyRule] = {
-    "devices": maps_to("int", "layout.ranks"),
-    "num_nodes": maps_to("int", "layout.ranks"),
+    "devices num_nodes": maps_to("int", "layout.ranks"),
     "lnc": ignore("int", "devices already counts logical cores, which are the ranks"),
-    "max_epochs": ignore("int", EPOCHS),
+    "max_epochs check_val_every_n_epoch": ignore("int", EPOCHS),
     "max_steps": copies_to("int", "train.steps"),
     "max_time": ignore("any", RUN_END, None),
     "log_every_n_steps": copies_to("int", "log.every"),
     "val_check_interval": maps_to("number", "evaluate.every"),
-    "check_val_every_n_epoch": ignore("int", EPOCHS),
     "num_sanity_val_steps": ignore("int", "there is no evaluation before the first step"),
     "limit_val_batches": maps_to("number", "evaluate.batches"),
     "limit_test_batches": ignore("number", "test sets are not evaluated"),
-    "gradient_clip_val": maps_to("number", "optimizer.max_grad_norm"),
+    "gradient_clip_val": copies_to("number", "optimizer.max_grad_norm", 0.0),
     "sequential_move_factor": ignore("int", OWN_SHARD),
     "accumulate_grad_batches": refuse("int", "follows from the batch sizes; nearest: leave it out", 1),
-    **ignore_all(
-        "any",
-        TRAINER_ONLY,
-        "accelerator strategy logger enable_checkpointing enable_progress_bar benchmark enable_model_summary",
+    "accelerator strategy logger enable_checkpointing enable_progress_bar benchmark enable_model_summary": ignore(
+        "any", "a setting of NxDT's trainer"
     ),
     "precision": ignore("any", "set by the precision section"),
 }
 EXP_MANAGER: dict[str, KeyRule] = {
-    **ignore_all(
-        "bool",
-        LOGGING,
-        "log_local_rank_0_only log_global_rank_0_only use_datetime_version log_step_timing log_parameter_norm "
-        "log_gradient_norm enable_recovery_time_instrumentation",
-    ),
+    "log_local_rank_0_only log_global_rank_0_only use_datetime_version log_step_timing log_parameter_norm "
+    "log_gradient_norm enable_recovery_time_instrumentation": ignore("bool", LOGGING),
     "create_tensorboard_logger": copies_to("bool", "log.tensorboard"),
-    "create_wandb_logger": ignore("bool", LOGGING, False),
-    "create_mlflow_logger": ignore("bool", LOGGING, False),
-    **ignore_all(
-        "mapping", LOGGING, "wandb_logger_kwargs mlflow_logger_kwargs step_timing_kwargs summary_writer_kwargs"
-    ),
-    "explicit_log_dir": maps_to("text", "log.directory, log.name"),
-    "exp_log_dir": maps_to("text", "log.directory, log.name"),
+    "create_wandb_logger create_mlflow_logger": ignore("bool", LOGGING, False),
+    "wandb_logger_kwargs mlflow_logger_kwargs step_timing_kwargs summary_writer_kwargs": ignore("mapping", LOGGING),
+    "explicit_log_dir exp_log_dir": maps_to("text", "log.directory, log.name"),
     "exp_dir": maps_to("text", "log.directory"),
     "name": maps_to("text", "log.name"),
     "version": ignore("any", "the run directory is log.directory/NAME"),
@@ -91,28 +76,30 @@ EXP_MANAGER: dict[str, KeyRule] = {
     "max_time_per_run": ignore("any", RUN_END, None),
     "seconds_to_sleep": ignore("number", "nothing to wait for"),
     "ema.enable": refuse("bool", "an average of the weights is not supported; nearest: false", False),
-    **ignore_all(
-        "any", EMA_ONLY, "ema.decay ema.apply_ema_every_n_steps ema.start_step ema.evaluate_ema_weights_instead"
+    "ema.decay ema.apply_ema_every_n_steps ema.start_step ema.evaluate_ema_weights_instead": ignore(
+        "any", "read only with ema.enable"
     ),
     "save_xser": ignore("bool", CHECKPOINT_FORMAT),
     "load_xser": ignore("bool", DETECTED),
     "save_bf16": ignore("bool", CHECKPOINT_FORMAT, False),
     "async_checkpointing": ignore("bool", "training continues during a save unless checkpoint.blocking=true"),
     "ckpt_ptl_version": ignore("any", DETECTED),
-    "checkpoint_callback_params.monitor": ignore("text", LATEST, "step", "global_step"),
-    "checkpoint_callback_params.save_top_k": maps_to("int", "checkpoint.keep"),
-    "checkpoint_callback_params.mode": ignore("text", LATEST, "max"),
-    "checkpoint_callback_params.save_last": ignore("bool", "a run that saves checkpoints also saves at its end"),
-    "checkpoint_callback_params.filename": ignore("text", NAMED_BY_STEP),
-    "checkpoint_callback_params.dirpath": copies_to("text", "checkpoint.directory"),
-    "checkpoint_callback_params.model_parallel_size": ignore("int", "follows from the layout"),
-    "checkpoint_callback_params.every_n_epochs": ignore("int", EPOCHS, 0),
-    "checkpoint_callback_params.every_n_train_steps": maps_to("int", "checkpoint.every"),
-    "checkpoint_callback_params.train_time_interval": maps_to("mapping", "checkpoint.every_minutes"),
-    "checkpoint_callback_params.save_on_train_epoch_end": ignore("bool", EPOCHS),
-    "checkpoint_callback_params.save_nemo_on_train_end": ignore("bool", "see checkpoint.export_hf"),
-    "checkpoint_callback_params.use_master_weights_in_ckpt": ignore("bool", CHECKPOINT_FORMAT),
-    "checkpoint_callback_params.enable_version_counter": ignore("bool", NAMED_BY_STEP),
+}
+CHECKPOINT_CALLBACK: dict[str, KeyRule] = {
+    "monitor": ignore("text", LATEST, "step", "global_step"),
+    "save_top_k": maps_to("int", "checkpoint.keep"),
+    "mode": ignore("text", LATEST, "max"),
+    "save_last": ignore("bool", "a run that saves checkpoints also saves at its end"),
+    "filename": ignore("text", NAMED_BY_STEP),
+    "enable_version_counter": ignore("bool", NAMED_BY_STEP),
+    "use_master_weights_in_ckpt": ignore("bool", CHECKPOINT_FORMAT),
+    "dirpath": copies_to("text", "checkpoint.directory"),
+    "model_parallel_size": ignore("int", "follows from the layout"),
+    "every_n_epochs": ignore("int", EPOCHS, 0),
+    "every_n_train_steps": maps_to("int", "checkpoint.every"),
+    "train_time_interval": maps_to("mapping", "checkpoint.every_minutes"),
+    "save_on_train_epoch_end": ignore("bool", EPOCHS),
+    "save_nemo_on_train_end": ignore("bool", "see checkpoint.export_hf"),
 }
 STRATEGY: dict[str, KeyRule] = {
     "tensor_model_parallel_size": copies_to("int", "layout.tp"),
@@ -120,8 +107,7 @@ STRATEGY: dict[str, KeyRule] = {
     "virtual_pipeline_model_parallel_size": copies_to("int", "layout.vpp"),
     "pipeline_model_parallel_split_rank": ignore("int", "for encoder-decoder models", 0),
     "context_parallel_size": copies_to("int", "layout.cp"),
-    "expert_model_parallel_size": refuse("int", MOE, 1),
-    "token_shuffle_group_size": refuse("int", MOE, 1),
+    "expert_model_parallel_size token_shuffle_group_size": refuse("int", MOE, 1),
     "zero1": maps_to("bool", "layout.zero"),
     "sequence_parallel": maps_to("bool", "layout.sequence_parallel"),
     "kv_replicator": ignore("int", "follows from layout.tp and model.kv_heads"),
@@ -133,7 +119,7 @@ DATA: dict[str, KeyRule] = {
     "val_dir": ignore("text", VALIDATION_SET, None),
     "test_dir": ignore("text", "test sets are not evaluated"),
     "dev_choose_samples": refuse("int", SFT),
-    **refuse_all("text", SFT, "dataset_name subset_name prompt_name"),
+    "dataset_name subset_name prompt_name": refuse("text", SFT),
     "packing": refuse("bool", SFT, False),
     "use_sft_style_data_module": ignore("bool", "follows from the paths: train_dir or data_prefix"),
     "data_prefix": maps_to("any", "data.source, data.paths, data.weights"),
@@ -144,56 +130,127 @@ DATA: dict[str, KeyRule] = {
     "skip_warmup": ignore("bool", LOADING),
     "num_workers": ignore("int", LOADING),
     "dataloader_type": maps_to("text", "data.order"),
-    "reset_position_ids": maps_to("bool", "data.document_mask"),
-    "reset_attention_mask": maps_to("bool", "data.document_mask"),
+    "reset_position_ids reset_attention_mask": maps_to("bool", "data.document_mask"),
     "eod_mask_loss": maps_to("bool", "data.mask_eod_loss"),
     "validation_drop_last": ignore("bool", "evaluation uses full batches"),
     "no_seqlen_plus_one_input_tokens": refuse("bool", "a sample has data.seq_len + 1 tokens; nearest: false", False),
-    "pad_samples_to_global_batch_size": ignore("bool", "every batch is full"),
-    "drop_last": ignore("bool", "every batch is full"),
+    "pad_samples_to_global_batch_size drop_last": ignore("bool", "every batch is full"),
     "fine_tuning": refuse("any", SFT, False),
-    **refuse_all("any", SFT, "train_ds validation_ds test_ds"),
-    "tokenizer.library": maps_to("text", "data.tokenizer"),
-    "tokenizer.type": maps_to("text", "data.tokenizer"),
-    "tokenizer.model": maps_to("text", "data.tokenizer"),
+    "train_ds validation_ds test_ds": refuse("any", SFT),
+    "tokenizer.library tokenizer.type tokenizer.model": maps_to("text", "data.tokenizer"),
     "tokenizer.vocab_file": maps_to("text", "data.vocab_file"),
     "tokenizer.merge_file": maps_to("text", "data.merges_file"),
     "tokenizer.delimiter": ignore("text", "for tabular data"),
     "tokenizer.sentencepiece_legacy": ignore("bool", "the data is already tokenized", False),
     "tokenizer.use_fast": ignore("bool", "there is one implementation"),
 }
-MANUAL_PRECISION_KEYS = (
-    "master_weights",
-    "fp32_grad_acc",
-    "fp32_grads_cc",
-    "xla_use_bf16",
-    "xla_downcast_bf16",
-    "neuron_rt_stochastic_rounding_en",
-)
-"""Keys that NxDT reads only with precision.type=manual."""
 PRECISION: dict[str, KeyRule] = {
     "type": maps_to("text", "precision.kind"),
+    "parallel_layers_reduce_dtype": ignore("text", "tensor parallel reductions use the compute dtype", "bf16"),
+}
+MANUAL_PRECISION: dict[str, KeyRule] = {
     "master_weights": maps_to("bool", "precision.kind"),
     "fp32_grad_acc": maps_to("bool", "precision.grad_dtype"),
     "fp32_grads_cc": maps_to("bool", "precision.reduce_dtype"),
-    "xla_use_bf16": maps_to("digit", "precision.kind"),
-    "xla_downcast_bf16": maps_to("digit", "precision.kind"),
-    "neuron_rt_stochastic_rounding_en": maps_to("digit", "precision.kind"),
-    "parallel_layers_reduce_dtype": ignore("text", "tensor parallel reductions use the compute dtype", "bf16"),
+    "xla_use_bf16 xla_downcast_bf16 neuron_rt_stochastic_rounding_en": maps_to("digit", "precision.kind"),
 }
+"""Keys of the precision section that NxDT reads only with type=manual."""
 ALIGNMENT: dict[str, KeyRule] = {
-    **refuse_all(
-        "any",
-        DPO,
-        "dpo.kl_beta dpo.loss_type dpo.max_prompt_length dpo.precompute_ref_log_probs dpo.truncation_mode",
+    "dpo.kl_beta dpo.loss_type dpo.max_prompt_length dpo.precompute_ref_log_probs dpo.truncation_mode": refuse(
+        "any", DPO
     ),
     "sft.packing": refuse("any", SFT),
-    **refuse_all("any", ORPO, "orpo.beta orpo.max_prompt_length orpo.truncation_mode"),
-    **refuse_all(
-        "any",
-        LORA,
-        "peft.lora_rank peft.lora_alpha peft.lora_dropout peft.lora_bias peft.lora_verbose peft.target_modules "
-        "peft.load_lora_from_ckpt peft.save_lora_base peft.merge_lora peft.save_lora_config_adapter "
-        "peft.merge_sharded_lora",
-    ),
+    "orpo.beta orpo.max_prompt_length orpo.truncation_mode": refuse("any", ORPO),
+    "peft.lora_rank peft.lora_alpha peft.lora_dropout peft.lora_bias peft.lora_verbose peft.target_modules "
+    "peft.load_lora_from_ckpt peft.save_lora_base peft.merge_lora peft.save_lora_config_adapter "
+    "peft.merge_sharded_lora": refuse("any", LORA),
 }
+MODEL: dict[str, KeyRule] = {
+    "model_config": maps_to("text", "model.vocab, model.heads, model.kv_heads, model.ffn"),
+    "encoder_seq_length": maps_to("int", "data.seq_len"),
+    "max_position_embeddings": maps_to("int", "model.max_positions"),
+    "num_layers": maps_to("int", "model.layers"),
+    "hidden_size": maps_to("int", "model.hidden"),
+    "rope_theta position_freq_base position_abf_factor": maps_to("number", "model.rope_theta"),
+    "qkv_linear": ignore("bool", "kv heads are sharded or replicated over tp ranks as their number requires"),
+    "fuse_qkv": maps_to("bool", "model.fuse_qkv"),
+    "transpose_nki_inputs": ignore("bool", DEVICE),
+    "pipeline_cuts": maps_to("list", "layout.pipeline_cuts"),
+    "use_cpu_initialization": ignore("bool", OWN_SHARD),
+    "weight_init_only": maps_to("bool", "checkpoint.init_from"),
+    "activations_checkpoint_granularity": maps_to("text", "recompute.kind"),
+    "activations_checkpoint_recompute": maps_to("list", "recompute.kind, recompute.modules"),
+    "activations_checkpoint_recompute_mlp": maps_to("bool", "recompute.kind, recompute.modules"),
+    "activations_checkpoint_method": refuse("text", PARTIAL_RECOMPUTE, "uniform"),
+    "activations_checkpoint_num_layers": refuse("int", PARTIAL_RECOMPUTE, 1),
+    "activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_activation_checkpoints": refuse(
+        "any", PARTIAL_RECOMPUTE
+    ),
+    "disable_layer_norm_checkpointing": ignore("bool", "set by activations_checkpoint_recompute"),
+    "do_layer_norm_weight_decay": ignore("bool", "norms and biases never decay here"),
+    "save_logits": ignore("bool", "logits are computed in chunks", False),
+    "fusions.softmax fusions.flash_attention persist_layer_norm gradient_accumulation_fusion "
+    "bias_activation_fusion bias_dropout_add_fusion masked_softmax_fusion": ignore("bool", FUSED),
+    "fusions.ring_attention": maps_to("bool", "layout.cp_method"),
+    "ffn_hidden_size": maps_to("int", "model.ffn"),
+    "num_attention_heads": maps_to("int", "model.heads"),
+    "num_kv_heads": maps_to("int", "model.kv_heads"),
+    "init_method_std": maps_to("number", "model.init_std"),
+    "use_scaled_init_method": maps_to("bool", "model.scaled_init"),
+    "hidden_dropout": maps_to("number", "model.hidden_dropout, model.embedding_dropout"),
+    "attention_dropout": maps_to("number", "model.attention_dropout"),
+    "ffn_dropout": ignore("number", "there is no dropout inside the MLP; hidden_dropout applies to its output", 0, 0.0),
+    "kv_channels": maps_to("int", "model.head_dim"),
+    "apply_query_key_layer_scaling": ignore("bool", "softmax runs in fp32, which needs no extra scaling"),
+    "normalization position_embedding_type activation": maps_to("text", "model.family"),
+    "layernorm_epsilon": maps_to("number", "model.norm_eps"),
+    "make_vocab_size_divisible_by": ignore("int", "the vocabulary is padded only as layout.tp requires"),
+    "share_embeddings_and_output_weights": maps_to("bool", "model.tie_embeddings"),
+    "rotary_percentage": refuse("number", "RoPE rotates full heads; nearest: 1.0", 1, 1.0),
+    "positition_interpolation_factor position_interpolation_factor": maps_to("number", "model.rope_scaling"),
+    "transformer_block_type": refuse("text", "blocks are pre-norm; nearest: pre_ln", "pre_ln"),
+    "has_bias": maps_to("bool", "model.family"),
+    "sliding_window_size": ignore("int", "a window as long as the sequence covers all of it"),
+    "fp32_residual_connection": refuse("bool", "the residual stream has the compute dtype; nearest: false", False),
+    "fp16_lm_cross_entropy": refuse("bool", "the loss runs in fp32; nearest: false", False),
+    "use_emha": refuse("bool", "unsupported attention; nearest: false", False),
+    "megatron_amp_o2": ignore("bool", "set by precision.type"),
+    "precision": ignore("any", "set by precision.type"),
+    "wrap_with_zero": ignore("bool", "set by distributed_strategy.zero1"),
+    "optim.name": maps_to("text", "optimizer.kind"),
+    "optim.lr": copies_to("number", "optimizer.lr"),
+    "optim.weight_decay": copies_to("number", "optimizer.weight_decay", 0.01),
+    "optim.betas": maps_to("list", "optimizer.beta1, optimizer.beta2"),
+    "optim.eps": copies_to("number", "optimizer.eps", 1e-8),
+    "optim.capturable": ignore("bool", "the update never synchronizes with the host"),
+    "optim.sched.name": maps_to("text", "schedule.kind"),
+    "optim.sched.warmup_steps": maps_to("int", "schedule.warmup_steps"),
+    "optim.sched.warmup_ratio": maps_to("number", "schedule.warmup_steps"),
+    "optim.sched.constant_steps": maps_to("int", "schedule.decay_steps"),
+    "optim.sched.min_lr": maps_to("number", "schedule.min_lr"),
+    "optim.sched.max_steps": ignore("int", "trainer.max_steps replaces it, in NxDT too"),
+    "moe.num_experts moe.frequency moe.dropout moe.moe_dropout moe.capacity_factor moe.dropless moe.glu_mlp "
+    "moe.routing_algorithm moe.router_activation moe.sinkhorn_iterations moe.sinkhorn_tol moe.top_k "
+    "moe.output_router_logits moe.router_aux_loss_coef moe.normalize_top_k_affinities moe.token_shuffle_group_size "
+    "moe.token_shuffle_seed": refuse("any", MOE),
+}
+NXDT_KEYS: dict[str, KeyRule] = {
+    **split_names(TOP),
+    **split_names(TRAINER, "trainer."),
+    **split_names(EXP_MANAGER, "exp_manager."),
+    **split_names(CHECKPOINT_CALLBACK, "exp_manager.checkpoint_callback_params."),
+    **split_names(STRATEGY, "distributed_strategy."),
+    **split_names(DATA, "data."),
+    **split_names(MODEL, "model."),
+    **split_names(PRECISION | MANUAL_PRECISION, "precision."),
+    **split_names(ALIGNMENT, "model_alignment_strategy."),
+}
+"""Rules by dotted key."""
+KEYS_FOUND_AT_ANY_DEPTH = {
+    "ring_attention": "model.fusions.ring_attention",
+    "context_parallel_size": "distributed_strategy.context_parallel_size",
+    **{f"lora_{name}": f"model_alignment_strategy.peft.lora_{name}" for name in ("rank", "alpha", "dropout", "bias")},
+    "kl_beta": "model_alignment_strategy.dpo.kl_beta",
+    "wrap_with_zero": "model.wrap_with_zero",
+}
+"""Names that NxDT searches at any depth of the tree, with their regular keys."""

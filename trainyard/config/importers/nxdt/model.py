@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config.hf_config import from_hf
-from trainyard.config.importers.key_table import find_path
-from trainyard.config.importers.known_models import GPT2_VOCAB, find_known_model, vocab_size_from_file
+from trainyard.config.importers.key_table import check_choice, find_path
+from trainyard.config.importers.known_models import find_known_model
+from trainyard.config.importers.megatron_semantics import check_family, vocab_size
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
 
 NxdtKeys = dict[str, Any]
-FAMILY_KEYS: dict[str, dict[str, object]] = {
-    "llama": {"normalization": "rmsnorm", "position_embedding_type": "rope", "has_bias": False},
-    "gpt": {"normalization": "layernorm", "position_embedding_type": "learned_absolute", "has_bias": True},
+REQUIRED_VALUES: dict[str, dict[str, object]] = {
+    "llama": {"model.normalization": "rmsnorm", "model.position_embedding_type": "rope", "model.has_bias": False},
+    "gpt": {
+        "model.normalization": "layernorm",
+        "model.position_embedding_type": "learned_absolute",
+        "model.has_bias": True,
+    },
 }
-"""Values of NxDT's keys that each of our families requires."""
+"""Values of NxDT's keys by model family; those of gpt are also NxDT's defaults."""
 ACTIVATION_FAMILY = {"swiglu": "llama", "gelu": "gpt"}
-NXDT_DEFAULTS = FAMILY_KEYS["gpt"]
 OVERRIDE_HINT = "or set the keys, such as model.vocab=32000"
 CONFIG_JSON_KEYS = "vocab_size, num_attention_heads, num_key_value_heads, intermediate_size"
 
@@ -27,13 +31,13 @@ CONFIG_JSON_KEYS = "vocab_size, num_attention_heads, num_key_value_heads, interm
 def hf_model_section(keys: NxdtKeys, directory: Path, warnings: list[str]) -> tuple[dict[str, Any], str]:
     """Return our model section, and a hint where values of missing keys come from."""
     config_name = keys.get("model.model_config")
-    overrides = {
-        "layers": _size_or_none(keys, "model.num_layers"),
-        "hidden": _size_or_none(keys, "model.hidden_size"),
-        "rope_theta": _rope_theta(keys.get("model.rope_theta")),
-        "max_positions": keys.get("model.max_position_embeddings"),
-    }
-    overrides = {key: value for key, value in overrides.items() if value is not None}
+    names = {"layers": "num_layers", "hidden": "hidden_size", "rope_theta": "rope_theta"}
+    overrides = {key: keys.get(f"model.{name}", -1) for key, name in names.items()}
+    overrides = {key: value for key, value in overrides.items() if value != -1}  # -1: the value in config.json
+    if "rope_theta" in overrides:
+        overrides["rope_theta"] = float(overrides["rope_theta"])
+    if "model.max_position_embeddings" in keys:
+        overrides["max_positions"] = keys["model.max_position_embeddings"]
     if "mixtral" in str(keys.get("name", "")).lower():
         raise UserError(f"name={keys['name']}: mixture of experts: only dense models are supported; nearest: a Llama")
     hint = ""
@@ -60,30 +64,22 @@ def hf_model_section(keys: NxdtKeys, directory: Path, warnings: list[str]) -> tu
     # NxDT uses the larger of its own key and config.json's.
     max_positions = max(keys.get("model.max_position_embeddings") or 0, model.get("max_positions", 0) if path else 0)
     model |= overrides | ({"max_positions": max_positions} if max_positions else {})
-    fuse_qkv = keys.get("model.fuse_qkv")
-    return model | {"scaled_init": False} | ({} if fuse_qkv is None else {"fuse_qkv": fuse_qkv}), hint
+    fuse_qkv = {"fuse_qkv": keys["model.fuse_qkv"]} if "model.fuse_qkv" in keys else {}
+    return model | {"scaled_init": False} | fuse_qkv, hint
 
 
 def megatron_model_section(keys: NxdtKeys, warnings: list[str]) -> tuple[dict[str, Any], str]:
     """Return our model section, and a hint where values of missing keys come from."""
     activation = keys.get("model.activation") or "gelu"
-    family = ACTIVATION_FAMILY.get(activation)
-    if family is None:
-        raise UserError(f"model.activation={activation}: not one of {', '.join(ACTIVATION_FAMILY)}; nearest: swiglu")
-    for name, required in FAMILY_KEYS[family].items():
-        value = keys.get(f"model.{name}")
-        value = NXDT_DEFAULTS[name] if value is None else value
-        if value != required:
-            raise UserError(
-                f"model.{name}={format_value(value)}: not supported with activation={activation} (family {family}); "
-                f"nearest: {format_value(required)}"
-            )
+    check_choice("model.activation", activation, ACTIVATION_FAMILY, "swiglu")
+    family = ACTIVATION_FAMILY[activation]
+    found = {name: keys.get(name, default) for name, default in REQUIRED_VALUES["gpt"].items()}
+    check_family(family, f"with activation={activation}", found, REQUIRED_VALUES[family])
     heads, hidden = keys.get("model.num_attention_heads"), keys.get("model.hidden_size")
-    tie_embeddings = keys.get("model.share_embeddings_and_output_weights")
-    scaled_init = keys.get("model.use_scaled_init_method")
+    files = [keys.get(f"data.tokenizer.{name}") for name in ("vocab_file", "type", "model")]
     model: dict[str, Any] = {
         "family": family,
-        "vocab": _vocab_size(keys),
+        "vocab": vocab_size(files, keys.get("data.tokenizer.type")),
         "hidden": hidden,
         "layers": keys.get("model.num_layers"),
         "heads": heads,
@@ -91,8 +87,8 @@ def megatron_model_section(keys: NxdtKeys, warnings: list[str]) -> tuple[dict[st
         "max_positions": keys.get("model.max_position_embeddings") or keys.get("model.encoder_seq_length"),
         "init_std": keys.get("model.init_method_std"),
         "norm_eps": keys.get("model.layernorm_epsilon"),
-        "scaled_init": True if scaled_init is None else scaled_init,
-        "tie_embeddings": True if tie_embeddings is None else tie_embeddings,
+        "scaled_init": keys.get("model.use_scaled_init_method", True),
+        "tie_embeddings": keys.get("model.share_embeddings_and_output_weights", True),
     }
     model |= _llama(keys, heads) if family == "llama" else _gpt(keys, heads, hidden)
     model = {key: value for key, value in model.items() if value is not None}
@@ -113,7 +109,7 @@ def _llama(keys: NxdtKeys, heads: int | None) -> dict[str, Any]:
     return {
         "kv_heads": keys.get("model.num_kv_heads") or heads,
         "head_dim": keys.get("model.kv_channels"),
-        "rope_theta": _rope_theta(base * abf_factor),
+        "rope_theta": float(base * abf_factor),
         "rope_scaling": {"kind": "linear", "factor": float(factor)} if factor != 1 else None,
     }
 
@@ -124,22 +120,13 @@ def _gpt(keys: NxdtKeys, heads: int | None, hidden: int | None) -> dict[str, Any
         raise UserError(f"model.num_kv_heads={kv_heads}: GPT has one kv head per head; nearest: {heads}")
     if head_dim and heads and hidden and head_dim * heads != hidden:
         raise UserError(f"model.kv_channels={head_dim}: the head size of GPT is hidden_size / heads; nearest: null")
-    dropout, attention_dropout = keys.get("model.hidden_dropout"), keys.get("model.attention_dropout")
-    hidden_dropout = 0.1 if dropout is None else float(dropout)
+    hidden_dropout = float(keys.get("model.hidden_dropout", 0.1))
     return {
         "activation": "gelu",
         "hidden_dropout": hidden_dropout,
         "embedding_dropout": hidden_dropout,
-        "attention_dropout": float(attention_dropout or 0.0),
+        "attention_dropout": float(keys.get("model.attention_dropout", 0.0)),
     }
-
-
-def _vocab_size(keys: NxdtKeys) -> int | None:
-    for name in ("vocab_file", "type", "model"):
-        path = keys.get(f"data.tokenizer.{name}")
-        if path and (size := vocab_size_from_file(path)):
-            return size
-    return GPT2_VOCAB if keys.get("data.tokenizer.type") == "GPT2BPETokenizer" else None
 
 
 def _find_config_json(name: str | None, directory: Path) -> Path | None:
@@ -148,13 +135,3 @@ def _find_config_json(name: str | None, directory: Path) -> Path | None:
         raise UserError("model.model_config: missing; needed: the path of a Hugging Face config.json")
     path = find_path(name, relative_to=directory)
     return find_path(path / "config.json") if path and path.is_dir() else path
-
-
-def _size_or_none(keys: NxdtKeys, name: str) -> int | None:
-    """Return a size; NxDT's -1 stands for the value in config.json."""
-    value = keys.get(name)
-    return None if value == -1 else value
-
-
-def _rope_theta(value: float | None) -> float | None:
-    return None if value in (None, -1) else float(value or 0)

@@ -1,22 +1,20 @@
 """Sections of an NxDT file that need more than a renamed key, one function per section of our configuration.
 
-`keys` holds NxDT's values by dotted key. Each function returns values by our dotted keys and may append warnings.
+`keys` holds NxDT's values by dotted key, without nulls. Each function returns values by our dotted keys and may append
+warnings.
 """
 
 import re
 from pathlib import PurePath
 from typing import Any
 
-from trainyard.config.importers.key_table import ConfigKeys, run_name
+from trainyard.config.importers.key_table import ConfigKeys, check_choice, run_name
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
 
 NxdtKeys = dict[str, Any]
-STRATEGY, CALLBACK, SCHEDULER = (
-    "distributed_strategy.",
-    "exp_manager.checkpoint_callback_params.",
-    "model.optim.sched.",
-)
+STRATEGY, SCHEDULER = "distributed_strategy.", "model.optim.sched."
+CALLBACK = "exp_manager.checkpoint_callback_params."
 SCHEDULES = {
     "CosineAnnealing": "cosine",
     "LinearAnnealingWithWarmUp": "linear",
@@ -50,10 +48,8 @@ MINUTES = {"days": 1440.0, "hours": 60.0, "minutes": 1.0, "seconds": 1 / 60}
 
 
 def layout_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
-    tp = keys.get(STRATEGY + "tensor_model_parallel_size") or 1
-    pp = keys.get(STRATEGY + "pipeline_model_parallel_size") or 1
-    vpp = keys.get(STRATEGY + "virtual_pipeline_model_parallel_size") or 1
-    cp = keys.get(STRATEGY + "context_parallel_size") or 1
+    axes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
+    tp, pp, vpp, cp = (keys.get(f"{STRATEGY}{axis}_parallel_size") or 1 for axis in axes)
     config_keys: ConfigKeys = {
         "layout.zero": 0 if keys.get(STRATEGY + "zero1") is False else 1,
         "layout.sequence_parallel": bool(keys.get(STRATEGY + "sequence_parallel")) and tp != 1,
@@ -79,11 +75,10 @@ def layout_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
 
 
 def precision_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
-    kind = keys.get("precision.type")
+    kind = keys.get("precision.type", "")
     if kind == "manual":
         return _manual_precision(keys)
-    if kind not in PRECISION_KINDS:
-        raise UserError(f"precision.type={format_value(kind)}: not one of {', '.join([*PRECISION_KINDS, 'manual'])}")
+    check_choice("precision.type", keys.get("precision.type"), [*PRECISION_KINDS, "manual"])
     if PRECISION_KINDS[kind] == "bf16" and keys.get(STRATEGY + "zero1") is False:
         warnings.append(f"precision.type={kind}: NxDT has no fp32 master weights without zero1; we keep them")
     return {"precision.kind": PRECISION_KINDS[kind]}
@@ -108,37 +103,24 @@ def _manual_precision(keys: NxdtKeys) -> ConfigKeys:
     )
 
 
-def optimizer_keys(keys: NxdtKeys) -> ConfigKeys:
-    name, weight_decay = keys.get("model.optim.name"), keys.get("model.optim.weight_decay")
-    weight_decay = 0.01 if weight_decay is None else weight_decay
-    if name not in ("adamw", "adamw_fp32OptState") and not (name == "adam" and weight_decay == 0):
+def optimizer_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    name, betas = keys.get("model.optim.name"), keys.get("model.optim.betas") or [0.9, 0.999]
+    adam_without_decay = name == "adam" and keys.get("model.optim.weight_decay") == 0
+    if name not in ("adamw", "adamw_fp32OptState") and not adam_without_decay:
         raise UserError(f"model.optim.name={format_value(name)}: not adamw or adamw_fp32OptState; nearest: adamw")
-    if keys.get("model.optim.lr") is None:
+    if "model.optim.lr" not in keys:
         raise UserError("model.optim.lr: missing; needed: the peak learning rate")
-    betas = keys.get("model.optim.betas") or [0.9, 0.999]
     if len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas):
         raise UserError(f"model.optim.betas={format_value(betas)}: not two numbers; nearest: [0.9, 0.95]")
-    eps = keys.get("model.optim.eps")
-    return {
-        "optimizer.kind": "adamw",
-        "optimizer.lr": keys["model.optim.lr"],
-        "optimizer.weight_decay": weight_decay,
-        "optimizer.beta1": betas[0],
-        "optimizer.beta2": betas[1],
-        "optimizer.eps": 1e-8 if eps is None else eps,
-        "optimizer.max_grad_norm": keys.get("trainer.gradient_clip_val") or 0.0,
-    }
+    return {"optimizer.kind": "adamw", "optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
 
 
 def schedule_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     name, steps = keys.get(SCHEDULER + "name"), keys.get("trainer.max_steps") or 0
     if name is None:
         return {"schedule.kind": "constant"}
-    if name not in SCHEDULES:
-        schedules = ", ".join(SCHEDULES)
-        raise UserError(f"{SCHEDULER}name={format_value(name)}: not one of {schedules}; nearest: CosineAnnealing")
-    ratio, warmup_steps = keys.get(SCHEDULER + "warmup_ratio"), keys.get(SCHEDULER + "warmup_steps")
-    warmup_steps = int(ratio * steps) if ratio and warmup_steps is None else warmup_steps or 0
+    check_choice(f"{SCHEDULER}name", name, SCHEDULES, "CosineAnnealing")
+    warmup_steps = keys.get(SCHEDULER + "warmup_steps", int(keys.get(SCHEDULER + "warmup_ratio", 0) * steps))
     config_keys: ConfigKeys = {"schedule.kind": SCHEDULES[name], "schedule.warmup_steps": warmup_steps}
     if name in ("CosineAnnealing", "WarmupAnnealing"):
         config_keys["schedule.min_lr"] = keys.get(SCHEDULER + "min_lr") or 0.0
@@ -175,9 +157,7 @@ def recompute_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
         with_mlp = keys.get("model.activations_checkpoint_recompute_mlp") and is_long
         classes = ["CoreAttention", "LlamaMLP"] if with_mlp else ["CoreAttention"]
     for name in classes:
-        if not isinstance(name, str) or name not in RECOMPUTE_MODULES:
-            known = ", ".join(RECOMPUTE_MODULES)
-            raise UserError(f"model.activations_checkpoint_recompute={format_value(name)}: not one of {known}")
+        check_choice("model.activations_checkpoint_recompute", name, RECOMPUTE_MODULES)
     modules = list(dict.fromkeys(RECOMPUTE_MODULES[name] for name in classes))
     if modules == ["core_attention"] or not modules:
         return {"recompute.kind": "attention" if modules else "none"}
@@ -210,7 +190,7 @@ def _minutes(interval: dict[str, Any]) -> float:
     return sum(MINUTES[unit] * count for unit, count in interval.items())
 
 
-def log_keys(keys: NxdtKeys) -> ConfigKeys:
+def log_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     run_directory = keys.get("exp_manager.explicit_log_dir") or keys.get("exp_manager.exp_log_dir")
     if run_directory:
         path = PurePath(run_directory)
