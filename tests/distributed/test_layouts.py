@@ -2,9 +2,10 @@
 
 Each case runs on up to eight gloo ranks and on one rank: initial weights and batches are equal bit for bit, losses to
 1e-6, every gradient of every step and every final weight to 1e-5 of its tensor's largest element, in fp32. The fast
-tier runs 3 steps, the nightly tier 10.
+tier runs two steps of four samples, the nightly tier ten steps of eight samples with deeper models.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,15 +18,29 @@ from trainyard.verify.compare_layouts import VerifyRecord, compare_records, sing
 
 pytestmark = pytest.mark.xdist_group("pool")
 
-FAST_STEPS, NIGHTLY_STEPS, PLANTED_STEPS = 3, 10, 2
 
-# Four layers give every pipeline stage some; dropout is on because its masks must not depend on the layout.
-LLAMA = {**configs.LLAMA, "layers": 4}
-GPT = {**configs.GPT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
-BERT = {**configs.BERT, "layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+@dataclass(frozen=True)
+class Size:
+    """How much of a training a case compares. Micro batches have one sample, so gradients always accumulate."""
+
+    steps: int
+    global_batch: int
+    layers: int
+
+
+FAST, NIGHTLY = Size(steps=2, global_batch=4, layers=2), Size(steps=10, global_batch=8, layers=4)
+PIPELINE_LAYERS = 4
+"""Every pipeline stage gets a layer, at both sizes."""
+
+# Dropout is on because its masks must not depend on the layout.
+LLAMA = configs.LLAMA
+GPT = {**configs.GPT, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 ODD_VOCAB = {"vocab": 263}
 """A vocabulary that no number of ranks divides."""
 SP = {"sequence_parallel": True}
+UNEVEN_COUNTS = {"train": {"global_batch": 8, "micro_batch": 2}}
+"""A batch whose ranks have different numbers of masked tokens."""
 
 
 def case(
@@ -73,10 +88,10 @@ CASES = [
     case(2, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv"}, GPT, "tied"),
     case(4, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv", "zero": 1}, GPT, "tied"),
     case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, LLAMA, "bf16", precision={"kind": "bf16"}),
-    case(4, {"pp": 4}, LLAMA, "few-micro-batches", train={"micro_batch": 4}),
+    case(4, {"pp": 4}, LLAMA, "few-micro-batches", train={"global_batch": 8, "micro_batch": 4}),
     # data parallel
     case(2, {}),
-    case(4, {}, BERT, train={"micro_batch": 2}),
+    case(4, {}, BERT, **UNEVEN_COUNTS),
     case(2, {"zero": 1}),
     case(4, {"zero": 1, "bucket_mib": 1}, BERT),
     case(3, {"zero": 1}, LLAMA, "odd-shards", train={"global_batch": 6}),
@@ -113,9 +128,10 @@ CASES = [
 ]
 
 
-def configure(layout: dict[str, Any], model: dict[str, Any], sections: dict[str, Any]) -> Config:
+def configure(layout: dict[str, Any], model: dict[str, Any], sections: dict[str, Any], size: Size = FAST) -> Config:
+    model = {**model, "layers": PIPELINE_LAYERS if "pp" in layout else size.layers}
     base: dict[str, Any] = {
-        "train": {"global_batch": 8, "micro_batch": 1, "steps": NIGHTLY_STEPS},
+        "train": {"global_batch": size.global_batch, "micro_batch": 1, "steps": NIGHTLY.steps},
         # Adam divides a gradient by its own magnitude, so a gradient that is only rounding error would give an update
         # that is, too. With this eps the update is a smooth function of the gradient.
         "optimizer": {"lr": 1e-3, "eps": 1e-3, "max_grad_norm": 0.3},
@@ -145,7 +161,10 @@ def run(
     return pool.run(JOB, (config, steps, planted), ranks)[0], references[key]
 
 
-@pytest.mark.parametrize("steps", [FAST_STEPS, pytest.param(NIGHTLY_STEPS, marks=pytest.mark.nightly)])
+SIZES = [pytest.param(FAST, id="fast"), pytest.param(NIGHTLY, id="nightly", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("ranks", "layout", "model", "sections"), CASES)
 def test_layout_equals_one_rank(
     pool: Pool,
@@ -154,14 +173,14 @@ def test_layout_equals_one_rank(
     layout: dict[str, Any],
     model: dict[str, Any],
     sections: dict[str, Any],
-    steps: int,
+    size: Size,
 ) -> None:
-    config = configure(layout, model, sections)
+    config = configure(layout, model, sections, size)
     if config.layout.pipeline_schedule != "1f1b" and not supports_zero_bubble():
         with pytest.raises(RankFailed, match="nearest: 1f1b"):
-            run(pool, references, config, ranks, steps)
+            run(pool, references, config, ranks, size.steps)
         return
-    findings = compare_records(*run(pool, references, config, ranks, steps), config.precision.kind)
+    findings = compare_records(*run(pool, references, config, ranks, size.steps), config.precision.kind)
     assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
 
 
@@ -185,31 +204,31 @@ def test_decomposed_attention_equals_one_rank(
 ) -> None:
     """Attention as on Trainium: keys and values are gathered, and a compiler sees plain operators only."""
     config = configure(layout, model, sections)
-    records = run(pool, references, config, ranks, FAST_STEPS, "decomposed-attention")
+    records = run(pool, references, config, ranks, FAST.steps, "decomposed-attention")
     findings = compare_records(*records, config.precision.kind)
     assert all(finding.ok for finding in findings), "\n".join(str(finding) for finding in findings)
 
 
-PLANTED = {
-    # error, and a layout that must reveal it
-    "kv-gradients-not-summed": (4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}),
-    "norm-gradients-not-summed": (2, {"tp": 2, **SP}, LLAMA),
-    "tied-gradients-not-summed": (2, {"pp": 2}, {**LLAMA, "tie_embeddings": True}),
-    "data-parallel-gradients-not-summed": (2, {"zero": 1}, LLAMA),
-    "mean-of-means": (2, {}, BERT),
-    "replicas-counted-in-norm": (4, {"tp": 4}, {**LLAMA, "kv_heads": 1}),
-    "dropout-depends-on-rank": (2, {"tp": 2, **SP}, GPT),
-    "ring-misses-last-token": (2, {"cp": 2}, LLAMA),
-    "softmax-over-local-vocabulary": (2, {"tp": 2}, LLAMA),
-    "init-depends-on-rank": (2, {"tp": 2}, LLAMA),
-    "batches-shifted": (2, {}, LLAMA),
-    "gathered-keys-out-of-order": (2, {"cp": 2}, LLAMA),
+PLANTED: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # error, and a case that must reveal it
+    "kv-gradients-not-summed": (4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}, {}),
+    "norm-gradients-not-summed": (2, {"tp": 2, **SP}, LLAMA, {}),
+    "tied-gradients-not-summed": (2, {"pp": 2}, {**LLAMA, "tie_embeddings": True}, {}),
+    "data-parallel-gradients-not-summed": (2, {"zero": 1}, LLAMA, {}),
+    "mean-of-means": (4, {}, BERT, UNEVEN_COUNTS),
+    "replicas-counted-in-norm": (4, {"tp": 4}, {**LLAMA, "kv_heads": 1}, {}),
+    "dropout-depends-on-rank": (2, {"tp": 2, **SP}, GPT, {}),
+    "ring-misses-last-token": (2, {"cp": 2}, LLAMA, {}),
+    "softmax-over-local-vocabulary": (2, {"tp": 2}, LLAMA, {}),
+    "init-depends-on-rank": (2, {"tp": 2}, LLAMA, {}),
+    "batches-shifted": (2, {}, LLAMA, {}),
+    "gathered-keys-out-of-order": (2, {"cp": 2}, LLAMA, {}),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_error_is_found(pool: Pool, references: References, planted: str) -> None:
-    ranks, layout, model = PLANTED[planted]
-    config = configure(layout, model, {})
-    findings = compare_records(*run(pool, references, config, ranks, PLANTED_STEPS, planted), config.precision.kind)
+    ranks, layout, model, sections = PLANTED[planted]
+    config = configure(layout, model, sections)
+    findings = compare_records(*run(pool, references, config, ranks, FAST.steps, planted), config.precision.kind)
     assert not all(finding.ok for finding in findings), planted
