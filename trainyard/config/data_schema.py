@@ -17,7 +17,7 @@ class DataSection(Section):
     paths: Annotated[tuple[str, ...], Strict(False)] = ()
     """Files or globs; for source=tokens, names without .bin. Default: a small built-in text (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
-    """Blend weights, one per entry of data.paths. Default: all paths form one data set."""
+    """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
     order: Literal["shuffled", "megatron"] = "shuffled"
     """shuffled: by train.seed and step, without index files; megatron: the order of Megatron-LM (source=tokens)."""
     split: str | None = None
@@ -51,9 +51,8 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if self.weights and len(self.weights) != len(self.paths):
-            raise ValueError(
-                f"weights: {len(self.weights)} weights for {len(self.paths)} data.paths; give one per path"
-            )
+            found = f"{len(self.weights)} weights for {len(self.paths)} data.paths"
+            raise ValueError(f"weights: {found}; give one per path")
         if self.source in ("tokens", "arrow", "hdf5") and not self.paths:
             raise ValueError(f"paths: missing; source={self.source} reads files")
         for key, is_set in (("order", self.order != "shuffled"), ("split", self.split)):

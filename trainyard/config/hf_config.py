@@ -8,26 +8,25 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainyard.config.model_schema import (
-    BertConfig,
-    GptConfig,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    LlamaConfig,
-    ModelConfig,
-)
+from pydantic import ValidationError
+
+from trainyard.config.model_schema import BertConfig, GptConfig, LlamaConfig, ModelConfig
 from trainyard.core.errors import UserError
 
 REQUIRED = object()
 """Default of keys that a config.json must have."""
 GELU_NAMES = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 HF_GELU_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-LLAMA3_ROPE_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_positions": "original_max_position_embeddings",
+ROPE_KEYS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_positions": "original_max_position_embeddings",
+    },
 }
+"""Key of transformers by our key, for each kind of RoPE scaling."""
 
 
 class HfFormat(NamedTuple):
@@ -130,8 +129,12 @@ def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
         raise UserError(f"{name}: {error.args[0]}: missing") from None
     except (TypeError, AttributeError):
         raise UserError(f"{name}: not a config.json of {kind}: a value has the wrong type") from None
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        key = ".".join(map(str, mistake["loc"]))
+        raise UserError(f"{name}: {key}={mistake['input']}: {mistake['msg']}") from None
     except ValueError as error:
-        raise UserError(f"{name}: {_first_line(error)}") from None
+        raise UserError(f"{name}: {error}") from None
 
 
 def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
@@ -173,31 +176,19 @@ def _read(data: dict[str, Any], hf: HfFormat) -> ModelConfig:
     return hf.config_class.model_validate({"family": hf.family, **values})
 
 
-def _rope_from_hf(rope: dict[str, Any]) -> LinearRopeScaling | Llama3RopeScaling | None:
+def _rope_from_hf(rope: dict[str, Any]) -> dict[str, Any] | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    if kind == "linear":
-        return LinearRopeScaling(factor=float(rope["factor"]))
-    if kind == "llama3":
-        values = {key: rope[hf_key] for key, hf_key in LLAMA3_ROPE_KEYS.items()}
-        floats = {key: float(value) for key, value in values.items() if key != "original_max_positions"}
-        return Llama3RopeScaling.model_validate(values | floats)
-    raise ValueError(f"rope_type={kind}: not supported; one of default, linear, llama3")
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"rope_type={kind}: not supported; one of default, {', '.join(ROPE_KEYS)}")
+    values = {key: rope[hf_key] for key, hf_key in ROPE_KEYS[kind].items()}
+    floats = {key: float(value) for key, value in values.items() if key != "original_max_positions"}
+    return {"kind": kind, **values, **floats}
 
 
 def _rope_to_hf(model: LlamaConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
-    if isinstance(scaling, LinearRopeScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, Llama3RopeScaling):
-        return {"rope_type": "llama3", **{hf_key: getattr(scaling, key) for key, hf_key in LLAMA3_ROPE_KEYS.items()}}
-    return {"rope_type": "default"}
-
-
-def _first_line(error: ValueError) -> str:
-    details = getattr(error, "errors", None)
-    if callable(details):
-        mistake = details()[0]
-        return f"{'.'.join(map(str, mistake['loc']))}={mistake['input']}: {mistake['msg']}"
-    return str(error)
+    if scaling is None:
+        return {"rope_type": "default"}
+    return {"rope_type": scaling.kind, **{hf: getattr(scaling, key) for key, hf in ROPE_KEYS[scaling.kind].items()}}

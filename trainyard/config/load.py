@@ -28,7 +28,13 @@ def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str]
     path = find_config(source)
     data = read_yaml(path)
     if is_nxdt(data):
-        return _load_nxdt(data, path, str(source), overrides, warn or partial(print, file=sys.stderr))
+        from trainyard.config.importers.nxdt.convert import import_nxdt  # its tables are large; few files need them
+
+        imported = import_nxdt(data, str(source), path.parent)
+        note = f"{source}: a file of NxD Training; `trainyard import {source}` shows what its keys become"
+        for line in (note, *imported.warnings):
+            (warn or partial(print, file=sys.stderr))(f"note: {line}")
+        return validate_imported(imported, overrides, str(source))
     return parse(data, overrides, str(source))
 
 
@@ -59,18 +65,6 @@ def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), s
     except UserError as error:
         hint = f" ({imported.missing_hint})" if imported.missing_hint and ": missing" in str(error) else ""
         raise UserError(f"{error}{hint}") from None
-
-
-def _load_nxdt(
-    data: dict[str, Any], path: Path, source: str, overrides: Iterable[str], warn: Callable[[str], None]
-) -> Config:
-    from trainyard.config.importers.nxdt.convert import import_nxdt  # its tables are large; few files need them
-
-    imported = import_nxdt(data, source, path.parent)
-    warn(f"note: {source}: a file of NxD Training; `trainyard import {source}` shows what its keys become")
-    for line in imported.warnings:
-        warn(f"note: {line}")
-    return validate_imported(imported, overrides, source)
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

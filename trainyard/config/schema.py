@@ -5,7 +5,7 @@ Checks here need neither a device nor the number of ranks; those that do live in
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
 
 from trainyard.config.base import NonNegativeInt, PositiveInt, Section, nearest_multiples
 from trainyard.config.checkpoint_schema import CheckpointSection
@@ -143,9 +143,8 @@ class RecomputeSection(Section):
     @model_validator(mode="after")
     def _check_modules(self) -> Self:
         if (self.kind == "selective") != bool(self.modules):
-            raise ValueError(
-                f"modules={list(self.modules)}: requires kind=selective and at least one module, such as mlp"
-            )
+            modules = list(self.modules)
+            raise ValueError(f"modules={modules}: requires kind=selective and at least one module, such as mlp")
         return self
 
 
@@ -203,19 +202,13 @@ class DeviceSection(Section):
     deterministic: bool = False
     """Use only deterministic kernels (slower on a GPU; a CPU is always deterministic)."""
 
-    @field_validator("name")
+    @field_validator("name", "attention")
     @classmethod
-    def _check_name(cls, name: str) -> str:
-        if name not in DEVICE_NAMES:
-            raise ValueError(f"not one of {', '.join(DEVICE_NAMES)}; nearest: {DEVICE_NAMES[0]}")
-        return name
-
-    @field_validator("attention")
-    @classmethod
-    def _check_attention(cls, attention: str) -> str:
-        if attention not in ATTENTION_KERNELS:
-            raise ValueError(f"not one of {', '.join(ATTENTION_KERNELS)}; nearest: {ATTENTION_KERNELS[0]}")
-        return attention
+    def _check_choice(cls, value: str, info: ValidationInfo) -> str:
+        choices = DEVICE_NAMES if info.field_name == "name" else ATTENTION_KERNELS
+        if value not in choices:
+            raise ValueError(f"not one of {', '.join(choices)}; nearest: {choices[0]}")
+        return value
 
 
 class Config(Section):
@@ -243,10 +236,9 @@ class Config(Section):
     def _check_batch(self) -> Self:
         train, model, data = self.train, self.model, self.data
         if train.global_batch % train.micro_batch:
-            nearest = nearest_multiples(train.global_batch, train.micro_batch)
             raise ValueError(
                 f"train.global_batch={train.global_batch}: not a multiple of train.micro_batch={train.micro_batch}; "
-                f"nearest: {nearest}"
+                f"nearest: {nearest_multiples(train.global_batch, train.micro_batch)}"
             )
         if data.seq_len > model.max_positions:
             raise ValueError(
@@ -286,10 +278,8 @@ class Config(Section):
         if precision.kind == "fp8":
             for name, size in (("hidden", model.hidden), ("ffn", model.ffn)):
                 if size and size % 16:
-                    nearest = nearest_multiples(size, 16)
-                    raise ValueError(
-                        f"model.{name}={size}: precision.kind=fp8 needs a multiple of 16; nearest: {nearest}"
-                    )
+                    multiples = f"a multiple of 16; nearest: {nearest_multiples(size, 16)}"
+                    raise ValueError(f"model.{name}={size}: precision.kind=fp8 needs {multiples}")
             if precision.bf16_first_layers + precision.bf16_last_layers >= model.layers:
                 raise ValueError(
                     f"precision.bf16_first_layers={precision.bf16_first_layers}: with "

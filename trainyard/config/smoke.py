@@ -21,7 +21,6 @@ def smoke_config(config: Config, ranks: int = 1) -> Config:
     """Return a small trial of `config` for the given number of ranks."""
     data: dict[str, Any] = config.model_dump(mode="json")
     model, layout = data["model"], data["layout"]
-    is_bert = model["family"] == "bert"
     heads_per_kv = model["heads"] // (model.get("kv_heads") or model["heads"])
     model["heads"] = heads_per_kv * 2 if heads_per_kv > 1 else 4
     if model.get("kv_heads"):
@@ -37,19 +36,9 @@ def smoke_config(config: Config, ranks: int = 1) -> Config:
     scaling = model.get("rope_scaling")
     if scaling and "original_max_positions" in scaling:
         scaling["original_max_positions"] = SMOKE_SEQ_LEN
-    data["data"] |= {
-        "source": "synthetic" if is_bert else "text",
-        "paths": [],
-        "weights": [],
-        "order": "shuffled",
-        "split": None,
-        "tokenizer": "bytes",
-        "vocab_file": None,
-        "merges_file": None,
-        "end_of_text": None,
-        "seq_len": SMOKE_SEQ_LEN,
-        "max_predictions": SMOKE_PREDICTIONS,
-    }
+    kept = {key: data["data"][key] for key in ("document_mask", "mask_eod_loss", "validation_fraction")}
+    source = "synthetic" if model["family"] == "bert" else "text"
+    data["data"] = {"source": source, "seq_len": SMOKE_SEQ_LEN, "max_predictions": SMOKE_PREDICTIONS, **kept}
     micro_batches = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])
     micro_batch = min(config.train.micro_batch, 4)
     dp = ranks // prod(layout[axis] for axis in ("tp", "pp", "cp"))

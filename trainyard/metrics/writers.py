@@ -28,14 +28,10 @@ def create_run_directory(parent: Path, name: str) -> Path:
 
 def latest_run_directory(parent: Path, name: str) -> Path | None:
     """The existing directory with the highest number among NAME, NAME-2, NAME-3, ..."""
-    numbered = [
-        (int(match.group(1) or 1), path) for path in parent.glob(f"{name}*") if (match := _match_run_name(name, path))
-    ]
+    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    directories = [path for path in parent.glob(f"{name}*") if path.is_dir()]
+    numbered = [(int(match[1] or 1), path) for path in directories if (match := pattern.fullmatch(path.name))]
     return max(numbered)[1] if numbered else None
-
-
-def _match_run_name(name: str, path: Path) -> re.Match[str] | None:
-    return re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name) if path.is_dir() else None
 
 
 class MetricsWriter:

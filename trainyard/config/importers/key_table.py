@@ -89,9 +89,7 @@ def split_names(rules: Mapping[str, KeyRule], prefix: str = "") -> dict[str, Key
     return {prefix + name: rule for names, rule in rules.items() for name in names.split()}
 
 
-def check_values(
-    values: Mapping[str, Any], rules: Mapping[str, KeyRule], warnings: list[str], dashes: str = ""
-) -> None:
+def check_values(values: dict[str, Any], rules: dict[str, KeyRule], warnings: list[str], dashes: str = "") -> None:
     """Raise a UserError for a value of the wrong type or that is refused, and warn about ignored values."""
     for key, value in values.items():
         rule, name = rules[key], f"{dashes}{key}={format_value(value)}"
@@ -170,9 +168,8 @@ def parse_blend(value: object, key: str) -> tuple[list[str], list[float]]:
         return [str(path) for path in value], []
     weights, paths = [positive_number(item) for item in value[::2]], value[1::2]
     if len(value) % 2 or not all(weights) or not all(isinstance(path, str) for path in paths):
-        raise UserError(
-            f"{key}={format_value(value)}: not weights above 0 and paths in turn; nearest: [0.5, A, 0.5, B]"
-        )
+        hint = "nearest: [0.5, A, 0.5, B]"
+        raise UserError(f"{key}={format_value(value)}: not weights above 0 and paths in turn; {hint}")
     return [str(path) for path in paths], [weight for weight in weights if weight] if len(paths) > 1 else []
 
 

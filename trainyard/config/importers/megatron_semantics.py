@@ -29,13 +29,14 @@ def vocab_size(files: list[str | None], tokenizer: str | None) -> int | None:
     return next((size for size in sizes if size), GPT2_VOCAB if tokenizer == GPT2_TOKENIZER else None)
 
 
-def token_data(
-    blend_key: str, blend: object, cyclic: bool, split: str | None, resets: Mapping[str, bool]
-) -> ConfigKeys:
-    """Return our keys for .bin and .idx files. `resets` says whether positions and masks restart in each document."""
+def token_data(key: str, blend: object, cyclic: bool, split: str | None, resets: Mapping[str, bool]) -> ConfigKeys:
+    """Return our keys for .bin and .idx files.
+
+    `blend` is the value of `key`; `resets` says whether positions and masks restart in each document.
+    """
     if len(set(resets.values())) > 1:
         raise UserError(f"{' and '.join(resets)}: supported only together (data.document_mask); nearest: both")
-    paths, weights = parse_blend(blend, blend_key)
+    paths, weights = parse_blend(blend, key)
     return {
         "data.source": "tokens",
         "data.paths": paths,

@@ -7,7 +7,7 @@ ours.
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainyard.config.importers.key_table import (
     ImportedConfig,
@@ -20,7 +20,7 @@ from trainyard.config.importers.key_table import (
 )
 from trainyard.config.importers.megatron import sections
 from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
-from trainyard.config.importers.shell.script import UNKNOWN_MARK, ShellCommand, read_commands
+from trainyard.config.importers.shell.script import UNKNOWN_MARK, ShellCommand, Variables, read_commands
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError, one_line
 
@@ -32,15 +32,6 @@ OPTIONAL_PATHS = {"save", "save-xser", "load", "load-xser", "tensorboard-dir"}
 VOCAB_HINT = "the vocabulary size comes from the tokenizer: provide its file, or set model.vocab=50257"
 
 
-class TrainingCommand(NamedTuple):
-    """A command line that runs a training program of Megatron-LM."""
-
-    flags: list[str]
-    launcher: list[str]
-    """The words before the program: torchrun and its options."""
-    variables: Mapping[str, list[str]]
-
-
 def import_script(path: Path, variables: Mapping[str, str], flags: list[str]) -> ImportedConfig:
     """Import a launch script. `variables` are preset for the script, `flags` override those of the script."""
     try:
@@ -48,8 +39,9 @@ def import_script(path: Path, variables: Mapping[str, str], flags: list[str]) ->
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     try:
-        command = _find_training_command(text, variables, path)
-        return _import_command(command._replace(flags=[*command.flags, *flags]), path.stem)
+        command, index = _find_training_command(text, variables, path)
+        launcher, words = command.words[:index], command.words[index + 1 :]
+        return _import_command([*words, *flags], path.stem, launcher, command.variables)
     except UserError as error:
         message = one_line(error)
         raise UserError(message if message.startswith(f"{path}") else f"{path}: {message}") from None
@@ -57,17 +49,17 @@ def import_script(path: Path, variables: Mapping[str, str], flags: list[str]) ->
 
 def import_flags(flags: list[str]) -> ImportedConfig:
     """Import a list of flags."""
-    return _import_command(TrainingCommand([word.replace(UNKNOWN_MARK, "") for word in flags], [], {}), "megatron")
+    return _import_command([word.replace(UNKNOWN_MARK, "") for word in flags], "megatron", [], {})
 
 
-def _find_training_command(text: str, variables: Mapping[str, str], path: Path) -> TrainingCommand:
-    """Return the first command that runs Megatron-LM's GPT."""
-    candidates: list[tuple[ShellCommand, int, str]] = []
-    for command in read_commands(text, variables, str(path)):
-        matches = ((index, TRAINING_PROGRAM.fullmatch(word)) for index, word in enumerate(command.words))
-        program = next(((index, match[1]) for index, match in matches if match), None)
-        if program:
-            candidates.append((command, *program))
+def _find_training_command(text: str, variables: Mapping[str, str], path: Path) -> tuple[ShellCommand, int]:
+    """Return the first command that runs Megatron-LM's GPT, and the position of the program in it."""
+    candidates = [
+        (command, index, match[1])
+        for command in read_commands(text, variables, str(path))
+        for index, word in enumerate(command.words)
+        if (match := TRAINING_PROGRAM.fullmatch(word))
+    ]
     if not candidates:
         raise UserError("no command runs pretrain_gpt.py; expected a launch script of Megatron-LM, or flags after --")
     command, index, name = next((entry for entry in candidates if GPT_PROGRAM.fullmatch(entry[2])), candidates[0])
@@ -76,36 +68,32 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
             f"line {command.line}: {name}.py: only Megatron-LM's GPT can be imported (its BERT and T5 differ from our "
             "models); nearest: pretrain_gpt.py, or the recipe bert-large-phase1"
         )
-    return TrainingCommand(command.words[index + 1 :], command.words[:index], command.variables)
+    return command, index
 
 
-def _import_command(command: TrainingCommand, name: str) -> ImportedConfig:
+def _import_command(words: list[str], name: str, launcher: list[str], variables: Variables) -> ImportedConfig:
+    """Import the flags `words`. `launcher` holds the words before the program: torchrun and its options."""
     warnings: list[str] = []
     try:
-        return _convert(command, name, warnings)
+        flags = _parse_flags(words, warnings)
+        check_values(flags, MEGATRON_FLAGS, warnings, "--")
+        data: dict[str, Any] = {"model": sections.model_section(flags)}
+        ranks = _rank_count(launcher, warnings)
+        for keys in (
+            copied_keys(flags, MEGATRON_FLAGS),
+            sections.train_keys(flags, ranks),
+            sections.schedule_keys(flags),
+            sections.precision_keys(flags, variables.get("XLA_USE_BF16") == ["1"], warnings),
+            sections.layout_keys(flags, ranks),
+            sections.recompute_keys(flags),
+            sections.data_keys(flags),
+            sections.checkpoint_and_log_keys(flags, warnings),
+            {"log.name": run_name(PurePath(name).name)},
+        ):
+            set_keys(data, keys)
     except UserError as error:
         unread = next((f" ({line})" for line in warnings if line.endswith(UNREAD_FLAGS)), "")
         raise UserError(f"{error}{unread}") from None
-
-
-def _convert(command: TrainingCommand, name: str, warnings: list[str]) -> ImportedConfig:
-    flags = _parse_flags(command.flags, warnings)
-    check_values(flags, MEGATRON_FLAGS, warnings, "--")
-    data: dict[str, Any] = {"model": sections.model_section(flags)}
-    ranks = _rank_count(command.launcher, warnings)
-    xla_bf16 = command.variables.get("XLA_USE_BF16") == ["1"]
-    for keys in (
-        copied_keys(flags, MEGATRON_FLAGS),
-        sections.train_keys(flags, ranks),
-        sections.schedule_keys(flags),
-        sections.precision_keys(flags, xla_bf16, warnings),
-        sections.layout_keys(flags, ranks),
-        sections.recompute_keys(flags),
-        sections.data_keys(flags),
-        sections.checkpoint_and_log_keys(flags, warnings),
-        {"log.name": run_name(PurePath(name).name)},
-    ):
-        set_keys(data, keys)
     outcomes = [key_outcome(f"--{flag}", value, MEGATRON_FLAGS[flag], data) for flag, value in flags.items()]
     return ImportedConfig(data, outcomes, warnings, VOCAB_HINT)
 

@@ -163,9 +163,8 @@ def layout_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
     if stage_layers:
         layers = flags.get("num-layers") or 0
         if min(stage_layers, pp) < 1 or layers % pp or layers // pp % stage_layers:
-            raise UserError(
-                f"--num-layers-per-virtual-pipeline-stage={stage_layers}: does not divide {layers} layers over pp={pp}"
-            )
+            flag = f"--num-layers-per-virtual-pipeline-stage={stage_layers}"
+            raise UserError(f"{flag}: does not divide {layers} layers over pp={pp}")
         keys["layout.vpp"] = layers // pp // stage_layers
     return keys | ({"layout.ranks": ranks} if ranks else {})
 
@@ -173,9 +172,8 @@ def layout_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
 def recompute_keys(flags: Flags) -> ConfigKeys:
     granularity = flags.get("recompute-granularity")
     if granularity not in (None, "full", "selective"):
-        raise UserError(
-            f"--recompute-granularity={format_value(granularity)}: not full or selective; nearest: selective"
-        )
+        flag = f"--recompute-granularity={format_value(granularity)}"
+        raise UserError(f"{flag}: not full or selective; nearest: selective")
     method = flags.get("activations-checkpoint-method")
     if method not in (None, "uniform"):
         raise UserError(

@@ -1,6 +1,6 @@
 """Import of an NxD Training (NxDT) YAML file.
 
-Every key is looked up in one table (keys.py, model_keys.py): it maps to our keys, has no effect, or is refused. Where
+Every key is looked up in one table (keys.py): it maps to our keys, has no effect, or is refused. Where
 NxDT itself does something else than a mapped key says, a warning explains it; our run does what the key says.
 """
 

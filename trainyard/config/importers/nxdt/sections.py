@@ -148,9 +148,8 @@ def recompute_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
         )
         return {"recompute.kind": "attention"}
     if granularity != "selective":
-        raise UserError(
-            f"model.activations_checkpoint_granularity={granularity}: not selective, full or null; nearest: selective"
-        )
+        name = "model.activations_checkpoint_granularity"
+        raise UserError(f"{name}={granularity}: not selective, full or null; nearest: selective")
     classes = keys.get("model.activations_checkpoint_recompute")
     if classes is None:
         is_long = (keys.get("model.encoder_seq_length") or 0) >= LONG_SEQ_LEN

@@ -69,9 +69,8 @@ def _assign(
         name, appends = match[1], match[2]
         first, statement = statement[0], statement[1:]
         if statement and statement[0].is_operator and statement[0].raw == "(":
-            end = next(
-                (index for index, word in enumerate(statement) if word.is_operator and word.raw == ")"), len(statement)
-            )
+            closings = (index for index, word in enumerate(statement) if word.is_operator and word.raw == ")")
+            end = next(closings, len(statement))
             elements = [word for word in statement[1:end] if not word.is_operator]
             value = [expanded for word in elements for expanded in _expand_word(word, variables)]
             statement = statement[end + 1 :]
