@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.control import Control
 
-from trainyard.cli.train import ConsoleCallback, print_run_header, summary_lines
+from trainyard.cli.train import print_run_header, summary_lines
 from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load
 from trainyard.train.trainer import Trainer
@@ -44,9 +44,9 @@ def main() -> None:
         os.chdir(directory)
         console = RecordingConsole()
         config = load("tiny-llama", OVERRIDES)
-        display = TrainConsole(STEPS, console)
+        display = TrainConsole(console)
         with log_to_console(console):
-            trainer = Trainer(config, callbacks=[ConsoleCallback(display)])
+            trainer = Trainer(config, callbacks=[display])
             print_run_header(console, trainer)
             summary = trainer.run()
         bar = display.bar.get_renderable() if display.bar else ""

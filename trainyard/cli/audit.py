@@ -5,11 +5,11 @@ import os
 import re
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
-from trainyard.cli.console import CountDisplay
+from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, ConfigSource, Overrides, Workers, worker_count
 from trainyard.core.errors import UserError
 
@@ -24,8 +24,7 @@ def audit(
     source: ConfigSource,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None,
-        typer.Option("--hardware", help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1."),
+        str | None, Option("--hardware", help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1.")
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -53,7 +52,7 @@ def audit(
         raise UserError(f"--hardware {generation}: unknown; known: {', '.join(GENERATIONS)}")
     lnc = config.device.lnc or LNC_CHOICES[generation][0]
     check_lnc(generation, lnc)
-    with CountDisplay("traces") as progress:
+    with ProgressDisplay("traces", items=True) as progress:
         report = audit_run(config, generation, lnc, worker_count(workers), progress.update)
     if as_json:
         print(json.dumps(report_to_dict(report), indent=2))

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
@@ -15,7 +15,7 @@ from trainyard.precompile import cache_entries
 from trainyard.precompile.archive import pack_cache, unpack_cache
 from trainyard.precompile.precompile import read_records
 
-app = typer.Typer(
+app = Typer(
     help="Manage compiled code, which precompile and train store under ~/.cache/trainyard or TRAINYARD_CACHE.",
     no_args_is_help=True,
     add_completion=False,
@@ -24,14 +24,14 @@ GIB, MIB = 2**30, 2**20
 VERIFY_QUIET_S = 2.0
 """Seconds before `cache verify` reports progress."""
 
-DeviceOption = Annotated[str, typer.Option("--device", help="Toolchain: cpu, cuda or auto.")]
+DeviceOption = Annotated[str, Option("--device", help="Toolchain: cpu, cuda or auto.")]
 
 
 @app.command("ls")
 def ls(
     device: DeviceOption = "auto",
     neuron: Annotated[
-        Path | None, typer.Option("--neuron", metavar="DIR", help="Also list a neuronx-cc cache in this directory.")
+        Path | None, Option("--neuron", metavar="DIR", help="Also list a neuronx-cc cache in this directory.")
     ] = None,
 ) -> None:
     """List compiled graphs: last use, size, compile time and name.
@@ -45,8 +45,8 @@ def ls(
       trainyard cache ls --neuron /var/tmp/neuron-compile-cache
     """
     own = inductor_cache.cache_dir(devices.select(device))
-    directories = cache_entries.cache_dirs(inductor_cache.cache_root())
-    for directory in directories if own in directories or not own.exists() else [*directories, own]:
+    directories = _cache_directories(own)
+    for directory in directories:
         graphs = cache_entries.list_graphs(directory)
         mark = "  (this machine)" if directory == own else ""
         print(f"{directory}: {len(graphs)} graphs, {cache_entries.total_bytes(directory) / MIB:,.1f} MiB{mark}")
@@ -54,7 +54,7 @@ def ls(
             seconds = f"{graph.compile_seconds:.1f} s" if graph.compile_seconds else "-"
             age, size = _format_age(graph.last_used), f"{graph.size_bytes / 1024:.1f} KiB"
             print(f"  {age:>8}  {size:>12}  {seconds:>8}  {graph.key[:16]}  {graph.name}")
-    if not directories and not own.exists():
+    if not directories:
         print(f"{inductor_cache.cache_root()}: nothing compiled yet")
     _print_filesystem_note()
     root = neuron or Path(compile_cache.cache_location())
@@ -69,9 +69,7 @@ def ls(
 @app.command("verify")
 def verify(
     device: DeviceOption = "auto",
-    remove: Annotated[
-        bool, typer.Option("--remove", help="Remove damaged entries; they will be compiled again.")
-    ] = False,
+    remove: Annotated[bool, Option("--remove", help="Remove damaged entries; they will be compiled again.")] = False,
 ) -> int:
     """Find damaged entries: truncated libraries, and entries whose content does not match their name.
 
@@ -100,12 +98,11 @@ def verify(
 @app.command("clean")
 def clean(
     device: DeviceOption = "auto",
-    others: Annotated[bool, typer.Option("--others", help="Remove only the code of other toolchains.")] = False,
+    others: Annotated[bool, Option("--others", help="Remove only the code of other toolchains.")] = False,
     to: Annotated[
-        float | None,
-        typer.Option("--to", min=0, metavar="GIB", help="Remove the least recently used code until GIB remain."),
+        float | None, Option("--to", min=0, metavar="GIB", help="Remove the least recently used code until GIB remain.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also remove directories in which a compiler runs.")] = False,
+    force: Annotated[bool, Option("--force", help="Also remove directories in which a compiler runs.")] = False,
 ) -> None:
     """Remove compiled code: all of it, that of other toolchains, or the oldest until --to GiB remain.
 
@@ -120,9 +117,7 @@ def clean(
         print(f"{root}: removed {inductor_cache.trim(root, int(to * GIB)) / MIB:,.1f} MiB")
         return
     own = inductor_cache.cache_dir(devices.select(device))
-    directories = [directory for directory in cache_entries.cache_dirs(root) if not others or directory != own]
-    if not others and own.exists() and own not in directories:
-        directories.append(own)
+    directories = [directory for directory in _cache_directories(own) if not others or directory != own]
     for directory in directories:
         if not force and cache_entries.active_locks(directory):
             raise UserError(f"{directory}: a compiler is running; wait for it, or use --force")
@@ -149,9 +144,9 @@ def clear_locks(device: DeviceOption = "auto") -> None:
 
 @app.command("pack")
 def pack(
-    target: Annotated[Path, typer.Argument(metavar="FILE.tar", help="New archive file.")],
+    target: Annotated[Path, Argument(metavar="FILE.tar", help="New archive file.")],
     run: Annotated[
-        str | None, typer.Option("--run", help="Pack only the code of this precompiled run (its log.name).")
+        str | None, Option("--run", help="Pack only the code of this precompiled run (its log.name).")
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -186,7 +181,7 @@ def pack(
 
 @app.command("unpack")
 def unpack(
-    source: Annotated[Path, typer.Argument(metavar="FILE.tar", help="Archive from `trainyard cache pack`.")],
+    source: Annotated[Path, Argument(metavar="FILE.tar", help="Archive from `trainyard cache pack`.")],
     device: DeviceOption = "auto",
 ) -> None:
     """Unpack an archive into this machine's cache. Training executes its code: unpack only archives you trust.
@@ -200,13 +195,18 @@ def unpack(
     if not source.is_file():
         raise UserError(f"{source}: no such file")
     total = source.stat().st_size
+    fingerprint = inductor_cache.fingerprint(selected)
     with ProgressDisplay("unpack") as progress:
-        contents = unpack_cache(
-            source, directory, inductor_cache.fingerprint(selected), lambda done: progress.update(done, total)
-        )
+        contents = unpack_cache(source, directory, fingerprint, lambda done: progress.update(done, total))
     inductor_cache.prepare_cache(selected)
     print(f"{directory}: {len(contents.files)} files, {contents.total_bytes / MIB:,.1f} MiB")
     _print_filesystem_note()
+
+
+def _cache_directories(own: Path) -> list[Path]:
+    """Return the directory of every toolchain, and `own` if it exists elsewhere."""
+    directories = cache_entries.cache_dirs(inductor_cache.cache_root())
+    return directories if own in directories or not own.exists() else [*directories, own]
 
 
 def _existing_cache_dir(device: str) -> Path:

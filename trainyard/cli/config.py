@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Argument, Option
 
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
 from trainyard.config.load import dump, load
@@ -14,10 +14,10 @@ from trainyard.core.errors import UserError
 
 
 def config(
-    source: Annotated[str | None, typer.Argument(metavar="FILE|RECIPE", help=CONFIG_SOURCE_HELP)] = None,
+    source: Annotated[str | None, Argument(metavar="FILE|RECIPE", help=CONFIG_SOURCE_HELP)] = None,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    show_keys: Annotated[bool, typer.Option("--keys", help="List every key with its default and meaning.")] = False,
+    show_keys: Annotated[bool, Option("--keys", help="List every key with its default and meaning.")] = False,
 ) -> None:
     """Validate a configuration and print it with all defaults.
 

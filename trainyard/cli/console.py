@@ -1,9 +1,8 @@
-"""Progress output of long commands: a bar in a terminal, an occasional plain line elsewhere."""
+"""Output of long commands: a progress bar in a terminal, an occasional plain line elsewhere."""
 
 import sys
 import time
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -12,6 +11,8 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -25,9 +26,13 @@ MAX_SKIPS_SHOWN = 20
 """Skipped records that are printed; further ones are only counted."""
 
 
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """Print one line that is neither wrapped nor interpreted as markup."""
+    console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
 def print_dim(console: Console, line: str) -> None:
-    """Print a secondary message on one line, without interpreting markup."""
-    console.print(line, style="dim", soft_wrap=True, markup=False)
+    print_line(console, line, "dim")
 
 
 class SkipReporter:
@@ -47,74 +52,46 @@ class SkipReporter:
 
 
 class ProgressDisplay:
-    """Progress in bytes: `with ProgressDisplay("pack") as progress: progress.update(done, total, "5 documents")`."""
+    """Progress in bytes or items: `with ProgressDisplay("pack") as progress: progress.update(done, total, "3 files")`.
 
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.console = Console(stderr=True, highlight=False)
+    The bar is drawn by a thread that starts with the first update (of items: with the first item that is done). Fork
+    worker processes before it.
+    """
+
+    def __init__(self, label: str, items: bool = False) -> None:
+        self.label, self.items = label, items
         self.started_at = self.last_printed = time.monotonic()
-        self.initial_bytes: int | None = None
-        self.bar: Progress | None = None
-        if self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn(f"[bold]{label}"),
-                BarColumn(bar_width=24),
-                DownloadColumn(binary_units=True),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[details]}"),
-                console=self.console,
-            )
-            self.task = self.bar.add_task(label, total=None, details="")
+        self.initial: int | None = None
+        amounts: list[ProgressColumn] = [MofNCompleteColumn(), TimeElapsedColumn()]
+        if not items:
+            details = TextColumn("{task.fields[details]}")
+            amounts = [DownloadColumn(binary_units=True), TimeRemainingColumn(), details]
+        console = Console(stderr=True, highlight=False)
+        columns = [TextColumn(f"[bold]{label}"), BarColumn(bar_width=24), *amounts]
+        self.bar = Progress(*columns, console=console, transient=items) if console.is_terminal else None
+        self.task = self.bar.add_task(label, total=None, details="") if self.bar else TaskID(0)
 
     def __enter__(self) -> Self:
         return self
 
     def update(self, done: int, total: int, details: str = "") -> None:
-        """Show `done` of `total` bytes. The first call starts a thread: fork worker processes before it."""
-        if self.initial_bytes is None:
-            self.initial_bytes = done
-            if self.bar:
-                self.bar.start()
+        """Show `done` of `total`."""
         if self.bar:
+            if done or not self.items:
+                self.bar.start()
             self.bar.update(self.task, completed=done, total=total, details=details)
             return
+        self.initial = done if self.initial is None else self.initial
         now = time.monotonic()
         if now - self.last_printed >= PROGRESS_INTERVAL_S:
             self.last_printed = now
-            rate = (done - self.initial_bytes) / (now - self.started_at)
-            left = timedelta(seconds=round((total - done) / rate)) if rate else "?"
-            print(f"{self.label}: {done / max(total, 1):.1%}, {left} left, {details}", file=sys.stderr, flush=True)
+            line = f"{done} of {total} {self.label}"
+            if not self.items:
+                rate = (done - self.initial) / (now - self.started_at)
+                left = timedelta(seconds=round((total - done) / rate)) if rate else "?"
+                line = f"{self.label}: {done / max(total, 1):.1%}, {left} left, {details}"
+            print(line, file=sys.stderr, flush=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.bar:
-            self.bar.stop()
-
-
-class CountDisplay:
-    """Progress in items: `with CountDisplay("traces") as progress: progress.update(done, total)`."""
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        console = Console(stderr=True, highlight=False)
-        self.bar: Progress | None = None
-        if console.is_terminal:
-            columns = TextColumn(f"[bold]{label}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn()
-            self.bar = Progress(*columns, console=console, transient=True)
-            self.task = self.bar.add_task(label, total=None)
-        self.last_printed = time.monotonic()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def update(self, done: int, total: int) -> None:
-        """Show `done` of `total` items. The first item starts a thread: fork worker processes before it."""
-        if self.bar and done:
-            self.bar.start()
-            self.bar.update(self.task, completed=done, total=total)
-        elif not self.bar and time.monotonic() - self.last_printed >= PROGRESS_INTERVAL_S:
-            self.last_printed = time.monotonic()
-            print(f"{done} of {total} {self.label}", file=sys.stderr, flush=True)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar:
             self.bar.stop()

@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Annotated, Literal
 
 import torch
-import typer
+from typer import Argument, Option
 
 from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
@@ -23,30 +23,25 @@ UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint; its format is detected.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="New output directory.")],
-    to: Annotated[Literal["hf", "nxd", "native"], typer.Option("--to", help="Output format.")] = "hf",
+    source: Annotated[str, Argument(metavar="SRC", help="Checkpoint; its format is detected.")],
+    target: Annotated[Path, Argument(metavar="DST", help="New output directory.")],
+    to: Annotated[Literal["hf", "nxd", "native"], Option("--to", help="Output format.")] = "hf",
     layout: Annotated[
-        str, typer.Option("--layout", metavar="KEY=VALUE,...", help="nxd, native: output layout, such as tp=8,pp=4.")
+        str, Option("--layout", metavar="KEY=VALUE,...", help="nxd, native: output layout, such as tp=8,pp=4.")
     ] = "",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, typer.Option("--dtype", help="Default: that of the source.")
+        Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: that of the source.")
     ] = None,
-    xser: Annotated[bool, typer.Option("--xser", help="nxd: one file per tensor.")] = False,
+    xser: Annotated[bool, Option("--xser", help="nxd: one file per tensor.")] = False,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one."),
+        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
     ] = None,
     source_layout: Annotated[
         str,
-        typer.Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files may not reveal: kv_order, by_head."
-        ),
+        Option("--source-layout", metavar="KEY=VALUE,...", help="What NxD files may not reveal: kv_order, by_head."),
     ] = "",
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="native: omit the optimizer state.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run both models and print the largest logit difference.")
-    ] = False,
+    weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
+    check: Annotated[bool, Option("--check", help="Run both models and print the largest logit difference.")] = False,
 ) -> int:
     """Convert a checkpoint to Hugging Face, NxD or native format, at any layout, one tensor at a time.
 
@@ -113,6 +108,5 @@ def check_logits(opened: OpenedCheckpoint, target: Path, spec: ConversionTarget)
     dtypes = {weights.dtype(name) for name in unfused_tensors(weights.model)}
     exact = spec.dtype is None or all(torch.promote_types(dtype, spec.dtype) == spec.dtype for dtype in dtypes)
     if result.max_difference > 0 and exact:
-        raise RunStopped(
-            f"{target}: differs from the {opened.format} source although nothing was rounded; this is a bug"
-        )
+        source = f"the {opened.format} source"
+        raise RunStopped(f"{target}: differs from {source} although nothing was rounded; this is a bug")

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from trainyard import __version__
 from trainyard.config.importers.key_table import ImportedConfig
@@ -26,17 +26,17 @@ PLAIN_WIDTH = 140
 
 def import_config(
     source: Annotated[
-        str, typer.Argument(metavar="FILE", help="YAML of NxD Training, or a shell script that runs pretrain_gpt.py.")
+        str, Argument(metavar="FILE", help="YAML of NxD Training, or a shell script that runs pretrain_gpt.py.")
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[KEY=VALUE]... [-- FLAGS]",
             help="trainyard keys (with a dot), script variables (without), Megatron-LM flags (after --).",
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write the YAML to a file instead of stdout.")
+        Path | None, Option("--output", "-o", metavar="OUT", help="Write the YAML to a file instead of stdout.")
     ] = None,
 ) -> None:
     """Convert a configuration of NxD Training or Megatron-LM to trainyard YAML.
@@ -54,7 +54,9 @@ def import_config(
 
       trainyard import -- --num-layers 12 --hidden-size 768 ...
     """
-    positional, flags = _split_at_flags([source, *(arguments or [])])
+    words = [source, *(arguments or [])]
+    split = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    positional, flags = words[:split], words[split:]
     has_file = positional and not positional[0].startswith("-") and "=" not in positional[0]
     file = positional.pop(0) if has_file else None
     pairs = [(argument, *argument.partition("=")[::2]) for argument in positional]
@@ -74,12 +76,6 @@ def import_config(
     print(f"  written      {output}   (run: trainyard train {output})", file=sys.stderr)
 
 
-def _split_at_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split before the first Megatron-LM flag."""
-    split = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
-    return arguments[:split], arguments[split:]
-
-
 def _convert_source(file: str | None, variables: dict[str, str], flags: list[str]) -> ImportedConfig:
     if file is None:
         if variables or not flags:
@@ -91,9 +87,8 @@ def _convert_source(file: str | None, variables: dict[str, str], flags: list[str
     if path.suffix not in YAML_SUFFIXES:
         return import_script(path, variables, flags)
     if variables or flags:
-        raise UserError(
-            f"{[*variables, *flags][0]}: only valid for a script; {file} takes trainyard keys, such as train.steps=100"
-        )
+        name = [*variables, *flags][0]
+        raise UserError(f"{name}: only valid for a script; {file} takes trainyard keys, such as train.steps=100")
     data = read_yaml(path)
     if not is_nxdt(data):
         raise UserError(f"{file}: not an NxD Training file: no model_source; run trainyard files with trainyard train")

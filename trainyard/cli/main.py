@@ -35,8 +35,6 @@ COMMAND_HELP = {
     "recipes": "List the built-in recipes.",
 }
 """One-line help of each command. Its module is imported only when the command runs: `--help` does not import torch."""
-MODULE_NAMES = {"import": "import_config"}
-"""Modules of commands whose name is a Python keyword."""
 
 
 class CommandInterrupted(Exception):
@@ -66,7 +64,7 @@ class LazyCommandGroup(TyperGroup):
 
 def load_command(command: str) -> Any:
     """Import the module of a command and return its click command."""
-    name = MODULE_NAMES.get(command, command.replace("-", "_"))
+    name = "import_config" if command == "import" else command.replace("-", "_")  # `import` is a keyword of Python
     module = import_module(f"trainyard.cli.{name}")
     if hasattr(module, "app"):  # a group of subcommands
         group: Any = get_command(module.app)

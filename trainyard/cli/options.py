@@ -1,45 +1,35 @@
 """Command-line options that several commands share."""
 
 import os
-from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's) or recipe name."
 
-ConfigSource = Annotated[str, typer.Argument(metavar="FILE|RECIPE", help=CONFIG_SOURCE_HELP)]
+ConfigSource = Annotated[str, Argument(metavar="FILE|RECIPE", help=CONFIG_SOURCE_HELP)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),
+    Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),
 ]
 Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Shrink the file to a run of seconds with the same structure and features.")
+    bool, Option("--smoke", help="Shrink the file to a run of seconds with the same structure and features.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Worker processes. Default: one per core.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
+Workers = Annotated[int | None, Option("--workers", min=1, help="Worker processes. Default: one per core.")]
 
-Inputs = Annotated[
-    list[str],
-    typer.Option("--input", help="File, glob or directory; repeatable.", show_default=False),
-]
+Inputs = Annotated[list[str], Option("--input", help="File, glob or directory; repeatable.", show_default=False)]
 TokenizerName = Annotated[
-    str | None,
-    typer.Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, or 'bytes'."),
+    str | None, Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, or 'bytes'.")
 ]
-VocabFile = Annotated[
-    str | None, typer.Option("--vocab-file", help="vocab.json of GPT-2 or vocab.txt of BERT (WordPiece).")
-]
-MergeFile = Annotated[str | None, typer.Option("--merge-file", help="merges.txt of GPT-2.")]
-EndOfText = Annotated[
-    str | None, typer.Option("--end-of-text", help="Token that ends a document. Default: the tokenizer's.")
-]
-JsonKey = Annotated[str, typer.Option("--json-key", help="JSON key or column that holds the text.")]
+VocabFile = Annotated[str | None, Option("--vocab-file", help="vocab.json of GPT-2 or vocab.txt of BERT (WordPiece).")]
+MergeFile = Annotated[str | None, Option("--merge-file", help="merges.txt of GPT-2.")]
+EndOfText = Annotated[str | None, Option("--end-of-text", help="Token that ends a document. Default: the tokenizer's.")]
+JsonKey = Annotated[str, Option("--json-key", help="JSON key or column that holds the text.")]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Stop at the first unreadable record instead of skipping and counting it.")
+    bool, Option("--strict", help="Stop at the first unreadable record instead of skipping and counting it.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
-OutputDirectory = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Output directory.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing output.")]
 
 
 def worker_count(workers: int | None) -> int:

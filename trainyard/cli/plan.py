@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from trainyard.cli.console import CountDisplay
+from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, Overrides
 from trainyard.cli.plan_console import print_comparison, print_plan, print_search
 from trainyard.config.load import load
@@ -24,22 +24,22 @@ SEARCH_ROWS = 10
 
 
 def plan(
-    source: Annotated[str, typer.Argument(metavar="FILE|RECIPE|RUN", help="YAML file, recipe name, or run directory.")],
+    source: Annotated[str, Argument(metavar="FILE|RECIPE|RUN", help="YAML file, recipe name, or run directory.")],
     overrides: Overrides = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--hardware",
             metavar="NAME:COUNT",
             help="Such as h200:8. Default: that of the file or the run, otherwise this CPU.",
         ),
     ] = None,
     hardware_file: Annotated[
-        Path | None, typer.Option("--hardware-file", metavar="YAML", help="Your own hardware and prices.")
+        Path | None, Option("--hardware-file", metavar="YAML", help="Your own hardware and prices.")
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit.")] = False,
+    search: Annotated[bool, Option("--search", help="Rank the layouts that fit.")] = False,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, metavar="DOLLARS", help="Per instance (8 GPUs) and hour.")
+        float | None, Option("--price", min=0, metavar="DOLLARS", help="Per instance (8 GPUs) and hour.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -77,7 +77,7 @@ def plan(
     problems = find_problems(prediction, [] if prediction.fits else changes)
     ranking = None
     if search:
-        with CountDisplay("layouts") as progress:
+        with ProgressDisplay("layouts", items=True) as progress:
             ranking = search_layouts(config, spec, SEARCH_ROWS, progress.update)
         if not ranking.layouts:
             raise UserError(f"--search: no layout fits {spec.describe()}; nearest: more devices, or a smaller model")

@@ -7,8 +7,6 @@ from trainyard import models
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 
-RIGHT_ALIGNED = ("weights", "seq_len")
-
 
 def recipes() -> None:
     """List the built-in recipes: model size, batch, layout and hardware of each.
@@ -17,9 +15,8 @@ def recipes() -> None:
     """
     table = Table(box=None, pad_edge=False)
     for heading in ("recipe", "weights", "seq_len", "global batch", "layout", "hardware", "description"):
-        table.add_column(
-            heading, no_wrap=heading != "description", justify="right" if heading in RIGHT_ALIGNED else "left"
-        )
+        right = heading in ("weights", "seq_len")
+        table.add_column(heading, no_wrap=heading != "description", justify="right" if right else "left")
     for name in recipe_names():
         config = load(name)
         weights = models.family_of(config.model).blueprint(config.model).parameter_count()

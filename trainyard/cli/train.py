@@ -3,13 +3,13 @@
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from trainyard import devices
-from trainyard.cli.console import print_dim
+from trainyard.cli.console import print_line
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
 from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load, parse
@@ -20,43 +20,17 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.parallel.world import World
 from trainyard.plan.fit_check import check_fits
-from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.records import RunSummary
 from trainyard.train.trainer import Trainer
 
 DEFAULT_RECIPE = "tiny-llama"
 
 
-class ConsoleCallback(Callback):
-    """Forwards trainer events to the console."""
-
-    def __init__(self, display: TrainConsole) -> None:
-        self.display = display
-
-    def on_start(self, trainer: TrainerView) -> None:
-        self.display.start()
-
-    def on_step(self, trainer: TrainerView, step: int) -> None:
-        self.display.step(step)
-
-    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        self.display.log(record)
-
-    def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        self.display.evaluate(record)
-
-    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
-        self.display.checkpoint(record)
-
-    def on_end(self, trainer: TrainerView) -> None:
-        self.display.end()
-
-
 def train(
-    source: Annotated[str, typer.Argument(metavar="[FILE|RECIPE]", help=CONFIG_SOURCE_HELP)] = DEFAULT_RECIPE,
+    source: Annotated[str, Argument(metavar="[FILE|RECIPE]", help=CONFIG_SOURCE_HELP)] = DEFAULT_RECIPE,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
+    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
 ) -> int:
     """Train a model. Without arguments: a small Llama on built-in text.
 
@@ -85,15 +59,14 @@ def train(
         environment = devices.select(config.device.name).rank_environment()
         return launch(["train", source, *override_list, *(["--smoke"] if smoke else [])], nproc, environment)
     console = Console(highlight=False, quiet=world.rank > 0)
-    display = TrainConsole(config.train.steps, console)
-    callbacks = [ConsoleCallback(display)] if world.rank == 0 else []
-    preflight = partial(check_fits, warn=partial(print_dim, console), local_size=world.local_size)
+    callbacks = [TrainConsole(console)] if world.rank == 0 else []
+    preflight = partial(check_fits, warn=lambda line: print_line(console, line, "dim"), local_size=world.local_size)
     with log_to_console(console):
         trainer = Trainer(config, callbacks=callbacks, preflight=preflight, world=world)
         print_run_header(console, trainer)
         summary = trainer.run()
     for line in summary_lines(summary):
-        console.print(line, soft_wrap=True, markup=False)
+        print_line(console, line)
     shutdown_distributed()
     return 130 if summary.interrupted else 0
 
@@ -110,16 +83,13 @@ def load_run_config(
 def print_run_header(console: Console, trainer: Trainer) -> None:
     """Print model, device, precision, batch and layout of a run."""
     config, layout, peak = trainer.config, trainer.layout, trainer.throughput.peak
-    console.print(
-        f"{config.model.family} with {trainer.blueprint.parameter_count():,} weights on {trainer.device.describe()}; "
-        f"{config.precision.kind}, {config.train.steps} steps of "
-        f"{config.train.global_batch} x {config.data.seq_len} tokens"
-        + (f"; peak {peak.flops / 1e12:.2f} TFLOP/s ({peak.source})" if peak else ""),
-        soft_wrap=True,
-        markup=False,
-    )
+    weights, batch = trainer.blueprint.parameter_count(), f"{config.train.global_batch} x {config.data.seq_len}"
+    header = f"{config.model.family} with {weights:,} weights on {trainer.device.describe()}; {config.precision.kind}, "
+    header += f"{config.train.steps} steps of {batch} tokens"
+    header += f"; peak {peak.flops / 1e12:.2f} TFLOP/s ({peak.source})" if peak else ""
+    print_line(console, header)
     if layout.world_size > 1:
-        console.print(f"{layout.world_size} ranks: {layout.describe()}", soft_wrap=True, markup=False)
+        print_line(console, f"{layout.world_size} ranks: {layout.describe()}")
     if config.layout.ranks and config.layout.ranks != layout.world_size:
         console.print(f"note: the file is meant for {config.layout.ranks} ranks; this run has {layout.world_size}")
 

@@ -9,6 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from trainyard.cli.console import print_line
+from trainyard.train.callbacks import Callback, TrainerView
+
 
 class ConsoleLogHandler(logging.Handler):
     """Prints log records of the trainyard package as dim lines."""
@@ -18,78 +21,70 @@ class ConsoleLogHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.print(record.getMessage(), style="dim", soft_wrap=True, markup=False)
+        print_line(self.console, record.getMessage(), "dim")
 
 
 @contextmanager
 def log_to_console(console: Console) -> Iterator[None]:
     """Print log records of the trainyard package to `console` while the context is active."""
-    package_logger, handler = logging.getLogger("trainyard"), ConsoleLogHandler(console)
-    level = package_logger.level
-    package_logger.addHandler(handler)
-    package_logger.setLevel(logging.INFO)
+    logger, handler = logging.getLogger("trainyard"), ConsoleLogHandler(console)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        package_logger.removeHandler(handler)
-        package_logger.setLevel(level)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
-class TrainConsole:
+class TrainConsole(Callback):
     """Shows the steps, evaluations and checkpoints of a run."""
 
-    def __init__(self, steps: int, console: Console) -> None:
-        self.steps = steps
+    def __init__(self, console: Console) -> None:
         self.console = console
-        self.bar: Progress | None = None
+        numbers = TextColumn("{task.fields[numbers]}")
+        columns = TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=24), numbers
+        self.bar = Progress(*columns, console=console) if console.is_terminal else None
         self.seconds_per_step: float | None = None
-        if console.is_terminal:
-            self.bar = Progress(
-                TextColumn("[bold]step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[numbers]}"),
-                console=console,
-                transient=False,
-            )
-            self.task = self.bar.add_task("train", total=steps, numbers="first step (includes compilation) ...")
 
-    def start(self) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
+        self.steps = trainer.config.train.steps
         if self.bar:
+            self.task = self.bar.add_task("", total=self.steps, numbers="first step (includes compilation) ...")
             self.bar.start()
 
-    def step(self, step: int) -> None:
+    def on_step(self, trainer: TrainerView, step: int) -> None:
         if self.bar:
             self.bar.update(self.task, completed=step)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         if record["step"] > 1 or self.steps == 1:  # the first step includes warm-up
             self.seconds_per_step = record["ms_per_iteration"] / 1000
         if self.bar:
             self.bar.update(self.task, completed=record["step"], numbers=self._bar_text(record))
         else:
-            self.console.print(log_line(record, self.steps), soft_wrap=True, highlight=False, markup=False)
+            print_line(self.console, log_line(record, self.steps))
         if "seconds_from_start" in record:
-            self.console.print(f"first step done {record['seconds_from_start']:.1f} s after the start", style="dim")
+            print_line(self.console, f"first step done {record['seconds_from_start']:.1f} s after the start", "dim")
         if "graphs_compiled" in record:
-            self.console.print(compile_summary(record), style="dim")
+            print_line(self.console, compile_summary(record), "dim")
         if "not_finite" in record:
-            self.console.print(f"step {record['step']} skipped: {record['not_finite']}", soft_wrap=True, markup=False)
+            print_line(self.console, f"step {record['step']} skipped: {record['not_finite']}")
 
-    def evaluate(self, record: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         fields = [f"{name.removeprefix('evaluate/')} {value:.4f}" for name, value in record.items() if name != "step"]
-        text = f"evaluation at step {record['step']} | " + " | ".join(fields)
-        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print_line(self.console, " | ".join([f"evaluation at step {record['step']}", *fields]))
 
-    def checkpoint(self, record: dict[str, Any]) -> None:
+    def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         text = (
             f"checkpoint of step {record['step']} | {record['checkpoint']} | "
             f"{record['checkpoint_bytes'] / 2**20:,.1f} MiB in {record['checkpoint_seconds']:.1f} s | "
             f"steps waited {record['checkpoint_stall']:.2f} s"
         )
-        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+        print_line(self.console, text)
 
-    def end(self) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         if self.bar:
             self.bar.stop()
 

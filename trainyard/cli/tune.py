@@ -9,9 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
+from trainyard.cli.console import print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.cli.train import load_run_config
@@ -20,33 +21,25 @@ from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.dryrun.dry_run import SYNTHETIC_DATA
 from trainyard.tune.search import TuneSearch, run_search
 from trainyard.tune.search_space import KEY_MICRO_BATCH, SearchSpace
 from trainyard.tune.trial import Choice, Trial, trial_from_process
 from trainyard.tune.trial_process import run_with_timeout
-
-SYNTHETIC_DATA: dict[str, object] = {
-    "source": "synthetic",
-    "paths": [],
-    "weights": [],
-    "order": "shuffled",
-    "split": None,
-    "mask_eod_loss": False,
-}
 
 
 def tune(
     source: ConfigSource,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks of each trial, on this machine.")] = 1,
+    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks of each trial, on this machine.")] = 1,
     budget: Annotated[
-        float, typer.Option("--budget", min=0.01, metavar="MINUTES", help="Time limit for all trials together.")
+        float, Option("--budget", min=0.01, metavar="MINUTES", help="Time limit for all trials together.")
     ] = 10.0,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Steps per trial; the first two are not timed.")] = 6,
+    steps: Annotated[int, Option("--steps", min=2, help="Steps per trial; the first two are not timed.")] = 6,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Output file. Default: NAME.tuned.yaml in the current directory."),
+        Option("--out", metavar="FILE", help="Output file. Default: NAME.tuned.yaml in the current directory."),
     ] = None,
 ) -> int:
     """Measure which settings are fastest on this machine and write the file with them. Losses stay the same.
@@ -73,17 +66,14 @@ def tune(
     space = SearchSpace(with_available_data(config), nproc, fixed_keys=fixed_keys)
     target = output_path(source, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-
-    def print_line(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False)
-
     if space.base_config != config:
-        print_line("data: some files are missing; trials use data.source=synthetic (the speed is the same)")
+        print_line(console, "data: some files are missing; trials use data.source=synthetic (the speed is the same)")
     global_batch = config.train.global_batch
     reduced = f" (train.global_batch={global_batch} is unchanged)" if space.trial_batch < global_batch else ""
     print_line(
+        console,
         f"trials of {steps} steps of {space.trial_batch} x {config.data.seq_len} tokens{reduced}; "
-        f"at most {budget:g} minutes"
+        f"at most {budget:g} minutes",
     )
     search = TuneSearch(space)
     display = TuneTable(console, search, budget * 60)
@@ -123,22 +113,23 @@ def tune(
     console.print(trials_table(search, by_speed=True))
     header = file_header(search, [source, *override_list], nproc)
     atomic_write_text(target, header + dump(parse(config.model_dump(mode="json"), best)))
-    if not complete:
-        print_line(
-            "interrupted: not everything was tried" if interrupted else "budget spent: increase --budget MINUTES"
-        )
+    if interrupted:
+        print_line(console, "interrupted: not everything was tried")
+    elif not complete:
+        print_line(console, "budget spent: increase --budget MINUTES")
     baseline = search.trials[0].tokens_per_second
     ratio = f", {search.best_speed / baseline:.2f} times the speed of the file" if baseline and best else ""
-    print_line(f"fastest: {' '.join(best) or 'the unchanged file'}{ratio}")
+    print_line(console, f"fastest: {' '.join(best) or 'the unchanged file'}{ratio}")
     micro_batch = search.best_choice[KEY_MICRO_BATCH]
     doubles = global_batch % (2 * micro_batch * space.layout.dp) == 0
     if doubles and not space.larger_micro_batches(micro_batch):
         print_line(
-            f"larger micro batches were not tried; continue with: {shlex.join(['trainyard', 'tune', str(target)])}"
+            console,
+            f"larger micro batches were not tried; continue with: {shlex.join(['trainyard', 'tune', str(target)])}",
         )
     options = [*(["--smoke"] if smoke else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
-    print_line(f"  written      {target}   (run: trainyard train {target})")
-    print_line(f"  or           {shlex.join(['trainyard', 'train', source, *override_list, *best, *options])}")
+    print_line(console, f"  written      {target}   (run: trainyard train {target})")
+    print_line(console, f"  or           {shlex.join(['trainyard', 'train', source, *override_list, *best, *options])}")
     return 130 if interrupted else 0
 
 

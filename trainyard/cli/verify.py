@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from trainyard import devices, models
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
@@ -47,10 +47,10 @@ def verify(
     overrides: Overrides = None,
     smoke: Smoke = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=2, help="Ranks. Default: enough for each axis of the layout, up to 8.")
+        int | None, Option("--nproc", min=2, help="Ranks. Default: enough for each axis of the layout, up to 8.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
-    result: Annotated[Path | None, typer.Option("--result", hidden=True)] = None,
+    steps: Annotated[int, Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
+    result: Annotated[Path | None, Option("--result", hidden=True)] = None,
 ) -> int:
     """Train a few steps on several ranks and on one rank, in fp32, and compare everything.
 

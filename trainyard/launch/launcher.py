@@ -158,9 +158,8 @@ def _monitor(ranks: list[RankProcess], signals: list[int]) -> list[float]:
                     rank.send_signal(signum, group=False)
                 else:
                     rank.send_signal(signal.SIGKILL, group=True)
-        failed = [
-            rank for rank in ranks if rank.exit_code and not (signal_times and rank.exit_code == EXIT_INTERRUPTED)
-        ]
+        orderly_codes = (None, 0, EXIT_INTERRUPTED) if signal_times else (None, 0)
+        failed = [rank for rank in ranks if rank.exit_code not in orderly_codes]
         if failed and kill_plan is None:
             failures = [rank.read_failure() for rank in failed]
             wait = SAME_ERROR_WAIT_S if any(failure and failure.kind != "crash" for failure in failures) else 0
@@ -186,9 +185,8 @@ def _report_outcome(ranks: list[RankProcess], signal_times: list[float], directo
         return max(codes), False
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)  # a killed progress bar leaves its line open and the cursor hidden
-    failed_at, text, first = min(
-        ((*rank.failure_time_and_text(), rank) for rank in failed), key=lambda outcome: outcome[0]
-    )
+    outcomes = [(*rank.failure_time_and_text(), rank) for rank in failed]
+    failed_at, text, first = min(outcomes, key=lambda outcome: outcome[0])
     if text is None or any(failed_at >= second_signal for second_signal in signal_times[1:2]):  # stopped on request
         return EXIT_INTERRUPTED, False
     for rank, failure in zip(ranks, failures, strict=True):
