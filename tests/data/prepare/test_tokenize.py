@@ -88,24 +88,22 @@ def test_encoder_equals_the_reference(gpt2_files: Path, texts: list[str]) -> Non
     assert tokens.tolist() == [token for ids in expected for token in ids]
 
 
-def test_full_hash_table_and_small_batches(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words without a slot and batches of any size give the same tokens."""
+def test_full_word_table_and_small_batches(gpt2_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that starts over and batches of any size give the same tokens."""
     long_words = [" ".join(letter * length for letter in "ab") for length in range(16, 40)]
     texts = [*UNUSUAL_TEXTS, *make_stories(30), *long_words] * 2
     expected = [token for text in texts for token in reference_encoder(gpt2_files).encode(text)]
-    for bits, characters, long in ((19, 1 << 17, 1 << 16), (5, 1 << 17, 7), (19, 50, 1 << 16), (19, 50, 7)):
-        monkeypatch.setattr(gpt2_fast_bpe, "TABLE_BITS", bits)
+    for table_tokens, characters in ((1 << 20, 1 << 19), (1 << 20, 50), (200, 50), (0, 50)):
+        monkeypatch.setattr(gpt2_fast_bpe, "MAX_TABLE_TOKENS", table_tokens)
         monkeypatch.setattr(gpt2_fast_bpe, "BATCH_CHARACTERS", characters)
-        monkeypatch.setattr(gpt2_fast_bpe, "MAX_LONG_WORDS", long)
         tokenizer = load_tokenizer(gpt2_spec(gpt2_files))
         assert isinstance(tokenizer.gpt2_encoder, FastGpt2Encoder)
         assert tokenizer.encode(texts)[0].tolist() == expected
-        assert tokenizer.gpt2_encoder.table_entries <= 1 << bits
-        assert len(tokenizer.gpt2_encoder.long_words) <= long
+        assert len(tokenizer.gpt2_encoder.words.token_ids) < table_tokens + 1000
 
 
 def test_text_of_long_words_only(gpt2_files: Path) -> None:
-    """Words without a slot, with more tokens than the table holds."""
+    """Long words are looked up like all others."""
     for texts in (["averyveryverylongwordindeed" * 3], ["a", "averyveryverylongwordindeed" * 50, "b"]):
         tokens, _ = load_tokenizer(gpt2_spec(gpt2_files)).encode(texts)
         assert tokens.tolist() == [token for text in texts for token in reference_encoder(gpt2_files).encode(text)]

@@ -1,5 +1,7 @@
 """Tokenizers: bytes, GPT-2's vocab and merges, tokenizer.json, SentencePiece, WordPiece."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -9,7 +11,6 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 """Usual end-of-text tokens, in order of preference."""
@@ -77,7 +78,11 @@ class FastTokenizer:
             wanted = end_token or "usual end-of-text token"
             raise UserError(f"{source}: has no {wanted}; set data.end_of_text (--end-of-text) to the one to use")
         self.end_id = end_ids[0]
-        self.gpt2_encoder = FastGpt2Encoder(tokenizer) if _is_plain_gpt2(tokenizer) else None
+        self.gpt2_encoder = None
+        if _is_plain_gpt2(tokenizer):
+            from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder  # imports pyarrow
+
+            self.gpt2_encoder = FastGpt2Encoder(tokenizer)
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         if self.gpt2_encoder:
@@ -110,10 +115,8 @@ class SentencePieceTokenizer:
     def __init__(self, path: Path, end_token: str | None) -> None:
         import sentencepiece
 
-        try:
+        with _report_invalid(f"{path}: not a SentencePiece model"):
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except Exception as error:  # RuntimeError, OSError or TypeError, depending on the version
-            raise UserError(f"{path}: not a SentencePiece model: {one_line(error)}") from None
         self.vocab_size = self.model.vocab_size()
         self.end_id = self.model.piece_to_id(end_token) if end_token else self.model.eos_id()
         if self.end_id < 0 or (end_token and self.model.id_to_piece(self.end_id) != end_token):
@@ -149,19 +152,23 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         path = next((file for file in files if file.exists()), files[0])
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, spec.end_token)
-    try:
+    with _report_invalid(f"{path}: not a tokenizer.json"):
         fast = Fast.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for an invalid file
-        raise UserError(f"{path}: not a tokenizer.json: {error}") from None
     return FastTokenizer(fast, spec.end_token, str(path))
+
+
+@contextmanager
+def _report_invalid(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the libraries raise plain Exception and others, depending on the version
+        raise UserError(f"{problem}: {one_line(error)}") from None
 
 
 def _load_gpt2(spec: TokenizerSpec) -> Tokenizer:
     vocab, merges = _require_path(spec.vocab_file, "vocab_file"), _require_path(spec.merges_file, "merges_file")
-    try:
+    with _report_invalid(f"{vocab}, {merges}: not GPT-2 files"):
         fast = Fast(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as error:  # the library raises plain Exception for an invalid file
-        raise UserError(f"{vocab}, {merges}: not GPT-2 files: {error}") from None
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     return FastTokenizer(fast, spec.end_token, str(vocab))
@@ -169,10 +176,8 @@ def _load_gpt2(spec: TokenizerSpec) -> Tokenizer:
 
 def _load_wordpiece(spec: TokenizerSpec) -> Tokenizer:
     vocab = _require_path(spec.vocab_file, "vocab_file")
-    try:
+    with _report_invalid(f"{vocab}: not a WordPiece vocabulary with one token per line"):
         fast = Fast(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
-    except Exception as error:  # the library raises plain Exception for an invalid file
-        raise UserError(f"{vocab}: not a WordPiece vocabulary with one token per line: {error}") from None
     fast.normalizer = normalizers.BertNormalizer(lowercase=spec.lowercase)
     fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     fast.decoder = decoders.WordPiece()
