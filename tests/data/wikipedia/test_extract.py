@@ -22,13 +22,14 @@ from tests.support.examples import examples
 from trainyard.cli import main
 from trainyard.cli.console import SkipReporter
 from trainyard.core.errors import UserError
+from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.wikipedia import dump
 from trainyard.data.wikipedia.dump import open_dump
-from trainyard.data.wikipedia.extract import UnreadablePage, extract_articles
+from trainyard.data.wikipedia.extract import extract_articles
 from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output
-from trainyard.data.wikipedia.wikitext import WikiNamespaces, wikitext_to_text
+from trainyard.data.wikipedia.wikitext import wikitext_to_text
 
-NAMESPACES = WikiNamespaces(frozenset(("datei", "kategorie")))
+NAMESPACES = frozenset(("datei", "kategorie"))
 SMALL_SHARDS = ExtractOptions(shard_size=20_000)
 PAGES = list(wikipedia_dumps.pages(60, sections=2))
 
@@ -40,8 +41,8 @@ def run(
     workers: int = 1,
     strict: bool = False,
     restart: bool = False,
-) -> tuple[ExtractState, list[UnreadablePage]]:
-    unreadable: list[UnreadablePage] = []
+) -> tuple[ExtractState, list[UnreadableRecord]]:
+    unreadable: list[UnreadableRecord] = []
     on_unreadable = SkipReporter(True) if strict else unreadable.append
     dumps = [open_dump(path) for path in paths]
     with lock_output(output):
@@ -289,16 +290,11 @@ def test_unreadable_pages_are_skipped_and_reported(tmp_path: Path) -> None:
     state, unreadable = run(tmp_path / "a.xml", output=tmp_path / "out", workers=2)
     assert articles(tmp_path / "out") == reference_articles(wikipedia_dumps.dump(PAGES[:20]))
     assert state.counts["malformed"] == 5
-    assert data[unreadable[0].xml_offset :].startswith(invalid.strip().encode()[:40])
+    offsets = [int(page.location.removeprefix("byte ").removesuffix(" of its XML")) for page in unreadable]
+    assert data[offsets[0] :].startswith(invalid.strip().encode()[:40])
     assert "mismatched tag" in unreadable[0].reason
-    assert [data[page.xml_offset :][:6] for page in unreadable] == [
-        b"<page>",
-        b"<page>",
-        b"</page",
-        b"<page>",
-        b"<page>",
-    ]
-    with pytest.raises(UserError, match=f"a.xml: byte {unreadable[0].xml_offset} of its XML: mismatched tag"):
+    assert [data[offset:][:6] for offset in offsets] == [b"<page>", b"<page>", b"</page", b"<page>", b"<page>"]
+    with pytest.raises(UserError, match=f"a.xml: byte {offsets[0]} of its XML: mismatched tag"):
         run(tmp_path / "a.xml", output=tmp_path / "strict", strict=True)
 
 

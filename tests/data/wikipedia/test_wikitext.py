@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from trainyard.data.wikipedia.wikitext import WikiNamespaces, wikitext_to_text
+from trainyard.data.wikipedia.wikitext import wikitext_to_text
 
 INLINE = [
     ("'''Bold''' and ''italic'' and '''''both'''''", "Bold and italic and both"),
@@ -74,7 +74,7 @@ def test_block_markup(source: str, expected: str) -> None:
 
 
 def test_namespaces_of_another_wiki() -> None:
-    names = WikiNamespaces(frozenset(("tiedosto", "luokka")))
+    names = frozenset(("tiedosto", "luokka"))
     assert wikitext_to_text("a [[Tiedosto:x.jpg|b]][[Luokka:y]] [[File:z]] [[Muu:c]]", names) == "a Muu:c"
     assert wikitext_to_text("[[Tiedosto:x.jpg|b]]") == "b"
 

@@ -13,13 +13,11 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from xml.etree import ElementTree
 
 from trainyard.core.errors import UserError
-from trainyard.data.wikipedia.wikitext import WikiNamespaces
 
 READ_BYTES = 1 << 20
 """Bytes read from a file at a time."""
@@ -53,14 +51,14 @@ class DumpPosition(NamedTuple):
     """Bytes of XML before the next page."""
 
 
-@dataclass(frozen=True)
-class WikiDump:
+class WikiDump(NamedTuple):
     """A dump file and its site information."""
 
     path: Path
     base_url: str
     """Common start of all page addresses."""
-    namespaces: WikiNamespaces
+    hidden_namespaces: frozenset[str] = frozenset()
+    """Lowercase names, in the language of the wiki, of the namespaces whose links are not text."""
 
 
 class PageBatch(NamedTuple):
@@ -102,14 +100,14 @@ def open_dump(path: Path) -> WikiDump:
         )
     start, end = header.find(b"<siteinfo>"), header.find(b"</siteinfo>")
     if min(start, end) < 0:
-        return WikiDump(path, "", WikiNamespaces())
+        return WikiDump(path, "")
     try:
         info = ElementTree.fromstring(header[start : end + len(b"</siteinfo>")])
     except ElementTree.ParseError as error:
         raise UserError(f"{path}: its <siteinfo> is not valid XML: {error}") from None
     hidden = [element.text for element in info.iter("namespace") if element.get("key") in HIDDEN_NAMESPACE_KEYS]
     base_url = (info.findtext("base") or "").rpartition("/")[0]
-    return WikiDump(path, base_url, WikiNamespaces(frozenset(name.lower() for name in hidden if name)))
+    return WikiDump(path, base_url, frozenset(name.lower() for name in hidden if name))
 
 
 def page_batches(path: Path, start: DumpPosition, size: int, threads: int) -> Iterator[PageBatch]:

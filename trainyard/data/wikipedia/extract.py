@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.prepare.worker_pool import map_ordered
 from trainyard.data.wikipedia.dump import PAGE_END, DumpPosition, PageBatch, WikiDump, page_batches
 from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, save_state, shard_name
@@ -41,26 +42,13 @@ SKIP_REASONS = {
 """Why a page is not an article, and its description for users."""
 
 
-class UnreadablePage(NamedTuple):
-    path: Path
-    xml_offset: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: byte {self.xml_offset} of its XML: {self.reason}"
-
-
 class BatchResult(NamedTuple):
-    """The articles of a batch, and the fields of PageBatch that the parent needs."""
-
     json_lines: bytes
+    """The articles."""
     counts: Counter[str]
-    unreadable: list[tuple[int, str]]
-    """XML offset and reason of each unreadable page."""
-    file_index: int
-    next_position: DumpPosition
-    file_bytes_read: int
-    error: str
+    unreadable: list[UnreadableRecord]
+    batch: PageBatch
+    """Without its XML."""
 
 
 def extract_articles(
@@ -69,7 +57,7 @@ def extract_articles(
     options: ExtractOptions,
     state: ExtractState,
     workers: int,
-    on_unreadable: Callable[[UnreadablePage], None],
+    on_unreadable: Callable[[UnreadableRecord], None],
     on_progress: Callable[[int], None],
 ) -> None:
     """Write the remaining shards. `on_unreadable` may raise to stop; `on_progress` gets the input bytes done."""
@@ -88,14 +76,14 @@ def extract_articles(
         with ExitStack() as shard:
             batches = _all_batches(dumps, options, state.position, workers)
             for result in map_ordered(partial(parse_batch, options), batches, workers):
+                batch = result.batch
                 state.counts.update(result.counts)
-                state.position = result.next_position
-                path = dumps[result.file_index].path
-                for xml_offset, reason in result.unreadable:
-                    on_unreadable(UnreadablePage(path, xml_offset, reason))
-                if result.error:
-                    count = state.counts[ARTICLE_COUNT]
-                    raise UserError(f"{path}: {result.error}; the {count:,} articles before that are complete")
+                state.position = batch.next_position
+                for page in result.unreadable:
+                    on_unreadable(page)
+                if batch.error:
+                    path, count = dumps[batch.file_index].path, state.counts[ARTICLE_COUNT]
+                    raise UserError(f"{path}: {batch.error}; the {count:,} articles before that are complete")
                 if result.json_lines:
                     if not shard_bytes:
                         file = shard.enter_context(atomic_file(output / shard_name(state.shards, options)))
@@ -104,7 +92,7 @@ def extract_articles(
                 if shard_bytes >= options.shard_size:
                     complete(shard)
                     shard_bytes = 0
-                on_progress(sum(file_sizes[: result.file_index]) + result.file_bytes_read)
+                on_progress(sum(file_sizes[: batch.file_index]) + batch.file_bytes_read)
             state.finished = True
             if shard_bytes:
                 complete(shard)
@@ -121,30 +109,36 @@ def parse_batch(options: ExtractOptions, item: tuple[WikiDump, PageBatch]) -> Ba
     dump, batch = item
     counts: Counter[str] = Counter()
     lines: list[str] = []
-    unreadable: list[tuple[int, str]] = []
+    unreadable: list[UnreadableRecord] = []
+
+    def report(xml_offset: int, reason: str) -> None:
+        unreadable.append(UnreadableRecord(dump.path, f"byte {xml_offset} of its XML", reason))
+
+    def report_unclosed(xml: bytes) -> None:
+        for match in re.finditer(PAGE_START, xml):
+            report(offset + match.start(), "<page> without </page>")
+
     offset = batch.xml_offset
     *pages, rest = batch.xml.split(PAGE_END)
     for page in pages:
         start = page.rfind(PAGE_START)
-        unreadable += _unclosed_pages(page[: max(start, 0)], offset)
+        report_unclosed(page[: max(start, 0)])
         if start < 0:
-            unreadable.append((offset + len(page), "</page> without <page>"))
+            report(offset + len(page), "</page> without <page>")
         else:
             try:
                 kind, line = parse_page(page[start:] + PAGE_END, dump, options)
                 counts[kind] += 1
                 lines.append(line)
             except (ElementTree.ParseError, ValueError) as error:
-                unreadable.append((offset + start, str(error)))
+                report(offset + start, str(error))
         offset += len(page) + len(PAGE_END)
-    unreadable += _unclosed_pages(rest, offset)
+    report_unclosed(rest)
     text = "".join(lines).encode()
     counts["malformed"], counts[BYTE_COUNT] = len(unreadable), len(text)
     if options.compress and text:
         text = gzip.compress(text, mtime=0)  # concatenated members form a valid gzip file
-    return BatchResult(
-        text, counts, unreadable, batch.file_index, batch.next_position, batch.file_bytes_read, batch.error
-    )
+    return BatchResult(text, counts, unreadable, batch._replace(xml=b""))
 
 
 def parse_page(xml: bytes, dump: WikiDump, options: ExtractOptions) -> tuple[str, str]:
@@ -164,16 +158,11 @@ def parse_page(xml: bytes, dump: WikiDump, options: ExtractOptions) -> tuple[str
     source = newest.findtext("text") or ""
     if source[:20].lstrip()[:9].lower() == "#redirect":
         return "redirect", ""
-    text = wikitext_to_text(source, dump.namespaces)
+    text = wikitext_to_text(source, dump.hidden_namespaces)
     if len(text) < max(options.min_text, 1):
         return "short", ""
     article = {"id": page_id, "url": f"{dump.base_url}?curid={page_id}", "title": title, "text": text}
     return ARTICLE_COUNT, json.dumps(article, ensure_ascii=False) + "\n"
-
-
-def _unclosed_pages(xml: bytes, offset: int) -> list[tuple[int, str]]:
-    """Errors for the pages that start in this XML, none of which ends."""
-    return [(offset + match.start(), "<page> without </page>") for match in re.finditer(PAGE_START, xml)]
 
 
 def _all_batches(

@@ -45,16 +45,8 @@ UNIT_NAMES = {
     "impgal": "imp gal", "USgal": "US gal", "nmi": "nautical miles", "kn": "knots",
 }  # fmt: skip
 RANGE_WORDS = {
-    "to": " to ",
-    "-": "–",
-    "–": "–",
-    "and": " and ",
-    "or": " or ",
-    "by": " by ",
-    "x": " × ",
-    "×": " × ",
-    "+/-": " ± ",
-}
+    "to": " to ", "and": " and ", "or": " or ", "by": " by ", "x": " × ", "×": " × ", "+/-": " ± ", "-": "–", "–": "–",
+}  # fmt: skip
 MONTHS = [
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
     "December",
@@ -154,24 +146,14 @@ def nihongo(arguments: TemplateArguments) -> str:
     return " ".join(filter(None, (arguments[1], f"({inside})" if inside else "")))
 
 
-def last_argument(arguments: TemplateArguments) -> str:
-    return arguments[arguments.count]
-
-
-def concatenate(arguments: TemplateArguments) -> str:
-    return "".join(arguments.positional())
-
-
-def comma_list(arguments: TemplateArguments) -> str:
-    return ", ".join(filter(None, arguments.positional()))
-
-
 TEMPLATE_RULES: dict[str, TemplateRule] = {
     name: pattern_rule(pattern) for pattern, names in TEXT_PATTERNS.items() for name in names.split(", ")
 } | {
     "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": format_value,
-    "as of": as_of, "nihongo": nihongo, "transl": last_argument, "transliteration": last_argument,
-    "chem": concatenate, "linktext": concatenate, "hlist": comma_list, "unbulleted list": comma_list,
+    "as of": as_of, "nihongo": nihongo,
+    **dict.fromkeys(("transl", "transliteration"), lambda arguments: arguments[arguments.count]),
+    **dict.fromkeys(("chem", "linktext"), lambda arguments: "".join(arguments.positional())),
+    **dict.fromkeys(("hlist", "unbulleted list"), lambda arguments: ", ".join(filter(None, arguments.positional()))),
 }  # fmt: skip
 
 

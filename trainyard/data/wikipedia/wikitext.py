@@ -7,7 +7,6 @@ and no missing brace loses the rest of an article.
 """
 
 import re
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -61,28 +60,6 @@ HIDDEN_NAMESPACES = {
 """Names of files and categories in every wiki, and old names that the namespace list of a dump omits."""
 
 
-@dataclass(frozen=True)
-class WikiNamespaces:
-    """Lowercase names, in the language of a wiki, of the namespaces whose links are not text."""
-
-    hidden: frozenset[str] = frozenset()
-
-    def hides_link(self, target: str) -> bool:
-        """True for links without text: an image, a category, the page in another language."""
-        prefix, colon, _ = target.partition(":")
-        if not colon:
-            return False
-        name = prefix.strip().replace("_", " ").lower()
-        return (
-            name in HIDDEN_NAMESPACES
-            or name in self.hidden
-            or (LANGUAGE_PREFIX.fullmatch(prefix) is not None and prefix not in NON_LANGUAGE_PREFIXES)
-        )
-
-
-DEFAULT_NAMESPACES = WikiNamespaces()
-
-
 class OpenElement(NamedTuple):
     kind: str
     output_index: int
@@ -91,16 +68,16 @@ class OpenElement(NamedTuple):
     """Indices in the output of the bars between the arguments."""
 
 
-def wikitext_to_text(text: str, namespaces: WikiNamespaces = DEFAULT_NAMESPACES) -> str:
+def wikitext_to_text(text: str, hidden_namespaces: frozenset[str] = frozenset()) -> str:
     """Plain text of a page: paragraphs, headings and list items."""
-    return layout_text(WikitextParser(text.replace(DROPPED_MARK, ""), namespaces).parse())
+    return layout_text(WikitextParser(text.replace(DROPPED_MARK, ""), hidden_namespaces).parse())
 
 
 class WikitextParser:
     """One pass over the wikitext of a page."""
 
-    def __init__(self, text: str, namespaces: WikiNamespaces) -> None:
-        self.text, self.namespaces = text, namespaces
+    def __init__(self, text: str, hidden_namespaces: frozenset[str]) -> None:
+        self.text, self.hidden_namespaces = text, HIDDEN_NAMESPACES | hidden_namespaces
         self.output: list[str] = []
         self.stack: list[OpenElement] = []
         self.open_counts = dict.fromkeys((LINK, EXTERNAL_LINK, TEMPLATE, TABLE, HTML_TABLE), 0)
@@ -220,8 +197,14 @@ class WikitextParser:
         del self.output[element.output_index :]
         if target.lstrip()[0] == ":":
             self.output.append("|".join(labels) or target.replace(":", "", 1))
-        elif not self.namespaces.hides_link(target.strip()):
+        elif not self.is_hidden_link(target.strip()):
             self.output.append("|".join(labels) or target)
+
+    def is_hidden_link(self, target: str) -> bool:
+        """True for links without text: an image, a category, the page in another language."""
+        prefix, colon, _ = target.partition(":")
+        is_language = LANGUAGE_PREFIX.fullmatch(prefix) and prefix not in NON_LANGUAGE_PREFIXES
+        return bool(colon and (is_language or prefix.strip().replace("_", " ").lower() in self.hidden_namespaces))
 
     def on_close_braces(self, count: int) -> None:
         while count >= 2 and self.open_counts[TEMPLATE]:
