@@ -5,6 +5,7 @@ import shutil
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import default_data_collator
 from tests.support.examples import examples
 from tests.support.file_damage import EDITS, assert_one_line, mutate
 from trainyard.core.errors import UserError
+from trainyard.data.formats import arrow_writer
 from trainyard.data.formats.arrow_dataset import ArrowDataset, data_files
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples
@@ -41,7 +43,7 @@ def make_rows(count: int, seq_len: int, first_token: int = 0) -> dict[str, np.nd
 def write(directory: Path, batch_rows: list[int], seq_len: int = 8, shard_bytes: int = 1 << 20) -> np.ndarray:
     """Write record batches of the given numbers of rows; returns the tokens of all rows."""
     batches = [make_rows(count, seq_len, 100 * index) for index, count in enumerate(batch_rows)]
-    with ArrowDatasetWriter(directory, COLUMNS, shard_bytes=shard_bytes) as writer:
+    with patch.object(arrow_writer, "SHARD_BYTES", shard_bytes), ArrowDatasetWriter(directory, COLUMNS) as writer:
         for batch in batches:
             writer.add(batch)
     return np.concatenate([batch["input_ids"] for batch in batches])
@@ -178,7 +180,7 @@ def test_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     assert datasets.load_from_disk(tmp_path / "x")["input_ids"][:] == tokens.tolist()
 
 
-def test_writer_replaces_only_saved_data_sets(tmp_path: Path) -> None:
+def test_writer_replaces_only_saved_datasets(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", [1])
     with pytest.raises(UserError, match="--overwrite replaces it"):

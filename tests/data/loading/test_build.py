@@ -1,4 +1,4 @@
-"""Data sets from a configuration: text with each tokenizer, synthetic samples, and one-line errors."""
+"""Datasets from a configuration: text with each tokenizer, synthetic samples, and one-line errors."""
 
 import json
 from pathlib import Path

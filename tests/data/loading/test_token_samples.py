@@ -166,7 +166,7 @@ def test_apportion_adds_up(weights: list[float], total: int) -> None:
     assert (abs(counts - np.array(weights) / sum(weights) * total) < 1).all()
 
 
-def test_blend_has_its_weights_and_each_data_set_its_epochs(tmp_path: Path) -> None:
+def test_blend_has_its_weights_and_each_dataset_its_epochs(tmp_path: Path) -> None:
     first_tokens = {"a": 0, "b": 1000, "c": 2000}
     files = [write_counting_documents(tmp_path / name, [20] * 30, first) for name, first in first_tokens.items()]
     config = token_config(*(data.prefix for data in files), weights=[0.5, 0.3, 0.2])

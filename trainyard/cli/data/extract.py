@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.options import Strict, Workers, worker_count
 from trainyard.core.errors import UserError
-from trainyard.data.formats.documents import match_paths
+from trainyard.data.formats.documents import expand_patterns
 from trainyard.data.wikipedia.dump import open_dump
 from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles
 from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
@@ -21,24 +21,18 @@ BYTE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def extract(
     inputs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="DUMP...", help="Files or globs: XML, also compressed as .bz2 or .gz.", show_default=False
-        ),
+        Argument(metavar="DUMP...", help="Files or globs: XML, also compressed as .bz2 or .gz.", show_default=False),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for wiki_00000.jsonl, ...")],
+    output: Annotated[Path, Option("--output", "-o", metavar="DIR", help="Directory for wiki_00000.jsonl, ...")],
     shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="BYTES", help="Approximate JSON text per file, such as 256M or 1G.")
+        str, Option(metavar="BYTES", help="Approximate JSON text per file, such as 256M or 1G.")
     ] = "256M",
-    namespaces: Annotated[
-        str, typer.Option("--namespaces", metavar="N,N", help="Namespace numbers; 0 contains the articles.")
-    ] = "0",
-    min_text: Annotated[
-        int, typer.Option("--min-text", min=0, metavar="CHARS", help="Drop articles with less text.")
-    ] = 0,
-    compress: Annotated[bool, typer.Option("--compress", help="Write .jsonl.gz.")] = False,
+    namespaces: Annotated[str, Option(metavar="N,N", help="Namespace numbers; 0 contains the articles.")] = "0",
+    min_text: Annotated[int, Option(min=0, metavar="CHARS", help="Drop articles with less text.")] = 0,
+    compress: Annotated[bool, Option("--compress", help="Write .jsonl.gz.")] = False,
     workers: Workers = None,
     strict: Strict = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Remove existing shards in DIR and start over.")] = False,
+    restart: Annotated[bool, Option("--restart", help="Remove existing shards in DIR and start over.")] = False,
 ) -> None:
     """Convert a MediaWiki dump to plain text: JSON lines with id, url, title and text.
 
@@ -52,7 +46,7 @@ def extract(
       trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200
     """
     options = ExtractOptions(_parse_bytes(shard_size), _parse_namespaces(namespaces), min_text, compress)
-    dumps = [open_dump(path) for path in _expand_globs(inputs)]
+    dumps = [open_dump(path) for path in expand_patterns(inputs)]
     output = output.expanduser()
     total, start = sum(dump.path.stat().st_size for dump in dumps), time.monotonic()
     with lock_output(output):
@@ -96,14 +90,3 @@ def _parse_namespaces(text: str) -> tuple[int, ...]:
         return tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:
         raise UserError(f"--namespaces {text}: not comma-separated numbers; nearest: 0") from None
-
-
-def _expand_globs(patterns: list[str]) -> list[Path]:
-    """Return the files of all patterns, sorted within each pattern."""
-    files: list[Path] = []
-    for pattern in patterns:
-        matches = match_paths(pattern)
-        if not matches:
-            raise UserError(f"{pattern}: no such file")
-        files += matches
-    return files

@@ -1,11 +1,12 @@
 """`trainyard data pack`: pack tokens into blocks of fixed length, in the format of the datasets library."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.data.tokenize import tokenizer_spec
@@ -23,19 +24,17 @@ from trainyard.cli.options import (
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.megatron_bin import MegatronTokens
+from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file
 from trainyard.data.prepare import pack as packing
 from trainyard.data.prepare.pack import PackCounts, PackOptions, TokenChunk
 from trainyard.data.prepare.tokenize import TokenizeOptions
-from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
+from trainyard.data.text.tokenizer import load_tokenizer
 
 
 def pack(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="PREFIX of .bin and .idx, or text files.")],
-    output: Annotated[
-        Path, typer.Option("--output", metavar="DIR", help="Output directory; gets its name when complete.")
-    ],
-    seq_len: Annotated[int, typer.Option("--seq-len", min=1, max=1 << 24, help="Tokens per block.")] = 4096,
+    inputs: Annotated[list[str], Argument(metavar="INPUT", help="PREFIX of .bin and .idx, or text files.")],
+    output: Annotated[Path, Option(metavar="DIR", help="Output directory; gets its name when complete.")],
+    seq_len: Annotated[int, Option(min=1, max=1 << 24, help="Tokens per block.")] = 4096,
     tokenizer: TokenizerName = None,
     vocab_file: VocabFile = None,
     merge_file: MergeFile = None,
@@ -43,19 +42,17 @@ def pack(
     json_key: JsonKey = "text",
     append_eod: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--append-eod/--no-append-eod",
             help="End each document with the end token; token files that already have it stay unchanged.",
         ),
     ] = True,
     keep_last: Annotated[
-        bool, typer.Option("--keep-last", help="Pad the last block (labels -100) instead of dropping it.")
+        bool, Option("--keep-last", help="Pad the last block (labels -100) instead of dropping it.")
     ] = False,
     boundaries: Annotated[
         bool,
-        typer.Option(
-            "--boundaries/--no-boundaries", help="Write position_ids, which restart in each document and block."
-        ),
+        Option("--boundaries/--no-boundaries", help="Write position_ids, which restart in each document and block."),
     ] = True,
     workers: Workers = None,
     strict: Strict = False,
@@ -76,7 +73,7 @@ def pack(
 
       trainyard data pack *.jsonl.gz --output code-4k --tokenizer tokenizer.json
     """
-    kinds = {_is_token_file(name) for name in inputs}
+    kinds = {is_token_file(Path(name)) for name in inputs}
     if len(kinds) > 1:
         raise UserError(f"{', '.join(inputs)}: both token files and text; pack one kind at a time")
     paths = documents.resolve_inputs(inputs) if False in kinds else []
@@ -88,7 +85,7 @@ def pack(
     if spec and paths:
         total = documents.total_bytes(paths)
         options = TokenizeOptions(spec, (json_key,), append_eod)
-        chunks = packing.chunks_from_text(paths, options, worker_count(workers))
+        chunks: Iterable[TokenChunk] = packing.chunks_from_text(paths, options, worker_count(workers))
     else:
         datasets = [MegatronTokens(Path(name)) for name in inputs]
         total = sum(dataset.tokens.nbytes for dataset in datasets)
@@ -96,7 +93,10 @@ def pack(
             guesses = (packing.guess_end_token(dataset) for dataset in datasets)
             end_token = next((guess for guess in guesses if guess is not None), None)
             print(f"no --tokenizer: using token {end_token}, with which documents end, as the end token")
-        chunks = _token_chunks(datasets, end_token if append_eod else None, loaded)
+        end, vocab_size = end_token if append_eod else None, loaded.vocab_size if loaded else None
+        chunks = chain.from_iterable(
+            packing.chunks_from_tokens(dataset, end, vocab_size, end_is_guess=loaded is None) for dataset in datasets
+        )
     start = time.monotonic()
     with ProgressDisplay("pack") as progress, interrupt_on_terminate():
 
@@ -109,25 +109,10 @@ def pack(
     seconds = time.monotonic() - start
     skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
     print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
-    remainder = ""
-    if counts.leftover_tokens and keep_last:
-        remainder = f", the last one padded after {counts.leftover_tokens:,} tokens"
-    elif counts.leftover_tokens:
-        remainder = (
-            f"; the last {counts.leftover_tokens:,} tokens fill no block and are dropped (--keep-last pads them)"
-        )
+    left, remainder = counts.leftover_tokens, ""
+    if left and keep_last:
+        remainder = f", the last one padded after {left:,} tokens"
+    elif left:
+        remainder = f"; the last {left:,} tokens fill no block and are dropped (--keep-last pads them)"
     print(f"{counts.blocks:,} blocks of {seq_len:,}{remainder}")
     print(f"  {output}   (data.source=arrow data.paths=[{output}] data.seq_len={seq_len}; datasets.load_from_disk)")
-
-
-def _is_token_file(name: str) -> bool:
-    path = Path(name).expanduser()
-    return path.suffix in (".bin", ".idx") or (not path.is_file() and Path(f"{path}.idx").is_file())
-
-
-def _token_chunks(
-    datasets: list[MegatronTokens], end_token: int | None, tokenizer: Tokenizer | None
-) -> Iterator[TokenChunk]:
-    vocab_size = tokenizer.vocab_size if tokenizer else None
-    for dataset in datasets:
-        yield from packing.chunks_from_tokens(dataset, end_token, vocab_size, end_is_guess=tokenizer is None)

@@ -22,7 +22,7 @@ from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError, one_line
 from trainyard.data.samples import Sample, document_ids
 
-STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
+METADATA_FILES = STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 """Last bytes of every complete Arrow stream."""
 READ_ERRORS = (OSError, ValueError, MemoryError, pa.ArrowException)
@@ -54,7 +54,6 @@ class ArrowStream(NamedTuple):
     mapped: pa.Buffer
     """The file, memory-mapped."""
     schema: pa.Schema
-    column_names: list[str]
     batches: Iterator[pa.RecordBatch]
     """Record batches of valid structure: views of `mapped`, unless the stream is compressed or big-endian."""
 
@@ -69,7 +68,7 @@ def open_stream(path: Path) -> ArrowStream:
     source = pa.BufferReader(mapped)
     try:
         reader = pa.ipc.open_stream(source)
-        return ArrowStream(mapped, reader.schema, reader.schema.names, _validated_batches(path, source, reader))
+        return ArrowStream(mapped, reader.schema, _validated_batches(path, source, reader))
     except READ_ERRORS as error:
         raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
 
@@ -92,7 +91,7 @@ def _validated_batches(path: Path, source: pa.BufferReader, reader: Any) -> Iter
 
 def require_int_lists(path: Path, schema: pa.Schema, name: str) -> None:
     """Raise unless each row of the column is a list of integers."""
-    index = schema.get_field_index(name)
+    index = schema.get_field_index(name)  # -1 also for a repeated name
     if index < 0:
         raise UserError(f"{path}: no column {name!r}; has: {', '.join(schema.names)}")
     kind, types = schema.types[index], pa.types
@@ -145,13 +144,11 @@ class ArrowDataset:
 
     def _open_file(self, file: Path) -> None:
         stream = open_stream(file)
-        names = stream.column_names
+        names = stream.schema.names
         labels = "labels" if "labels" in names else "attention_mask"
-        columns = ["input_ids", *([labels] if labels in names else [])]
-        if self.document_mask:
-            if "position_ids" not in names:
-                raise UserError(f"{file}: no column 'position_ids' to separate documents; use data.document_mask=false")
-            columns.append("position_ids")
+        columns = ["input_ids", *([labels] if labels in names else []), *["position_ids"] * self.document_mask]
+        if self.document_mask and "position_ids" not in names:
+            raise UserError(f"{file}: no column 'position_ids' to separate documents; use data.document_mask=false")
         if self.columns and columns != self.columns:
             raise UserError(f"{file}: has {', '.join(columns)}, but the files before it {', '.join(self.columns)}")
         self.columns = columns

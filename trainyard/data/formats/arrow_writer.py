@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -23,12 +22,10 @@ SHARD_BYTES = 500 << 20
 class ArrowDatasetWriter:
     """Fills a hidden directory next to `directory` and renames it when complete, replacing the old one."""
 
-    def __init__(
-        self, directory: Path, columns: dict[str, str], overwrite: bool = False, shard_bytes: int = SHARD_BYTES
-    ) -> None:
+    def __init__(self, directory: Path, columns: dict[str, str], overwrite: bool = False) -> None:
         """`columns`: the dtype of each column."""
         self.directory = _check_target(directory, overwrite)
-        self.columns, self.shard_bytes = columns, shard_bytes
+        self.columns = columns
         self.schema = pa.schema([(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in columns.items()])
         self.fingerprint = hashlib.sha256(str(columns).encode())
         self.shard_paths: list[Path] = []
@@ -53,15 +50,13 @@ class ArrowDatasetWriter:
             if name != "labels":  # labels follow from the other columns
                 self.fingerprint.update(values.data)
         self.stream.write_batch(pa.record_batch(arrays, schema=self.schema))
-        if self.file.tell() >= self.shard_bytes:
+        if self.file.tell() >= SHARD_BYTES:
             self._close_shard()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self.stream is not None:
                 self._close_shard()

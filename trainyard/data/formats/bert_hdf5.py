@@ -21,14 +21,16 @@ from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError, one_line
 
-DATASET_DTYPES = {
-    "input_ids": "<i4",
-    "input_mask": "i1",
-    "segment_ids": "i1",
-    "masked_lm_positions": "<i4",
-    "masked_lm_ids": "<i4",
-    "next_sentence_labels": "i1",
+DATASETS = {
+    "input_ids": ("<i4", "NS", "tokens"),
+    "input_mask": ("i1", "NS", "attention_mask"),
+    "segment_ids": ("i1", "NS", "segment_ids"),
+    "masked_lm_positions": ("<i4", "NP", "masked_positions"),
+    "masked_lm_ids": ("<i4", "NP", "labels"),
+    "next_sentence_labels": ("i1", "N", "next_sentence_labels"),
 }
+"""Dtype, dimensions, and field of a record, by name."""
+BIT_FIELDS = ("attention_mask", "segment_ids")
 CHUNK_BYTES = 1 << 19
 """Bytes of tokens that are compressed together."""
 SAMPLES_PER_READ = 1 << 13
@@ -49,9 +51,8 @@ class BertShape(NamedTuple):
     max_predictions: int
 
     def dataset_shape(self, name: str) -> tuple[int, ...]:
-        if name == "next_sentence_labels":
-            return (self.num_samples,)
-        return (self.num_samples, self.max_predictions if name.startswith("masked_lm") else self.seq_len)
+        sizes = {"N": self.num_samples, "S": self.seq_len, "P": self.max_predictions}
+        return tuple(sizes[dimension] for dimension in DATASETS[name][1])
 
 
 def record_dtype(seq_len: int, max_predictions: int, vocab_size: int) -> np.dtype[np.void]:
@@ -74,19 +75,17 @@ def write_samples(path: Path, blocks: Iterable[Records], shape: BertShape) -> No
 
     rows = max(min(CHUNK_BYTES // (4 * shape.seq_len), shape.num_samples), 1)
     with h5py.File(path, "w", libver="v110", locking=False) as file:
-        for name, dtype in DATASET_DTYPES.items():
+        for name, (dtype, _, _) in DATASETS.items():
             sizes = shape.dataset_shape(name)
             file.create_dataset(name, sizes, dtype, chunks=(rows, *sizes[1:]), compression="gzip")
         start = 0
         for block in _rechunk(blocks, rows):
-            end = start + len(block)
-            file["input_ids"][start:end] = block["tokens"]
-            file["input_mask"][start:end] = np.unpackbits(block["attention_mask"], axis=1, count=shape.seq_len)
-            file["segment_ids"][start:end] = np.unpackbits(block["segment_ids"], axis=1, count=shape.seq_len)
-            file["masked_lm_positions"][start:end] = block["masked_positions"]
-            file["masked_lm_ids"][start:end] = block["labels"]
-            file["next_sentence_labels"][start:end] = block["next_sentence_labels"]
-            start = end
+            for name, (_, _, field) in DATASETS.items():
+                values = block[field]
+                if field in BIT_FIELDS:
+                    values = np.unpackbits(values, axis=1, count=shape.seq_len)
+                file[name][start : start + len(block)] = values
+            start += len(block)
     assert start == shape.num_samples
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -112,17 +111,17 @@ def _rechunk(blocks: Iterable[Records], rows: int) -> Iterator[Records]:
 def read_shape(path: Path) -> BertShape:
     """The shape of a file, after checking that all datasets exist, fit each other and are completely stored."""
     with open_hdf5(path) as file:
-        for name in DATASET_DTYPES:
+        for name, (_, dimensions, _) in DATASETS.items():
             if name not in file:
                 raise UserError(f"{path}: no dataset {name}; has: {', '.join(sorted(file)) or 'none'}")
             dataset = file[name]
             if not hasattr(dataset, "dtype") or dataset.dtype.kind not in "iu":
                 raise UserError(f"{path}: {name}: not a dataset of integers")
-            if dataset.ndim != (1 if name == "next_sentence_labels" else 2):
-                raise UserError(f"{path}: {name}: has shape {dataset.shape}; expected {_expected_shape(name)}")
+            if dataset.ndim != len(dimensions):
+                raise UserError(f"{path}: {name}: has shape {dataset.shape}; expected [{', '.join(dimensions)}]")
         num_samples, seq_len = file["input_ids"].shape
         shape = BertShape(num_samples, seq_len, file["masked_lm_positions"].shape[1])
-        for name in DATASET_DTYPES:
+        for name in DATASETS:
             expected = shape.dataset_shape(name)
             if file[name].shape != expected:
                 raise UserError(f"{path}: {name}: has shape {file[name].shape}; the other datasets require {expected}")
@@ -136,7 +135,7 @@ def read_blocks(path: Path, shape: BertShape) -> Iterator[Arrays]:
     limits = {"input_ids": MAX_VOCAB, "masked_lm_ids": MAX_VOCAB, "masked_lm_positions": shape.seq_len}
     with open_hdf5(path) as file:
         for start in range(0, shape.num_samples, SAMPLES_PER_READ):
-            arrays = {name: file[name][start : start + SAMPLES_PER_READ] for name in DATASET_DTYPES}
+            arrays = {name: file[name][start : start + SAMPLES_PER_READ] for name in DATASETS}
             for name, array in arrays.items():
                 limit = limits.get(name, 2)
                 invalid = (array < 0) | (array >= limit)
@@ -155,14 +154,14 @@ def read_blocks(path: Path, shape: BertShape) -> Iterator[Arrays]:
 def to_records(arrays: Arrays, dtype: np.dtype[np.void]) -> Records:
     """Samples as read from a file, as compact records."""
     records = np.zeros(len(arrays["input_ids"]), dtype)
-    positions, labels = arrays["masked_lm_positions"], arrays["masked_lm_ids"]
-    counted = np.logical_and.accumulate(positions != 0, axis=1)
-    records["tokens"] = arrays["input_ids"]
-    records["masked_positions"][:, : positions.shape[1]] = np.where(counted, positions, 0)
-    records["labels"][:, : positions.shape[1]] = np.where(counted, labels, 0)
-    records["attention_mask"] = np.packbits(arrays["input_mask"].astype(np.uint8), axis=1)
-    records["segment_ids"] = np.packbits(arrays["segment_ids"].astype(np.uint8), axis=1)
-    records["next_sentence_labels"] = arrays["next_sentence_labels"]
+    counted = np.logical_and.accumulate(arrays["masked_lm_positions"] != 0, axis=1)
+    for name, (_, dimensions, field) in DATASETS.items():
+        if field in BIT_FIELDS:
+            records[field] = np.packbits(arrays[name].astype(np.uint8), axis=1)
+        elif dimensions == "NP":
+            records[field][:, : counted.shape[1]] = np.where(counted, arrays[name], 0)
+        else:
+            records[field] = arrays[name]
     return records
 
 
@@ -188,7 +187,3 @@ def _fully_stored(dataset: Any) -> bool:
     return dataset.id.get_num_chunks() == num_chunks and all(
         dataset.id.get_chunk_info_by_coord(start).size for start in starts
     )
-
-
-def _expected_shape(name: str) -> str:
-    return "[N]" if name == "next_sentence_labels" else "[N, P]" if name.startswith("masked_lm") else "[N, S]"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +25,8 @@ from trainyard.core.atomic_files import atomic_file
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.file_lock import file_lock
-from trainyard.data.formats.bert_hdf5 import (
-    MAX_VOCAB,
-    UINT16_VOCAB,
-    BertShape,
-    read_blocks,
-    read_shape,
-    record_dtype,
-    to_records,
-)
+from trainyard.data.formats import bert_hdf5
+from trainyard.data.formats.bert_hdf5 import MAX_VOCAB, UINT16_VOCAB, BertShape, record_dtype
 from trainyard.data.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -43,6 +36,7 @@ CACHE_DIRECTORY = ".trainyard-cache"
 STALE_S = 3600.0
 """Seconds without a write after which an incomplete cache file is removed."""
 LOG_INTERVAL_S = 10.0
+TOKEN_DATASETS = ("input_ids", "masked_lm_ids")
 
 FileStats = list[list[str | int]]
 """For each source file: path relative to the first file's directory, size, and modification time in nanoseconds."""
@@ -52,8 +46,6 @@ class BertHdf5Dataset:
     """The samples of HDF5 files, in the order of the files."""
 
     def __init__(self, paths: Sequence[Path], seq_len: int, max_predictions: int) -> None:
-        if not paths:
-            raise UserError("data.paths: no HDF5 files; set it to files such as DIRECTORY/*_training_*.hdf5")
         cache = _open_or_build_cache(paths, seq_len, max_predictions)
         self.seq_len, self.max_predictions = seq_len, max_predictions
         self.vocab_size = cache.vocab_size
@@ -98,14 +90,8 @@ class CacheFile(NamedTuple):
         return record_dtype(self.seq_len, self.max_predictions, self.vocab_size)
 
 
-FOOTER_KEYS = {
-    "files": "files",
-    "samples": "num_samples",
-    "sequence": "seq_len",
-    "predictions": "max_predictions",
-    "vocab": "vocab_size",
-}
-"""JSON keys of the footer, and the fields of CacheFile."""
+FOOTER_KEYS = ("files", "samples", "sequence", "predictions", "vocab")
+"""JSON keys of the footer: the fields of CacheFile after its path."""
 
 
 def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: int) -> CacheFile:
@@ -118,10 +104,9 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
     candidates = [base / CACHE_DIRECTORY / _cache_name("", files), user_cache / _cache_name(str(base), files)]
     cache = next((found for path in candidates if (found := _read_footer(path, files))), None)
     if cache:
-        shape = BertShape(cache.num_samples, cache.seq_len, cache.max_predictions)
-        _check_shape(paths[0], shape, seq_len, max_predictions)
+        _check_shape(paths[0], cache, seq_len, max_predictions)
         return cache
-    shapes = [read_shape(path) for path in paths]
+    shapes = [bert_hdf5.read_shape(path) for path in paths]
     for path, shape in zip(paths, shapes, strict=True):
         _check_shape(path, shape, seq_len, max_predictions)
     num_samples = sum(shape.num_samples for shape in shapes)
@@ -149,7 +134,7 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
     )
 
 
-def _check_shape(path: Path, shape: BertShape, seq_len: int, max_predictions: int) -> None:
+def _check_shape(path: Path, shape: BertShape | CacheFile, seq_len: int, max_predictions: int) -> None:
     if shape.seq_len != seq_len:
         raise UserError(
             f"{path}: has samples of {shape.seq_len} tokens, but data.seq_len={seq_len}; nearest: {shape.seq_len}"
@@ -188,7 +173,7 @@ def _read_footer(path: Path, files: FileStats | None) -> CacheFile | None:
                 return None
             file.seek(size - 16 - footer_bytes)
             footer = json.loads(file.read(footer_bytes))
-        cache = CacheFile(path, **{FOOTER_KEYS[key]: value for key, value in footer.items()})
+        cache = CacheFile(path, *(footer[key] for key in FOOTER_KEYS))
         complete = cache.num_samples * cache.record_dtype.itemsize == size - 16 - footer_bytes
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
@@ -208,12 +193,11 @@ def _write_cache(path: Path, paths: Sequence[Path], shapes: Sequence[BertShape],
     try:
         with atomic_file(path) as file:
             for source, shape in zip(paths, shapes, strict=True):
-                for arrays in read_blocks(source, shape):
-                    for name in ("input_ids", "masked_lm_ids"):
-                        largest = max(largest, int(arrays[name].max(initial=0)))
+                for arrays in bert_hdf5.read_blocks(source, shape):
+                    largest = max(largest, *(int(arrays[name].max(initial=0)) for name in TOKEN_DATASETS))
                     if largest >= vocab_size:
                         raise OverflowError
-                    file.write(to_records(arrays, dtype).tobytes())
+                    file.write(bert_hdf5.to_records(arrays, dtype).tobytes())
                     done += len(arrays["input_ids"])
                     now = time.monotonic()
                     if now - logged_at >= LOG_INTERVAL_S:
@@ -223,15 +207,11 @@ def _write_cache(path: Path, paths: Sequence[Path], shapes: Sequence[BertShape],
             if _file_stats(paths, base) != files:
                 raise UserError(f"{base}: files changed while they were read; start again")
             cache = CacheFile(path, files, num_samples, shapes[0].seq_len, max_predictions, largest + 1)
-            _write_footer(file, cache)
+            footer = json.dumps(dict(zip(FOOTER_KEYS, cache[1:], strict=True))).encode()
+            file.write(footer + len(footer).to_bytes(8, "little") + CACHE_MAGIC)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     return cache
-
-
-def _write_footer(file: BinaryIO, cache: CacheFile) -> None:
-    footer = json.dumps({key: getattr(cache, field) for key, field in FOOTER_KEYS.items()}).encode()
-    file.write(footer + len(footer).to_bytes(8, "little") + CACHE_MAGIC)
 
 
 def _make_writable(directory: Path) -> bool:

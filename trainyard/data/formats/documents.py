@@ -9,6 +9,7 @@ import glob
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SLICE_BYTES = 4 << 20
-JSON_LINES_SUFFIXES = (".json", ".jsonl")
+KIND_BY_SUFFIX = {".json": "lines", ".jsonl": "lines", ".txt": "text", ".text": "text", ".parquet": "parquet"}
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
-TEXT_SUFFIXES = (".txt", ".text")
 JSON_DECODER = json.JSONDecoder()
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates are valid in JSON escapes but cannot be encoded as UTF-8."""
 SUPPORTED_INPUTS = (
     "JSON lines (.json, .jsonl, also .gz and .zst), .txt, .parquet, or a directory saved by the datasets library"
 )
+
+
+Texts = tuple[str, ...]
+"""The texts of a document, one for each key."""
 
 
 class InputSlice(NamedTuple):
@@ -58,16 +62,22 @@ def match_paths(pattern: str) -> list[Path]:
     return [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path)))]
 
 
-def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files and directories by name or glob, sorted within each pattern."""
+def expand_patterns(patterns: Sequence[str]) -> list[Path]:
+    """Paths by name or glob, sorted within each pattern. Each pattern must match."""
     paths: list[Path] = []
     for pattern in patterns:
         matches = match_paths(pattern)
         if not matches:
             raise UserError(f"{pattern}: no such file")
-        for path in matches:
-            _file_kind(path)
         paths += matches
+    return paths
+
+
+def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
+    """Files and directories of documents, by name or glob."""
+    paths = expand_patterns(patterns)
+    for path in paths:
+        _file_kind(path)
     return paths
 
 
@@ -92,28 +102,17 @@ def input_slices(paths: Sequence[Path]) -> Iterator[InputSlice]:
             yield from _line_ranges(path)
 
 
-def read_documents(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[tuple[str, ...] | UnreadableRecord]:
-    """The texts under `keys` of each document, or the reason why a document is unreadable."""
-    path = input_slice.path
-    if input_slice.kind == "lines":
-        yield from _read_lines(input_slice, keys)
-        return
-    if input_slice.kind == "text":
-        try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            yield UnreadableRecord(path, f"byte {error.start}", "not UTF-8")
+def read_documents(input_slice: InputSlice, keys: Sequence[str]) -> tuple[list[Texts], list[UnreadableRecord]]:
+    """The readable documents of a slice, and the others."""
+    read = {"lines": _read_lines, "text": _read_text}.get(input_slice.kind, _read_rows)
+    texts: list[Texts] = []
+    unreadable: list[UnreadableRecord] = []
+    for record in read(input_slice, keys):
+        if isinstance(record, UnreadableRecord):
+            unreadable.append(record)
         else:
-            yield (text,) * len(keys)
-        return
-    table = _read_table(input_slice, keys)
-    columns = [table.column(key).to_pylist() for key in keys]
-    for number, row in enumerate(zip(*columns, strict=True)):
-        if all(isinstance(text, str) for text in row):
-            yield row
-        else:
-            name = next(key for key, text in zip(keys, row, strict=True) if not isinstance(text, str))
-            yield UnreadableRecord(path, f"row {number} of part {input_slice.start}", f"{name!r} is not text")
+            texts.append(record)
+    return texts, unreadable
 
 
 def line_number(input_slice: InputSlice, offset: int) -> int:
@@ -135,14 +134,11 @@ def _file_kind(path: Path) -> str:
                 f"{path}: a directory without data-*.arrow of the datasets library; supported: {SUPPORTED_INPUTS}"
             )
         return "arrow"
-    *_, inner, suffix = ("", "", *path.suffixes)
-    if suffix in JSON_LINES_SUFFIXES or (suffix in COMPRESSION_BY_SUFFIX and inner in JSON_LINES_SUFFIXES):
-        return "lines"
-    if suffix in TEXT_SUFFIXES:
-        return "text"
-    if suffix == ".parquet":
-        return "parquet"
-    raise UserError(f"{path}: unsupported kind of file; supported: {SUPPORTED_INPUTS}")
+    compressed = path.suffix in COMPRESSION_BY_SUFFIX
+    kind = KIND_BY_SUFFIX.get(Path(path.stem).suffix if compressed else path.suffix)
+    if not kind or (compressed and kind != "lines"):
+        raise UserError(f"{path}: unsupported kind of file; supported: {SUPPORTED_INPUTS}")
+    return kind
 
 
 def _line_ranges(path: Path) -> Iterator[InputSlice]:
@@ -200,18 +196,20 @@ def _arrow_files(path: Path) -> list[Path]:
 
 
 def _record_batches(path: Path) -> Iterator[InputSlice]:
-    import pyarrow as pa
+    from trainyard.data.formats.arrow_dataset import open_stream
 
-    try:
-        with pa.memory_map(str(path)) as file:
-            sizes = [batch.nbytes for batch in pa.ipc.open_stream(file)]
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: not an Arrow stream: {one_line(error)}") from None
-    for index, num_bytes in enumerate(sizes):
+    for index, num_bytes in enumerate([batch.nbytes for batch in open_stream(path).batches]):
         yield InputSlice(path, "arrow", index, index + 1, None, num_bytes)
 
 
-def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[tuple[str, ...] | UnreadableRecord]:
+def _read_text(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts | UnreadableRecord]:
+    try:
+        yield (input_slice.path.read_bytes().decode(),) * len(keys)
+    except UnicodeDecodeError as error:
+        yield UnreadableRecord(input_slice.path, f"byte {error.start}", "not UTF-8")
+
+
+def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts | UnreadableRecord]:
     data = input_slice.data
     if data is None:
         with input_slice.path.open("rb") as file:
@@ -228,7 +226,7 @@ def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[tuple[
         offset += len(line) + 1
 
 
-def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | str:
+def _parse_line(line: bytes, keys: Sequence[str]) -> Texts | str:
     """The texts of a JSON document, or the reason why it has none."""
     try:
         document: Any = JSON_DECODER.decode(line.decode())
@@ -246,9 +244,22 @@ def _parse_line(line: bytes, keys: Sequence[str]) -> tuple[str, ...] | str:
     return texts
 
 
+def _read_rows(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts | UnreadableRecord]:
+    table = _read_table(input_slice, keys)
+    columns = [table.column(key).to_pylist() for key in keys]
+    for number, row in enumerate(zip(*columns, strict=True)):
+        if wrong := [key for key, text in zip(keys, row, strict=True) if not isinstance(text, str)]:
+            location = f"row {number} of part {input_slice.start}"
+            yield UnreadableRecord(input_slice.path, location, f"{wrong[0]!r} is not text")
+        else:
+            yield row
+
+
 def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
     import pyarrow as pa
     from pyarrow import parquet
+
+    from trainyard.data.formats.arrow_dataset import open_stream
 
     path, index = input_slice.path, input_slice.start
     try:
@@ -256,13 +267,10 @@ def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
             file = parquet.ParquetFile(path)
             _require_columns(path, file.schema_arrow.names, keys)
             return file.read_row_group(index, columns=list(keys))
-        with pa.memory_map(str(path)) as mapped:
-            stream = pa.ipc.open_stream(mapped)
-            _require_columns(path, stream.schema.names, keys)
-            for _ in range(index):
-                stream.read_next_batch()
-            return pa.Table.from_batches([stream.read_next_batch()])
-    except (OSError, pa.ArrowException, StopIteration) as error:
+        stream = open_stream(path)
+        _require_columns(path, stream.schema.names, keys)
+        return pa.Table.from_batches(islice(stream.batches, index, index + 1))
+    except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: part {index} cannot be read: {one_line(error)}") from None
 
 

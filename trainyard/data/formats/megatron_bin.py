@@ -11,7 +11,6 @@ import os
 import shutil
 import struct
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
@@ -46,6 +45,12 @@ def prefix_of(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
+def is_token_file(path: Path) -> bool:
+    """True for PREFIX.bin, PREFIX.idx, and the PREFIX of an index."""
+    path = path.expanduser()
+    return path.suffix in (".bin", ".idx") or (not path.is_file() and _with_suffix(path, ".idx").is_file())
+
+
 def _with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
@@ -77,14 +82,16 @@ class MegatronTokens:
         start = self.sequence_starts[index]
         return self.tokens[start : start + self.sequence_lengths[index]]
 
+    def sequence_bounds(self) -> NDArray[np.int64]:
+        """Where each sequence would start if they followed each other without gaps, and where the last would end."""
+        return np.concatenate((np.zeros(1, np.int64), np.cumsum(self.sequence_lengths, dtype=np.int64)))
+
     @property
     def contiguous(self) -> bool:
         """True if the sequences follow each other without gaps, as every known writer leaves them."""
-        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
-        return bool(
-            (self.sequence_starts == ends - self.sequence_lengths).all()
-            and (not len(ends) or ends[-1] == len(self.tokens))
-        )
+        bounds = self.sequence_bounds()
+        complete = not len(self) or bounds[-1] == len(self.tokens)
+        return bool(complete and np.array_equal(self.sequence_starts, bounds[:-1]))
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
@@ -176,9 +183,7 @@ class MegatronTokensWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.documents import InputSlice, UnreadableRecord, match_paths
+from trainyard.data.formats.documents import InputSlice, match_paths
 from trainyard.data.formats.megatron_bin import MegatronTokens
-from trainyard.data.loading.blend import BlendedDataset, IndexedBlend
-from trainyard.data.loading.dataset import ConcatDataset, Dataset, Subset
+from trainyard.data.loading.blend import BlendedDataset
+from trainyard.data.loading.dataset import CombinedDataset, Dataset, concatenate, subset
 from trainyard.data.loading.demo_corpus import make_stories
 from trainyard.data.loading.megatron_order import MegatronOrderDataset, blend_indices, split_documents
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
@@ -40,8 +40,9 @@ def build_datasets(config: Config) -> TrainValidDatasets:
     data = config.data
     if data.source == "tokens" and data.order == "megatron":
         return _build_in_megatron_order(config)
-    trains, validations = [], []
-    for paths in _path_groups(config):
+    trains: list[Dataset] = []
+    validations: list[Dataset] = []
+    for paths in [(path,) for path in data.paths] if data.weights else [data.paths]:
         train, validation = _build_dataset(config, paths)
         count = max(round(len(train) * data.validation_fraction), 1) if data.validation_fraction else 0
         if len(train) <= count:
@@ -50,19 +51,13 @@ def build_datasets(config: Config) -> TrainValidDatasets:
                 f"data.seq_len={data.seq_len}: {source} has no sample to train on; use more text or a shorter seq_len"
             )
         if count:
-            train, validation = Subset(train, 0, len(train) - count), Subset(train, len(train) - count, count)
+            train, validation = subset(train, 0, len(train) - count), subset(train, len(train) - count, count)
         trains.append(train)
-        validations.append(validation)
-    validation = ConcatDataset([dataset for dataset in validations if dataset]) if any(validations) else None
+        validations += [validation] if validation else []
+    validation = concatenate(validations) if validations else None
     if data.weights:
         return TrainValidDatasets(BlendedDataset(trains, data.weights, config.train.seed), validation, False)
     return TrainValidDatasets(trains[0], validation, True)
-
-
-def _path_groups(config: Config) -> list[tuple[str, ...]]:
-    """The paths of each dataset: one per weight, or all together."""
-    data = config.data
-    return [(path,) for path in data.paths] if data.weights else [data.paths]
 
 
 def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dataset | None]:
@@ -97,7 +92,7 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
             train, validation, _ = split_documents(data.split, len(token_files))
         trains += _token_samples(config, token_files, train)
         validations += _token_samples(config, token_files, validation)
-    return ConcatDataset(trains), ConcatDataset(validations) if validations else None
+    return concatenate(trains), concatenate(validations) if validations else None
 
 
 def _token_samples(config: Config, token_files: MegatronTokens, sequences: range) -> list[Dataset]:
@@ -123,21 +118,14 @@ def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
         token_files = MegatronTokens(prefix)
         num_samples = total if len(prefixes) == 1 else ceil(ceil(total * weight) * BLEND_MARGIN)
         train_documents, validation_documents, _ = split_documents(data.split or "1,0,0", len(token_files))
-        trains.append(
-            MegatronOrderDataset(
-                token_files,
-                train_documents,
-                num_samples,
-                data.seq_len,
-                train.seed,
-                config.model.vocab,
-                data.document_mask,
-                data.mask_eod_loss,
-            )
-        )
+        sampling = data.seq_len, train.seed, config.model.vocab, data.document_mask, data.mask_eod_loss
+        trains.append(MegatronOrderDataset(token_files, train_documents, num_samples, *sampling))
         validations += _token_samples(config, token_files, validation_documents)
-    dataset = trains[0] if len(trains) == 1 else IndexedBlend(trains, *blend_indices(weights, total))
-    return TrainValidDatasets(dataset, ConcatDataset(validations) if validations else None, False)
+    dataset = trains[0]
+    if len(trains) > 1:
+        dataset_indices, sample_indices = blend_indices(weights, total)
+        dataset = CombinedDataset(trains, total, lambda i: (dataset_indices[i].astype(np.int64), sample_indices[i]))
+    return TrainValidDatasets(dataset, concatenate(validations) if validations else None, False)
 
 
 def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
@@ -164,12 +152,10 @@ def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
     for path in _match_files(paths, directories=True):
         logger.info("reading %s", path)
         for input_slice in _text_slices(path):
-            texts = []
-            for record in documents.read_documents(input_slice, ["text"]):
-                if isinstance(record, UnreadableRecord):
-                    raise UserError(str(record))
-                texts.append(record[0])
-            add(texts)
+            texts, unreadable = documents.read_documents(input_slice, ["text"])
+            if unreadable:
+                raise UserError(str(unreadable[0]))
+            add([text for (text,) in texts])
     lengths = np.concatenate(length_arrays)
     name = ", ".join(paths) or "the built-in text"
     return ContiguousTokens(name, np.concatenate(token_arrays), np.cumsum(lengths) - lengths)
@@ -177,9 +163,8 @@ def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
 
 def _text_slices(path: Path) -> Iterable[InputSlice]:
     """Slices of a file; a file of an unknown kind is one document."""
-    if path.is_dir() or path.suffix in (*documents.JSON_LINES_SUFFIXES, *documents.COMPRESSION_BY_SUFFIX, ".parquet"):
-        return documents.input_slices([path])
-    return [InputSlice(path, "text", 0, 0, None, 0)]
+    known = path.is_dir() or path.suffix in documents.KIND_BY_SUFFIX.keys() | documents.COMPRESSION_BY_SUFFIX.keys()
+    return documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0, None, 0)]
 
 
 def tokenizer_spec(config: Config) -> TokenizerSpec:
@@ -196,8 +181,6 @@ def _token_prefixes(paths: Sequence[str]) -> list[Path]:
         if not matches:
             raise UserError(f"data.paths={pattern}: no such token files ({name}.bin and {name}.idx)")
         prefixes += [match.with_suffix("") for match in matches]
-    if not prefixes:
-        raise UserError("data.paths: missing; set it to token files (PREFIX of PREFIX.bin and PREFIX.idx)")
     return prefixes
 
 

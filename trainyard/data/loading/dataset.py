@@ -1,6 +1,6 @@
 """Datasets: numbered samples in any order. The loader decides which sample belongs to which step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -8,51 +8,51 @@ from numpy.typing import NDArray
 
 from trainyard.data.samples import Sample
 
+Indices = NDArray[np.int64]
+
 
 class Dataset(Protocol):
     def __len__(self) -> int: ...
 
-    def samples(self, indices: NDArray[np.int64]) -> Sample:
+    def samples(self, indices: Indices) -> Sample:
         """The samples at these indices, stacked: each array is [len(indices), ...]."""
 
 
-class Subset:
-    """`count` samples of another dataset from `start` on: one side of a split."""
+class CombinedDataset:
+    """Samples of other datasets. `find` gives the dataset of each index, and the index there."""
 
-    def __init__(self, dataset: Dataset, start: int, count: int) -> None:
-        self.dataset, self.start, self.count = dataset, start, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def samples(self, indices: NDArray[np.int64]) -> Sample:
-        return self.dataset.samples(indices + self.start)
-
-
-class ConcatDataset:
-    """Several datasets, one after the other."""
-
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        self.datasets = datasets
-        self.ends = np.cumsum([len(dataset) for dataset in datasets])
+    def __init__(
+        self, datasets: Sequence[Dataset], length: int, find: Callable[[Indices], tuple[Indices, Indices]]
+    ) -> None:
+        self.datasets, self.length, self.find = datasets, length, find
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return self.length
 
-    def samples(self, indices: NDArray[np.int64]) -> Sample:
-        dataset_indices = np.searchsorted(self.ends, indices, side="right")
-        starts = np.concatenate((np.zeros(1, np.int64), self.ends))
-        return gather_samples(self.datasets, dataset_indices, indices - starts[dataset_indices])
+    def samples(self, indices: Indices) -> Sample:
+        dataset_indices, sample_indices = self.find(indices)
+        if len(self.datasets) == 1:
+            return self.datasets[0].samples(sample_indices)
+        stacked: Sample = {}
+        for dataset in np.unique(dataset_indices).tolist():
+            selected = dataset_indices == dataset
+            for name, array in self.datasets[dataset].samples(sample_indices[selected]).items():
+                shape = (len(indices), *array.shape[1:])
+                stacked.setdefault(name, np.empty(shape, np.int32))[selected] = array
+        return stacked
 
 
-def gather_samples(
-    datasets: Sequence[Dataset], dataset_indices: NDArray[np.int64], sample_indices: NDArray[np.int64]
-) -> Sample:
-    """Stack samples of several datasets: sample `sample_indices[i]` of `datasets[dataset_indices[i]]`."""
-    stacked: Sample = {}
-    for dataset in np.unique(dataset_indices).tolist():
-        selected = dataset_indices == dataset
-        for name, array in datasets[dataset].samples(sample_indices[selected]).items():
-            shape = (len(dataset_indices), *array.shape[1:])
-            stacked.setdefault(name, np.empty(shape, np.int32))[selected] = array
-    return stacked
+def subset(dataset: Dataset, start: int, count: int) -> Dataset:
+    """`count` samples of a dataset from `start` on: one side of a split."""
+    return CombinedDataset([dataset], count, lambda indices: (np.zeros_like(indices), indices + start))
+
+
+def concatenate(datasets: Sequence[Dataset]) -> Dataset:
+    lengths = np.array([len(dataset) for dataset in datasets], np.int64)
+    ends = np.cumsum(lengths)
+
+    def find(indices: Indices) -> tuple[Indices, Indices]:
+        dataset_indices = np.searchsorted(ends, indices, side="right")
+        return dataset_indices, indices - (ends - lengths)[dataset_indices]
+
+    return CombinedDataset(datasets, int(lengths.sum()), find)

@@ -38,5 +38,5 @@ def make_story(seed: int) -> str:
     return " ".join(lines) + "\n"
 
 
-def make_stories(count: int, seed: int = 0) -> list[str]:
-    return [make_story(seed * 1_000_003 + index) for index in range(count)]
+def make_stories(count: int) -> list[str]:
+    return [make_story(seed) for seed in range(count)]

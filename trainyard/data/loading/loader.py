@@ -20,10 +20,7 @@ class BatchLoader:
     """Batches of a dataset in host memory. Nothing is stored between steps, so a run can resume at any step."""
 
     def __init__(self, dataset: Dataset, global_batch: int, seed: int, shuffle: bool = True) -> None:
-        self.dataset = dataset
-        self.global_batch = global_batch
-        self.seed = seed
-        self.shuffle = shuffle
+        self.dataset, self.global_batch, self.seed, self.shuffle = dataset, global_batch, seed, shuffle
 
     def batch(self, step: int, sample_slice: slice = slice(None)) -> Batch:
         """The samples of one optimizer step, or the `sample_slice` of them that one rank needs."""

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError
 from trainyard.data.formats.megatron_bin import MegatronTokens
+from trainyard.data.loading.dataset import CombinedDataset
 from trainyard.data.loading.token_samples import ReorderedTokens, TokenSamples
-from trainyard.data.samples import Sample
 
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 """Fraction of an epoch. If the last epoch contributes less, its samples come after all others."""
 
 
-class MegatronOrderDataset:
+class MegatronOrderDataset(CombinedDataset):
     """A dataset of exactly `num_samples` samples in training order."""
 
     def __init__(
@@ -47,21 +47,14 @@ class MegatronOrderDataset:
         document_indices = np.arange(documents.start, documents.stop, dtype=np.int32)
         repeats = (epochs - 1, 1) if separate_last else (epochs,)
         order = np.concatenate([_shuffle(np.tile(document_indices, count), rng) for count in repeats])
-        stream = ReorderedTokens(token_files, order)
-        self.token_samples = TokenSamples(stream, seq_len, vocab_size, document_mask, mask_eod_loss)
+        samples = TokenSamples(ReorderedTokens(token_files, order), seq_len, vocab_size, document_mask, mask_eod_loss)
         # Megatron shuffles all samples that can be cut, used or not; those of a separate last epoch on their own.
         total = (epochs * tokens_per_epoch - 1) // seq_len
         split = samples_before_last if separate_last else total
         dtype = np.uint32 if total < 2**32 - 2 else np.int64
         ranges = [np.arange(split, dtype=dtype), np.arange(split, total, dtype=dtype)]
-        self.sample_order = np.concatenate([_shuffle(indices, rng) for indices in ranges if len(indices)])
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def samples(self, indices: NDArray[np.int64]) -> Sample:
-        return self.token_samples.samples(self.sample_order[indices].astype(np.int64))
+        sample_order = np.concatenate([_shuffle(indices, rng) for indices in ranges if len(indices)])
+        super().__init__([samples], num_samples, lambda i: (np.zeros_like(i), sample_order[i].astype(np.int64)))
 
 
 def _shuffle(values: NDArray[np.generic], rng: np.random.RandomState) -> NDArray[np.generic]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trainyard.core.errors import UserError
 from trainyard.data.formats.bert_hdf5 import Records, record_dtype
+from trainyard.data.prepare.tokenize import tokenize_texts
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 
 SPECIAL_TOKENS = {
@@ -87,11 +88,9 @@ def load_bert_tokenizer(spec: TokenizerSpec) -> tuple[Tokenizer, BertVocab]:
 
 def tokenize_documents(tokenizer: Tokenizer, documents: list[list[str]]) -> TokenizedText:
     """Tokenize documents, each a list of sentences. Sentences and documents without tokens are left out."""
-    tokens, counts = tokenizer.encode([sentence for document in documents for sentence in document])
-    owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])[counts > 0]
-    first_sentences = np.flatnonzero(np.diff(owner, prepend=-1))
-    sentence_bounds = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    return TokenizedText(tokens, sentence_bounds.tolist(), [*first_sentences.tolist(), len(owner)])
+    tokens, lengths, sentences_per_document = tokenize_texts(documents, tokenizer)
+    bounds = ([0, *np.cumsum(counts, dtype=np.int64).tolist()] for counts in (lengths, sentences_per_document))
+    return TokenizedText(tokens, *bounds)
 
 
 def make_samples(text: TokenizedText, options: BertOptions, vocab: BertVocab, chunk_id: int) -> Records:

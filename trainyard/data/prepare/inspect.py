@@ -4,6 +4,7 @@ Each kind of file has a function that fills an InspectReport. Files are read in 
 `check`, the first invalid value raises an error that names its position.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,15 @@ from numpy.typing import NDArray
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.formats.arrow_dataset import (
-    INFO_FILE,
-    SPLITS_FILE,
-    STATE_FILE,
-    data_files,
-    list_column,
-    open_stream,
-)
+from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
 from trainyard.data.formats.bert_hdf5 import open_hdf5
-from trainyard.data.formats.documents import UnreadableRecord
-from trainyard.data.formats.megatron_bin import MegatronTokens, prefix_of
+from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file, prefix_of
 from trainyard.data.prepare.length_stats import (
     InspectOptions,
     InspectReport,
     LengthStats,
     check_range,
+    count_values,
     evenly_spaced,
 )
 
@@ -53,11 +47,10 @@ OnProgress = Callable[[int, int], None]
 
 def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     path = path.expanduser()
-    prefix = prefix_of(path)
-    if path.suffix in (".bin", ".idx") or (not path.is_file() and Path(f"{prefix}.idx").is_file()):
-        return _inspect_megatron(prefix, options, on_progress)
+    if is_token_file(path):
+        return _inspect_megatron(prefix_of(path), options, on_progress)
     if path.is_dir():
-        if any((path / name).is_file() for name in (STATE_FILE, INFO_FILE, SPLITS_FILE)):
+        if any((path / name).is_file() for name in METADATA_FILES):
             return _inspect_arrow(path, options, on_progress)
     elif not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -65,37 +58,31 @@ def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -
         with path.open("rb") as file:
             is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
         if is_hdf5:
-            return _inspect_hdf5(path, options, on_progress)
+            with open_hdf5(path) as hdf5:
+                return _inspect_hdf5(path, hdf5, options, on_progress)
     return _inspect_documents(path, options, on_progress)
 
 
 def _inspect_megatron(prefix: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     data = MegatronTokens(prefix)
-    num_documents = max(len(data.document_bounds) - 1, 0)
     report = InspectReport(str(prefix), "token files (.bin and .idx)")
-    by_document, by_sequence = LengthStats(), LengthStats()
-    empty = 0
-    for start in range(0, num_documents, ELEMENTS_PER_READ):
-        bounds = data.document_bounds[start : start + ELEMENTS_PER_READ + 1]
-        sequence_lengths = data.sequence_lengths[bounds[0] : bounds[-1]]
-        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sequence_lengths, dtype=np.int64)))
-        lengths = np.diff(ends[bounds - bounds[0]])
-        by_document.add(lengths)
-        by_sequence.add(sequence_lengths)
-        empty += int((lengths == 0).sum())
+    lengths = np.diff(data.sequence_bounds()[data.document_bounds])
     report.facts = {
         "dtype": data.dtype.name,
-        "documents": num_documents,
-        "empty documents": empty,
+        "documents": len(lengths),
+        "empty documents": int((lengths == 0).sum()),
         "sequences": len(data),
         "tokens": int(data.sequence_lengths.sum(dtype=np.int64)),
         "bytes": sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
         "contiguous": data.contiguous,
     }
+    by_document, by_sequence = LengthStats(), LengthStats()
+    by_document.add(lengths)
+    by_sequence.add(data.sequence_lengths)
     report.lengths["tokens per document"] = by_document.summary()
     if by_sequence.counts != by_document.counts:
         report.lengths["tokens per sequence"] = by_sequence.summary()
-    for document in evenly_spaced(num_documents, options.num_samples):
+    for document in evenly_spaced(len(lengths), options.num_samples):
         first, last = data.document_bounds[document : document + 2].tolist()
         tokens: list[int] = []
         while first < last and len(tokens) < SAMPLE_TOKENS:
@@ -108,32 +95,25 @@ def _inspect_megatron(prefix: Path, options: InspectOptions, on_progress: OnProg
 
 
 def _check_megatron(data: MegatronTokens, options: InspectOptions, on_progress: OnProgress) -> dict[str, Any]:
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(data.sequence_lengths, dtype=np.int64)))
+    bounds = data.sequence_bounds()
     if not data.contiguous:
-        misplaced = np.flatnonzero(data.sequence_starts != ends[:-1])
-        problem = (
-            f"sequence {misplaced[0]} does not start where the previous one ends"
-            if len(misplaced)
-            else "tokens after the last sequence"
-        )
+        misplaced = np.flatnonzero(data.sequence_starts != bounds[:-1])
+        problem = "tokens after the last sequence"
+        if len(misplaced):
+            problem = f"sequence {misplaced[0]} does not start where the previous one ends"
         raise UserError(f"{data.prefix}.idx: {problem}; the two files do not belong together, or are damaged")
-    last_tokens = np.unique(ends[data.document_bounds])[1:] - 1
-    end_counts: dict[int, int] = {}
+    last_tokens = np.unique(bounds[data.document_bounds])[1:] - 1
+    end_counts: Counter[int] = Counter()
     for start in range(0, len(data.tokens), ELEMENTS_PER_READ):
         tokens = data.tokens[start : start + ELEMENTS_PER_READ]
         check_range(f"{data.prefix}.bin", tokens, start, options.vocab_size or 2**31)
         here = last_tokens[slice(*np.searchsorted(last_tokens, (start, start + len(tokens))))] - start
-        values, counts = np.unique(tokens[here], return_counts=True)
-        for token, count in zip(values.tolist(), counts.tolist(), strict=True):
-            end_counts[token] = end_counts.get(token, 0) + count
+        end_counts.update(count_values(tokens[here]))
         on_progress((start + len(tokens)) * data.dtype.itemsize, data.tokens.nbytes)
-    most_frequent = max(end_counts, key=lambda token: end_counts[token], default=0)
-    end_token = options.end_token if options.end_token is not None else most_frequent
-    return {
-        "checked": "all tokens",
-        "end token": end_token,
-        "documents ending with it": end_counts.get(end_token, 0),
-    }
+    end_token = options.end_token
+    if end_token is None:
+        end_token = max(end_counts, key=end_counts.__getitem__, default=0)
+    return {"checked": "all tokens", "end token": end_token, "documents ending with it": end_counts[end_token]}
 
 
 def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
@@ -211,20 +191,15 @@ def _inspect_documents(path: Path, options: InspectOptions, on_progress: OnProgr
     num_documents = empty = characters = unreadable = done = 0
     report = InspectReport(str(path), f"documents ({DOCUMENT_KINDS.get(path.suffix, path.suffix or 'a directory')})")
     for input_slice in documents.input_slices([path]):
-        lengths: list[int] = []
-        for record in documents.read_documents(input_slice, [options.text_key]):
-            if isinstance(record, UnreadableRecord):
-                if options.check:
-                    raise UserError(str(record))
-                unreadable += 1
-                continue
-            index = num_documents + len(lengths)
-            if index < options.num_samples:
-                report.samples.append((f"document {index}", record[0][:SAMPLE_CHARACTERS]))
-            lengths.append(len(record[0]))
+        texts, skipped = documents.read_documents(input_slice, [options.text_key])
+        if skipped and options.check:
+            raise UserError(str(skipped[0]))
+        for index, (text,) in enumerate(texts[: max(options.num_samples - num_documents, 0)], num_documents):
+            report.samples.append((f"document {index}", text[:SAMPLE_CHARACTERS]))
+        lengths = [len(text) for (text,) in texts]
         stats.add(np.array(lengths, np.int64))
         num_documents, characters = num_documents + len(lengths), characters + sum(lengths)
-        empty += lengths.count(0)
+        empty, unreadable = empty + lengths.count(0), unreadable + len(skipped)
         done += input_slice.input_bytes
         on_progress(done, size)
     report.facts = {
@@ -240,12 +215,7 @@ def _inspect_documents(path: Path, options: InspectOptions, on_progress: OnProgr
     return report
 
 
-def _inspect_hdf5(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
-    with open_hdf5(path) as file:
-        return _inspect_bert_pairs(path, file, options, on_progress)
-
-
-def _inspect_bert_pairs(path: Path, file: Any, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+def _inspect_hdf5(path: Path, file: Any, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     """Inspect BERT samples: padded sentence pairs, one per row."""
     datasets = {name: file[name] for name in file}
     input_ids = datasets.get("input_ids")

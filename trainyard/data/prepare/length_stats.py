@@ -1,5 +1,6 @@
 """Options and report of `trainyard data inspect`, with exact statistics of any number of lengths."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,11 +39,10 @@ class LengthStats:
     """Counts of each length: enough for exact statistics, and far fewer than documents."""
 
     def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
+        self.counts: Counter[int] = Counter()
 
     def add(self, lengths: NDArray[Any]) -> None:
-        for length, count in zip(*(array.tolist() for array in np.unique(lengths, return_counts=True)), strict=True):
-            self.counts[length] = self.counts.get(length, 0) + count
+        self.counts.update(count_values(lengths))
 
     def summary(self) -> dict[str, Any]:
         """Shortest, median, mean, longest, and a histogram with bins 0, 1, 2 to 3, 4 to 7, ..."""
@@ -52,19 +52,24 @@ class LengthStats:
         counts = np.array([self.counts[length] for length in lengths.tolist()])
         ends, total = np.cumsum(counts), int(counts.sum())
         middle = [int(lengths[np.searchsorted(ends, rank, side="right")]) for rank in ((total - 1) // 2, total // 2)]
-        bins: dict[int, int] = {}
+        bins: Counter[int] = Counter()
         for length, count in self.counts.items():
-            bins[length.bit_length()] = bins.get(length.bit_length(), 0) + count
+            bins[length.bit_length()] += count
         return {
             "shortest": int(lengths[0]),
             "median": sum(middle) / 2,
             "mean": float((lengths * counts).sum() / total),
             "longest": int(lengths[-1]),
             "histogram": [
-                {"from": 1 << bits >> 1, "to": (1 << bits) - 1, "count": bins.get(bits, 0)}
+                {"from": 1 << bits >> 1, "to": (1 << bits) - 1, "count": bins[bits]}
                 for bits in range(min(bins), max(bins) + 1)
             ],
         }
+
+
+def count_values(values: NDArray[Any]) -> dict[int, int]:
+    """How often each value occurs, in increasing order."""
+    return dict(zip(*(array.tolist() for array in np.unique(values, return_counts=True)), strict=True))
 
 
 def check_range(path: str, values: NDArray[Any], position: int, limit: int, name: str = "token") -> None:

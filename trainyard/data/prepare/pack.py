@@ -6,6 +6,7 @@ block, since a model has no positions beyond its own length.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +51,8 @@ class PackOptions(NamedTuple):
     write_position_ids: bool = True
 
 
-class PackCounts(NamedTuple):
+@dataclass
+class PackCounts:
     documents: int = 0
     tokens: int = 0
     skipped: int = 0
@@ -105,8 +107,7 @@ def chunks_from_tokens(
 
 def _document_bounds(token_files: MegatronTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start and end of each non-empty document in the stream of all sequences."""
-    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(token_files.sequence_lengths, dtype=np.int64)))
-    bounds = np.unique(ends[token_files.document_bounds])
+    bounds = np.unique(token_files.sequence_bounds()[token_files.document_bounds])
     return bounds[:-1], bounds[1:]
 
 
@@ -133,22 +134,18 @@ def write_blocks(
     counts = PackCounts()
 
     def counted_chunks() -> Iterator[TokenChunk]:
-        nonlocal counts
         done = 0
         for chunk in chunks:
             for record in chunk.unreadable:
                 on_unreadable(record)
             yield chunk
             done += chunk.input_bytes
-            counts = counts._replace(
-                documents=counts.documents + len(chunk.document_starts),
-                tokens=counts.tokens + len(chunk.tokens),
-                skipped=counts.skipped + len(chunk.unreadable),
-            )
+            counts.documents += len(chunk.document_starts)
+            counts.tokens += len(chunk.tokens)
+            counts.skipped += len(chunk.unreadable)
             on_progress(done, counts)
 
     with ArrowDatasetWriter(directory, columns, overwrite) as writer:
-        blocks = leftover = 0
         for tokens, starts in cut_stream(counted_chunks(), batch_rows * seq_len):
             full, leftover = divmod(len(tokens), seq_len)
             if leftover and options.pad_last:
@@ -158,13 +155,13 @@ def write_blocks(
             if full:
                 padded = leftover if options.pad_last else 0
                 writer.add(_block_columns(tokens[: full * seq_len], starts, seq_len, padded))
-            blocks += full
-        if not blocks:
+            counts.blocks += full
+            counts.leftover_tokens = leftover
+        if not counts.blocks:
             raise UserError(
                 f"the input has {counts.tokens} tokens, too few for a block of {seq_len}; use more text, or a "
                 "shorter --seq-len"
             )
-        counts = counts._replace(blocks=blocks, leftover_tokens=leftover)
         writer.description = f"{counts.documents} documents, {counts.tokens} tokens, in blocks of {seq_len}"
     return counts
 

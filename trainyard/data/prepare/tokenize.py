@@ -4,8 +4,9 @@ Workers read their slices of the input and return tokens; the parent process wri
 tokens are left out. With `append_eod`, the last sequence of each document ends with the end token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -49,10 +50,11 @@ class EncodedSlice(NamedTuple):
     """Bytes of the input that this slice stands for, for progress."""
 
 
-class TokenizeCounts(NamedTuple):
-    documents: int
-    tokens: int
-    skipped: int
+@dataclass
+class TokenizeCounts:
+    documents: int = 0
+    tokens: int = 0
+    skipped: int = 0
 
 
 def output_prefix(prefix: Path, key: str, options: TokenizeOptions) -> Path:
@@ -69,7 +71,7 @@ def tokenize_files(
 ) -> TokenizeCounts:
     """Write a pair of files for each text key. `on_unreadable` may raise to stop."""
     dtype = token_dtype(_cached_tokenizer(options.tokenizer).vocab_size)  # loaded before the workers fork
-    num_documents = num_tokens = skipped = done = 0
+    counts, done = TokenizeCounts(), 0
     with ExitStack() as stack:
         writers = {
             key: stack.enter_context(MegatronTokensWriter(output_prefix(prefix, key, options), dtype))
@@ -80,14 +82,14 @@ def tokenize_files(
                 on_unreadable(record)
             for key, sequences in result.sequences.items():
                 writers[key].add(*sequences)
-                num_tokens += len(sequences.tokens)
-            num_documents += len(result.sequences[options.text_keys[0]].sequences_per_document)
-            skipped += len(result.unreadable)
+                counts.tokens += len(sequences.tokens)
+            counts.documents += len(result.sequences[options.text_keys[0]].sequences_per_document)
+            counts.skipped += len(result.unreadable)
             done += result.input_bytes
-            on_progress(done, TokenizeCounts(num_documents, num_tokens, skipped))
-        if not num_documents:
+            on_progress(done, counts)
+        if not counts.documents:
             raise UserError(f"{paths[0]}: no document with text in all of the input; nothing was written")
-    return TokenizeCounts(num_documents, num_tokens, skipped)
+    return counts
 
 
 @cache
@@ -100,40 +102,28 @@ def encode_slice(options: TokenizeOptions, input_slice: InputSlice) -> EncodedSl
     tokenizer = _cached_tokenizer(options.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     end_id = tokenizer.end_id if options.append_eod else None
-    unreadable: list[UnreadableRecord] = []
-    records = list(_readable(documents.read_documents(input_slice, options.text_keys), unreadable))
+    records, unreadable = documents.read_documents(input_slice, options.text_keys)
     sequences = {}
     for index, key in enumerate(options.text_keys):
         texts = [
             split_sentences(record[index], options.keep_newlines) if options.split_sentences else [record[index]]
             for record in records
         ]
-        sequences[key] = _tokenize_texts(texts, tokenizer, end_id, dtype)
+        sequences[key] = tokenize_texts(texts, tokenizer, dtype, end_id)
     return EncodedSlice(sequences, unreadable, input_slice.input_bytes)
 
 
-def _readable(
-    records: Iterator[tuple[str, ...] | UnreadableRecord], unreadable: list[UnreadableRecord]
-) -> Iterator[tuple[str, ...]]:
-    """The documents; appends the others to `unreadable`."""
-    for record in records:
-        if isinstance(record, UnreadableRecord):
-            unreadable.append(record)
-        else:
-            yield record
-
-
-def _tokenize_texts(
-    documents_: list[list[str]], tokenizer: Tokenizer, end_id: int | None, dtype: str
+def tokenize_texts(
+    texts: list[list[str]], tokenizer: Tokenizer, dtype: str = "int32", end_id: int | None = None
 ) -> TokenizedSequences:
     """Tokenize documents, each a list of sequences. Empty sequences and documents are left out."""
-    tokens, counts = tokenizer.encode([text for document in documents_ for text in document])
-    owner = np.repeat(np.arange(len(documents_)), [len(document) for document in documents_])[counts > 0]
+    tokens, counts = tokenizer.encode([sequence for document in texts for sequence in document])
+    owner = np.repeat(np.arange(len(texts)), [len(document) for document in texts])[counts > 0]
     lengths = counts[counts > 0].astype(np.int32)
-    per_document = np.bincount(owner, minlength=len(documents_))
+    per_document = np.bincount(owner, minlength=len(texts))
     per_document = per_document[per_document > 0]
     if end_id is not None and len(lengths):
         last = np.cumsum(per_document) - 1
         tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], end_id)
         lengths[last] += 1
-    return TokenizedSequences(tokens.astype(dtype), lengths, per_document.astype(np.int64))
+    return TokenizedSequences(tokens.astype(dtype, copy=False), lengths, per_document.astype(np.int64))

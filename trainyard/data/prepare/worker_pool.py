@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
@@ -21,7 +21,7 @@ MAX_ITEMS_PER_WORKER = 3
 PR_SET_PDEATHSIG = 1
 
 
-def map_ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+def map_ordered(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Generator[Result]:
     """function(item) for each item, in order, in `workers` processes; in this process if `workers` is 1.
 
     At most MAX_ITEMS_PER_WORKER items per worker are in flight, so memory does not grow with the input. An exception
