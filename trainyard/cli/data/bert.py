@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.options import Inputs, Overwrite, Strict, Workers, split_keys, worker_count
@@ -20,41 +20,27 @@ PHASE_SIZES = {1: (128, 20), 2: (512, 80)}
 
 def bert(
     inputs: Inputs,
-    output: Annotated[
-        Path, typer.Option("--output", metavar="DIR", help="Directory for NAME_training_00000.hdf5, ...")
-    ],
+    output: Annotated[Path, Option(metavar="DIR", help="Directory for NAME_training_00000.hdf5, ...")],
     vocab_file: Annotated[
-        str | None, typer.Option("--vocab-file", "--vocab", help="WordPiece vocabulary, vocab.txt.")
+        str | None, Option("--vocab-file", "--vocab", help="WordPiece vocabulary, vocab.txt.")
     ] = None,
-    cased: Annotated[bool, typer.Option("--cased", help="Keep case and accents, with --vocab-file.")] = False,
+    cased: Annotated[bool, Option("--cased", help="Keep case and accents, with --vocab-file.")] = False,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="Instead of --vocab-file: tokenizer.json, .model or a directory.")
+        str | None, Option(help="Instead of --vocab-file: tokenizer.json, .model or a directory.")
     ] = None,
-    phase: Annotated[
-        int, typer.Option("--phase", min=1, max=2, help="1: --seq-len 128, --max-predictions 20; 2: 512 and 80.")
-    ] = 1,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", min=8, max=65535, help="Maximum tokens per sample.")
-    ] = None,
-    max_predictions: Annotated[
-        int | None, typer.Option("--max-predictions", min=1, help="Maximum masked positions per sample.")
-    ] = None,
-    duplicate: Annotated[
-        int, typer.Option("--duplicate", min=1, help="Passes over each document, with new pairs and masks each.")
-    ] = 1,
-    short: Annotated[
-        float, typer.Option("--short", min=0, max=1, help="Fraction of the documents that give shorter samples.")
-    ] = 0.1,
-    whole_word: Annotated[bool, typer.Option("--whole-word", help="Mask all pieces of a word or none.")] = False,
+    phase: Annotated[int, Option(min=1, max=2, help="1: --seq-len 128, --max-predictions 20; 2: 512 and 80.")] = 1,
+    seq_len: Annotated[int | None, Option(min=8, max=65535, help="Maximum tokens per sample.")] = None,
+    max_predictions: Annotated[int | None, Option(min=1, help="Maximum masked positions per sample.")] = None,
+    duplicate: Annotated[int, Option(min=1, help="Passes over each document, with new pairs and masks each.")] = 1,
+    short: Annotated[float, Option(min=0, max=1, help="Fraction of the documents that give shorter samples.")] = 0.1,
+    whole_word: Annotated[bool, Option("--whole-word", help="Mask all pieces of a word or none.")] = False,
     json_keys: Annotated[
-        list[str] | None,
-        typer.Option("--json-keys", help="JSON keys or columns with the text; several form one document."),
+        list[str] | None, Option(help="JSON keys or columns with the text; several form one document.")
     ] = None,
-    name: Annotated[str, typer.Option("--name", help="Prefix of the file names.")] = "bert",
+    name: Annotated[str, Option(help="Prefix of the file names.")] = "bert",
     files: Annotated[
         int | None,
-        typer.Option(
-            "--files",
+        Option(
             min=1,
             max=99999,
             help="Number of files. trainyard reads any number on any number of ranks; other loaders need at least one "
@@ -62,7 +48,7 @@ def bert(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same bytes.")] = 0,
+    seed: Annotated[int, Option(min=0, help="The same seed gives the same bytes.")] = 0,
     workers: Workers = None,
     strict: Strict = False,
     overwrite: Overwrite = False,

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.data.tokenize import tokenizer_spec
@@ -24,16 +24,15 @@ BLOCK_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def inspect(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH", help="PREFIX of .bin and .idx, Arrow directory, HDF5, JSON lines.")
+        list[Path], Argument(metavar="PATH", help="PREFIX of .bin and .idx, Arrow directory, HDF5, JSON lines.")
     ],
-    check: Annotated[bool, typer.Option("--check", help="Read and verify everything.")] = False,
-    samples: Annotated[int, typer.Option("--samples", min=0, metavar="N", help="Number of samples to show.")] = 0,
+    check: Annotated[bool, Option("--check", help="Read and verify everything.")] = False,
+    samples: Annotated[int, Option(min=0, metavar="N", help="Number of samples to show.")] = 0,
     tokenizer: TokenizerName = None,
     vocab_file: VocabFile = None,
     merge_file: MergeFile = None,
     vocab: Annotated[
-        int | None,
-        typer.Option("--vocab", min=1, metavar="N", help="Vocabulary size for --check. Default: the tokenizer's."),
+        int | None, Option(min=1, metavar="N", help="Vocabulary size for --check. Default: the tokenizer's.")
     ] = None,
     json_key: JsonKey = "text",
     as_json: AsJson = False,
@@ -96,9 +95,9 @@ def report_to_dict(report: InspectReport, tokenizer: Tokenizer | None) -> dict[s
 
 def sample_text(content: list[int] | str, tokenizer: Tokenizer | None) -> str | None:
     """Return a sample as text; None if it is tokens and there is no tokenizer."""
-    if isinstance(content, str) or tokenizer is None:
-        return content if isinstance(content, str) else None
-    return tokenizer.decode([token for token in content if 0 <= token < tokenizer.vocab_size])
+    if isinstance(content, str):
+        return content
+    return tokenizer.decode([token for token in content if 0 <= token < tokenizer.vocab_size]) if tokenizer else None
 
 
 def format_report(report: InspectReport, tokenizer: Tokenizer | None) -> list[str]:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.options import (
@@ -36,30 +36,28 @@ TOKENIZER_TYPES = {
 def tokenize(
     inputs: Inputs,
     prefix: Annotated[
-        Path, typer.Option("--output-prefix", help="Prefix of PREFIX_KEY_document.bin and .idx.", show_default=False)
+        Path, Option("--output-prefix", help="Prefix of PREFIX_KEY_document.bin and .idx.", show_default=False)
     ],
     tokenizer: TokenizerName = None,
-    tokenizer_type: Annotated[
-        str | None, typer.Option("--tokenizer-type", help=f"{', '.join(TOKENIZER_TYPES)}.")
-    ] = None,
+    tokenizer_type: Annotated[str | None, Option(help=f"{', '.join(TOKENIZER_TYPES)}.")] = None,
     vocab_file: Annotated[
-        str | None, typer.Option("--vocab-file", "--vocab", help="vocab.json of GPT-2 or vocab.txt of BERT.")
+        str | None, Option("--vocab-file", "--vocab", help="vocab.json of GPT-2 or vocab.txt of BERT.")
     ] = None,
     merge_file: MergeFile = None,
     end_of_text: EndOfText = None,
     json_keys: Annotated[
-        list[str] | None, typer.Option("--json-keys", help="JSON keys or columns with text; one pair of files each.")
+        list[str] | None, Option(help="JSON keys or columns with text; one pair of files each.")
     ] = None,
-    append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the end token.")] = False,
+    append_eod: Annotated[bool, Option("--append-eod", help="End each document with the end token.")] = False,
     split_sentences: Annotated[
-        bool, typer.Option("--split-sentences", help="Write one sequence per sentence (PREFIX_KEY_sentence), for BERT.")
+        bool, Option("--split-sentences", help="Write one sequence per sentence (PREFIX_KEY_sentence), for BERT.")
     ] = False,
-    keep_newlines: Annotated[bool, typer.Option("--keep-newlines", help="Keep newlines between sentences.")] = False,
+    keep_newlines: Annotated[bool, Option("--keep-newlines", help="Keep newlines between sentences.")] = False,
     workers: Workers = None,
     strict: Strict = False,
     overwrite: Overwrite = False,
-    dataset_impl: Annotated[str, typer.Option("--dataset-impl", hidden=True)] = "mmap",
-    log_interval: Annotated[int, typer.Option("--log-interval", hidden=True)] = 0,
+    dataset_impl: Annotated[str, Option(hidden=True)] = "mmap",
+    log_interval: Annotated[int, Option(hidden=True)] = 0,
 ) -> None:
     """Convert text to Megatron token files, byte for byte what Megatron's preprocess_data.py writes.
 
