@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainyard.compat.version import TORCH_VERSION
-
 
 def all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
     return torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group)
@@ -83,11 +81,6 @@ def register_group_name(name: str, group: dist.ProcessGroup) -> str:
         if dist.get_process_group_ranks(existing) == ranks:
             return str(candidate)
     raise AssertionError
-
-
-def supports_unsorted_groups() -> bool:
-    """True if a process group can have its ranks in any order: torch 2.13 and later, not 2.11."""
-    return TORCH_VERSION >= (2, 13)
 
 
 def new_unsorted_group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:

@@ -24,20 +24,12 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def scaled_mm(
-    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, bias: Tensor | None, fast_accum: bool
-) -> Tensor:
-    """left @ right of fp8 matrices times their inverse scales, plus bias, in bf16 (torch 2.11 to 2.14).
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast_accum: bool) -> Tensor:
+    """a @ b of fp8 matrices times their inverse scales, plus bias, in bf16 (torch 2.11 to 2.14).
 
-    `left` is row-major and `right` column-major, with sizes that are multiples of 16. Scales are fp32, both [1, 1] or
-    [M, 1] and [1, N]. At most one operand is e5m2. `fast_accum` is less exact: sums stay in the tensor cores' 22 bits.
+    `a` is row-major and `b` column-major, with sizes that are multiples of 16. Scales are fp32, both [1, 1] or [M, 1]
+    and [1, N]. At most one operand is e5m2. `fast_accum` is less exact: sums stay in the tensor cores' 22 bits.
     """
     return torch._scaled_mm(
-        left,
-        right,
-        scale_a=left_inverse,
-        scale_b=right_inverse,
-        bias=bias,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
+        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
     )

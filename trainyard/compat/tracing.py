@@ -6,7 +6,8 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DispatchMode = TorchDispatchMode
 """A mode that receives every operator, below autograd."""
@@ -30,8 +31,6 @@ def fake_tensor_mode(stand_in: Callable[[Any, Any, Any], Any], not_replaced: obj
     for all others. This patches an instance instead of subclassing, because torch looks up some rules by the exact
     class of the mode.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     default_dispatch = mode.__torch_dispatch__
 
@@ -43,16 +42,18 @@ def fake_tensor_mode(stand_in: Callable[[Any, Any, Any], Any], not_replaced: obj
     return mode
 
 
+def has_memory(x: torch.Tensor) -> bool:
+    """False for tensors that have only a shape: fake ones, and those on the meta device."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
 def custom_op_body(op: Any) -> Callable[..., Any]:
     """The Python function of a custom operator, without the operator's rules for autograd and fake tensors."""
-    body: Callable[..., Any] = op._init_fn
-    return body
+    return op._init_fn
 
 
 def disable_fake_tensors() -> AbstractContextManager[Any]:
     """Create tensors with memory, even inside `fake_tensor_mode`."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
 
 
