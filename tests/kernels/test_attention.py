@@ -3,8 +3,8 @@
 The interpreter multiplies bf16 operands in fp32.
 """
 
+import itertools
 from collections.abc import Callable
-from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.pairwise import pairwise
 from trainyard.core.counter_rng import DropoutRng, RowSeeds, element_bits, row_seeds
-from trainyard.kernels.reference import Kernels, varlen_attention_reference
+from trainyard.kernels.reference import Kernels, counter_dropout, split_qkv
 from trainyard.kernels.triton.attention.ops import block_sizes, varlen_attention, varlen_attention_forward
 from trainyard.kernels.triton.ops import TritonKernels
 from trainyard.models.layers import CoreAttention
@@ -70,6 +70,33 @@ def make_dropout(tokens: int, p: float, site: int = 0x1234567, head_offset: int 
     return DropoutRng(p, *row_seeds(key, token // 7, token % 7), *ids)
 
 
+def varlen_attention_reference(
+    qkv: Tensor, H: int, G: int, cu_seqlens: Tensor, max_seqlen: int, causal: bool, dropout: DropoutRng | None = None
+) -> Tensor:
+    """`varlen_attention` in fp32 with full score matrices."""
+    q, k, v = split_qkv(qkv, H, G)
+    bounds = cu_seqlens.tolist()
+    outputs = []
+    for start, end in itertools.pairwise(bounds):
+        assert end - start <= max_seqlen
+        q_HTK, k_HTK, v_HTK = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
+        k_HTK, v_HTK = k_HTK.repeat_interleave(H // G, 0), v_HTK.repeat_interleave(H // G, 0)
+        score_HTT = q_HTK @ k_HTK.transpose(1, 2) * q.shape[-1] ** -0.5
+        position_T = torch.arange(end - start, dtype=torch.int32, device=q.device)
+        if causal:
+            score_HTT = score_HTT.masked_fill(position_T[:, None] < position_T, -torch.inf)
+        weight_HTT = score_HTT.softmax(-1)
+        if dropout is not None:
+            assert dropout.head_offset is not None
+            head_H = torch.arange(H, dtype=torch.int32, device=q.device) + dropout.head_offset
+            column_H1T = (head_H * 0x10001)[:, None, None] + position_T
+            seeds = dropout.seed0[start:end, None], dropout.seed1[start:end, None]
+            weight_HTT = counter_dropout(weight_HTT, dropout.p, seeds, dropout.site, column_H1T)
+        outputs.append((weight_HTT @ v_HTK).transpose(0, 1))
+    padding = torch.zeros_like(q[bounds[-1] :], dtype=torch.float32)
+    return torch.cat([*outputs, padding]).to(q.dtype)
+
+
 def compare(case: Case) -> None:
     """fp32 must agree within 1e-5, bf16 within 1% in norm (bf16 itself rounds by 0.2% on average)."""
     dtype, tokens = case.qkv.dtype, int(case.cu_seqlens[-1])
@@ -111,7 +138,9 @@ def test_bf16(case: tuple[tuple[int, ...], tuple[int, int, int]], causal: bool, 
 
 def test_query_and_key_blocks_divide_each_other() -> None:
     """With a causal mask the masked and unmasked loops meet at the diagonal, which must be a block boundary of both."""
-    for max_seqlen, K, bf16, R in product((64, 128, 512, 2048), (16, 64, 96, 128, 256), (True, False), (1, 4)):
+    for max_seqlen, K, bf16, R in itertools.product(
+        (64, 128, 512, 2048), (16, 64, 96, 128, 256), (True, False), (1, 4)
+    ):
         forward, fused_backward, dq = (
             block_sizes(name, K, R, max_seqlen, bf16) for name in ("forward", "fused_backward", "dq")
         )

@@ -11,7 +11,6 @@ import torch
 
 from trainyard.devices.base import CompileOptions, Device, PeakThroughput
 from trainyard.devices.cpu import CpuDevice
-from trainyard.kernels.reference import Kernels
 
 
 class MetaDevice(CpuDevice):
@@ -43,11 +42,6 @@ class _FakeDevice(Device):
         options = super().compile_options()
         return options and options._replace(backend=self.compile_backend)
 
-    def kernels(self, fused: bool = True) -> Kernels:
-        kernels = super().kernels(fused)
-        kernels.skip_inplace_kernels()
-        return kernels
-
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: tensor
 
@@ -57,5 +51,4 @@ def as_fake(device: Device, compile_backend: Callable[..., Any]) -> Device:
     torch.compile backend that traces its graphs."""
     backends = ",".join(f"{name}:fake" for name in sorted({device.name, CpuDevice.name}))
     attributes = {"process_group_backend": backends, "compile_backend": staticmethod(compile_backend)}
-    fake: Device = type("FakeDevice", (_FakeDevice, type(device)), attributes)()
-    return fake
+    return type("FakeDevice", (_FakeDevice, type(device)), attributes)()

@@ -8,7 +8,7 @@ x86 never needs this, because torch has MKL there. `compat.has_fast_bf16_matmul`
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ TILE_ELEMENTS = 1 << 18
 MIN_TILE_ROWS = 64
 """Fewest rows of a tile, however long they are."""
 FLASH_OP = "_scaled_dot_product_flash_attention_for_cpu"
+_flash, _flash_backward = getattr(torch.ops.aten, FLASH_OP), getattr(torch.ops.aten, f"{FLASH_OP}_backward")
 
 
 @cache
@@ -41,103 +42,68 @@ def _dispatch(kernel: Any, replacement: Callable[..., Any], keys: Any, *args: An
 
 
 def _mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _tiled_matmul(_output(out, (a.shape[0], b.shape[1]), a), a, b)
-
-
-def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
-    shape = (a.shape[0], b.shape[1])
-    return _tiled_matmul(_output(out, shape, a), a, b, c.expand(shape), beta, alpha)
+    return _addmm(a.new_empty(()), a, b, beta=0, out=out)
 
 
 def _addmm_(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _addmm(c, a, b, beta=beta, alpha=alpha, out=c)
 
 
-def _bmm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    return _tiled_bmm(_output(out, (*a.shape[:2], b.shape[2]), a), a, b)
-
-
-def _baddbmm(
-    c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
-) -> Tensor:
-    shape = (*a.shape[:2], b.shape[2])
-    return _tiled_bmm(_output(out, shape, a), a, b, c.expand(shape), beta, alpha)
-
-
-def _baddbmm_(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _baddbmm(c, a, b, beta=beta, alpha=alpha, out=c)
-
-
-def _output(out: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None) -> Tensor:
+    """beta * c + alpha * a @ b, for matrices or for batches of them. With beta 0, c is ignored even if it is nan."""
+    shape = (*a.shape[:-1], b.shape[-1])
     if out is None:
-        return like.new_empty(shape)
-    return out if out.shape == shape else out.resize_(shape)
-
-
-def _tiled_matmul(
-    out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    """out = beta * c + alpha * a @ b."""
-    tile_rows = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(a.shape[1], 1))
-    for row_start in range(0, a.shape[0], tile_rows):
-        rows = slice(row_start, row_start + tile_rows)
-        left = a[rows].float()
-        for start in range(0, b.shape[1], tile_rows):
-            columns = slice(start, start + tile_rows)
-            product = left @ b[:, columns].float()
-            out[rows, columns] = product if c is None else _scaled_sum(product, c[rows, columns], beta, alpha)
+        out = a.new_empty(shape)
+    elif out.shape != shape:
+        out.resize_(shape)
+    c = c.expand(shape)
+    for tile, left, right in _tiles(a, b, prod(shape[1:])):
+        product = left @ right.float()
+        product = product if alpha == 1 else product.mul_(alpha)
+        out[tile] = product.add_(c[tile], alpha=beta) if beta else product
     return out
 
 
-def _tiled_bmm(out: Tensor, a: Tensor, b: Tensor, c: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
-    """`_tiled_matmul` for a batch: several small matrices at a time, or tiles of one large matrix."""
-    largest_matrix = max(prod(x.shape[1:]) for x in (a, b, out))
-    if largest_matrix > TILE_ELEMENTS:
-        for index in range(len(out)):
-            _tiled_matmul(out[index], a[index], b[index], None if c is None else c[index], beta, alpha)
-        return out
-    batch_step = TILE_ELEMENTS // max(largest_matrix, 1)
-    for start in range(0, len(out), batch_step):
-        batch = slice(start, start + batch_step)
-        product = a[batch].float() @ b[batch].float()
-        out[batch] = product if c is None else _scaled_sum(product, c[batch], beta, alpha)
-    return out
+def _tiles(a: Tensor, b: Tensor, product_elements: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Each tile of the product and its operands, the left one in fp32: tiles of a matrix, or several small matrices."""
+    if a.dim() == 2:
+        rows = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(a.shape[1], 1))
+        for row in range(0, a.shape[0], rows):
+            left = a[row : row + rows].float()
+            for column in range(0, b.shape[1], rows):
+                columns = slice(column, column + rows)
+                yield (slice(row, row + rows), columns), left, b[:, columns]
+        return
+    largest_matrix = max(prod(a.shape[1:]), prod(b.shape[1:]), product_elements, 1)
+    if largest_matrix <= TILE_ELEMENTS:
+        step = TILE_ELEMENTS // largest_matrix
+        for batch in (slice(start, start + step) for start in range(0, len(a), step)):
+            yield batch, a[batch].float(), b[batch]
+        return
+    for index in range(len(a)):
+        for tile, left, right in _tiles(a[index], b[index], 0):
+            yield (index, *tile), left, right
 
 
-def _scaled_sum(product: Tensor, c: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta * c + alpha * product; with beta 0, c is ignored even if it is nan."""
-    return product.mul_(alpha).add_(c, alpha=beta) if beta else product.mul_(alpha)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **options: Any
-) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *dropout_causal: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Flash attention one sample at a time; outputs have the strides of torch's own kernel."""
     out = torch.empty_like(q)
     lse = _token_major(q[..., 0], torch.float32)
     for index in range(len(q)):
         sample = slice(index, index + 1)
         inputs = (x[sample].float() for x in (q, k, v))
-        out[sample], lse[sample] = _flash(*inputs, dropout, causal, **_sample_options(options, sample))
+        out[sample], lse[sample] = _flash(*inputs, *dropout_causal, **_sample_options(options, sample))
     return out, lse
 
 
 def _attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dropout: float,
-    causal: bool,
-    **options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *dropout_causal: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     grads = [_token_major(x, x.dtype) for x in (q, k, v)]
     for index in range(len(q)):
         sample = slice(index, index + 1)
         inputs = (x[sample].float() for x in (dout, q, k, v, out))
-        sample_grads = _flash_backward(*inputs, lse[sample], dropout, causal, **_sample_options(options, sample))
+        sample_grads = _flash_backward(*inputs, lse[sample], *dropout_causal, **_sample_options(options, sample))
         for grad, sample_grad in zip(grads, sample_grads, strict=True):
             grad[sample] = sample_grad
     return tuple(grads)
@@ -157,25 +123,10 @@ def _sample_options(options: dict[str, Any], sample: slice) -> dict[str, Any]:
     return options | {"attn_mask": mask.float() if mask.dtype == torch.bfloat16 else mask}
 
 
-def _flash(*args: Any, **options: Any) -> Any:
-    return getattr(torch.ops.aten, FLASH_OP)(*args, **options)
-
-
-def _flash_backward(*args: Any, **options: Any) -> Any:
-    return getattr(torch.ops.aten, f"{FLASH_OP}_backward")(*args, **options)
-
-
 BF16_KERNELS: dict[str, Callable[..., Any]] = {
-    "mm": _mm,
-    "mm.out": _mm,
-    "addmm": _addmm,
-    "addmm.out": _addmm,
-    "addmm_": _addmm_,
-    "bmm": _bmm,
-    "bmm.out": _bmm,
-    "baddbmm": _baddbmm,
-    "baddbmm.out": _baddbmm,
-    "baddbmm_": _baddbmm_,
+    **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), _mm),
+    **dict.fromkeys(("addmm", "addmm.out", "baddbmm", "baddbmm.out"), _addmm),
+    **dict.fromkeys(("addmm_", "baddbmm_"), _addmm_),
     FLASH_OP: _attention,
     f"{FLASH_OP}_backward": _attention_backward,
 }

@@ -5,8 +5,7 @@ a run resumes exactly. Scales are powers of two, so scaling itself never rounds.
 another rank's shard) therefore changes only values below the smallest normal number of the format, and results depend
 on the layout as little as in bf16. An inf or nan in the input gives nan in the output.
 
-`fp8_linear` quantizes with Triton kernels and multiplies with cuBLAS; `fp8_linear_reference` is the same in plain
-torch, for any device.
+`fp8_linear` quantizes with Triton kernels and multiplies with cuBLAS, or does the same in plain torch for any device.
 
 Memory traffic: quantizing reads 2 bytes per element for the amax, 2 again for the cast, and writes 1 for each of two
 layouts. x is saved for backward in e4m3, 1 byte per element instead of 2. W is not saved but quantized again in
@@ -21,11 +20,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainyard.compat import scaled_mm
+from trainyard.compat import has_memory, scaled_mm
 from trainyard.core.errors import UserError
+from trainyard.kernels.custom_op import kernel_op
 
-FAST_ACCUM_BACKWARD = False
-"""True if the products of backward use the short accumulators that `Fp8Options.fast_accum` selects for forward."""
 SIZE_MULTIPLE = 16
 """Sizes of fp8 matrices are multiples of this; tokens are padded."""
 MAX_AMAX_BLOCKS, AMAX_BLOCK_ELEMENTS = 1024, 8192
@@ -62,17 +60,12 @@ class Fp8Matrix(NamedTuple):
     inverse_scale: Tensor
 
 
-def fp8_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options) -> Tensor:
-    """F.linear of bf16 [..., D], for any number of tokens, on a device with fp8 matrix products."""
-    return _linear(x, weight_ND, bias_N, fp8, False)
+def fp8_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options, reference: bool = False) -> Tensor:
+    """F.linear of bf16 [..., D], for any number of tokens, on a device with fp8 matrix products.
 
-
-def fp8_linear_reference(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options) -> Tensor:
-    """`fp8_linear` for bf16 or fp32 on any device: the same numbers, except that products accumulate in fp32."""
-    return _linear(x, weight_ND, bias_N, fp8, True)
-
-
-def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options, reference: bool) -> Tensor:
+    `reference` is the same in plain torch for bf16 or fp32 on any device: the same numbers, except that products
+    accumulate in fp32.
+    """
     N, D = weight_ND.shape
     if N % SIZE_MULTIPLE or D % SIZE_MULTIPLE:
         raise UserError(f"this rank's {N} x {D} matrix: fp8 needs both sizes to be multiples of {SIZE_MULTIPLE}")
@@ -83,18 +76,13 @@ def _linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, fp8: Fp8Options
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_MD: Tensor,
-        weight_ND: Tensor,
-        bias_N: Tensor | None,
-        scaling: str,
-        grad_format: str,
-        fast_accum: bool,
-        reference: bool,
-    ) -> Tensor:
+        ctx: Any, x_MD: Tensor, weight_ND: Tensor, bias_N: Tensor | None,
+        scaling: str, grad_format: str, fast_accum: bool, reference: bool,
+    ) -> Tensor:  # fmt: skip
         x_MD, weight_ND = x_MD.contiguous(), weight_ND.contiguous()
         per_row, fp8_grads = scaling == "row", grad_format == "e5m2"
-        needs_dx, needs_dw = (needed and fp8_grads for needed in ctx.needs_input_grad[:2])
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        needs_dx, needs_dw = needs_x and fp8_grads, needs_weight and fp8_grads
         amax_x = compute_amax(x_MD, per_row, needs_dw, reference)
         amax_weight = compute_amax(weight_ND, per_row, needs_dx, reference)
         x, x_transposed = quantize(x_MD, amax_x, torch.float8_e4m3fn, per_row, reference, transposed=needs_dw)
@@ -102,11 +90,9 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.how = per_row, fp8_grads, reference
         ctx.dtypes = weight_ND.dtype, None if bias_N is None else bias_N.dtype
         if fp8_grads:
-            ctx.save_for_backward(
-                *x_transposed, *(amax_weight if needs_dx else (None, None)), weight_ND if needs_dx else None
-            )
+            weight_to_save = (*amax_weight, weight_ND) if needs_dx else (None, None, None)
+            ctx.save_for_backward(*x_transposed, *weight_to_save)
         else:
-            needs_x, needs_weight, *_ = ctx.needs_input_grad
             ctx.save_for_backward(x_MD if needs_weight else None, weight_ND if needs_x else None)
         return matmul(x, weight, bias_N, fast_accum, reference, x_MD.dtype)[: x_MD.shape[0]]
 
@@ -122,22 +108,16 @@ class _Fp8Linear(torch.autograd.Function):
             dx = dy_MN @ weight_ND if needs_dx else None
             d_weight = dy_MN.t() @ x_MD if needs_dw else None
         elif needs_dx or needs_dw:
-            x_values, x_inverse_scale, amax, weight_amax_columns, weight_ND = ctx.saved_tensors
+            x_values, x_scale, amax, amax_columns, weight_ND = ctx.saved_tensors
             amax_dy = compute_amax(dy_MN, per_row, needs_dw, reference)
             dy, dy_transposed = quantize(dy_MN, amax_dy, torch.float8_e5m2, per_row, reference, needs_dx, needs_dw)
+            # Backward never uses the short accumulators that `fast_accum` selects for forward.
             if needs_dx:
-                amax_weight = Amax(amax, weight_amax_columns)
+                amax_weight = Amax(amax, amax_columns)
                 _, weight = quantize(weight_ND, amax_weight, torch.float8_e4m3fn, per_row, reference, False, True)
-                dx = matmul(dy, weight, None, FAST_ACCUM_BACKWARD, reference, dy_MN.dtype)[: dy_MN.shape[0]]
+                dx = matmul(dy, weight, None, False, reference, dy_MN.dtype)[: dy_MN.shape[0]]
             if needs_dw:
-                d_weight = matmul(
-                    dy_transposed,
-                    Fp8Matrix(x_values, x_inverse_scale),
-                    None,
-                    FAST_ACCUM_BACKWARD,
-                    reference,
-                    weight_dtype,
-                )
+                d_weight = matmul(dy_transposed, Fp8Matrix(x_values, x_scale), None, False, reference, weight_dtype)
         d_bias = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype) if needs_d_bias else None
         return dx, d_weight, d_bias, None, None, None, None
 
@@ -202,75 +182,52 @@ def _abs_bits(magnitude: Tensor) -> Tensor:
     return magnitude.float().view(torch.int32) & 0x7FFFFFFF
 
 
-@torch.library.custom_op("trainyard::fp8_amax", mutates_args=())
+@kernel_op
 def fp8_amax(x_MD: Tensor, per_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """`Amax` of a bf16 matrix."""
-    from trainyard.kernels.triton import fp8_cast as kernels
+    M, D = x_MD.shape
+    count = M if per_row else min(MAX_AMAX_BLOCKS, -(-M * D // AMAX_BLOCK_ELEMENTS))
+    amax = x_MD.new_empty(count, dtype=torch.int32)
+    amax_D = amax.new_empty(D if per_row and columns else 0)
+    if has_memory(amax):
+        from trainyard.kernels.triton import fp8_cast as kernels
 
-    assert x_MD.dtype == torch.bfloat16
-    amax, amax_D = _empty_amax(x_MD, per_row, columns)
-    if per_row:
-        kernels.amax_rows(x_MD.contiguous(), amax, amax_D)
-    else:
-        kernels.amax(x_MD.contiguous(), amax)
+        assert x_MD.dtype == torch.bfloat16
+        if per_row:
+            kernels.amax_rows(x_MD.contiguous(), amax, amax_D)
+        else:
+            kernels.amax(x_MD.contiguous(), amax)
     return amax, amax_D
 
 
-@torch.library.custom_op("trainyard::fp8_cast", mutates_args=())
+@kernel_op
 def fp8_cast(
     x_MD: Tensor, amax: Tensor, amax_D: Tensor, dtype: torch.dtype, per_row: bool, direct: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantize a bf16 matrix, direct and transposed; also return the inverse scales of both (with one scale per tensor,
     the first serves both)."""
-    from trainyard.kernels.triton import fp8_cast as kernels
-
-    assert x_MD.dtype == torch.bfloat16
-    out = _empty_cast(x_MD, dtype, per_row, direct, transposed)
-    kernels.cast_to_fp8(x_MD.contiguous(), amax, amax_D, *out, MAX_EXPONENT[dtype], per_row)
-    return out
-
-
-@torch.library.custom_op("trainyard::fp8_matmul", mutates_args=())
-def fp8_matmul(
-    left: Tensor,
-    left_inverse_scale: Tensor,
-    right: Tensor,
-    right_inverse_scale: Tensor,
-    bias: Tensor | None,
-    fast_accum: bool,
-) -> Tensor:
-    """left @ right^T + bias in bf16. A custom op, so that a compiled model uses the same kernel as an eager one."""
-    return scaled_mm(left, right.t(), left_inverse_scale[:, None], right_inverse_scale[None, :], bias, fast_accum)
-
-
-@fp8_amax.register_fake
-def _empty_amax(x_MD: Tensor, per_row: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    M, D = x_MD.shape
-    count = M if per_row else min(MAX_AMAX_BLOCKS, -(-M * D // AMAX_BLOCK_ELEMENTS))
-    amax = x_MD.new_empty(count, dtype=torch.int32)
-    return amax, amax.new_empty(D if per_row and columns else 0)
-
-
-@fp8_cast.register_fake
-def _(
-    x: Tensor, _amax: Tensor, _amax_D: Tensor, dtype: torch.dtype, per_row: bool, direct: bool, transposed: bool
-) -> Any:
-    return _empty_cast(x, dtype, per_row, direct, transposed)
-
-
-def _empty_cast(
-    x_MD: Tensor, dtype: torch.dtype, per_row: bool, direct: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, D = x_MD.shape
     padded_M = -(-M // SIZE_MULTIPLE) * SIZE_MULTIPLE
-    return (
+    out = (
         x_MD.new_empty((padded_M, D) if direct else (0, D), dtype=dtype),
         x_MD.new_empty((D, padded_M) if transposed else (D, 0), dtype=dtype),
         x_MD.new_empty(1 if not per_row else padded_M if direct else 0, dtype=torch.float32),
         x_MD.new_empty(D if per_row and transposed else 0, dtype=torch.float32),
     )
+    if has_memory(x_MD):
+        from trainyard.kernels.triton import fp8_cast as kernels
+
+        assert x_MD.dtype == torch.bfloat16
+        kernels.cast_to_fp8(x_MD.contiguous(), amax, amax_D, *out, padded_M, MAX_EXPONENT[dtype], per_row)
+    return out
 
 
-@fp8_matmul.register_fake
-def _(left: Tensor, _left_inverse_scale: Tensor, right: Tensor, *_: Any) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[0], dtype=torch.bfloat16)
+@kernel_op
+def fp8_matmul(
+    left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    """left @ right^T + bias in bf16, with inverse scales. An operator, so that a compiled model uses the same kernel as
+    an eager one."""
+    if not has_memory(left):
+        return left.new_empty(left.shape[0], right.shape[0], dtype=torch.bfloat16)
+    return scaled_mm(left, right.t(), left_scale[:, None], right_scale[None, :], bias, fast_accum)

@@ -2,14 +2,13 @@
 tested against."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng, element_bits
-from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear_reference
+from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 
 
 class Kernels:
@@ -20,8 +19,6 @@ class Kernels:
     """True if kernels accumulate weight gradients directly into the fp32 buffer (fused wgrad accumulation)."""
     has_fp8_matmul = False
     """True if the device multiplies fp8 matrices; otherwise `linear` emulates fp8."""
-    has_varlen_attention = False
-    """True if `varlen_attention` exists; otherwise batches are never packed."""
 
     cross_entropy_: Callable[[Tensor, Tensor, int], Tensor] | None = None
     """(logits, labels, ignore_index) -> loss of each row; the logits become the gradient. train/cross_entropy.py has
@@ -30,6 +27,11 @@ class Kernels:
     """One update of flat fp32 memory, with the scalars in one tensor. train/optim has the plain torch version."""
     adamw_stochastic_rounding_: Callable[..., None] | None = None
     """The same for bf16 weights with stochastic rounding."""
+    has_varlen_attention = False
+    """True if `varlen_attention` exists; otherwise batches are never packed."""
+    varlen_attention: Callable[[Tensor, int, int, Tensor, int, bool, DropoutRng | None], Tensor]
+    """(qkv, heads, kv heads, cu_seqlens, max_seqlen, causal, dropout) -> attention within packed sequences,
+    [N, (H + 2 G) K] to [N, H, K]."""
 
     def __init__(self, has_fp32_gqa: bool = True) -> None:
         self.has_fp32_gqa = has_fp32_gqa
@@ -39,30 +41,8 @@ class Kernels:
         """The buffer that accumulates each parameter's gradient, if `fused_wgrad`. The optimizer registers its buffers
         here. Autograd sees no gradient for these parameters but still runs their post-accumulate hooks."""
 
-    def skip_inplace_kernels(self) -> None:
-        """Make the in-place kernels do nothing, for dry runs: they are not operators, so fake tensors have no rule for
-        them."""
-        if self.cross_entropy_:
-            self.cross_entropy_ = lambda logits, labels, ignore: logits.new_empty(len(logits), dtype=torch.float32)
-        if self.adamw_:
-            self.adamw_ = self.adamw_stochastic_rounding_ = lambda *args: None
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
-        return fp8_linear_reference(x, weight, bias, fp8) if fp8 else F.linear(x, weight, bias)
-
-    def varlen_attention(
-        self,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        causal: bool,
-        dropout: DropoutRng | None,
-    ) -> Tensor:
-        """Attention within packed sequences, [N, (H + 2 G) K] to [N, H, K]. Sequence s has the tokens `cu_seqlens[s]`
-        to `cu_seqlens[s + 1] - 1`, at most `max_seqlen`. Tokens after the last sequence get zeros."""
-        raise NotImplementedError
+        return fp8_linear(x, weight, bias, fp8, reference=True) if fp8 else F.linear(x, weight, bias)
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the residual x + y (x if y is None) and its RMS norm."""
@@ -70,16 +50,9 @@ class Kernels:
         return x, F.rms_norm(x, weight.shape, weight, eps)
 
     def add_layer_norm(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        y_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        dropout: DropoutRng | None,
-        post_norm: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+        dropout: DropoutRng | None, post_norm: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (residual, normed). Pre-norm: residual = x + dropout(y + y_bias) (x if y is None). `post_norm`:
         residual = normed."""
         x = x if y is None else self.add_dropout(x, y, y_bias, dropout)
@@ -133,37 +106,3 @@ def split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, T
     """Views [N, H, K], [N, G, K] and [N, G, K]."""
     x = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
-
-
-def varlen_attention_reference(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    causal: bool,
-    dropout: DropoutRng | None = None,
-) -> Tensor:
-    """`triton.attention.ops.varlen_attention` in fp32 with full score matrices, for tests."""
-    q, k, v = split_qkv(qkv, heads, kv_heads)
-    (_, H, K), R = q.shape, heads // kv_heads
-    bounds = cu_seqlens.tolist()
-    assert all(end - start <= max_seqlen for start, end in pairwise(bounds))
-    outputs = []
-    for start, end in pairwise(bounds):
-        q_HTK, k_HTK, v_HTK = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
-        k_HTK, v_HTK = k_HTK.repeat_interleave(R, 0), v_HTK.repeat_interleave(R, 0)
-        score_HTT = q_HTK @ k_HTK.transpose(1, 2) * K**-0.5
-        position_T = torch.arange(end - start, dtype=torch.int32, device=q.device)
-        if causal:
-            score_HTT = score_HTT.masked_fill(position_T[:, None] < position_T, -torch.inf)
-        weight_HTT = score_HTT.softmax(-1)
-        if dropout is not None:
-            assert dropout.head_offset is not None
-            head_H = torch.arange(H, dtype=torch.int32, device=q.device) + dropout.head_offset
-            column_H1T = (head_H * 0x10001)[:, None, None] + position_T
-            seeds = dropout.seed0[start:end, None], dropout.seed1[start:end, None]
-            weight_HTT = counter_dropout(weight_HTT, dropout.p, seeds, dropout.site, column_H1T)
-        outputs.append((weight_HTT @ v_HTK).transpose(0, 1))
-    filler = torch.zeros_like(q[bounds[-1] :], dtype=torch.float32)
-    return torch.cat([*outputs, filler]).to(q.dtype)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
 from trainyard.kernels.triton.rng import mix32
 
 BLOCK_ELEMENTS = 2048
@@ -63,70 +64,27 @@ def _adamw_update_stochastic(  # type: ignore[no-untyped-def]
 
 
 def adamw_(
-    weight: Tensor,
-    master: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scalars: Tensor,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
+    weight: Tensor, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor,
+    weight_decay: float, beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
     """Update flat fp32 memory. `scalars` is fp32 [5]: lr, gradient scale, both bias corrections, and 1 to apply the
     step or 0 to skip it."""
-    _adamw_update[(triton.cdiv(len(master), BLOCK_ELEMENTS),)](
-        weight,
-        master,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        scalars,
-        weight_decay,
-        1 - beta1,
-        1 - beta2,
-        eps,
-        len(master),
-        COPY=weight.dtype != master.dtype,
-        BLOCK=BLOCK_ELEMENTS,
-        num_warps=8,
-    )
+    if has_memory(master):
+        _adamw_update[(triton.cdiv(len(master), BLOCK_ELEMENTS),)](
+            weight, master, gradient, exp_avg, exp_avg_sq, scalars, weight_decay, 1 - beta1, 1 - beta2, eps,
+            len(master), COPY=weight.dtype != master.dtype, BLOCK=BLOCK_ELEMENTS, num_warps=8,
+        )  # fmt: skip
 
 
 def adamw_stochastic_rounding_(
-    weight: Tensor,
-    key: Tensor,
-    row: Tensor,
-    site: Tensor,
-    column: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    scalars: Tensor,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
+    weight: Tensor, key: Tensor, row: Tensor, site: Tensor, column: Tensor,
+    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor,
+    weight_decay: float, beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
     """Update bf16 weights [rows, columns] without a master copy, with stochastic rounding that depends only on the
     step's `key` and the global ids of rows and columns."""
-    _adamw_update_stochastic[(triton.cdiv(weight.numel(), BLOCK_ELEMENTS),)](
-        weight,
-        key,
-        row,
-        site,
-        column,
-        gradient,
-        exp_avg,
-        exp_avg_sq,
-        scalars,
-        weight_decay,
-        1 - beta1,
-        1 - beta2,
-        eps,
-        weight.shape[1],
-        weight.numel(),
-        BLOCK=BLOCK_ELEMENTS,
-        num_warps=8,
-    )
+    if has_memory(weight):
+        _adamw_update_stochastic[(triton.cdiv(weight.numel(), BLOCK_ELEMENTS),)](
+            weight, key, row, site, column, gradient, exp_avg, exp_avg_sq, scalars, weight_decay, 1 - beta1, 1 - beta2,
+            eps, weight.shape[1], weight.numel(), BLOCK=BLOCK_ELEMENTS, num_warps=8,
+        )  # fmt: skip

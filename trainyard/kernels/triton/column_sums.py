@@ -53,12 +53,6 @@ def add_column_sums_(partial_sums: Tensor, totals: Sequence[Tensor]) -> None:
     programs, vectors, columns = partial_sums.shape
     targets = [*totals, *[totals[0]] * (3 - len(totals))]
     _add_column_sums[(triton.cdiv(columns, BLOCK_COLUMNS), vectors)](
-        partial_sums,
-        *targets,
-        columns,
-        programs,
-        vectors * columns,
-        COLUMNS=BLOCK_COLUMNS,
-        ROWS=BLOCK_ROWS,
-        num_warps=NUM_WARPS,
-    )
+        partial_sums, *targets, columns, programs, vectors * columns,
+        COLUMNS=BLOCK_COLUMNS, ROWS=BLOCK_ROWS, num_warps=NUM_WARPS,
+    )  # fmt: skip

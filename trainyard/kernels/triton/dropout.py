@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
+from trainyard.kernels.custom_op import kernel_op, row_block
 from trainyard.kernels.triton.column_sums import split_rows
 from trainyard.kernels.triton.rng import row_keep_mask
 
@@ -48,37 +50,24 @@ def _add_dropout_backward(  # type: ignore[no-untyped-def]
         tl.store(partial_sums + program.to(tl.int64) * columns + column, db, mask)
 
 
-def _num_warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
-
-
-@torch.library.custom_op("trainyard::add_dropout", mutates_args=())
+@kernel_op
 def add_dropout(
-    x: Tensor | None,
-    y: Tensor,
-    bias: Tensor | None,
-    seed0: Tensor | None,
-    seed1: Tensor | None,
-    site: Tensor | None,
-    p: float,
-) -> Tensor:
+    x: Tensor | None, y: Tensor, bias: Tensor | None,
+    seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
     y = y.contiguous()
     columns = y.shape[-1]
-    block, out = triton.next_power_of_2(columns), torch.empty_like(y)
-    _add_dropout_forward[(y.numel() // columns,)](
-        None if x is None else x.contiguous(), y, bias, seed0, seed1, site, round(p * 2**31), 1 / (1 - p), out,
-        columns, HAS_X=x is not None, HAS_BIAS=bias is not None, DROPOUT=seed0 is not None, BLOCK=block,
-        num_warps=_num_warps(block),
-    )  # fmt: skip
+    out = torch.empty_like(y)
+    if has_memory(out):
+        _add_dropout_forward[(y.numel() // columns,)](
+            None if x is None else x.contiguous(), y, bias, seed0, seed1, site, round(p * 2**31), 1 / (1 - p), out,
+            columns, HAS_X=x is not None, HAS_BIAS=bias is not None, DROPOUT=seed0 is not None,
+            **row_block(columns, 512),
+        )  # fmt: skip
     return out
 
 
-@add_dropout.register_fake
-def _(x: Tensor | None, y: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(y, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("trainyard::add_dropout_backward", mutates_args=())
+@kernel_op
 def add_dropout_backward(
     d_out: Tensor, seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -86,21 +75,13 @@ def add_dropout_backward(
     [programs, 1, columns]."""
     d_out = d_out.contiguous()
     columns = d_out.shape[-1]
-    rows, block = d_out.numel() // columns, triton.next_power_of_2(columns)
+    rows = d_out.numel() // columns
     rows_per_program, programs = split_rows(rows)
     dy = torch.empty_like(d_out) if seed0 is not None else d_out.new_empty(0)
     partial_sums = d_out.new_empty(programs if has_bias else 0, 1, columns, dtype=torch.float32)
-    _add_dropout_backward[(programs,)](
-        d_out, seed0, seed1, site, round(p * 2**31), 1 / (1 - p), dy, partial_sums, rows, rows_per_program, columns,
-        HAS_BIAS=has_bias, DROPOUT=seed0 is not None, BLOCK=block, num_warps=_num_warps(block),
-    )  # fmt: skip
+    if has_memory(dy):
+        _add_dropout_backward[(programs,)](
+            d_out, seed0, seed1, site, round(p * 2**31), 1 / (1 - p), dy, partial_sums, rows, rows_per_program, columns,
+            HAS_BIAS=has_bias, DROPOUT=seed0 is not None, **row_block(columns, 512),
+        )  # fmt: skip
     return dy, partial_sums
-
-
-@add_dropout_backward.register_fake
-def _(
-    d_out: Tensor, seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float, has_bias: bool
-) -> tuple[Tensor, Tensor]:
-    dy = torch.empty_like(d_out, memory_format=torch.contiguous_format) if seed0 is not None else d_out.new_empty(0)
-    _, programs = split_rows(d_out.numel() // d_out.shape[-1])
-    return dy, d_out.new_empty(programs if has_bias else 0, 1, d_out.shape[-1], dtype=torch.float32)

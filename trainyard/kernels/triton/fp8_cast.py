@@ -44,48 +44,24 @@ def amax_rows(x_MD: Tensor, amax_M: Tensor, amax_D: Tensor) -> None:
 
 
 def cast_to_fp8(
-    x_MD: Tensor,
-    amax_bits: Tensor,
-    amax_D: Tensor,
-    out_MD: Tensor,
-    out_DM: Tensor,
-    inverse_scale: Tensor,
-    inverse_scale_D: Tensor,
-    max_exponent: int,
-    per_row: bool,
-) -> None:
+    x_MD: Tensor, amax_bits: Tensor, amax_D: Tensor,
+    out_MD: Tensor, out_DM: Tensor, inverse_scale: Tensor, inverse_scale_D: Tensor,
+    padded_M: int, max_exponent: int, per_row: bool,
+) -> None:  # fmt: skip
     """Fill `out_MD` and `out_DM`, unless empty, and the inverse scales.
 
-    The outputs may have more rows M than x; the rest becomes zeros. `amax_bits` comes from `amax` or, per row, from
-    `amax_rows`; `max_exponent` is the exponent of the format's largest number.
+    The outputs have `padded_M` rows M; those after the last of x become zeros. `amax_bits` comes from `amax` or, per
+    row, from `amax_rows`; `max_exponent` is the exponent of the format's largest number.
     """
     M, D = x_MD.shape
-    padded_M = len(out_MD) if out_MD.numel() else out_DM.shape[1]
     rows, columns = CAST_TILE
     tiles_down, tiles_across = triton.cdiv(padded_M, rows), triton.cdiv(D, columns)
     tiles_per_program = max(1, min(16, tiles_down * tiles_across // MAX_CAST_PROGRAMS))
     _cast_kernel[(triton.cdiv(tiles_down, tiles_per_program) * tiles_across,)](
-        x_MD,
-        amax_bits,
-        amax_D,
-        out_MD,
-        out_DM,
-        inverse_scale,
-        inverse_scale_D,
-        M,
-        padded_M,
-        D,
-        len(amax_bits),
-        tiles_per_program,
-        MAX_EXPONENT=max_exponent,
-        PER_ROW=per_row,
-        DIRECT=out_MD.numel() > 0,
-        TRANSPOSED=out_DM.numel() > 0,
-        ROWS=rows,
-        COLUMNS=columns,
-        CHUNK=512,
-        num_warps=CAST_NUM_WARPS,
-    )
+        x_MD, amax_bits, amax_D, out_MD, out_DM, inverse_scale, inverse_scale_D, M, padded_M, D, len(amax_bits),
+        tiles_per_program, MAX_EXPONENT=max_exponent, PER_ROW=per_row, DIRECT=out_MD.numel() > 0,
+        TRANSPOSED=out_DM.numel() > 0, ROWS=rows, COLUMNS=columns, CHUNK=512, num_warps=CAST_NUM_WARPS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -139,26 +115,10 @@ def _power_of_two_scale(bits, MAX_EXPONENT: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _cast_kernel(  # type: ignore[no-untyped-def]
-    x,
-    rows,
-    columns,
-    out,
-    out_transposed,
-    inverse_scale,
-    inverse_scale_columns,
-    M,
-    padded_M,
-    D,
-    blocks,
-    tiles_per_program,
-    MAX_EXPONENT: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    DIRECT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    x, rows, columns, out, out_transposed, inverse_scale, inverse_scale_columns, M, padded_M, D, blocks,
+    tiles_per_program, MAX_EXPONENT: tl.constexpr, PER_ROW: tl.constexpr, DIRECT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     # Start at the end: what the amax pass read last is still in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles_across = tl.cdiv(D, COLUMNS)

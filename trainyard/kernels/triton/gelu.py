@@ -4,31 +4,26 @@ The error function is a polynomial times one exponential, within 1.5e-7 everywhe
 library version has branches and takes longer than the memory traffic.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
 from trainyard.core.constants import MAX_REDUCTION_PROGRAMS
+from trainyard.kernels.custom_op import kernel_op
 from trainyard.kernels.triton.column_sums import split_rows
 
-
-class GeluTile(NamedTuple):
-    """Elements that a program handles at a time, and the largest width of the tile."""
-
-    elements: int
-    max_columns: int
-    num_warps: int
-
-    def shape_for(self, columns: int) -> tuple[int, int]:
-        """Rows and columns of a tile for a matrix with this many columns."""
-        width = min(triton.next_power_of_2(columns), self.max_columns)
-        return self.elements // width, width
+FORWARD_TILE, BACKWARD_TILE = (8192, 1024), (1024, 512)
+"""Elements that a program handles at a time, and the largest width of the tile."""
+NUM_WARPS = 8
 
 
-FORWARD_TILE, BACKWARD_TILE = GeluTile(8192, 1024, 8), GeluTile(1024, 512, 8)
+def _tile_shape(tile: tuple[int, int], columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile for a matrix with this many columns."""
+    elements, max_columns = tile
+    width = min(triton.next_power_of_2(columns), max_columns)
+    return elements // width, width
 
 
 @triton.jit
@@ -69,18 +64,9 @@ def _gelu_forward(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _gelu_backward(  # type: ignore[no-untyped-def]
-    d_out,
-    x,
-    bias,
-    dx,
-    partial_sums,
-    rows,
-    rows_per_program,
-    columns,
-    TANH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    d_out, x, bias, dx, partial_sums, rows, rows_per_program, columns,
+    TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
@@ -105,56 +91,32 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
     tl.store(partial_sums + program.to(tl.int64) * columns + column, tl.sum(total, 0), column_mask)
 
 
-@torch.library.custom_op("trainyard::gelu", mutates_args=())
+@kernel_op
 def gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     x = x.contiguous()
-    out, columns = torch.empty_like(x), x.shape[-1]
-    rows, (tile_rows, tile_columns) = x.numel() // columns, FORWARD_TILE.shape_for(columns)
-    grid = triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)
-    _gelu_forward[grid](
-        x, bias, out, rows, columns, TANH=tanh, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=FORWARD_TILE.num_warps
-    )
+    out = torch.empty_like(x)
+    if has_memory(out):
+        columns = x.shape[-1]
+        rows, (tile_rows, tile_columns) = x.numel() // columns, _tile_shape(FORWARD_TILE, columns)
+        _gelu_forward[triton.cdiv(rows, tile_rows), triton.cdiv(columns, tile_columns)](
+            x, bias, out, rows, columns,
+            TANH=tanh, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return out
 
 
-@gelu.register_fake
-def _(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _backward_split(rows: int, columns: int) -> tuple[int, int]:
-    """Rows per program and programs of the backward pass, for each tile of columns."""
-    tiles_across = -(-columns // BACKWARD_TILE.shape_for(columns)[1])
-    return split_rows(rows, max(MAX_REDUCTION_PROGRAMS // tiles_across, 1))
-
-
-@torch.library.custom_op("trainyard::gelu_backward", mutates_args=())
+@kernel_op
 def gelu_backward(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient of x and the partial sums of the bias gradient, fp32 [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
-    rows, (tile_rows, tile_columns) = x.numel() // columns, BACKWARD_TILE.shape_for(columns)
-    rows_per_program, programs = _backward_split(rows, columns)
+    rows, (tile_rows, tile_columns) = x.numel() // columns, _tile_shape(BACKWARD_TILE, columns)
+    tiles_across = triton.cdiv(columns, tile_columns)
+    rows_per_program, programs = split_rows(rows, max(MAX_REDUCTION_PROGRAMS // tiles_across, 1))
     dx, partial_sums = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
-    _gelu_backward[(programs, triton.cdiv(columns, tile_columns))](
-        d_out,
-        x,
-        bias,
-        dx,
-        partial_sums,
-        rows,
-        rows_per_program,
-        columns,
-        TANH=tanh,
-        ROWS=tile_rows,
-        COLUMNS=tile_columns,
-        num_warps=BACKWARD_TILE.num_warps,
-    )
+    if has_memory(dx):
+        _gelu_backward[programs, tiles_across](
+            d_out, x, bias, dx, partial_sums, rows, rows_per_program, columns,
+            TANH=tanh, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return dx, partial_sums
-
-
-@gelu_backward.register_fake
-def _(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _, programs = _backward_split(x.numel() // x.shape[-1], x.shape[-1])
-    return dx, x.new_empty(programs, 1, x.shape[-1], dtype=torch.float32)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
+from trainyard.kernels.custom_op import kernel_op, row_block
 from trainyard.kernels.triton.column_sums import split_rows
 from trainyard.kernels.triton.rng import row_keep_mask
 
@@ -81,95 +83,46 @@ def _layer_norm_backward(  # type: ignore[no-untyped-def]
         tl.store(partial_sums + 2 * columns + column, dyb, mask)
 
 
-def _num_warps(block: int) -> int:
-    return min(max(block // 1024, 1), 16)
-
-
-@torch.library.custom_op("trainyard::add_layer_norm", mutates_args=())
+@kernel_op
 def add_layer_norm(
-    x: Tensor,
-    y: Tensor | None,
-    y_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    seed0: Tensor | None,
-    seed1: Tensor | None,
-    site: Tensor | None,
-    p: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor,
+    seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return x + dropout(y + y_bias) (empty if y is None), its LayerNorm, and mean and 1 / std of each row."""
     x = x.contiguous()
     columns = x.shape[-1]
-    rows, block = x.numel() // columns, triton.next_power_of_2(columns)
-    out, mean, rstd = torch.empty_like(x), *(x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    rows = x.numel() // columns
     total = x.new_empty(0) if y is None else torch.empty_like(x)
-    _layer_norm_forward[(rows,)](
-        x, None if y is None else y.contiguous(), y_bias, weight, bias, seed0, seed1, site, round(p * 2**31),
-        1 / (1 - p), total, out, mean, rstd, eps, columns, HAS_Y=y is not None, HAS_BIAS=y_bias is not None,
-        DROPOUT=seed0 is not None, BLOCK=block, num_warps=_num_warps(block),
-    )  # fmt: skip
+    out, mean, rstd = torch.empty_like(x), *(x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    if has_memory(out):
+        _layer_norm_forward[(rows,)](
+            x, None if y is None else y.contiguous(), y_bias, weight, bias, seed0, seed1, site, round(p * 2**31),
+            1 / (1 - p), total, out, mean, rstd, eps, columns, HAS_Y=y is not None, HAS_BIAS=y_bias is not None,
+            DROPOUT=seed0 is not None, **row_block(columns, 1024),
+        )  # fmt: skip
     return total, out, mean, rstd
 
 
-@add_layer_norm.register_fake
-def _(x: Tensor, y: Tensor | None, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = x.numel() // x.shape[-1]
-    total = x.new_empty(0) if y is None else torch.empty_like(like)
-    return total, like, x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
-
-
-@torch.library.custom_op("trainyard::layer_norm_backward", mutates_args=())
+@kernel_op
 def layer_norm_backward(
-    d_out: Tensor,
-    d_total: Tensor | None,
-    total: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    seed0: Tensor | None,
-    seed1: Tensor | None,
-    site: Tensor | None,
-    p: float,
-    has_bias: bool,
-    post_norm: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_out: Tensor, d_total: Tensor | None, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor,
+    seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float, has_bias: bool, post_norm: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x and of y (empty if it equals that of x), and the partial sums of the gradients of
     weight, bias and y_bias, fp32 [programs, 3, columns]. `d_total` is the gradient of the sum or, with `post_norm`, a
     second gradient of the output."""
     d_out, total = d_out.contiguous(), total.contiguous()
     columns = total.shape[-1]
-    rows, block = total.numel() // columns, triton.next_power_of_2(columns)
+    rows = total.numel() // columns
     rows_per_program, programs = split_rows(rows)
     dx = torch.empty_like(total)
     dy = torch.empty_like(total) if seed0 is not None else total.new_empty(0)
     partial_sums = total.new_empty(programs, 3 if has_bias else 2, columns, dtype=torch.float32)
-    _layer_norm_backward[(programs,)](
-        d_out, None if d_total is None else d_total.contiguous(), total, weight, seed0, seed1, site,
-        round(p * 2**31), 1 / (1 - p), mean, rstd, dx, dy, partial_sums, rows, rows_per_program, columns,
-        HAS_TOTAL=d_total is not None, POST_NORM=post_norm, HAS_BIAS=has_bias, DROPOUT=seed0 is not None, BLOCK=block,
-        num_warps=_num_warps(block),
-    )  # fmt: skip
+    if has_memory(dx):
+        _layer_norm_backward[(programs,)](
+            d_out, None if d_total is None else d_total.contiguous(), total, weight, seed0, seed1, site,
+            round(p * 2**31), 1 / (1 - p), mean, rstd, dx, dy, partial_sums, rows, rows_per_program, columns,
+            HAS_TOTAL=d_total is not None, POST_NORM=post_norm, HAS_BIAS=has_bias, DROPOUT=seed0 is not None,
+            **row_block(columns, 1024),
+        )  # fmt: skip
     return dx, dy, partial_sums
-
-
-@layer_norm_backward.register_fake
-def _(
-    d_out: Tensor,
-    d_total: Tensor | None,
-    total: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    seed0: Tensor | None,
-    seed1: Tensor | None,
-    site: Tensor | None,
-    p: float,
-    has_bias: bool,
-    post_norm: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(total, memory_format=torch.contiguous_format)
-    dy = torch.empty_like(dx) if seed0 is not None else total.new_empty(0)
-    _, programs = split_rows(total.numel() // total.shape[-1])
-    return dx, dy, total.new_empty(programs, 3 if has_bias else 2, total.shape[-1], dtype=torch.float32)

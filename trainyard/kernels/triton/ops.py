@@ -24,20 +24,9 @@ class TritonKernels(Kernels):
     cross_entropy_ = staticmethod(cross_entropy.cross_entropy_)
     adamw_ = staticmethod(adamw.adamw_)
     adamw_stochastic_rounding_ = staticmethod(adamw.adamw_stochastic_rounding_)
+    varlen_attention = staticmethod(attention.varlen_attention)
 
     fused_wgrad = has_varlen_attention = has_fp8_matmul = True
-
-    def varlen_attention(
-        self,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        causal: bool,
-        dropout: DropoutRng | None,
-    ) -> Tensor:
-        return attention.varlen_attention(qkv, heads, kv_heads, cu_seqlens, max_seqlen, causal, dropout)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         if fp8:
@@ -49,24 +38,17 @@ class TritonKernels(Kernels):
         """The gradient buffers of all given parameters, or none. Compiled code needs gradients as tensors."""
         if not self.wgrad_buffers or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return ()
-        candidates = [self.wgrad_buffers.get(parameter) for parameter in parameters if parameter is not None]
-        return () if None in candidates else tuple(buffer for buffer in candidates if buffer is not None)
+        given = [parameter for parameter in parameters if parameter is not None]
+        buffers = tuple(self.wgrad_buffers[parameter] for parameter in given if parameter in self.wgrad_buffers)
+        return buffers if len(buffers) == len(given) else ()
 
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        function = _RMSNorm if y is None else _AddRMSNorm
-        return function.apply(*((x,) if y is None else (x, y)), weight, eps, self._wgrad_buffers(weight))  # type: ignore[no-untyped-call]
+        return _AddRMSNorm.apply(x, y, weight, eps, self._wgrad_buffers(weight))  # type: ignore[no-untyped-call]
 
     def add_layer_norm(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        y_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        dropout: DropoutRng | None,
-        post_norm: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+        dropout: DropoutRng | None, post_norm: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         buffers = self._wgrad_buffers(weight, bias, y_bias)
         return _AddLayerNorm.apply(x, y, y_bias, weight, bias, *_dropout_args(dropout), eps, post_norm, buffers)  # type: ignore[no-untyped-call]
 
@@ -119,58 +101,36 @@ class _LinearFusedWgrad(torch.autograd.Function):
         return dx, None, dy.sum(0) if ctx.has_bias else None, None
 
 
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm that also returns x, so that backward adds the gradient of the residual in the same pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, buffers: WgradBuffers) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # d_residual is None if x has no other use
-        _, out, rstd = rms_norm.add_rms_norm(x, None, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.buffers = buffers
-        return x.view_as(x), out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        return dx, *_reduce_vector_grads(partial_sums, dx.dtype, ctx.buffers), None, None
-
-
 class _AddRMSNorm(torch.autograd.Function):
+    """RMSNorm that also returns the residual, so that backward adds its gradient in the same pass."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float, buffers: WgradBuffers
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, buffers: WgradBuffers
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # d_residual is None if the residual has no other use
         total, out, rstd = rms_norm.add_rms_norm(x, y, weight, eps)
+        total = x.view_as(x) if y is None else total
         ctx.save_for_backward(total, weight, rstd)
-        ctx.buffers = buffers
+        ctx.buffers, ctx.has_residual = buffers, y is not None
         return total, out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, partial_sums = rms_norm.rms_norm_backward(grads[1], grads[0], *ctx.saved_tensors)
-        return dx, dx, *_reduce_vector_grads(partial_sums, dx.dtype, ctx.buffers), None, None
+        d_weight = _reduce_vector_grads(partial_sums, dx.dtype, ctx.buffers)
+        return dx, dx if ctx.has_residual else None, *d_weight, None, None
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """LayerNorm that also returns the residual, as `_RMSNorm` does: the sum or, with `post_norm`, the norm again."""
+    """LayerNorm that also returns the residual, as `_AddRMSNorm` does: the sum or, with `post_norm`, the norm again."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        y: Tensor | None,
-        y_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor,
-        seed0: Tensor | None,
-        seed1: Tensor | None,
-        site: Tensor | None,
-        p: float,
-        eps: float,
-        post_norm: bool,
+        ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor,
+        seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float, eps: float, post_norm: bool,
         buffers: WgradBuffers,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         total, out, *row_stats = layer_norm.add_layer_norm(x, y, y_bias, weight, bias, seed0, seed1, site, p, eps)
         total = x.view_as(x) if y is None else total
@@ -197,25 +157,17 @@ class _AddLayerNorm(torch.autograd.Function):
 class _AddDropout(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor | None,
-        y: Tensor,
-        bias: Tensor | None,
-        seed0: Tensor | None,
-        seed1: Tensor | None,
-        site: Tensor | None,
-        p: float,
-        buffers: WgradBuffers,
-    ) -> Tensor:
+        ctx: Any, x: Tensor | None, y: Tensor, bias: Tensor | None,
+        seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, p: float, buffers: WgradBuffers,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(seed0, seed1, site)
         ctx.p, ctx.buffers, ctx.has_residual, ctx.has_bias = p, buffers, x is not None, bias is not None
         return dropout.add_dropout(x, y, bias, seed0, seed1, site, p)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_out = grads[0]
+        dy = d_out = grads[0]
         d_bias: Tensor | None = None
-        dy = d_out
         if ctx.p or ctx.has_bias:
             dropped, partial_sums = dropout.add_dropout_backward(d_out, *ctx.saved_tensors, ctx.p, ctx.has_bias)
             dy = dropped if ctx.p else d_out

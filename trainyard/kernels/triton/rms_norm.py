@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
+from trainyard.kernels.custom_op import kernel_op, row_block
 from trainyard.kernels.triton.column_sums import split_rows
 
 
@@ -27,19 +29,9 @@ def _rms_norm_forward(x, y, weight, total, out, rstd, eps, columns, HAS_Y: tl.co
 
 @triton.jit
 def _rms_norm_backward(  # type: ignore[no-untyped-def]
-    d_out,
-    d_total,
-    x,
-    weight,
-    rstd,
-    dx,
-    partial_sums,
-    rows,
-    rows_per_program,
-    columns,
-    HAS_TOTAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    d_out, d_total, x, weight, rstd, dx, partial_sums, rows, rows_per_program, columns,
+    HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < columns
@@ -60,43 +52,23 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]
     tl.store(partial_sums + program.to(tl.int64) * columns + column, dw, mask)
 
 
-def _num_warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
-
-
-@torch.library.custom_op("trainyard::add_rms_norm", mutates_args=())
+@kernel_op
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + y (empty if y is None), its RMS norm, and 1 / RMS of each row."""
     x = x.contiguous()
     columns = x.shape[-1]
-    rows, block = x.numel() // columns, triton.next_power_of_2(columns)
-    out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    rows = x.numel() // columns
     total = x.new_empty(0) if y is None else torch.empty_like(x)
-    _rms_norm_forward[(rows,)](
-        x,
-        x if y is None else y.contiguous(),
-        weight,
-        total,
-        out,
-        rstd,
-        eps,
-        columns,
-        HAS_Y=y is not None,
-        BLOCK=block,
-        num_warps=_num_warps(block),
-    )
+    out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    if has_memory(out):
+        _rms_norm_forward[(rows,)](
+            x, x if y is None else y.contiguous(), weight, total, out, rstd, eps, columns,
+            HAS_Y=y is not None, **row_block(columns, 512),
+        )  # fmt: skip
     return total, out, rstd
 
 
-@add_rms_norm.register_fake
-def _(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    like = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = x.numel() // x.shape[-1]
-    total = x.new_empty(0) if y is None else torch.empty_like(like)
-    return total, like, x.new_empty(rows, dtype=torch.float32)
-
-
-@torch.library.custom_op("trainyard::rms_norm_backward", mutates_args=())
+@kernel_op
 def rms_norm_backward(
     d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -104,29 +76,12 @@ def rms_norm_backward(
     [programs, 1, columns]."""
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
-    rows, block = x.numel() // columns, triton.next_power_of_2(columns)
+    rows = x.numel() // columns
     rows_per_program, programs = split_rows(rows)
     dx, partial_sums = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
-    _rms_norm_backward[(programs,)](
-        d_out,
-        d_out if d_total is None else d_total.contiguous(),
-        x,
-        weight,
-        rstd,
-        dx,
-        partial_sums,
-        rows,
-        rows_per_program,
-        columns,
-        HAS_TOTAL=d_total is not None,
-        BLOCK=block,
-        num_warps=_num_warps(block),
-    )
+    if has_memory(dx):
+        _rms_norm_backward[(programs,)](
+            d_out, d_out if d_total is None else d_total.contiguous(), x, weight, rstd, dx, partial_sums, rows,
+            rows_per_program, columns, HAS_TOTAL=d_total is not None, **row_block(columns, 512),
+        )  # fmt: skip
     return dx, partial_sums
-
-
-@rms_norm_backward.register_fake
-def _(d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    _, programs = split_rows(x.numel() // x.shape[-1])
-    partial_sums = x.new_empty(programs, 1, x.shape[-1], dtype=torch.float32)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), partial_sums

@@ -4,10 +4,13 @@ Forward writes rotated queries and keys to new tensors (values stay in place); b
 Cosines and sines are [T, K] or [B, 1, T, K], with equal halves.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from trainyard.compat import has_memory
+from trainyard.kernels.custom_op import kernel_op
+from trainyard.kernels.reference import split_qkv
 
 
 @triton.jit
@@ -49,65 +52,35 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
         )
 
 
-def _launch(
-    sources: list[Tensor], targets: list[Tensor], cos: Tensor, sin: Tensor, heads: int, kv_heads: int, backward: bool
-) -> None:
-    """Sources and targets are q, k and v, [tokens, ...], each with its own row stride."""
-    head_dim = cos.shape[-1]
-    half = head_dim // 2
+def _launch(sources: tuple[Tensor, ...], targets: tuple[Tensor, ...], cos: Tensor, sin: Tensor, backward: bool) -> None:
+    """Sources and targets are q, k and v, [tokens, heads, head dim], each with its own stride between tokens."""
+    heads, kv_heads, head_dim = sources[0].shape[1], sources[1].shape[1], cos.shape[-1]
     _rope_kernel[(sources[0].shape[0],)](
-        *sources,
-        *targets,
-        cos,
-        sin,
-        cos.numel() // head_dim,
-        heads,
-        kv_heads,
-        *(x.stride(0) for x in (*sources, *targets)),
-        HALF=half,
-        BACKWARD=backward,
-        BLOCK_H=triton.next_power_of_2(heads),
-        BLOCK_G=triton.next_power_of_2(kv_heads),
-        BLOCK_K=triton.next_power_of_2(half),
-        num_warps=4 if heads * head_dim <= 2048 else 8,
-    )
+        *sources, *targets, cos.contiguous(), sin.contiguous(), cos.numel() // head_dim, heads, kv_heads,
+        *(x.stride(0) for x in (*sources, *targets)), HALF=head_dim // 2, BACKWARD=backward,
+        BLOCK_H=triton.next_power_of_2(heads), BLOCK_G=triton.next_power_of_2(kv_heads),
+        BLOCK_K=triton.next_power_of_2(head_dim // 2), num_warps=4 if heads * head_dim <= 2048 else 8,
+    )  # fmt: skip
 
 
-def _split_qkv(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
-    """Views of queries, keys and values in the rows of `qkv`."""
-    flat = qkv.view(-1, qkv.shape[-1])
-    return list(torch.split(flat, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], 1))
-
-
-@torch.library.custom_op("trainyard::rope", mutates_args=())
+@kernel_op
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     """[B, T, (H + 2 G) K] to q [B, T, H, K] and k [B, T, G, K]."""
-    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
-    head_dim = cos.shape[-1]
-    q, k = (qkv.new_empty(*qkv.shape[:2], count, head_dim) for count in (heads, kv_heads))
-    targets = [x.view(-1, x.shape[2] * head_dim) for x in (q, k, k)]
-    _launch(_split_qkv(qkv, heads, kv_heads, head_dim), targets, cos, sin, heads, kv_heads, backward=False)
-    return q, k
-
-
-@rope.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
     q, k = (qkv.new_empty(*qkv.shape[:2], count, cos.shape[-1]) for count in (heads, kv_heads))
+    if has_memory(q):
+        sources = split_qkv(qkv.contiguous().flatten(0, 1), heads, kv_heads)
+        targets = q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1)
+        _launch(sources, targets, cos, sin, backward=False)
     return q, k
 
 
-@torch.library.custom_op("trainyard::rope_backward", mutates_args=())
+@kernel_op
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Merge the gradients of q [B, T, H, K], k and v [B, T, G, K] into that of qkv."""
-    cos, sin = cos.contiguous(), sin.contiguous()
     batch, tokens, heads, head_dim = dq.shape
     kv_heads = dk.shape[2]
     d_qkv = dq.new_empty(batch, tokens, (heads + 2 * kv_heads) * head_dim)
-    sources = [x.contiguous().view(-1, x.shape[2] * head_dim) for x in (dq, dk, dv)]
-    _launch(sources, _split_qkv(d_qkv, heads, kv_heads, head_dim), cos, sin, heads, kv_heads, backward=True)
+    if has_memory(d_qkv):
+        sources = tuple(x.contiguous().flatten(0, 1) for x in (dq, dk, dv))
+        _launch(sources, split_qkv(d_qkv.flatten(0, 1), heads, kv_heads), cos, sin, backward=True)
     return d_qkv
-
-
-@rope_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return dq.new_empty(*dq.shape[:2], (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3])

@@ -5,6 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
+from trainyard.kernels.custom_op import kernel_op
+
 BLOCK_COLUMNS = 1024
 
 
@@ -34,34 +37,25 @@ def _swiglu_backward(d_out, x, dx, columns, BLOCK: tl.constexpr):  # type: ignor
     tl.store(dx + row * 2 * columns + columns + column, (d * gate * s).to(dx.dtype.element_ty), mask)
 
 
-@torch.library.custom_op("trainyard::swiglu", mutates_args=())
+@kernel_op
 def swiglu(x: Tensor) -> Tensor:
     """[..., 2 F] to [..., F]."""
     x = x.contiguous()
-    columns = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], columns)
-    _swiglu_forward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK_COLUMNS),)](
-        x, out, columns, BLOCK=BLOCK_COLUMNS
-    )
+    out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    if has_memory(out):
+        _swiglu_forward[_grid(x)](x, out, out.shape[-1], BLOCK=BLOCK_COLUMNS)
     return out
 
 
-@swiglu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
-@torch.library.custom_op("trainyard::swiglu_backward", mutates_args=())
+@kernel_op
 def swiglu_backward(d_out: Tensor, x: Tensor) -> Tensor:
     d_out, x = d_out.contiguous(), x.contiguous()
-    columns = x.shape[-1] // 2
     dx = torch.empty_like(x)
-    _swiglu_backward[(x.numel() // x.shape[-1] * triton.cdiv(columns, BLOCK_COLUMNS),)](
-        d_out, x, dx, columns, BLOCK=BLOCK_COLUMNS
-    )
+    if has_memory(dx):
+        _swiglu_backward[_grid(x)](d_out, x, dx, d_out.shape[-1], BLOCK=BLOCK_COLUMNS)
     return dx
 
 
-@swiglu_backward.register_fake
-def _(d_out: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _grid(x: Tensor) -> tuple[int]:
+    """One program per block of an output row."""
+    return (x.numel() // x.shape[-1] * triton.cdiv(x.shape[-1] // 2, BLOCK_COLUMNS),)

@@ -24,7 +24,9 @@ import torch
 import triton
 from torch import Tensor
 
+from trainyard.compat import has_memory
 from trainyard.core.counter_rng import DropoutRng
+from trainyard.kernels.custom_op import kernel_op
 from trainyard.kernels.reference import split_qkv
 from trainyard.kernels.triton.attention.backward import dkdv_kernel, dq_kernel
 from trainyard.kernels.triton.attention.forward import forward_kernel
@@ -44,6 +46,14 @@ class BlockSizes(NamedTuple):
     num_stages: int
     max_registers: int | None = None
     """Register limit per thread. At 128, 16 warps fit on a multiprocessor: one computes while another waits."""
+
+    def launch_options(self, K: int) -> dict[str, int | None]:
+        """Arguments of a launch for this head dim, which is padded to a power of two of at least 16."""
+        m, n, warps, stages, max_registers = self
+        block_k = max(16, triton.next_power_of_2(K))
+        return {
+            "BLOCK_K": block_k, "M": m, "N": n, "num_warps": warps, "num_stages": stages, "maxnreg": max_registers
+        }  # fmt: skip
 
 
 def block_sizes(
@@ -69,108 +79,65 @@ def block_sizes(
     return BlockSizes(32, 128 if K <= 128 else 64, 8, 2, 128 if narrow and R == 1 else None)
 
 
-@torch.library.custom_op("trainyard::varlen_attention_forward", mutates_args=())
+@kernel_op
 def varlen_attention_forward(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    seed0: Tensor | None,
-    seed1: Tensor | None,
-    site: Tensor | None,
-    head_offset: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    p: float,
-    max_seqlen: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+    qkv: Tensor, cu_seqlens: Tensor,
+    seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, head_offset: Tensor | None,
+    heads: int, kv_heads: int, p: float, max_seqlen: int, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the log-sum-exp of the scores, [H, N]. The four tensors of `DropoutRng` are given together
     or not at all."""
-    q, k, v = split_qkv(_last_dim_contiguous(qkv), heads, kv_heads)
-    N, H, K = q.shape
-    out, lse = q.new_empty((N, H, K)), q.new_empty((H, N), dtype=torch.float32)
-    blocks = block_sizes("forward", K, heads // kv_heads, max_seqlen, q.dtype == torch.bfloat16)
-    forward_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.queries), H, cu_seqlens.numel())](
-        q, k, v, out, lse, cu_seqlens, seed0, seed1, site, head_offset, _threshold(p), 1 / (1 - p), N,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        CAUSAL=causal, DROPOUT=seed0 is not None, R=heads // kv_heads, K=K, BLOCK_K=_padded_head_dim(K),
-        **_launch_options(blocks),
-    )  # fmt: skip
+    N, width = qkv.shape  # not len(): it would specialize a dynamic length
+    H, K, R = heads, width // (heads + 2 * kv_heads), heads // kv_heads
+    out, lse = qkv.new_empty((N, H, K)), qkv.new_empty((H, N), dtype=torch.float32)
+    if has_memory(out):
+        q, k, v = split_qkv(_last_dim_contiguous(qkv), heads, kv_heads)
+        blocks = block_sizes("forward", K, R, max_seqlen, q.dtype == torch.bfloat16)
+        forward_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.queries), H, cu_seqlens.numel())](
+            q, k, v, out, lse, cu_seqlens, seed0, seed1, site, head_offset, round(p * 2**31), 1 / (1 - p), N,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            CAUSAL=causal, DROPOUT=seed0 is not None, R=R, K=K, **blocks.launch_options(K),
+        )  # fmt: skip
     return out, lse
 
 
-@torch.library.custom_op("trainyard::varlen_attention_backward", mutates_args=())
+@kernel_op
 def varlen_attention_backward(
-    dout: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    seed0: Tensor | None,
-    seed1: Tensor | None,
-    site: Tensor | None,
-    head_offset: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    p: float,
-    max_seqlen: int,
-    causal: bool,
-) -> Tensor:
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
+    seed0: Tensor | None, seed1: Tensor | None, site: Tensor | None, head_offset: Tensor | None,
+    heads: int, kv_heads: int, p: float, max_seqlen: int, causal: bool,
+) -> Tensor:  # fmt: skip
     """Return the gradient of qkv; the kernels write dq, dk and dv in place."""
+    d_qkv = qkv.new_empty(qkv.shape)
+    if not has_memory(d_qkv):
+        return d_qkv
     dout = _last_dim_contiguous(dout)
     q, k, v = split_qkv(_last_dim_contiguous(qkv), heads, kv_heads)
-    (N, H, K), R, S = q.shape, heads // kv_heads, cu_seqlens.numel()
-    d_qkv = qkv.new_empty(qkv.shape)
     dq, dk, dv = split_qkv(d_qkv, heads, kv_heads)
-    inputs = (cu_seqlens, seed0, seed1, site, head_offset, _threshold(p), 1 / (1 - p), N)
+    (N, H, K), R, S = q.shape, heads // kv_heads, cu_seqlens.numel()
+    inputs = (cu_seqlens, seed0, seed1, site, head_offset, round(p * 2**31), 1 / (1 - p), N)
     strides = [step for x in (q, k, v, dout) for step in x.stride()[:2]] + [dq.stride(0)]
-    constants: dict[str, int | None] = {"CAUSAL": causal, "DROPOUT": seed0 is not None, "R": R, "K": K}
-    constants["BLOCK_K"] = _padded_head_dim(K)
-    bf16 = q.dtype == torch.bfloat16
+    constants = {"CAUSAL": causal, "DROPOUT": seed0 is not None, "R": R, "K": K}
+    bf16, delta = q.dtype == torch.bfloat16, torch.empty_like(lse)
     blocks = block_sizes("fused_backward", K, R, max_seqlen, bf16)
     fused = R == 1 and K <= FUSED_BACKWARD_MAX_HEAD_DIM and max_seqlen <= blocks.queries
     if not fused:
         blocks = block_sizes("dq", K, R, max_seqlen, bf16)
-    delta = torch.empty_like(lse)
-    grid = triton.cdiv(max(max_seqlen, 1), blocks.queries), H, S
-    launch = constants | _launch_options(blocks)
-    dq_kernel[grid](q, k, v, out, lse, dout, dq, dk, dv, delta, *inputs, *strides, FUSED=fused, **launch)
+    dq_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.queries), H, S)](
+        q, k, v, out, lse, dout, dq, dk, dv, delta, *inputs, *strides,
+        FUSED=fused, **constants, **blocks.launch_options(K),
+    )  # fmt: skip
     if not fused:
         blocks = block_sizes("dkdv", K, R, max_seqlen, bf16)
-        grid = triton.cdiv(max(max_seqlen, 1), blocks.keys), kv_heads, S
-        launch = constants | _launch_options(blocks)
-        dkdv_kernel[grid](q, k, v, lse, dout, delta, dk, dv, *inputs, *strides, **launch)
+        dkdv_kernel[(triton.cdiv(max(max_seqlen, 1), blocks.keys), kv_heads, S)](
+            q, k, v, lse, dout, delta, dk, dv, *inputs, *strides, **constants, **blocks.launch_options(K)
+        )
     return d_qkv
-
-
-def _launch_options(blocks: BlockSizes) -> dict[str, int | None]:
-    m, n, warps, stages, max_registers = blocks
-    return {"M": m, "N": n, "num_warps": warps, "num_stages": stages, "maxnreg": max_registers}
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
     """Kernels accept any strides except in the last dim. (A gradient may be an expanded scalar.)"""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _threshold(p: float) -> int:
-    return round(p * 2**31)
-
-
-def _padded_head_dim(K: int) -> int:
-    """The smallest power of two >= K, and at least 16."""
-    return max(16, triton.next_power_of_2(K))
-
-
-@varlen_attention_forward.register_fake
-def _(qkv: Tensor, _cu_seqlens: Tensor, _1: Any, _2: Any, _3: Any, _4: Any, heads: int, kv_heads: int, *_: Any) -> Any:
-    tokens, width = qkv.shape  # not len(): it would specialize a dynamic length
-    out = qkv.new_empty(tokens, heads, width // (heads + 2 * kv_heads))
-    return out, qkv.new_empty((heads, tokens), dtype=torch.float32)
-
-
-@varlen_attention_backward.register_fake
-def _(_dout: Tensor, qkv: Tensor, *_: Any) -> Tensor:
-    return qkv.new_empty(qkv.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -188,14 +155,9 @@ varlen_attention_forward.register_autograd(_backward, setup_context=_setup_conte
 
 
 def varlen_attention(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    causal: bool,
+    qkv: Tensor, heads: int, kv_heads: int, cu_seqlens: Tensor, max_seqlen: int, causal: bool,
     dropout: DropoutRng | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """softmax(q k / sqrt(K)) v within each sequence: [N, (H + 2 G) K] to [N, H, K].
 
     A row of qkv has a token's queries of all heads, then its keys, then its values. Sequence s has the tokens

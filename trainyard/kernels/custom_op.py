@@ -1,0 +1,23 @@
+"""Custom operators around Triton kernels, and how to launch kernels that work on rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def kernel_op(body: Callable[..., Any]) -> Any:
+    """Make `body` the operator `trainyard::NAME`, and also its rule for tensors without memory.
+
+    `body` allocates the outputs and launches kernels only if they have memory (`compat.has_memory`). Whatever a launch
+    needs is computed inside that branch, because the sizes of a traced graph may be symbols.
+    """
+    op = torch.library.custom_op(f"trainyard::{body.__name__}", body, mutates_args=())
+    op.register_fake(body)
+    return op
+
+
+def row_block(columns: int, elements_per_warp: int) -> dict[str, int]:
+    """Launch options of a kernel that holds a whole row in one block."""
+    block = 1 << (columns - 1).bit_length()
+    return {"BLOCK": block, "num_warps": min(max(block // elements_per_warp, 1), 16)}
