@@ -12,11 +12,8 @@ from trainyard.config.load import load
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.parallel_compile import (
-    CompileProgress,
-    NeuronGraph,
     collect_command,
     compile_command,
-    parse_progress,
     parse_report,
     precompile,
     short_train_command,
@@ -54,7 +51,6 @@ REPORT: dict[str, object] = {
 def test_report_among_other_lines() -> None:
     report = parse_report("loss 0.0\n" + output(REPORT, 2, 1, 1) + "Killed\n")
     assert (report.graphs, report.compiled, report.failed) == (2, 1, 1)
-    assert report.results == (NeuronGraph(GOOD, True, 0, 61.5), NeuronGraph(BAD, False, 1, None))
     assert report.failures == [BAD]
 
 
@@ -62,7 +58,7 @@ def test_report_with_truncated_json() -> None:
     """The totals are enough, for example if the log was rotated."""
     text = output(REPORT, 26, 25, 1)
     report = parse_report(text.replace('"status": true', '"status": tr'))
-    assert (report.graphs, report.compiled, report.failed, report.results) == (26, 25, 1, ())
+    assert (report.graphs, report.compiled, report.failed, report.failures) == (26, 25, 1, [])
 
 
 def test_report_without_totals() -> None:
@@ -73,7 +69,7 @@ def test_report_without_totals() -> None:
 def test_last_of_two_reports() -> None:
     later = {"compilation_summary": {"true": 1}, "compilation_report": {GOOD: {"status": True, "retry": 2}}}
     report = parse_report(output(REPORT, 2, 1, 1) + output(later, 1, 1, 0))
-    assert (report.graphs, report.failed, report.results) == (1, 0, (NeuronGraph(GOOD, True, 2, None),))
+    assert (report.graphs, report.failed, report.failures) == (1, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -87,18 +83,12 @@ def test_last_of_two_reports() -> None:
 )
 def test_nothing_to_compile(text: str) -> None:
     report = parse_report(text)
-    assert (report.graphs, report.compiled, report.failed, report.results) == (0, 0, 0, ())
+    assert (report.graphs, report.compiled, report.failed, report.failures) == (0, 0, 0, [])
 
 
 def test_malformed_entry_counts_as_failed() -> None:
     report = parse_report('{"compilation_summary": {}, "compilation_report": {"a": null, "b": {"status": "true"}}}')
     assert report.failures == ["a", "b"]
-
-
-def test_parse_progress() -> None:
-    line = f"{STAMP}Current remaining items are 5, locked are 2, failed are 1, done are 8, total is 16"
-    assert parse_progress(line) == CompileProgress(5, 2, 1, 8, 16)
-    assert parse_progress("Compiler status PASS") is None
 
 
 def test_commands() -> None:

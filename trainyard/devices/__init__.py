@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     from trainyard.devices.meta import MetaDevice, as_fake
     from trainyard.devices.registry import DEVICES, select
 
-__all__ = [
-    "ATTENTION_KERNELS",
-    "DEVICES",
-    "DEVICE_NAMES",
-    "CompileOptions",
-    "Device",
-    "MetaDevice",
-    "PeakThroughput",
-    "as_fake",
-    "select",
-]
-
 _EXPORTS = {
     "DEVICES": "registry",
     "CompileOptions": "base",

@@ -88,13 +88,8 @@ class Device(ABC):
 
     @classmethod
     @abstractmethod
-    def available(cls) -> bool:
-        """True if this machine has such a device."""
-
-    @classmethod
-    def unavailable_reason(cls) -> str:
-        """The error text when this machine has no such device."""
-        return "not on this machine"
+    def unavailable_reason(cls) -> str | None:
+        """Why this machine has no such device, for people; None if it has one."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -176,7 +171,7 @@ class Device(ABC):
         """Start copying to the host; the returned callable waits for this copy only, not for later work."""
         return lambda: tensor
 
-    def alloc_host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def alloc_host_buffer(self, size: int | torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Allocate uninitialized host memory that `start_host_copies` can write to quickly."""
         return torch.empty(size, dtype=dtype)
 
@@ -205,3 +200,41 @@ class Device(ABC):
     def to_device(self, host: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device without waiting."""
         return host.to(self.torch_device)
+
+
+class StreamDevice(Device):
+    """A device whose package has the streams and events of torch.cuda."""
+
+    synchronous = False
+
+    @property
+    @abstractmethod
+    def package(self) -> Any:
+        """The package, such as torch.cuda."""
+
+    def max_memory_allocated(self) -> int:
+        return int(self.package.max_memory_allocated())
+
+    def synchronize(self) -> None:
+        self.package.synchronize()
+
+    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = self.alloc_host_buffer(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        copied = self.package.Event()
+        copied.record()
+
+        def wait() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
+    def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
+        stream = self.package.Stream()
+        stream.wait_stream(self.package.current_stream())
+        with self.package.stream(stream):
+            for tensor, host in pairs:
+                host.copy_(tensor, non_blocking=True)
+            copied = stream.record_event()
+        return HostCopy(copied.synchronize, lambda: self.package.current_stream().wait_event(copied))

@@ -23,8 +23,8 @@ class CpuDevice(Device):
     fork_safe = True
 
     @classmethod
-    def available(cls) -> bool:
-        return True
+    def unavailable_reason(cls) -> str | None:
+        return None
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.core.errors import UserError
-from trainyard.devices.base import Device, HostCopy, PeakThroughput
+from trainyard.devices.base import PeakThroughput, StreamDevice
 from trainyard.kernels.reference import Kernels
 
 DATA_SHEET_FLOPS = {
@@ -33,10 +33,10 @@ SDPA_BACKENDS = {
 """In order of speed."""
 
 
-class CudaDevice(Device):
+class CudaDevice(StreamDevice):
     name = "cuda"
     process_group_backend = "nccl"
-    synchronous = False
+    package = torch.cuda
     max_logits_bytes = 1 << 29
     attention_kernels = tuple(SDPA_BACKENDS)
     memory_model = "gpu"
@@ -48,8 +48,8 @@ class CudaDevice(Device):
         """Memory pool that captured graphs share."""
 
     @classmethod
-    def available(cls) -> bool:
-        return torch.cuda.is_available()
+    def unavailable_reason(cls) -> str | None:
+        return None if torch.cuda.is_available() else "not on this machine"
 
     def architecture(self) -> str:
         major, minor = torch.cuda.get_device_capability()
@@ -69,9 +69,6 @@ class CudaDevice(Device):
                 return PeakThroughput(fp32 if dtype == torch.float32 else bf16, f"{model} data sheet, dense")
         return None
 
-    def max_memory_allocated(self) -> int:
-        return torch.cuda.max_memory_allocated()
-
     def memory_per_rank(self, local_ranks: int) -> int:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
@@ -87,9 +84,6 @@ class CudaDevice(Device):
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
 
     def kernels(self, fused: bool = True) -> Kernels:
         if fused and importlib.util.find_spec("triton"):
@@ -114,30 +108,8 @@ class CudaDevice(Device):
         self.graph_pool = graph.pool()  # graphs never run concurrently, so they share memory
         return graph.replay
 
-    def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-
-        def wait() -> torch.Tensor:
-            copied.synchronize()
-            return host
-
-        return wait
-
-    def alloc_host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def alloc_host_buffer(self, size: int | torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=True)
-
-    def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for tensor, host in pairs:
-                host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(stream)
-        return HostCopy(copied.synchronize, lambda: torch.cuda.current_stream().wait_event(copied))
 
     def get_rng_state(self) -> torch.Tensor | None:
         return torch.cuda.get_rng_state()

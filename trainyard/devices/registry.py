@@ -13,10 +13,11 @@ DEVICES: tuple[type[Device], ...] = (CudaDevice, NeuronDevice, XlaDevice, CpuDev
 
 def select(name: str) -> Device:
     """Return the device called `name`; `auto` picks the best one available on this machine."""
-    available = [device for device in DEVICES if device.available()]
+    reasons = {device: device.unavailable_reason() for device in DEVICES}
+    available = [device for device, reason in reasons.items() if reason is None]
     for device in available:
         if name in ("auto", device.name):
             return device()
-    reason = next((device.unavailable_reason() for device in DEVICES if device.name == name), "unknown device")
+    reason = next((reason for device, reason in reasons.items() if device.name == name), "unknown device")
     names = ", ".join(device.name for device in available)
     raise UserError(f"device.name={name}: {reason}; available: {names}, auto")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 import psutil
@@ -25,12 +26,9 @@ from trainyard.core.errors import UserError
 
 DEFAULT_DIR = "/var/tmp/neuron-compile-cache"
 URL_VARIABLE = "NEURON_COMPILE_CACHE_URL"
-STATES = ("success", "failed", "locked", "empty")
-"""success: compiled; failed: the failure is cached; locked: being compiled, or its compiler was killed; empty:
-collected but not compiled."""
-VERSION_DIR = re.compile(r"neuronxcc-(?P<version>.+)")
-MODULE_DIR = re.compile(r"MODULE_(?P<graph>[0-9a-f]+)\+(?P<flags>[0-9a-f]{8})")
-GRAPH_FILES = ("model.hlo_module.pb", "model.hlo.pb")
+CACHE_DIR_FLAG = re.compile(r"(?:^|\s)--cache_dir(?:=|\s+)(\S+)")
+ENTRY_PATH = re.compile(r"neuronxcc-(?P<version>[^/]+)/MODULE_[0-9a-f]+\+(?P<flags>[0-9a-f]{8})$")
+GRAPH_FILES = {"model.hlo_module.pb", "model.hlo.pb"}
 NO_FLAGS_HASH = "d41d8cd9"
 TRASH_PREFIX = ".removed-"
 LOG_TAIL_BYTES = 4000
@@ -44,17 +42,12 @@ class NeuronCacheEntry:
     path: Path
     compiler_version: str
     """Version of neuronx-cc."""
-    graph_hash: str
     flags_hash: str
-    state: str
-    """One of STATES."""
     flags: tuple[str, ...]
-    size_bytes: int
-    collected_at: float
-    """Modification time of the graph file in seconds since 1970; 0 if there is none."""
+    file_bytes: dict[str, int]
+    """Size of each file."""
     modified_at: float
-    """Latest modification time of any file."""
-    locks: tuple[Path, ...]
+    """Latest modification time of any file in seconds since 1970."""
     log_tail: str
     """The end of model.log."""
 
@@ -62,17 +55,30 @@ class NeuronCacheEntry:
     def key(self) -> str:
         return self.path.name
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.file_bytes.values())
+
+    @property
+    def locks(self) -> list[Path]:
+        return [self.path / name for name in sorted(self.file_bytes) if name.endswith(".lock")]
+
+    @property
+    def state(self) -> str:
+        """success: compiled; failed: the failure is cached; locked: being compiled, or its compiler was killed; empty:
+        collected but not compiled."""
+        names = self.file_bytes.keys()
+        if {"model.neff", "model.done"} <= names:
+            return "success"
+        if "model.log" in names and "model.neff" not in names:
+            return "failed"
+        return "locked" if self.locks else "empty"
+
 
 def cache_location(environ: Mapping[str, str] = os.environ) -> str:
     """Location of the cache: --cache_dir in the compiler flags wins over the variable. May be an s3:// URL."""
-    arguments = environ.get("NEURON_CC_FLAGS", "").split()
-    for index, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--cache_dir":
-            location = value if equals else "".join(arguments[index + 1 : index + 2])
-            if location:
-                return location
-    return environ.get(URL_VARIABLE) or DEFAULT_DIR
+    flag = CACHE_DIR_FLAG.search(environ.get("NEURON_CC_FLAGS", ""))
+    return flag[1] if flag else environ.get(URL_VARIABLE) or DEFAULT_DIR
 
 
 def list_entries(root: Path | str) -> list[NeuronCacheEntry]:
@@ -82,53 +88,22 @@ def list_entries(root: Path | str) -> list[NeuronCacheEntry]:
     directory = Path(root)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{root}: not a directory; a cache contains neuronxcc-VERSION directories")
-    entries: list[NeuronCacheEntry] = []
-    for version in _subdirectories(directory):
-        compiler = VERSION_DIR.fullmatch(version.name)
-        for path in _subdirectories(version) if compiler else ():
-            module = MODULE_DIR.fullmatch(path.name)
-            if compiler and module:
-                entries.append(_read(path, compiler["version"], module["graph"], module["flags"]))
-    return entries
+    paths = sorted(directory / name for name in glob("neuronxcc-*/MODULE_*", root_dir=directory))
+    matches = [(path, ENTRY_PATH.search(path.as_posix())) for path in paths if path.is_dir()]
+    return [_read(path, match["version"], match["flags"]) for path, match in matches if match]
 
 
-def _subdirectories(path: Path) -> list[Path]:
-    try:
-        return sorted(file for file in path.iterdir() if file.is_dir())
-    except OSError:  # missing, removed meanwhile, or not readable
-        return []
-
-
-def _read(path: Path, compiler: str, graph: str, flags_hash: str) -> NeuronCacheEntry:
-    files: dict[str, os.stat_result] = {}
+def _read(path: Path, compiler: str, flags_hash: str) -> NeuronCacheEntry:
+    stats: dict[str, os.stat_result] = {}
     with suppress(OSError):
         for file in path.iterdir():
             with suppress(OSError):  # a compile is running: files come and go
                 if file.is_file() and not file.is_symlink():
-                    files[file.name] = file.stat()
-    locks = tuple(path / name for name in sorted(files) if name.endswith(".lock"))
-    return NeuronCacheEntry(
-        path=path,
-        compiler_version=compiler,
-        graph_hash=graph,
-        flags_hash=flags_hash,
-        state=_state(files.keys(), bool(locks)),
-        flags=_flags(path / "compile_flags.json"),
-        size_bytes=sum(file.st_size for file in files.values()),
-        collected_at=next((files[name].st_mtime for name in GRAPH_FILES if name in files), 0.0),
-        modified_at=max((file.st_mtime for file in files.values()), default=0.0),
-        locks=locks,
-        log_tail=_tail(path / "model.log"),
-    )
-
-
-def _state(names: Iterable[str], locked: bool) -> str:
-    names = set(names)
-    if {"model.neff", "model.done"} <= names:
-        return "success"
-    if "model.log" in names and "model.neff" not in names:
-        return "failed"
-    return "locked" if locked else "empty"
+                    stats[file.name] = file.stat()
+    file_bytes = {name: stat.st_size for name, stat in stats.items()}
+    modified_at = max((stat.st_mtime for stat in stats.values()), default=0.0)
+    flags, log_tail = _flags(path / "compile_flags.json"), _tail(path / "model.log")
+    return NeuronCacheEntry(path, compiler, flags_hash, flags, file_bytes, modified_at, log_tail)
 
 
 def _flags(path: Path) -> tuple[str, ...]:
@@ -150,14 +125,13 @@ def _tail(path: Path) -> str:
 
 def entry_problems(entry: NeuronCacheEntry) -> list[str]:
     """Descriptions of everything that is wrong with an entry."""
-    names = {path.name for path in entry.path.iterdir()} if entry.path.is_dir() else set()
-    neff = entry.path / "model.neff"
+    files = entry.file_bytes
     checks = {
         "failed, and will not be retried": entry.state == "failed",
-        "no graph: cannot be recompiled": not names.intersection(GRAPH_FILES),
-        "model.neff without model.done: truncated": "model.neff" in names and "model.done" not in names,
-        "model.done without model.neff": "model.done" in names and "model.neff" not in names,
-        "model.neff is empty": "model.neff" in names and neff.stat().st_size == 0,
+        "no graph: cannot be recompiled": not GRAPH_FILES & files.keys(),
+        "model.neff without model.done: truncated": "model.neff" in files and "model.done" not in files,
+        "model.done without model.neff": "model.done" in files and "model.neff" not in files,
+        "model.neff is empty": files.get("model.neff") == 0,
         "has flags, but its name says none": entry.flags_hash == NO_FLAGS_HASH and bool(entry.flags),
         "locked": bool(entry.locks) and entry.state != "success",
     }
@@ -196,11 +170,8 @@ def remove_failed(
 ) -> list[NeuronCacheEntry]:
     """Remove entries with a cached failure, so that their graphs are compiled again, except those being compiled now.
     Returns the removed ones."""
-    removed = [
-        entry
-        for entry in entries
-        if entry.state == "failed" and len(stale_locks(entry, 0, running)) == len(entry.locks)
-    ]
+    failed = [entry for entry in entries if entry.state == "failed"]
+    removed = [entry for entry in failed if stale_locks(entry, 0, running) == entry.locks]
     for entry in removed:
         _remove(entry.path)
     return removed

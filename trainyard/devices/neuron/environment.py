@@ -59,22 +59,19 @@ class LaunchInfo(NamedTuple):
 
 def read_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     """Read torchrun's variables, which `trainyard` sets too. Without LOCAL_WORLD_SIZE, all ranks are on one host."""
-    variables_by_field = {
-        "rank": "RANK",
-        "world_size": "WORLD_SIZE",
-        "local_rank": "LOCAL_RANK",
-        "master_port": "MASTER_PORT",
-    }
-    fields: dict[str, int] = {}
-    for field, name in variables_by_field.items():
-        if name in environ:
-            fields[field] = _parse_int(name, environ[name])
-    world_size = fields.get("world_size", 1)
-    local = _parse_int("LOCAL_WORLD_SIZE", environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    return LaunchInfo(**fields, local_world_size=max(local, 1), master_addr=environ.get("MASTER_ADDR", "localhost"))
+    world_size = _read_int(environ, "WORLD_SIZE", 1)
+    return LaunchInfo(
+        rank=_read_int(environ, "RANK"),
+        world_size=world_size,
+        local_rank=_read_int(environ, "LOCAL_RANK"),
+        local_world_size=max(_read_int(environ, "LOCAL_WORLD_SIZE", world_size), 1),
+        master_addr=environ.get("MASTER_ADDR", "localhost"),
+        master_port=_read_int(environ, "MASTER_PORT"),
+    )
 
 
-def _parse_int(name: str, value: str) -> int:
+def _read_int(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    value = environ.get(name, str(default))
     if not value.isdigit():
         raise UserError(f"{name}={value}: must be a number")
     return int(value)
@@ -84,7 +81,7 @@ def resolve_lnc(generation: str, requested: int | None, environ: Mapping[str, st
     """Physical cores per rank: device.lnc, else the environment variable, else the default."""
     env_value = environ.get(LNC_VARIABLE)
     if requested is None:
-        lnc = LNC_CHOICES[generation][0] if env_value is None else _parse_int(LNC_VARIABLE, env_value)
+        lnc = _read_int(environ, LNC_VARIABLE, LNC_CHOICES[generation][0])
     elif env_value not in (None, str(requested)):
         raise UserError(f"{LNC_VARIABLE}={env_value}: conflicts with device.lnc={requested}; remove one of them")
     else:
@@ -182,10 +179,7 @@ def merge_env(defaults: Mapping[str, str], environ: Mapping[str, str]) -> dict[s
     last, and a user's flag replaces the default. The visible cores become this rank's share of the user's cores."""
     changes = {name: value for name, value in defaults.items() if name not in environ or name == CORES_VARIABLE}
     if FLAGS_VARIABLE in defaults and FLAGS_VARIABLE in environ:
-        user_flags = environ[FLAGS_VARIABLE]
-        user_flag_names = {word.partition("=")[0] for word in user_flags.split()}
-        default_flags = [
-            flag for flag in defaults[FLAGS_VARIABLE].split() if flag.partition("=")[0] not in user_flag_names
-        ]
-        changes[FLAGS_VARIABLE] = " ".join([*default_flags, user_flags])
+        users = {flag.partition("=")[0] for flag in environ[FLAGS_VARIABLE].split()}
+        kept = [flag for flag in defaults[FLAGS_VARIABLE].split() if flag.partition("=")[0] not in users]
+        changes[FLAGS_VARIABLE] = " ".join([*kept, environ[FLAGS_VARIABLE]])
     return changes

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainyard.core.errors import RunStopped, UserError
@@ -29,51 +28,18 @@ SHORT_RUN_OVERRIDES = (
     "log.tensorboard=false",
 )
 """Overrides for a training that is run only for its graphs and writes nothing."""
-PROGRESS_LINE = re.compile(
-    r"Current remaining items are (\d+), locked are (\d+), failed are (\d+), done are (\d+), total is (\d+)"
-)
-TOTAL_LINES = {
-    "graphs": re.compile(r"Total graphs: (\d+)"),
-    "compiled": re.compile(r"Total successful compilations: (\d+)"),
-    "failed": re.compile(r"Total failed compilations: (\d+)"),
-}
+TOTAL_NAMES = "graphs", "successful compilations", "failed compilations"
 REPORT_START = re.compile(r"\{\s*\"compilation_summary\"")
 
 
-@dataclass(frozen=True)
-class CompileProgress:
-    """Progress that the tool prints between graphs."""
-
-    remaining: int
-    locked: int
-    failed: int
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class NeuronGraph:
-    """The result of compiling one graph."""
-
-    path: str
-    compiled: bool
-    retries: int
-    seconds: float | None
-    """Compile time; None if not reported."""
-
-
-@dataclass(frozen=True)
-class NeuronCompileReport:
+class NeuronCompileReport(NamedTuple):
     """The tool's final report. Without new graphs it prints no totals, and `graphs` is 0."""
 
     graphs: int
     compiled: int
     failed: int
-    results: tuple[NeuronGraph, ...]
-
-    @property
-    def failures(self) -> list[str]:
-        return [graph.path for graph in self.results if not graph.compiled]
+    failures: list[str]
+    """Paths of the graphs that the report names as failed."""
 
 
 def short_train_command(source: str, overrides: Sequence[str], ranks: int) -> list[str]:
@@ -92,48 +58,29 @@ def compile_command(workers: int | None = None) -> list[str]:
     return [TOOL, "--command", "compile", *(["--num_parallel", str(workers)] if workers else [])]
 
 
-def parse_progress(line: str) -> CompileProgress | None:
-    match = PROGRESS_LINE.search(line)
-    return CompileProgress(*map(int, match.groups())) if match else None
-
-
 def parse_report(output: str) -> NeuronCompileReport:
     """Parse the last report in an output that contains arbitrary other lines."""
-    results = _parse_graphs(output)
-    totals = {name: [int(number) for number in pattern.findall(output)] for name, pattern in TOTAL_LINES.items()}
-    compiled = sum(graph.compiled for graph in results)
-    fallback = {"graphs": len(results), "compiled": compiled, "failed": len(results) - compiled}
-    counts = {name: values[-1] if values else fallback[name] for name, values in totals.items()}
-    return NeuronCompileReport(**counts, results=results)
+    results = _parse_results(output)
+    failures = [path for path, compiled in results.items() if not compiled]
+    counts = [len(results), len(results) - len(failures), len(failures)]
+    for index, name in enumerate(TOTAL_NAMES):
+        if totals := re.findall(rf"Total {name}: (\d+)", output):
+            counts[index] = int(totals[-1])
+    graphs, compiled, failed = counts
+    return NeuronCompileReport(graphs, compiled, failed, failures)
 
 
-def _parse_graphs(output: str) -> tuple[NeuronGraph, ...]:
-    """Parse the JSON, which starts in the middle of a log line and may be truncated."""
+def _parse_results(output: str) -> dict[str, bool]:
+    """Whether each graph was compiled, from the JSON, which starts in the middle of a log line and may be truncated."""
     for start in reversed([match.start() for match in REPORT_START.finditer(output)]):
         try:
             report, _ = json.JSONDecoder().raw_decode(output, start)
         except ValueError:
             continue
-        if isinstance(report, dict) and isinstance(report.get("compilation_report"), dict):
-            return tuple(_parse_graph(path, entry) for path, entry in report["compilation_report"].items())
-    return ()
-
-
-def _parse_graph(path: str, entry: object) -> NeuronGraph:
-    fields = entry if isinstance(entry, dict) else {}
-    seconds = fields.get("compile_time")
-    retry = fields.get("retry")
-    return NeuronGraph(
-        path,
-        fields.get("status") is True,
-        retry if isinstance(retry, int) else 0,
-        float(seconds) if isinstance(seconds, int | float) else None,
-    )
-
-
-class CommandResult(NamedTuple):
-    returncode: int
-    output: str
+        results = report.get("compilation_report")
+        if isinstance(results, dict):
+            return {path: isinstance(graph, dict) and graph.get("status") is True for path, graph in results.items()}
+    return {}
 
 
 def precompile(
@@ -143,15 +90,16 @@ def precompile(
     on_line: Callable[[str], None] = lambda line: None,
 ) -> NeuronCompileReport:
     """Collect the graphs of `run` and compile them; `on_line` receives each output line of both commands."""
-    collected = run_command(collect_command(run), environ, on_line)
-    if collected.returncode:
-        last = (collected.output.strip().splitlines() or ["no output"])[-1]
-        raise RunStopped(f"collecting graphs: exit code {collected.returncode}; {last}")
-    return parse_report(run_command(compile_command(workers), environ, on_line).output)
+    exit_code, output = run_command(collect_command(run), environ, on_line)
+    if exit_code:
+        last = (output.strip().splitlines() or ["no output"])[-1]
+        raise RunStopped(f"collecting graphs: exit code {exit_code}; {last}")
+    return parse_report(run_command(compile_command(workers), environ, on_line)[1])
 
 
-def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None]) -> CommandResult:
-    """Run a command to its end. An exception, such as Ctrl-C, terminates it and everything it started."""
+def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None]) -> tuple[int, str]:
+    """Run a command to its end and return its exit code and output. An exception, such as Ctrl-C, terminates it and
+    everything it started."""
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         raise UserError(f"{command[0]}: not installed; torch-neuronx 2.9.* on a trn1 provides it (device.name=xla)")
     lines: list[str] = []
@@ -173,4 +121,4 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Cal
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)
             raise
-    return CommandResult(process.returncode, "".join(lines))
+    return process.returncode, "".join(lines)

@@ -18,17 +18,14 @@ class XlaCollectives:
     """All groups of one kind, of equal size; every rank is in exactly one."""
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        out: Tensor = _xla_model().all_reduce(op, x, groups=self.groups, pin_layout=False)
-        return out
+        return _xla_model().all_reduce(op, x, groups=self.groups, pin_layout=False)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        out: Tensor = _xla_model().all_gather(x, 0, groups=self.groups, pin_layout=False)
-        return out
+        return _xla_model().all_gather(x, 0, groups=self.groups, pin_layout=False)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         size = len(self.groups[0])
-        out: Tensor = _xla_model().reduce_scatter("sum", x, 1.0, 0, size, groups=self.groups, pin_layout=False)
-        return out
+        return _xla_model().reduce_scatter("sum", x, 1.0, 0, size, groups=self.groups, pin_layout=False)
 
 
 def _xla_model() -> Any:

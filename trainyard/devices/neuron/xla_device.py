@@ -15,20 +15,12 @@ import torch
 
 from trainyard import compat
 from trainyard.core.errors import UserError
-from trainyard.devices.base import Device, HostCopy, PeakThroughput
+from trainyard.devices.base import HostCopy
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.compile_cache import cache_location
-from trainyard.devices.neuron.environment import (
-    CORES_VARIABLE,
-    PROCESS_START_ENV,
-    check_precision,
-    merge_env,
-    read_launch_info,
-    resolve_lnc,
-    xla_environment,
-)
+from trainyard.devices.neuron.environment import CORES_VARIABLE, merge_env, xla_environment
 from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance
-from trainyard.devices.neuron.topology import CHIPS, group_problem, rank_flops, rank_memory_bytes, rank_order
+from trainyard.devices.neuron.trainium import TrainiumDevice
 from trainyard.devices.neuron.xla_collectives import XlaCollectives
 
 PJRT_VARIABLE = "PJRT_DEVICE"
@@ -47,56 +39,29 @@ def missing_requirement(instance: TrainiumInstance, installed: bool, pjrt: str |
     return None
 
 
-def _missing_requirement_here() -> str | None:
-    return missing_requirement(detect_instance(), find_spec("torch_xla") is not None, os.environ.get(PJRT_VARIABLE))
-
-
-class XlaDevice(Device):
+class XlaDevice(TrainiumDevice):
     name = "xla"
     process_group_backend = "xla"
-    synchronous = False
-    max_logits_bytes = 1 << 28
-    decomposes_attention = True
     has_precompile_tool = True
 
     def __init__(self, instance: TrainiumInstance | None = None) -> None:
-        self.instance = instance or detect_instance()
-        pjrt = os.environ.get(PJRT_VARIABLE)
-        self.generation = self.instance.generation if pjrt in (None, "NEURON") else None
-        """Trainium generation; None on other PJRT devices."""
-        self.lnc = resolve_lnc(self.generation, None, os.environ) if self.generation else 1
+        instance = instance or detect_instance()
+        on_trainium = os.environ.get(PJRT_VARIABLE) in (None, "NEURON")
+        super().__init__(instance if on_trainium else instance._replace(generation=None))
 
     @classmethod
-    def available(cls) -> bool:
-        return _missing_requirement_here() is None
-
-    @classmethod
-    def unavailable_reason(cls) -> str:
-        return _missing_requirement_here() or super().unavailable_reason()
+    def unavailable_reason(cls) -> str | None:
+        return missing_requirement(detect_instance(), find_spec("torch_xla") is not None, os.environ.get(PJRT_VARIABLE))
 
     @property
     def torch_device(self) -> torch.device:
-        device: torch.device = _module().device()
-        return device
-
-    def max_local_ranks(self) -> int:
-        return self.instance.chips * CHIPS[self.generation].cores // self.lnc if self.generation else 1
+        return _module().device()
 
     def describe(self) -> str:
         if not self.generation:
             return f"XLA on {os.environ.get(PJRT_VARIABLE)}"
-        memory = rank_memory_bytes(self.generation, self.lnc) / 2**30
-        return f"{self.instance.instance_type or self.generation} through XLA, a core of {memory:.0f} GiB"
-
-    def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
-        if not self.generation:
-            return None
-        kind = "fp32" if dtype == torch.float32 else "bf16"
-        return PeakThroughput(
-            rank_flops(self.generation, self.lnc, kind), f"{self.generation} data sheet, dense, LNC {self.lnc}"
-        )
-
-    memory_model = "trainium"
+        name = self.instance.instance_type or self.generation
+        return f"{name} through XLA, a core of {self.memory_gib():.0f} GiB"
 
     def max_memory_allocated(self) -> int:
         try:
@@ -105,40 +70,16 @@ class XlaDevice(Device):
             return CpuDevice().max_memory_allocated()
         return int(info.get("peak_bytes_used", info["bytes_used"]))
 
-    def rank_order(self, tp: int, world_size: int) -> list[int] | None:
-        if not self.generation:
-            return None
-        order = rank_order(self.generation, self.lnc, tp, world_size)
-        return None if order == sorted(order) else order
-
-    def supports_group(self, ranks: Sequence[int]) -> bool:
-        return not self.generation or group_problem(self.generation, self.lnc, "all_reduce", ranks) is None
-
     def collectives(self, groups: list[list[int]]) -> XlaCollectives:
         return XlaCollectives(groups)
-
-    @property
-    def init_device(self) -> torch.device:
-        return torch.device("cpu")  # Trainium has 32-bit integers only, and this avoids compiling
-
-    def rank_environment(self) -> dict[str, str]:
-        return merge_env(PROCESS_START_ENV, os.environ)
 
     def prepare(
         self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        launch = read_launch_info(os.environ)._replace(local_rank=local_rank)
+        launch = self.prepare_rank(local_rank, precision, lnc)
         if self.generation:
-            check_precision(precision)
-            self.lnc = resolve_lnc(self.generation, lnc, os.environ)
-            if local_rank >= self.max_local_ranks():
-                raise UserError(
-                    f"local rank {local_rank}: this machine has {self.max_local_ranks()} cores, one per rank"
-                )
-            visible = os.environ.get(CORES_VARIABLE)
-            environment = xla_environment(
-                self.generation, self.lnc, precision, launch, cache_location(os.environ), visible
-            )
+            cache, cores = cache_location(os.environ), os.environ.get(CORES_VARIABLE)
+            environment = xla_environment(self.generation, self.lnc, precision, launch, cache, cores)
             os.environ |= merge_env(environment, os.environ)
         elif launch.world_size > 1:
             raise UserError(
