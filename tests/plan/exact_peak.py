@@ -8,11 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from tests.support.meta_op_mode import MetaOpMode
 from trainyard import compat
 from trainyard.config.schema import Config
+from trainyard.devices import MetaDevice
+from trainyard.devices.neuron.device import NeuronDevice
 from trainyard.dryrun.dry_run import dry_run
 from trainyard.dryrun.live_memory import LiveBytes
-from trainyard.dryrun.meta_ops import MetaOpMode, tensors_in
+from trainyard.dryrun.meta_ops import tensors_in
 
 FLASH = compat.ATTENTION_KERNELS[False, SDPBackend.FLASH_ATTENTION.value]
 
@@ -36,13 +39,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
 
 
 def exact_peak(config: Config, rank: int, ranks: int) -> int:
-    """Peak bytes of the second step."""
-    mode = LiveMode()
+    """Peak bytes of the second step, with the chunks of logits that Trainium has."""
+    mode, device = LiveMode(), MetaDevice()
+    device.max_logits_bytes = NeuronDevice.max_logits_bytes
     with (
         patch.object(F, "scaled_dot_product_attention", flash_attention),
         patch.object(compat, "select_attention_kernel", lambda *_: FLASH),
         mode,
-        dry_run(config, rank, ranks) as trainer,
+        dry_run(config, rank, ranks, device) as trainer,
     ):
         for model in trainer.models:
             model.train()

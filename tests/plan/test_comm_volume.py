@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.meta_op_mode import MetaOpMode
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.constants import MIB
 from trainyard.devices.cpu import CpuDevice
 from trainyard.dryrun.dry_run import dry_run
-from trainyard.dryrun.meta_ops import MetaOpMode
 from trainyard.dryrun.op_trace import MESH_GROUPS
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trainyard.models import family_of
 from trainyard.plan.compare_measured import ComparisonRow
-from trainyard.plan.preflight import PlanProblem
+from trainyard.plan.group_rules import PlanProblem
 from trainyard.plan.report import ConfigChange, Plan
 from trainyard.plan.search import LayoutRanking
 from trainyard.plan.time.step_time import distinct_pipeline_ranks

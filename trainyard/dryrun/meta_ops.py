@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from trainyard import compat
-from trainyard.parallel import ring_attention
 from trainyard.train.optim.adamw import adamw_
 
 MAX_HOST_ELEMENTS = 1 << 24
@@ -15,11 +14,6 @@ MAX_HOST_ELEMENTS = 1 << 24
 FUSED_ADAMW = torch.ops.aten._fused_adamw_.tensor_lr
 NOT_REPLACED = object()
 """Result of `stand_in` for operators that run as they are."""
-OPAQUE_OPS = {
-    torch.ops.trainyard.context_attention.default: ring_attention.context_attention,
-    torch.ops.trainyard.context_attention_backward.default: ring_attention.context_attention_backward,
-}
-"""Custom operators whose rules for the meta device do not show what they send and allocate."""
 
 
 class TraceAborted(Exception):
@@ -46,24 +40,6 @@ def stand_in(function: Any, args: Any, kwargs: Any) -> Any:
 def fake_tensor_mode() -> Any:
     """torch's FakeTensorMode, in which tensors have a device and a shape but no memory, with these stand-ins."""
     return compat.fake_tensor_mode(stand_in, NOT_REPLACED)
-
-
-class MetaOpMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a step on the meta device. Subclasses observe the operators, those inside opaque ones included."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in OPAQUE_OPS:
-            with self:
-                return compat.custom_op_body(OPAQUE_OPS[function])(*args, **kwargs)
-        out = stand_in(function, args, kwargs)
-        if out is NOT_REPLACED:
-            out = function(*args, **kwargs)
-        self.observe(function, args, out)
-        return out
-
-    def observe(self, function: Any, args: Any, out: Any) -> None:
-        """Called after each operator."""
 
 
 def run_on_meta(function: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -94,9 +70,8 @@ def unfused_adamw(args: Any, kwargs: Any) -> None:
     correction = torch.stack((step, step))
     finite = kwargs["found_inf"] == 0
     options = (kwargs["weight_decay"], kwargs["beta1"], kwargs["beta2"], kwargs["eps"])
-    adamw_(
-        weight, weight, gradient, exp_avg, exp_avg_sq, kwargs["lr"], kwargs["grad_scale"], correction, finite, *options
-    )
+    scalars = (kwargs["lr"], kwargs["grad_scale"], correction, finite)
+    adamw_(weight, weight, gradient, (exp_avg, exp_avg_sq), scalars, options)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

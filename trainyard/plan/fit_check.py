@@ -8,7 +8,7 @@ from trainyard.core.errors import UserError
 from trainyard.devices.base import Device
 from trainyard.parallel.layout import Layout
 from trainyard.plan.memory.device_kinds import DEVICE_KINDS
-from trainyard.plan.memory.local_sizes import rank_sizes
+from trainyard.plan.memory.local_sizes import RankSizes
 from trainyard.plan.report import MEMORY_FILL_LIMIT, max_rank_memory, single_key_variants
 
 REFUSE_FACTOR = 1.3
@@ -31,7 +31,7 @@ def check_fits(
     message = f"memory: a rank needs about {needed / GIB:.1f} GiB and has {available / GIB:.1f}"
     fix = smallest_fix(config, layout, device_kind, available)
     # Packed batches: the data decide how much is padding, which needs no memory.
-    packed = rank_sizes(config, layout, DEVICE_KINDS[device_kind]).packed_batch
+    packed = RankSizes(config, layout, DEVICE_KINDS[device_kind]).packed_batch
     depends_on_data = packed and config.data.source != "synthetic"
     if needed > REFUSE_FACTOR * available and not depends_on_data:
         raise UserError(f"{message}; {fix}")

@@ -1,6 +1,6 @@
 """The process groups of a layout on Trainium, and those that its runtime does not support."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
@@ -18,10 +18,13 @@ COMMUNICATION_GROUPS: dict[str, tuple[tuple[AxisName, ...], tuple[str, ...]]] = 
 """Name of a group in messages to the user: its axes, and its collectives."""
 
 
-class GroupProblem(NamedTuple):
+@dataclass(frozen=True)
+class PlanProblem:
+    """A problem of a run, in one line."""
+
     message: str
     fatal: bool
-    """The run ends at once. Other problems are those that users report."""
+    """The run would not start, or fail before its end."""
 
 
 def config_as_run(config: Config, hardware: Hardware) -> Config:
@@ -32,15 +35,15 @@ def config_as_run(config: Config, hardware: Hardware) -> Config:
     return config.model_copy(update={"layout": config.layout.model_copy(update={"cp_method": "all_gather"})})
 
 
-def group_problems(layout: Layout, hardware: Hardware) -> list[GroupProblem]:
-    """One problem for each unsupported kind of group."""
+def group_problems(layout: Layout, hardware: Hardware) -> list[PlanProblem]:
+    """One problem for each unsupported kind of group; fatal if the runtime refuses it, not if users report it."""
     if hardware.entry.kind != "trainium":
         return []
     generation = hardware.entry.generation
     try:
         order = rank_order(generation, hardware.lnc, layout.tp, layout.world_size)
     except UserError as error:
-        return [GroupProblem(str(error), True)]
+        return [PlanProblem(str(error), True)]
     problems = []
     for name, (axes, collectives) in COMMUNICATION_GROUPS.items():
         first_group = layout.groups(*axes)[0]
@@ -48,6 +51,6 @@ def group_problems(layout: Layout, hardware: Hardware) -> list[GroupProblem]:
         for collective in collectives if len(ranks) > 1 else ():
             if problem := group_problem(generation, hardware.lnc, collective, ranks):
                 size = f"={getattr(layout, axes[0])}" if name.startswith("layout.") else f" of {len(ranks)}"
-                problems.append(GroupProblem(f"{name}{size}: {problem}, users of {generation} report", False))
+                problems.append(PlanProblem(f"{name}{size}: {problem}, users of {generation} report", False))
                 break
     return problems

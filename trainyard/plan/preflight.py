@@ -1,7 +1,6 @@
 """Problems of a run that are known before it starts, each in one line with the nearest fix."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.checkpoint.io.storage import open_storage
@@ -10,29 +9,20 @@ from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
 from trainyard.models import family_of
-from trainyard.plan.group_rules import group_problems
+from trainyard.plan.group_rules import PlanProblem, group_problems
 from trainyard.plan.report import ConfigChange, Plan
 
 COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
 """Data sources whose samples can be counted without reading them all."""
 
 
-@dataclass(frozen=True)
-class PlanProblem:
-    message: str
-    fatal: bool
-    """The run would not start, or fail before its end."""
-
-
 def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     """`fixes` are changes that fit in memory."""
-    problems = [PlanProblem(problem.message, problem.fatal) for problem in group_problems(plan.layout, plan.hardware)]
+    problems = group_problems(plan.layout, plan.hardware)
     if plan.original_config.layout.cp_method != plan.config.layout.cp_method:
         message = "layout.cp_method=ring: Trainium gathers keys and values instead, and so does this plan"
         problems.append(PlanProblem(f"{message}; nearest: layout.cp_method=all_gather", False))
-    problems += _memory_problems(plan, fixes)
-    problems += _disk_problems(plan)
-    problems += _host_memory_problems(plan)
+    problems += [*_memory_problems(plan, fixes), *_disk_problems(plan), *_host_memory_problems(plan)]
     return [*problems, *_data_problems(plan.config)]
 
 

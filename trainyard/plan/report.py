@@ -10,7 +10,8 @@ from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
 from trainyard.plan.group_rules import config_as_run
 from trainyard.plan.hardware.spec import Hardware
-from trainyard.plan.memory.peak import RankMemory, estimate_memory
+from trainyard.plan.memory.peak import estimate_memory
+from trainyard.plan.memory.rank_memory import RankMemory
 from trainyard.plan.time.cost import RunCost, estimate_cost
 from trainyard.plan.time.efficiency import fitted_efficiency
 from trainyard.plan.time.step_time import StepTime, distinct_pipeline_ranks, predict_step, traffic_by_axis
@@ -22,7 +23,7 @@ MIN_SPEEDUP = 1.02
 MAX_SUGGESTIONS = 3
 COMPUTE_COMPONENTS = ("matmul", "attention")
 BOTTLENECK_NAMES = {
-    "compute": "compute (matrix products and attention)",
+    "compute": "compute (matrix multiplications and attention)",
     "memory": "memory bandwidth (norms, activations, losses)",
     "tp": "tensor-parallel communication",
     "cp": "context-parallel communication",

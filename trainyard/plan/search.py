@@ -7,8 +7,10 @@ predicted for all layouts; memory, which takes longer, for the fastest of each (
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 
 from trainyard.config.schema import Config
+from trainyard.config.yaml_io import format_value
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.errors import UserError
 from trainyard.models import family_of
@@ -28,17 +30,18 @@ VIRTUAL_STAGE_BUBBLE = 0.03
 MAX_MEMORY_CHECKS = 120
 """Most layouts whose memory is estimated."""
 SEARCHED_KEYS = (
-    "layout.tp",
-    "layout.pp",
-    "layout.vpp",
-    "layout.cp",
-    "layout.zero",
-    "train.micro_batch",
-    "recompute.kind",
+    *("layout.tp", "layout.pp", "layout.vpp", "layout.cp", "layout.zero"),
+    *("train.micro_batch", "recompute.kind"),
 )
-
+OVERRIDE_KEYS = (
+    *SEARCHED_KEYS,
+    *("layout.cp_method", "layout.sequence_parallel", "layout.pipeline_schedule"),
+    *("layout.pipeline_cuts", "recompute.modules"),
+)
+"""Keys that a layout of the search may change."""
 SearchPoint = tuple[int | str, ...]
 """Values of SEARCHED_KEYS."""
+search_point: Callable[[Config], SearchPoint] = attrgetter(*SEARCHED_KEYS)
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,9 @@ class RankedLayout:
 
     def overrides(self, file: Config) -> list[str]:
         """Overrides that turn the file into this layout."""
-        layout, recompute = self.config.layout, self.config.recompute
-        values = zip(SEARCHED_KEYS, self.point, search_point(file), strict=True)
-        out = [f"{key}={value}" for key, value, file_value in values if value != file_value]
-        if layout.cp_method != file.layout.cp_method:
-            out.append(f"layout.cp_method={layout.cp_method}")
-        if layout.sequence_parallel != file.layout.sequence_parallel:
-            out.append(f"layout.sequence_parallel={str(layout.sequence_parallel).lower()}")
-        if file.recompute.modules and not recompute.modules:
-            out.append("recompute.modules=[]")
-        if file.layout.pipeline_cuts and not layout.pipeline_cuts:
-            out.append("layout.pipeline_cuts=[]")
-        return out
+        values = attrgetter(*OVERRIDE_KEYS)
+        pairs = zip(OVERRIDE_KEYS, values(self.config), values(file), strict=True)
+        return [f"{key}={format_value(value)}" for key, value, file_value in pairs if value != file_value]
 
 
 @dataclass(frozen=True)
@@ -76,13 +70,6 @@ class LayoutRanking:
     """The file's own layout, even if it does not fit; None if it is impossible on these ranks."""
     timed_count: int
     """Number of layouts whose time was predicted."""
-
-
-def search_point(config: Config) -> SearchPoint:
-    layout = config.layout
-    return (
-        layout.tp, layout.pp, layout.vpp, layout.cp, layout.zero, config.train.micro_batch, config.recompute.kind
-    )  # fmt: skip
 
 
 def search_layouts(

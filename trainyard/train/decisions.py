@@ -34,6 +34,13 @@ def fuses_wgrad(config: Config, layout: Layout, has_fused_wgrad: bool, compiled:
     )
 
 
+def fp8_layer_range(config: Config) -> range:
+    """The layers that multiply in fp8; none unless precision.kind is fp8."""
+    precision = config.precision
+    end = config.model.layers - precision.bf16_last_layers if precision.kind == "fp8" else 0
+    return range(precision.bf16_first_layers, end)
+
+
 def loss_chunk_tokens(tokens: int, local_vocab: int, logits_bytes: int) -> int:
     """Tokens whose fp32 logits exist at one time, for at most `logits_bytes`. All chunks have this size except perhaps
     the last."""

@@ -6,13 +6,13 @@ from trainyard.config.model_schema import BertConfig, GptConfig, LlamaConfig
 from trainyard.config.schema import Config
 from trainyard.kernels.fp8_linear import SIZE_MULTIPLE
 from trainyard.parallel.layout import StageSpec
-from trainyard.plan.memory.liveness import LivenessTimeline, OpMemory
+from trainyard.plan.memory.liveness import LivenessTimeline
 from trainyard.plan.memory.local_sizes import RankSizes
 from trainyard.plan.memory.op_memory import OpMemoryBuilder
-from trainyard.train.decisions import loss_chunk_tokens
+from trainyard.train.decisions import fp8_layer_range, loss_chunk_tokens
 
-LOSS_LAYER = -2
-"""Layer number of the loss."""
+EMBEDDING_LAYER, LOSS_LAYER, HEAD_LAYER = -1, -2, -3
+"""Layer numbers outside of the blocks."""
 
 
 def llama_block_ops(ops: OpMemoryBuilder, model: LlamaConfig, x: str) -> str:
@@ -65,19 +65,19 @@ def bert_block_ops(ops: OpMemoryBuilder, model: BertConfig, x: str) -> str:
 BLOCK_OPS: dict[str, Callable[..., str]] = {"llama": llama_block_ops, "gpt": gpt_block_ops, "bert": bert_block_ops}
 
 
-def embedding_ops(ops: OpMemoryBuilder, config: Config, local_vocab: int) -> tuple[str, str]:
-    """The embedded tokens, and the embedding matrix of `local_vocab` rows. The matrix is returned because, tied to the
+def embedding_ops(ops: OpMemoryBuilder, config: Config) -> tuple[str, str]:
+    """The embedded tokens, and the embedding matrix. The matrix is returned because, tied to the
     output head, its gradient from the head stays alive until the embedding's backward pass."""
     sizes, model = ops.sizes, config.model
-    weight = local_vocab * model.hidden * sizes.element_size
-    x, tied = ops.record((), {"x": ops.hidden_bytes}, backward_workspace=weight, views={"weight": ("", weight)})
+    weight = sizes.vocab * model.hidden * sizes.element_size
+    x, tied = ops.record((), {"x": sizes.hidden_bytes}, backward_workspace=weight, views={"weight": ("", weight)})
     if sizes.tp > 1:  # tokens whose rows other ranks hold are masked, then all ranks are summed
-        (x,) = ops.record((x,), {"masked": ops.hidden_bytes, "mask": sizes.tokens}, ("mask",))[:1]
+        (x,) = ops.record((x,), {"masked": sizes.hidden_bytes, "mask": sizes.tokens}, ("mask",))[:1]
         x = ops.reduce_output(x)
     if isinstance(model, LlamaConfig):
         return x, tied
     positions = model.max_positions * model.hidden * sizes.element_size
-    hidden = ops.local_hidden_bytes
+    hidden = sizes.local_hidden_bytes
     (x,) = ops.record((x,), {"sum": hidden}, (), hidden, positions, grad_aliases=("d sum",))
     if isinstance(model, GptConfig):
         return (ops.dropout(x, with_bias=False) if model.embedding_dropout else x), tied
@@ -85,45 +85,40 @@ def embedding_ops(ops: OpMemoryBuilder, config: Config, local_vocab: int) -> tup
     return (ops.dropout(x, with_bias=False) if model.hidden_dropout else x), tied
 
 
-def output_head_ops(
-    ops: OpMemoryBuilder, config: Config, x: str, tied: str | None, local_vocab: int, logits_bytes: int
-) -> None:
+def output_head_ops(ops: OpMemoryBuilder, config: Config, x: str, tied: str | None) -> None:
     """The final norm (for BERT the head's transform) and the loss."""
     sizes, model = ops.sizes, config.model
     tokens = sizes.tokens
-    if isinstance(model, LlamaConfig):
-        _, x = ops.rms_norm(x)
-        x = ops.gather_tokens(x)
-    elif isinstance(model, GptConfig):
-        _, x = ops.layer_norm(x)
+    if not isinstance(model, BertConfig):
+        _, x = ops.rms_norm(x) if isinstance(model, LlamaConfig) else ops.layer_norm(x)
         x = ops.gather_tokens(x)
     else:
         tokens = sizes.samples * config.data.max_predictions
         masked = tokens * model.hidden * sizes.element_size
         if sizes.sequence_parallel:
-            x = ops.record((x,), {"gathered": ops.hidden_bytes})[0]
+            x = ops.record((x,), {"gathered": sizes.hidden_bytes})[0]
         x = ops.record((x,), {"masked": masked, "index": 8 * tokens}, ("index",))[0]
         x = ops.linear(x, tokens, model.hidden, model.hidden)
         x = ops.gelu(x, tokens, model.hidden)
         (x,) = ops.record((x,), {"norm": masked}, (x,))
         if sizes.tp > 1:
             (x,) = ops.record((x,), {}, backward_workspace=masked, views={"same": (x, masked)})
-    loss_ops(ops, x, tied, tokens, local_vocab, logits_bytes)
+    loss_ops(ops, x, tied, tokens)
 
 
-def loss_ops(ops: OpMemoryBuilder, x: str, tied: str | None, tokens: int, local_vocab: int, logits_bytes: int) -> None:
+def loss_ops(ops: OpMemoryBuilder, x: str, tied: str | None, tokens: int) -> None:
     """The chunked cross entropy of `train/cross_entropy.py`, which computes gradients in the forward pass."""
-    sizes, hidden = ops.sizes, ops.sizes.hidden
-    chunk = loss_chunk_tokens(tokens, local_vocab, logits_bytes)
-    padding = -local_vocab % SIZE_MULTIPLE
-    weight = (local_vocab + padding) * hidden
-    logits = chunk * (local_vocab + padding) * sizes.element_size
+    sizes, hidden, vocab = ops.sizes, ops.sizes.hidden, ops.sizes.vocab
+    chunk = loss_chunk_tokens(tokens, vocab, sizes.device.logits_bytes)
+    padding = -vocab % SIZE_MULTIPLE
+    weight = (vocab + padding) * hidden
+    logits = chunk * (vocab + padding) * sizes.element_size
     by_torch = not sizes.fused_kernels or sizes.tp > 1
-    fp32_logits = chunk * local_vocab * 4 if by_torch and not sizes.is_fp32 else 0
+    fp32_logits = chunk * vocab * 4 if by_torch and not sizes.is_fp32 else 0
     # Where a matrix product cannot add to an fp32 buffer, its result exists too.
-    product = 0 if sizes.accumulating_gemm or sizes.is_fp32 else weight * sizes.element_size
+    product = 0 if sizes.device.accumulating_gemm or sizes.is_fp32 else weight * sizes.element_size
     padded_weight = weight * sizes.element_size if padding else 0
-    weight_grad_copy = 0 if sizes.is_fp32 or tied else local_vocab * hidden * sizes.element_size
+    weight_grad_copy = 0 if sizes.is_fp32 or tied else vocab * hidden * sizes.element_size
     ops.layer = LOSS_LAYER
     ops.record(
         (x, tied) if tied else (x,),
@@ -135,38 +130,26 @@ def loss_ops(ops: OpMemoryBuilder, x: str, tied: str | None, tokens: int, local_
     )
 
 
-def stage_timeline(
-    config: Config, sizes: RankSizes, stage: StageSpec, local_vocab: int, logits_bytes: int, fp8_layers: range
-) -> LivenessTimeline:
-    """A micro batch through the forward and backward pass of a stage. `fp8_layers` compute in fp8."""
-    model, recompute = config.model, config.recompute
-    modules = {"attention": ("core_attention",), "selective": tuple(recompute.modules)}.get(recompute.kind, ())
-    keep_gathered = ("attention", "mlp") if recompute.kind == "full" else modules
-    ops = OpMemoryBuilder(sizes, frozenset(keep_gathered))
+def stage_timeline(config: Config, sizes: RankSizes, stage: StageSpec) -> LivenessTimeline:
+    """A micro batch through the forward and backward pass of a stage."""
+    model, fp8_layers = config.model, fp8_layer_range(config)
+    ops = OpMemoryBuilder(sizes, config.recompute)
+    ops.layer = EMBEDDING_LAYER
     # Tensors that all blocks read: the cosines and sines of Llama, masks and positions of the others.
     shared = 8 * sizes.seq_len * sizes.head_size if model.family == "llama" else 16 * sizes.tokens
     ops.record((), {"shared": shared}, ("shared",))
     tied = None
     if stage.is_first:
-        x, embedding = embedding_ops(ops, config, local_vocab)
+        x, embedding = embedding_ops(ops, config)
         tied = embedding if stage.is_last and getattr(model, "tie_embeddings", True) else None
     else:  # the input stays in the receive buffer
-        (x,) = ops.record((), {}, views={"received": ("", ops.local_hidden_bytes)})
+        (x,) = ops.record((), {}, views={"received": ("", sizes.local_hidden_bytes)})
     for layer in stage.layers:
-        ops.layer, ops.fp8 = layer, sizes.fp8 if layer in fp8_layers else ""
+        ops.layer, ops.fp8 = layer, config.precision.fp8_backward if layer in fp8_layers else ""
         x = BLOCK_OPS[model.family](ops, model, x)
-    ops.layer, ops.fp8 = model.layers, ""
+    ops.layer, ops.fp8 = HEAD_LAYER, ""
     if stage.is_last:
-        output_head_ops(ops, config, x, tied, local_vocab, logits_bytes)
+        output_head_ops(ops, config, x, tied)
     else:  # saved until its gradient arrives, which has a receive buffer
         ops.record((x,), {}, (x,), grad_aliases=("",))
-
-    def recompute_group(op: OpMemory) -> object:
-        if not 0 <= op.layer < model.layers:
-            return None
-        if recompute.kind == "full":
-            return op.layer
-        depth = next((depth for depth, scope in enumerate(op.scopes, 1) if scope in modules), 0)
-        return (op.layer, *op.scopes[:depth]) if depth else None
-
-    return LivenessTimeline(ops.recorded, recompute_group)
+    return LivenessTimeline(ops.recorded)

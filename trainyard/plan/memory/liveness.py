@@ -5,7 +5,7 @@ saved it. A pass is therefore a sequence of events, forward and then backward, i
 second time under new names. A tensor is live from the event that allocates it to the last event that reads it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
@@ -27,10 +27,10 @@ class OpMemory(NamedTuple):
     """Outputs that share memory with another tensor: that tensor's name, and the size of the view's gradient."""
     grad_aliases: tuple[str | None, ...] = ()
     """For each input, the tensor whose memory its gradient reuses. None or missing: the gradient has its own memory."""
-    scopes: tuple[str, ...] = ()
-    """Modules of the block that contain the operation, outermost first, named as `recompute.modules` names them."""
     layer: int = -1
-    """The layer that contains the operation; -1 before the first layer."""
+    """The layer that contains the operation; negative outside of the blocks."""
+    recompute_group: tuple[object, ...] = ()
+    """Consecutive operations of one group are recomputed together; empty if the operation is not recomputed."""
 
 
 class LivenessEvent(NamedTuple):
@@ -50,11 +50,14 @@ class MemoryPoint(NamedTuple):
     allocated: int
     workspace: int
     layer: int
-    is_forward: bool
 
     @property
     def live(self) -> int:
         return self.live_before + self.allocated
+
+    @property
+    def size(self) -> int:
+        return self.live + self.workspace
 
 
 def grad_name(name: str) -> str:
@@ -64,9 +67,7 @@ def grad_name(name: str) -> str:
 class LivenessTimeline:
     """The events of a forward and a backward pass."""
 
-    def __init__(self, ops: Sequence[OpMemory], recompute_group: Callable[[OpMemory], object]) -> None:
-        """`recompute_group` returns None for an operation that is not recomputed. Consecutive operations with equal
-        values are recomputed together."""
+    def __init__(self, ops: Sequence[OpMemory]) -> None:
         self.aliases: dict[str, str] = {}
         """The tensor that owns the memory of a view or of a gradient that reuses memory."""
         self.sizes: dict[str, int] = {}
@@ -75,42 +76,36 @@ class LivenessTimeline:
             next(iter(op.outputs.values()), 0) for op in ops if op.inputs and op.backward_workspace
         )
         """Output gradients that stay alive where weight gradients are computed later (zero-bubble schedules)."""
-        groups = [(key, list(members)) for key, members in groupby(ops, recompute_group)]
+        groups = [(group, list(members)) for group, members in groupby(ops, lambda op: op.recompute_group)]
         for op in ops:
-            self._add_forward(op, op.inputs, op.outputs, op.views)
+            self._add_forward(op)
         self.forward_count = len(self.events)
-        for key, members in reversed(groups):
-            recomputed = self._add_recompute(members) if key is not None else {}
+        for group, members in reversed(groups):
+            recomputed = self._add_recompute(members) if group else {}
             for op in reversed(members):
                 self._add_backward(op, recomputed)
 
     def points(self) -> Iterator[MemoryPoint]:
-        live = 0
-        for index, (event, allocated, freed) in enumerate(zip(self.events, *self._lifetimes(), strict=True)):
-            yield MemoryPoint(live, allocated, event.workspace, event.layer, index < self.forward_count)
-            live += allocated - freed
-
-    def _lifetimes(self) -> tuple[list[int], list[int]]:
-        """Bytes that each event allocates, and bytes that no later event reads."""
         last_use: dict[str, int] = {}
         for index, event in enumerate(self.events):
             for name in (*event.inputs, *event.outputs):
                 last_use[self.aliases.get(name, name)] = index
-        allocated = [sum(event.outputs.values()) for event in self.events]
         freed = [0] * len(self.events)
         for event in self.events:
             for name, size in event.outputs.items():
                 freed[last_use[name]] += size
-        return allocated, freed
+        live = 0
+        for event, unused in zip(self.events, freed, strict=True):
+            allocated = sum(event.outputs.values())
+            yield MemoryPoint(live, allocated, event.workspace, event.layer)
+            live += allocated - unused
 
-    def _add_forward(
-        self, op: OpMemory, inputs: tuple[str, ...], outputs: Mapping[str, int], views: Mapping[str, tuple[str, int]]
-    ) -> None:
-        self.sizes |= outputs
-        for name, (base, size) in views.items():
+    def _add_forward(self, op: OpMemory) -> None:
+        self.sizes |= op.outputs
+        for name, (base, size) in op.views.items():
             self.aliases[name] = self.aliases.get(base, base)
             self.sizes[name] = size
-        self.events.append(LivenessEvent(inputs, outputs, op.forward_workspace, op.layer))
+        self.events.append(LivenessEvent(op.inputs, op.outputs, op.forward_workspace, op.layer))
 
     def _add_recompute(self, ops: list[OpMemory]) -> dict[str, str]:
         """Repeat the forward pass up to the last operation that saves something. Returns the new names of tensors."""
@@ -123,7 +118,7 @@ class LivenessTimeline:
             views = {f"{name} again": (names.get(base, base), size) for name, (base, size) in op.views.items()}
             if index == end:  # recomputation stops as soon as the last saved tensors exist
                 outputs = {name: size for name, size in outputs.items() if name.removesuffix(" again") in op.saved}
-            self._add_forward(op, inputs, outputs, views)
+            self._add_forward(op._replace(inputs=inputs, outputs=outputs, views=views))
         return names
 
     def _add_backward(self, op: OpMemory, recomputed: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ parallelism), D hidden, F ffn.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from trainyard.config.schema import RecomputeSection
 from trainyard.core.constants import MAX_REDUCTION_PROGRAMS
 from trainyard.parallel.attention_blocks import TILE_BYTES
 from trainyard.plan.memory.liveness import OpMemory, grad_name
@@ -20,23 +21,34 @@ from trainyard.plan.memory.local_sizes import RankSizes
 class OpMemoryBuilder:
     """Records operations. Methods take and return names of tensors where a model's modules take and return tensors."""
 
-    def __init__(self, sizes: RankSizes, keep_gathered: frozenset[str] = frozenset()) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: RankSizes, recompute: RecomputeSection) -> None:
+        self.sizes, self.recompute_block = sizes, recompute.kind == "full"
+        is_attention = recompute.kind == "attention"
+        self.recompute_modules: tuple[str, ...] = ("core_attention",) if is_attention else tuple(recompute.modules)
         self.recorded: list[OpMemory] = []
         self.nbytes: dict[str, int] = {}
         """Size of each tensor."""
         self.layer = -1
-        self.fp8: str = ""
-        """`RankSizes.fp8` inside a layer that computes in fp8, else empty."""
+        self.fp8 = ""
+        """`precision.fp8_backward` inside a layer that computes in fp8, else empty."""
         self.scopes: tuple[str, ...] = ()
-        self.keep_gathered = keep_gathered
-        """Modules that are recomputed, which may therefore save gathered tokens."""
+        """Modules that contain the next operation, outermost first, named as `recompute.modules` names them."""
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         outer, self.scopes = self.scopes, (*self.scopes, name)
         yield
         self.scopes = outer
+
+    @property
+    def recompute_group(self) -> tuple[object, ...]:
+        """What is recomputed together with the next operation: the block or the outermost module."""
+        if self.layer < 0:
+            return ()
+        if self.recompute_block:
+            return (self.layer,)
+        depth = next((depth for depth, scope in enumerate(self.scopes, 1) if scope in self.recompute_modules), 0)
+        return (self.layer, *self.scopes[:depth]) if depth else ()
 
     def record(
         self,
@@ -56,31 +68,15 @@ class OpMemoryBuilder:
         named_views = {names[label]: view for label, view in views.items()}
         self.nbytes |= named_outputs | {name: size for name, (_, size) in named_views.items()}
         known = names | {grad_name(label): grad_name(name) for label, name in names.items()}
-        op = OpMemory(
-            inputs,
-            named_outputs,
-            tuple(names.get(name, name) for name in saved),
-            forward_workspace,
-            backward_workspace,
-            named_views,
-            tuple(None if alias is None else known.get(alias, alias) for alias in grad_aliases),
-            self.scopes,
-            self.layer,
+        saved = tuple(names.get(name, name) for name in saved)
+        aliases = tuple(alias and known.get(alias, alias) for alias in grad_aliases)
+        sizes = forward_workspace, backward_workspace
+        self.recorded.append(
+            OpMemory(inputs, named_outputs, saved, *sizes, named_views, aliases, self.layer, self.recompute_group)
         )
-        self.recorded.append(op)
         return list(names.values())
 
     # Between attention and MLP.
-
-    @property
-    def local_hidden_bytes(self) -> int:
-        """Bytes of [s, D]."""
-        return self.sizes.local_tokens * self.sizes.hidden * self.sizes.element_size
-
-    @property
-    def hidden_bytes(self) -> int:
-        """Bytes of [t, D]."""
-        return self.sizes.tokens * self.sizes.hidden * self.sizes.element_size
 
     def _partial_sums_bytes(self, rows: int, columns: int, vectors: int = 1) -> int:
         """fp32 partial sums that the programs of a fused backward kernel leave for `vectors` gradients."""
@@ -90,22 +86,27 @@ class OpMemoryBuilder:
     def residual_add(self, x: str, y: str) -> str:
         return self.record((x, y), {"sum": self.nbytes[x]}, grad_aliases=("d sum", "d sum"))[0]
 
+    def _fused_norm(self, x: str, y: str | None, stats: int, vectors: int, shared_grad: bool) -> tuple[str, str]:
+        """(x or x + y, normed) by a kernel that saves `stats` bytes and has gradients of `vectors` parameters. With
+        `shared_grad` x and y have the same gradient."""
+        size, partial = self.nbytes[x], self._partial_sums_bytes(self.sizes.local_tokens, self.sizes.hidden, vectors)
+        outputs = {"out": size, "stats": stats}
+        if y is None:
+            out, _, residual = self.record((x,), outputs, (x, "stats"), 0, partial, {"residual": (x, size)})
+            return residual, out
+        outputs, aliases = {**outputs, "total": size}, (None, grad_name(x) if shared_grad else None)
+        out, _, total = self.record((x, y), outputs, ("total", "stats"), 0, partial, grad_aliases=aliases)
+        return total, out
+
     def rms_norm(self, x: str, y: str | None = None) -> tuple[str, str]:
         """(residual, normed), where the residual is x or x + y."""
-        sizes, size = self.sizes, self.nbytes[x]
-        rows, fp32 = sizes.local_tokens, sizes.local_tokens * sizes.hidden * 4
+        sizes, size, rows = self.sizes, self.nbytes[x], self.sizes.local_tokens
+        fp32 = rows * sizes.hidden * 4
         with self.scope("norm"):
             if sizes.fused_kernels:
-                partial = self._partial_sums_bytes(rows, sizes.hidden)
-                outputs, residual = {"out": size, "rstd": 4 * rows}, {"residual": (x, size)}
-                if y is None:
-                    out, _, total = self.record((x,), outputs, (x, "rstd"), 0, partial, residual)
-                    return total, out
-                outputs, aliases = {"total": size, **outputs}, (None, grad_name(x))
-                total, out, _ = self.record((x, y), outputs, ("total", "rstd"), 0, partial, grad_aliases=aliases)
-                return total, out
+                return self._fused_norm(x, y, 4 * rows, 1, shared_grad=True)
             total = x if y is None else self.residual_add(x, y)
-            if sizes.accumulating_gemm:
+            if sizes.device.accumulating_gemm:
                 return total, self.record((total,), {"out": size, "rstd": 4 * rows}, (total, "rstd"))[0]
             # In fp32 by single operations, which save the input and the factor of the weight.
             copies, forward, backward = (fp32, 0, 2 * fp32) if sizes.is_fp32 else (2 * fp32, fp32, 3 * fp32)
@@ -119,13 +120,7 @@ class OpMemoryBuilder:
         sizes, size, rows = self.sizes, self.nbytes[x], self.sizes.local_tokens
         with self.scope("norm"):
             if sizes.fused_kernels:
-                partial = self._partial_sums_bytes(rows, sizes.hidden, 2 if y is None else 3)
-                outputs = {"out": size, "mean_rstd": 8 * rows}
-                if y is None:
-                    out, _, residual = self.record((x,), outputs, (x, "mean_rstd"), 0, partial, {"residual": (x, size)})
-                    return residual, out
-                outputs, aliases = {**outputs, "total": size}, (None, None if p else grad_name(x))
-                out, _, total = self.record((x, y), outputs, ("total", "mean_rstd"), 0, partial, grad_aliases=aliases)
+                total, out = self._fused_norm(x, y, 8 * rows, 2 if y is None else 3, shared_grad=not p)
                 return (out if post_norm else total), out
             total = x if y is None else self.add_dropout(x, y, p)
             out, _ = self.record((total,), {"out": size, "mean_rstd": 8 * rows}, (total, "mean_rstd"))
@@ -184,18 +179,18 @@ class OpMemoryBuilder:
     @property
     def _reorder_bytes(self) -> int:
         """A copy that puts gathered tokens in order; a single sample needs none."""
-        return self.hidden_bytes if self.sizes.samples > 1 else 0
+        return self.sizes.hidden_bytes if self.sizes.samples > 1 else 0
 
     def column_parallel(self, x: str, *outputs: int) -> list[str]:
         """Column-parallel products with the same x."""
         sizes = self.sizes
-        if sizes.sequence_parallel and not self.fp8 and not (self.keep_gathered & set(self.scopes)):
+        if sizes.sequence_parallel and not self.fp8 and not self.recompute_group:
             reorder = self._reorder_bytes
             weights = sum(outputs) * sizes.hidden * sizes.element_size
             made = {f"out{index}": sizes.tokens * width * sizes.element_size for index, width in enumerate(outputs)}
-            summed = self.hidden_bytes if sizes.gathers_by_all_reduce else self.local_hidden_bytes
-            backward = 2 * self.hidden_bytes + max(2 * reorder, summed) + weights
-            return self.record((x,), made, (x,), self.hidden_bytes + reorder, backward)
+            summed = sizes.hidden_bytes if sizes.device.gathers_by_all_reduce else sizes.local_hidden_bytes
+            backward = 2 * sizes.hidden_bytes + max(2 * reorder, summed) + weights
+            return self.record((x,), made, (x,), sizes.hidden_bytes + reorder, backward)
         x = self.gather_tokens(x)
         return [self.linear(x, sizes.tokens, sizes.hidden, width) for width in outputs]
 
@@ -207,8 +202,8 @@ class OpMemoryBuilder:
         if not sizes.sequence_parallel:
             return self.record((x,), {}, backward_workspace=self.nbytes[x], views={"same": (x, self.nbytes[x])})[0]
         reorder = self._reorder_bytes
-        backward = reorder + (self.hidden_bytes if sizes.gathers_by_all_reduce else 0)
-        return self.record((x,), {"gathered": self.hidden_bytes}, (), reorder, backward)[0]
+        backward = reorder + (sizes.hidden_bytes if sizes.device.gathers_by_all_reduce else 0)
+        return self.record((x,), {"gathered": sizes.hidden_bytes}, (), reorder, backward)[0]
 
     def reduce_output(self, x: str) -> str:
         """The sum over ranks after a row-parallel product; under sequence parallelism each rank keeps its tokens."""
@@ -218,8 +213,8 @@ class OpMemoryBuilder:
         if not sizes.sequence_parallel:
             return self.record((x,), {"sum": self.nbytes[x]}, grad_aliases=("d sum",))[0]
         reorder = self._reorder_bytes
-        forward = reorder + (self.hidden_bytes if sizes.gathers_by_all_reduce else 0)
-        return self.record((x,), {"sum": self.local_hidden_bytes}, (), forward, reorder)[0]
+        forward = reorder + (sizes.hidden_bytes if sizes.device.gathers_by_all_reduce else 0)
+        return self.record((x,), {"sum": sizes.local_hidden_bytes}, (), forward, reorder)[0]
 
     # Inside attention and MLP.
 
@@ -229,8 +224,8 @@ class OpMemoryBuilder:
         forward = backward = 0
         if not sizes.fused_kernels:  # rotated in fp32, one half at a time
             forward, backward = (2 * q - k, 2 * q - k) if sizes.is_fp32 else (7 * q - k, 6 * q - k)
-        names = self.record((qkv,), {"q": q, "k": k}, (), forward, max(backward, 0), {"v": (qkv, k)})
-        return names[0], names[1], names[2]
+        q_out, k_out, v_out = self.record((qkv,), {"q": q, "k": k}, (), forward, max(backward, 0), {"v": (qkv, k)})
+        return q_out, k_out, v_out
 
     def attention(self, q: str, k: str, v: str, p: float = 0.0) -> str:
         """Attention with dropout `p` of its weights."""
@@ -247,7 +242,7 @@ class OpMemoryBuilder:
                 forward, backward = (scores * 12, scores * 3) if sizes.is_fp32 else (scores * 14, scores * 6)
                 outputs = {"out": out, "weights": saved}
                 return self.record((q, k, v), outputs, (q, k, v, "weights"), forward, backward)[0]
-            if sizes.is_fp32 and not sizes.gqa_fp32 and sizes.kv_heads != sizes.heads:
+            if sizes.is_fp32 and not sizes.device.gqa_fp32 and sizes.kv_heads != sizes.heads:
                 k, v = (self.record((name,), {"per_head": out})[0] for name in (k, v))  # copied for each query head
             return self.record((q, k, v), {"out": out, "lse": lse}, (q, k, v, "out", "lse"))[0]
 

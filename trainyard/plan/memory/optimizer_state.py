@@ -1,10 +1,11 @@
 """Memory of weights, gradients and optimizer state, and what their initialization, exchange and update take besides.
 
-It follows `train/optim/`, `parallel/zero1.py` and `parallel/fsdp.py`, and uses the same `FlatBuffer` layout.
+It follows `train/optim/` and `parallel/zero1.py`, and uses the same `FlatBuffer` layout.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from trainyard.config.schema import Config
@@ -15,6 +16,7 @@ from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT
 from trainyard.plan.memory.device_kinds import DeviceKind
+from trainyard.plan.memory.rank_memory import RankMemory
 from trainyard.plan.rank_parameters import local_params, rank_flat_buffer
 from trainyard.train.decisions import zero_stage
 
@@ -25,30 +27,11 @@ UPDATE_BYTES_PER_WEIGHT, ROUNDED_UPDATE_BYTES_PER_WEIGHT = 24, 36
 
 
 @dataclass(frozen=True)
-class ExtraMemory:
-    """Bytes at some point of a step, besides the optimizer state and the batches."""
-
-    activations: int = 0
-    logits: int = 0
-    buffers: int = 0
-    optimizer: int = 0
-    weights: int = 0
-
-    def plus(self, activations: int, weights: int) -> "ExtraMemory":
-        return replace(self, activations=self.activations + activations, weights=self.weights + weights)
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.logits + self.buffers + self.optimizer + self.weights
-
-
-@dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes that a rank holds from the first step to the last."""
+    """Weights, gradients and optimizer state of a rank."""
 
-    weights: int
-    gradients: int
-    optimizer: int
+    resident: RankMemory
+    """Bytes from the first step to the last."""
     flat: FlatBuffer
     zero: int
 
@@ -64,45 +47,39 @@ class OptimizerMemory:
         size, shard = flat.size, flat.shard_size
         moments = 4 * (shard + flat.shard_undecayed_end)  # Muon keeps no second moment of matrices
         if zero >= 2:
-            return cls(0, shard * master, shard * master + moments, flat, zero)
+            resident = RankMemory(gradients=shard * master, optimizer=shard * master + moments)
+            return cls(resident, flat, zero)
+        gradients = size * gradient + (shard * gradient if flat.num_shards > 1 else 0)
         master_is_weights = flat.num_shards == 1 and master == compute
-        return cls(
-            size * compute,
-            size * gradient + (shard * gradient if flat.num_shards > 1 else 0),
-            moments + (0 if master_is_weights else shard * master),
-            flat,
-            zero,
-        )
+        optimizer = moments + (0 if master_is_weights else shard * master)
+        return cls(RankMemory(size * compute, gradients, optimizer), flat, zero)
 
-    def gathered_weights(self, config: Config, at_loss: bool, backward: bool) -> int:
-        """Full weights under ZeRO-2 and 3, as torch's fully_shard gathers them. Those outside the blocks, and with
-        ZeRO-2 all, stay from forward to backward; ZeRO-3 also has those of a block and of the next one. The backward
-        pass adds a block's full gradients, once in the compute dtype and once in the reduce dtype."""
+    def gathered_weights(self, config: Config) -> tuple[int, int, int]:
+        """Full weights under ZeRO-2 and 3, as torch's fully_shard gathers them: at the loss, in the forward pass and in
+        the backward pass. Those outside the blocks, and with ZeRO-2 all, stay from forward to backward; ZeRO-3 also has
+        those of a block and of the next one. The backward pass adds a block's full gradients, once in the compute dtype
+        and once in the reduce dtype."""
         if self.zero < 2:
-            return 0
+            return 0, 0, 0
         compute, reduce = DTYPE_BYTES[config.precision.compute_dtype], DTYPE_BYTES[config.precision.grad_reduce_dtype]
-        sizes: dict[int | None, int] = {}
+        sizes = Counter[int | None]()
         for name, span in self.flat.spans.items():
-            sizes[layer_index(name)] = sizes.get(layer_index(name), 0) + prod(span.shape)
+            sizes[layer_index(name)] += prod(span.shape)
         block = max(size for layer, size in sizes.items() if layer is not None)
-        resident = sum(sizes.values()) if self.zero == 2 else sizes.get(None, 0)
-        transient = 0 if at_loss or self.zero == 2 else 2 * block
-        return (resident + transient) * compute + (block * (compute + reduce) if backward else 0)
+        at_loss = compute * (sizes.total() if self.zero == 2 else sizes[None])
+        forward = at_loss + compute * (0 if self.zero == 2 else 2 * block)
+        return at_loss, forward, forward + block * (compute + reduce)
 
-    def initialization(self, unallocated: int) -> ExtraMemory:
+    def initialization(self, unallocated: int) -> RankMemory:
         """Initial weights are drawn in fp32, one parameter at a time, before `unallocated` bytes of the run exist."""
-        sizes = [prod(span.shape) for span in self.flat.spans.values()]
-        drawn = max(
-            4 * size
-            + INIT_BYTES_PER_ELEMENT * min(size, CHUNK_ELEMENTS)
-            + (PREVIOUS_CHUNK_BYTES_PER_ELEMENT * CHUNK_ELEMENTS if size >= 2 * CHUNK_ELEMENTS else 0)
-            for size in sizes
-        )
-        return ExtraMemory(buffers=drawn - unallocated)
+        size = max(prod(span.shape) for span in self.flat.spans.values())
+        drawn = 4 * size + INIT_BYTES_PER_ELEMENT * min(size, CHUNK_ELEMENTS)
+        drawn += PREVIOUS_CHUNK_BYTES_PER_ELEMENT * CHUNK_ELEMENTS * (size >= 2 * CHUNK_ELEMENTS)
+        return RankMemory(buffers=drawn - unallocated)
 
     def gradient_exchange(
         self, config: Config, live_after_layer: list[dict[int, int]], device: DeviceKind
-    ) -> Iterator[ExtraMemory]:
+    ) -> Iterator[RankMemory]:
         """Gradient buckets in flight during the last backward pass, and weight buckets after the update.
         `live_after_layer` has, for each stage, the bytes that are live after a layer's backward pass."""
         precision, shards = config.precision, self.flat.num_shards
@@ -114,17 +91,17 @@ class OptimizerMemory:
             ahead = 0 if device.gathers_by_all_reduce else sum(sizes[index + 1 : index + MAX_IN_FLIGHT + 1])
             live = max(stage.get(_completing_layer(bucket), 0) for stage in live_after_layer)
             current = sizes[index] * (2 if device.gathers_by_all_reduce else 1) + sizes[index] // shards
-            yield ExtraMemory(live, buffers=ahead + current)
+            yield RankMemory(activations=live, buffers=ahead + current)
         if self.zero:
             largest = sorted(map(self._padded_elements, self.flat.buckets), reverse=True)[:MAX_IN_FLIGHT]
             compute = DTYPE_BYTES[precision.compute_dtype]
-            yield ExtraMemory(buffers=sum(largest) * compute * (shards + 1) // shards)
+            yield RankMemory(buffers=sum(largest) * compute * (shards + 1) // shards)
 
     def _padded_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket whose shards are padded to one size."""
         return (bucket.shard_range.stop - bucket.shard_range.start) * self.flat.num_shards
 
-    def update_workspace(self, config: Config, device: DeviceKind) -> ExtraMemory:
+    def update_workspace(self, config: Config, device: DeviceKind) -> RankMemory:
         """Temporary memory of the optimizer's update; none where one kernel does it all."""
         largest = max((span.shard_numel for span in self.flat.spans.values()), default=0)
         shard, decay_end = self.flat.shard_undecayed_end, self.flat.shard_decay_end
@@ -138,7 +115,7 @@ class OptimizerMemory:
             optimizer = ROUNDED_UPDATE_BYTES_PER_WEIGHT * largest
         elif config.precision.grad_accum_dtype == "bf16" and self.zero < 2:
             optimizer = UPDATE_BYTES_PER_WEIGHT * max(decay_end, shard - decay_end)
-        return ExtraMemory(optimizer=optimizer + self._orthogonalization_workspace(config))
+        return RankMemory(optimizer=optimizer + self._orthogonalization_workspace(config))
 
     def _orthogonalization_workspace(self, config: Config) -> int:
         """Memory of Muon's update: the matrices that a rank orthogonalizes and their results, one gathered bucket, and

@@ -7,72 +7,36 @@ explains each of them, docs/lab/memory-evidence.md compares with measurements.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
-from trainyard import models
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.plan.memory.block_ops import LOSS_LAYER, stage_timeline
 from trainyard.plan.memory.device_kinds import DEVICE_KINDS
-from trainyard.plan.memory.liveness import LivenessTimeline, MemoryPoint
-from trainyard.plan.memory.local_sizes import RankSizes, rank_sizes
-from trainyard.plan.memory.optimizer_state import ExtraMemory, OptimizerMemory
+from trainyard.plan.memory.liveness import LivenessTimeline
+from trainyard.plan.memory.local_sizes import RankSizes
+from trainyard.plan.memory.optimizer_state import OptimizerMemory
+from trainyard.plan.memory.rank_memory import RankMemory
 from trainyard.plan.memory.schedule_order import schedule_actions
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes on one rank at its peak."""
-
-    weights: int
-    """Weights in the compute dtype; under ZeRO-2 and 3 the gathered ones."""
-    gradients: int
-    optimizer: int
-    """Master weights, moments, and temporary memory of the update."""
-    activations: int
-    logits: int
-    """Memory of the loss, if the peak is there."""
-    buffers: int
-    """Batches, receive buffers, buckets in flight, workspaces of libraries."""
-    fragmentation: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -> RankMemory:
     """The peak of a rank at pipeline position `pp`; `device_kind` is a key of DEVICE_KINDS."""
     device = DEVICE_KINDS[device_kind]
-    blueprint = models.family_of(config.model).blueprint(config.model)
     stages = layout.stages_on(pp)
     state = OptimizerMemory.from_config(config, layout, stages)
-    sizes = rank_sizes(config, layout, device)
-    local_vocab = blueprint.local_shape("embedding.weight", layout.tp)[0]
-    fp8_end = config.model.layers - config.precision.bf16_last_layers if config.precision.kind == "fp8" else 0
-    fp8_layers = range(config.precision.bf16_first_layers, fp8_end)
-    passes = [
-        PassMemory.from_timeline(stage_timeline(config, sizes, stage, local_vocab, device.logits_bytes, fp8_layers))
-        for stage in stages
-    ]
-    resident = _batch_and_receive_bytes(config, layout, sizes, stages, device_kind) + device.workspace_bytes
+    sizes = RankSizes(config, layout, device)
+    passes = [PassMemory.from_timeline(stage_timeline(config, sizes, stage)) for stage in stages]
+    buffers = _batch_and_receive_bytes(config, layout, sizes, stages, device_kind) + device.workspace_bytes
     candidates = (
         *_schedule_peaks(layout, config, pp, passes, state),
         *state.gradient_exchange(config, [memory.live_after_layer for memory in passes], device),
         state.update_workspace(config, device),
-        state.initialization(resident),
+        state.initialization(buffers),
     )
-    peak = max(candidates, key=lambda extra: extra.total)
-    allocated = state.weights + state.gradients + state.optimizer + resident + peak.total
-    return RankMemory(
-        weights=state.weights + peak.weights,
-        gradients=state.gradients,
-        optimizer=state.optimizer + peak.optimizer,
-        activations=peak.activations,
-        logits=peak.logits,
-        buffers=resident + peak.buffers,
-        fragmentation=int(allocated * device.fragmentation),
-    )
+    peak = max(candidates, key=lambda candidate: candidate.total)
+    allocated = state.resident + RankMemory(buffers=buffers) + peak
+    return replace(allocated, fragmentation=int(allocated.total * device.fragmentation))
 
 
 def _batch_and_receive_bytes(
@@ -89,8 +53,8 @@ def _batch_and_receive_bytes(
     if sizes.document_mask:
         integers_per_sample += 2 * sizes.seq_len
     batch = 4 * samples * (integers_per_sample + 2)
-    hidden = sizes.local_tokens * sizes.hidden * sizes.element_size
-    received = sum((not stage.is_first) + (not stage.is_last) for stage in stages) * layout.micro_batches * hidden
+    neighbors = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+    received = neighbors * layout.micro_batches * sizes.local_hidden_bytes
     return batch * (2 if device_kind == "cpu" else 1) + (received if layout.pp > 1 else 0)
 
 
@@ -100,9 +64,9 @@ class PassMemory:
 
     saved: int
     """Bytes saved from forward to backward."""
-    forward: ExtraMemory
+    forward: RankMemory
     """Peak of the forward pass."""
-    backward: ExtraMemory
+    backward: RankMemory
     """Peak of the backward pass."""
     deferred_grads: int
     """Gradients that wait for the weight half of a split backward pass."""
@@ -112,44 +76,35 @@ class PassMemory:
     @classmethod
     def from_timeline(cls, timeline: LivenessTimeline) -> "PassMemory":
         points = list(timeline.points())
-        forward, backward = ([point for point in points if point.is_forward == half] for half in (True, False))
+        forward, backward = points[: timeline.forward_count], points[timeline.forward_count :]
+        peak = max(forward, key=lambda point: point.size)
+        logits = peak.allocated + peak.workspace if peak.layer == LOSS_LAYER else 0
         return cls(
-            saved=backward[0].live_before if backward else 0,
-            forward=_peak(forward),
-            backward=_peak(backward),
+            saved=backward[0].live_before,
+            forward=RankMemory(activations=peak.size - logits, logits=logits),
+            backward=RankMemory(activations=max(point.size for point in backward)),
             deferred_grads=timeline.deferred_grad_bytes,
             live_after_layer={point.layer: point.live for point in backward},
         )
 
 
-def _peak(points: list[MemoryPoint]) -> ExtraMemory:
-    return _as_extra_memory(max(points, key=lambda point: point.live + point.workspace))
-
-
-def _as_extra_memory(point: MemoryPoint) -> ExtraMemory:
-    if point.is_forward and point.layer == LOSS_LAYER:
-        return ExtraMemory(point.live - point.allocated, point.allocated + point.workspace)
-    return ExtraMemory(point.live + point.workspace)
-
-
 def _schedule_peaks(
     layout: Layout, config: Config, pp: int, passes: list[PassMemory], state: OptimizerMemory
-) -> Iterator[ExtraMemory]:
+) -> Iterator[RankMemory]:
     """The peak of each pass in the rank's schedule, with what the other micro batches in flight have saved."""
     saved = 0
     splits_backward = config.layout.pipeline_schedule != "1f1b" and layout.pp > 1
-    at_loss = state.gathered_weights(config, at_loss=True, backward=False)
-    in_forward = state.gathered_weights(config, at_loss=False, backward=False)
-    in_backward = state.gathered_weights(config, at_loss=False, backward=True)
+    at_loss, in_forward, in_backward = state.gathered_weights(config)
     for action, stage in schedule_actions(config.layout.pipeline_schedule, layout, pp):
         memory = passes[stage]
         deferred = memory.deferred_grads if splits_backward else 0
         if action == "forward":
-            yield memory.forward.plus(saved, at_loss if memory.forward.logits else in_forward)
+            weights = at_loss if memory.forward.logits else in_forward
+            yield memory.forward + RankMemory(weights, activations=saved)
             saved += memory.saved
         elif action == "backward":
-            yield memory.backward.plus(saved - memory.saved, in_backward)
+            yield memory.backward + RankMemory(in_backward, activations=saved - memory.saved)
             saved += deferred
-            yield ExtraMemory(saved)
+            yield RankMemory(activations=saved)
         else:
             saved -= memory.saved + deferred

@@ -7,7 +7,6 @@ dry runs as any rank of hundreds. The shape exchange between pipeline neighbors 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -15,9 +14,9 @@ from typing import NamedTuple
 from trainyard.config.model_schema import BertConfig
 from trainyard.config.schema import Config
 from trainyard.parallel.flat_buffer import FlatBuffer
-from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.parallel.layout import Layout
 from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
-from trainyard.train.decisions import loss_chunk_tokens, zero_stage
+from trainyard.train.decisions import fp8_layer_range, loss_chunk_tokens, zero_stage
 from trainyard.train.status import StepStatus
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4}
@@ -54,14 +53,19 @@ class Message(NamedTuple):
 MessageCounts = Counter[Message]
 
 
-@dataclass(frozen=True)
 class _RankMessages:
     """Collects the messages of one rank."""
 
-    config: Config
-    layout: Layout
-    rank: int
-    counts: MessageCounts
+    def __init__(self, config: Config, layout: Layout, rank: int) -> None:
+        self.config, self.layout, self.coords = config, layout, layout.coords(rank)
+        self.counts = MessageCounts()
+        self.stages = layout.stages_on(self.coords["pp"])
+        self.shards = layout.dp * layout.cp
+        """Ranks that hold the same weights."""
+        self.tokens = config.train.micro_batch * config.data.seq_len // layout.cp
+        """Tokens of a micro batch on one context-parallel rank."""
+        self.compute_dtype = DTYPE_NAMES[config.precision.compute_dtype]
+        self.reduce_dtype = DTYPE_NAMES[config.precision.grad_reduce_dtype]
 
     def add(
         self, group: str, group_size: int, kind: str, dtype: str, elements: int, times: int = 1, peer: int | None = None
@@ -69,36 +73,10 @@ class _RankMessages:
         if group_size > 1 and elements and times:
             self.counts[Message(group, group_size, kind, dtype, elements * ELEMENT_BYTES[dtype], peer)] += times
 
-    @property
-    def pp(self) -> int:
-        return self.layout.coords(self.rank)["pp"]
-
-    @property
-    def stages(self) -> list[StageSpec]:
-        return self.layout.stages_on(self.pp)
-
-    @property
-    def shards(self) -> int:
-        """Ranks that hold the same weights."""
-        return self.layout.dp * self.layout.cp
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro batch on one context-parallel rank."""
-        return self.config.train.micro_batch * self.config.data.seq_len // self.layout.cp
-
-    @property
-    def compute_dtype(self) -> str:
-        return DTYPE_NAMES[self.config.precision.compute_dtype]
-
-    @property
-    def reduce_dtype(self) -> str:
-        return DTYPE_NAMES[self.config.precision.grad_reduce_dtype]
-
 
 def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
     """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is `Device.max_logits_bytes`."""
-    messages = _RankMessages(config, layout, rank, Counter())
+    messages = _RankMessages(config, layout, rank)
     _add_tensor_parallel(messages, logits_bytes)
     _add_pipeline(messages)
     _add_context_parallel(messages)
@@ -116,12 +94,11 @@ def _add_tensor_parallel(messages: _RankMessages, logits_bytes: int) -> None:
     config, layout = messages.config, messages.layout
     tp, micro_batches, hidden = layout.tp, layout.micro_batches, messages.tokens * config.model.hidden
     bert = isinstance(config.model, BertConfig)
-    precision, recompute = config.precision, config.recompute
+    recompute = config.recompute
     first, last = (any(getattr(stage, end) for stage in messages.stages) for end in ("is_first", "is_last"))
-    fp8_end = config.model.layers - precision.bf16_last_layers if precision.kind == "fp8" else 0
-    gathers = sums = 0
+    gathers, sums, fp8_layers = 0, 0, fp8_layer_range(config)
     for layer in (layer for stage in messages.stages for layer in stage.layers):
-        fp8 = precision.bf16_first_layers <= layer < fp8_end
+        fp8 = layer in fp8_layers
         for module in ("attention", "mlp"):
             # Gathered tokens are not saved but gathered again, in backward or when the module is recomputed. In fp8
             # they are saved, unless the module is recomputed.
@@ -157,7 +134,7 @@ def _add_pipeline(messages: _RankMessages) -> None:
     for stage in messages.stages:
         neighbors = [stage.index - 1] * (not stage.is_first) + [stage.index + 1] * (not stage.is_last)
         for peer in map(layout.stage_owner, neighbors):
-            for kind in ("send", "receive") if peer != messages.pp else ():
+            for kind in ("send", "receive") if peer != messages.coords["pp"] else ():
                 messages.add("pp", layout.pp, kind, messages.compute_dtype, size, layout.micro_batches, peer)
 
 
@@ -225,8 +202,7 @@ def _add_replicated_params(
 ) -> None:
     """Gradients of parameters that several tensor-parallel or pipeline ranks hold, as far as they are in this rank's
     shard, and the norms."""
-    layout = messages.layout
-    coords = layout.coords(messages.rank)
+    layout, coords = messages.layout, messages.coords
     shard = coords["dp"] * layout.cp + coords["cp"] if flat.num_shards > 1 else 0
     elements = Counter[str]()
     for name, param in params.items():
@@ -242,7 +218,7 @@ def _add_replicated_params(
     messages.add("tp", layout.tp, "all_reduce", dtype, elements["tp"])
     messages.add("kv_replicas", layout.kv_replication, "all_reduce", dtype, elements["kv_replicas"])
     ends = {0, layout.stage_owner(layout.pp * layout.vpp - 1)}
-    tied = len(ends) if messages.pp in ends else 1
+    tied = len(ends) if messages.coords["pp"] in ends else 1
     messages.add("tied_embedding", tied, "all_reduce", dtype, elements["tied_embedding"])
     # Each parameter's norm (LAMB: of its gradient, of itself and of its update), then the global norm.
     group, size = ("dp_cp_tp", layout.tp * messages.shards) if flat.num_shards > 1 else ("tp", layout.tp)

@@ -7,11 +7,9 @@ measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble
 docs/internals/time-model.md has the formulas.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log2, prod
-from typing import NamedTuple
 
 from trainyard.config.model_schema import BertConfig, LlamaConfig
 from trainyard.config.schema import Config
@@ -54,36 +52,22 @@ class StepTime:
     def seconds(self) -> float:
         return sum(self.components.values())
 
-
-class _RankTime(NamedTuple):
-    """Seconds of one pipeline rank."""
-
-    micro_batches: dict[str, float]
-    """Components of all micro batches."""
-    per_step: dict[str, float]
-    """Components that occur once a step."""
-    overlapped: dict[str, float]
-    can_hide_dp: float
-    """Computation during which data-parallel messages can travel."""
-
     @property
-    def seconds(self) -> float:
-        return sum(self.micro_batches.values())
+    def micro_batch_seconds(self) -> float:
+        """Seconds of all micro batches, without what occurs once a step."""
+        return sum(self.components[name] for name in ("matmul", "attention", "memory", "tp", "cp", "pp"))
 
 
 def predict_step(config: Config, layout: Layout, hardware: Hardware, efficiency: Efficiency) -> StepTime:
     distinct = distinct_pipeline_ranks(layout)
-    times = {pp: _pipeline_rank_time(config, layout, pp, hardware, efficiency) for pp in distinct}
-    slowest_pp = max(times, key=lambda pp: times[pp].seconds)
-    slowest = times[slowest_pp]
+    times = [_pipeline_rank_time(config, layout, pp, hardware, efficiency) for pp in distinct]
+    slowest = max(times, key=lambda time: time.micro_batch_seconds)
     # While the first micro batch travels down to the slowest rank and the last gradient travels up from it, that rank
     # waits for all others, one micro batch each.
-    others = sum(times[pp].seconds for pp, alike in distinct.items() for _ in alike) - slowest.seconds
+    ranks = zip(times, distinct.values(), strict=True)
+    others = sum(time.micro_batch_seconds * len(alike) for time, alike in ranks) - slowest.micro_batch_seconds
     bubble = others / layout.micro_batches / layout.vpp * SCHEDULE_BUBBLE[config.layout.pipeline_schedule]
-    per_step = slowest.per_step
-    hidden_dp = min(per_step["dp"], slowest.can_hide_dp)
-    rest = {"bubble": bubble, "dp": per_step["dp"] - hidden_dp, "update": per_step["update"], "all": per_step["all"]}
-    return StepTime(slowest.micro_batches | rest, slowest.overlapped | {"dp": hidden_dp}, slowest_pp)
+    return replace(slowest, components=slowest.components | {"bubble": bubble})
 
 
 def distinct_pipeline_ranks(layout: Layout) -> dict[int, list[int]]:
@@ -138,17 +122,15 @@ def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealT
 
 def _pipeline_rank_time(
     config: Config, layout: Layout, pp: int, hardware: Hardware, efficiency: Efficiency
-) -> _RankTime:
+) -> StepTime:
+    """The step of one pipeline rank, without its bubble."""
     ideal = micro_batch_time(config, layout, pp, hardware)
     count = layout.micro_batches
-    compute = {
-        name: count * getattr(ideal, name) / getattr(efficiency, name) for name in ("matmul", "attention", "memory")
-    }
+    names = ("matmul", "attention", "memory")
+    compute = {name: count * getattr(ideal, name) / getattr(efficiency, name) for name in names}
     traffic = traffic_by_axis(config, layout, pp, hardware)
-    axes = {
-        axis: traffic[axis][2].at_efficiency(efficiency) if axis in traffic else 0.0
-        for axis in ("tp", "cp", "pp", "dp", "all")
-    }
+    axes = dict.fromkeys(("tp", "cp", "pp", "dp", "all"), 0.0)
+    axes |= {axis: ideal.at_efficiency(efficiency) for axis, (_, _, ideal) in traffic.items()}
     # A ring sends keys and values while a block of attention is computed.
     hidden_cp = min(axes["cp"], compute["attention"]) if config.layout.cp_method == "ring" else 0.0
     shards = layout.dp * layout.cp if config.layout.zero else 1
@@ -158,12 +140,10 @@ def _pipeline_rank_time(
     # Gradients are reduced during the last backward pass and weights gathered during the next forward pass; with ZeRO-2
     # and 3 in every micro batch. The published Trainium runs did not overlap them.
     can_hide_dp = sum(compute.values()) / (1 if config.layout.zero >= 2 else count)
-    return _RankTime(
-        compute | {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "pp": axes["pp"]},
-        {"dp": axes["dp"], "all": axes["all"], "update": update},
-        {"cp": hidden_cp},
-        can_hide_dp if hardware.entry.kind == "gpu" else 0.0,
-    )
+    hidden_dp = min(axes["dp"], can_hide_dp) if hardware.entry.kind == "gpu" else 0.0
+    exposed = {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "pp": axes["pp"]}
+    per_step = {"bubble": 0.0, "dp": axes["dp"] - hidden_dp, "update": update, "all": axes["all"]}
+    return StepTime(compute | exposed | per_step, {"cp": hidden_cp, "dp": hidden_dp}, pp)
 
 
 @cache
@@ -188,11 +168,10 @@ def _weights_by_stage(model: AnyModelConfig, tp: int) -> dict[str, int]:
 
 def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
     """Forward and backward pass of one micro batch on one rank."""
-    total = IdealTime()
-    for stage in layout.stages_on(pp):
-        blocks = [block_time(config, layout, hardware)] * len(stage.layers)
-        for time in (*blocks, *_head_time(config, layout, hardware, stage.is_last)):
-            total = total.plus(time)
+    stages = layout.stages_on(pp)
+    total = IdealTime().plus(block_time(config, layout, hardware), sum(len(stage.layers) for stage in stages))
+    if any(stage.is_last for stage in stages):
+        total = total.plus(_head_time(config, layout, hardware))
     if hardware.entry.kind != "gpu":  # without fused wgrad accumulation gradients are added in a pass over memory
         gradient = DTYPE_BYTES[config.precision.grad_accum_dtype]
         compute = DTYPE_BYTES[config.precision.compute_dtype]
@@ -252,10 +231,8 @@ def _recomputed_work(config: Config, layout: Layout, weights: dict[str, int]) ->
     return qkv * attention + gate_up * ("mlp" in modules), int(core)
 
 
-def _head_time(config: Config, layout: Layout, hardware: Hardware, last: bool) -> Iterator[IdealTime]:
+def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     """The output head and its loss. The embedding, a look-up, is not counted."""
-    if not last:
-        return
     model, tp = config.model, layout.tp
     local_vocab = -(-model.vocab // tp)
     masked = config.train.micro_batch * config.data.max_predictions
@@ -275,7 +252,7 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware, last: bool) -
         forward += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]]
     logits = local_vocab * (masked if isinstance(model, BertConfig) else rows["tokens"])
     kind = "fp32" if config.precision.kind == "fp32" else "bf16"
-    yield IdealTime(
+    return IdealTime(
         matmul=3 * forward / hardware.peak_flops(kind),
         memory=LOSS_BYTES_PER_LOGIT * logits / hardware.memory_bandwidth,
     )
