@@ -32,7 +32,7 @@ from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.partition import rank_slices
-from trainyard.checkpoint.native.writer import WeightsOnlyState, write_checkpoint
+from trainyard.checkpoint.native.writer import weights_only_state, write_checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import load, parse
 from trainyard.core.tensor_slice import TensorSlice
@@ -220,7 +220,7 @@ def bench_reshard(root: Path) -> list[dict[str, Any]]:
         config = parse({**section, "layout": sizes, "train": {"steps": 1, "global_batch": 16}})
         blueprint = models.family_of(config.model).blueprint(config.model)
         write_checkpoint(
-            root / "one", WeightsOnlyState(RandomWeights(config.model)), config, dp * sizes.get("tp", 1), {"step": 0}
+            root / "one", weights_only_state(RandomWeights(config.model)), config, dp * sizes.get("tp", 1), {"step": 0}
         )
         sizes = {key: int(value) for key, value in (item.split("=") for item in after.split(","))}
         dp = sizes.pop("dp", 1)

@@ -28,7 +28,7 @@ from tests.support.examples import examples
 from tests.support.hf_reference import hf_forward, hf_reference
 from tests.support.logs import captured_log
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
-from trainyard.checkpoint.formats.hf import open_hf, write_config, write_hf
+from trainyard.checkpoint.formats.hf import open_hf, write_hf, write_model_files
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import open_storage
@@ -561,7 +561,7 @@ def test_explicit_defaults_make_no_difference(saved: Callable[[str], Path], tmp_
     for family in FAMILIES:
         checkpoint = saved(family)
         section = configs.tiny_config(FAMILIES[family]).model
-        write_config(tmp_path / "config.json", section, torch.float32)
+        write_model_files(tmp_path, section, torch.float32)
         assert first_model_difference(from_hf(tmp_path), section) is None
         open_weights(checkpoint, from_hf(tmp_path))
         wider = from_hf(tmp_path).model_copy(update={"ffn": 96})
@@ -708,7 +708,7 @@ def test_a_resumed_nxd_run_has_the_same_losses(options: dict[str, Any], layout: 
         kinds = {kind: {name: native.read_state(kind, tensor) for name, tensor in tensors} for kind in STATE_KINDS}
     assert isinstance(model, LlamaConfig)
     tag = write_nxd_checkpoint(tmp_path / "nxd" / "step_2", model, kinds, step=updates, **options)
-    write_config(tag / "config.json", model, torch.float32)
+    write_model_files(tag, model, torch.float32)
     converted = convert(tag, tmp_path / "converted", "native", layout)
     with Checkpoint(open_storage(converted)) as found:
         assert (found.step, found.manifest["updates"]) == (2, updates)

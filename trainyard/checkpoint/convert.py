@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,11 +16,10 @@ from trainyard.checkpoint.formats.nxd import layout as nxd
 from trainyard.checkpoint.formats.nxd.files import ProgressCallback, write_nxd
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_llama
 from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
-from trainyard.checkpoint.formats.nxd.optimizer import NxdTrainingState
-from trainyard.checkpoint.formats.tensor_map import WeightSource, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.writer import StateSource, WeightsOnlyState, checkpoint_bytes, write_checkpoint
+from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_state, write_checkpoint
 from trainyard.checkpoint.registry import OpenedCheckpoint
 from trainyard.config.load import parse
 from trainyard.config.model_schema import LlamaConfig
@@ -69,11 +70,12 @@ def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
     if target.format == "native":
         return checkpoint_bytes(_source_state(opened, target))
     if target.format == "hf":
-        sizes = [(name, tensor.numel) for name, tensor in unfused_tensors(weights.model).items()]
+        tensors = hf.stored_tensors(weights.model)
     else:
         model = require_llama(weights.model, "--to hf")
         ranks = nxd.rank_tensors(model, complete_nxd_layout(model, target.layout))
-        sizes = [(stored.slices[0].name, prod(stored.shape)) for tensors in ranks.values() for stored in tensors]
+        tensors = tuple(chain.from_iterable(ranks.values()))
+    sizes = ((stored.slices[0].name, prod(stored.shape)) for stored in tensors)
     return sum(numel * (target.dtype or weights.dtype(name)).itemsize for name, numel in sizes)
 
 
@@ -91,16 +93,10 @@ def convert_checkpoint(
         hf.write_hf(directory, weights, target.dtype, tokenizer_source=tokenizer_source, progress=progress)
     elif target.format == "nxd":
         model = require_llama(weights.model, "--to hf")
-
-        def write_config(temporary: Path) -> None:
-            """Add what NxD's files lack: the model's configuration and the tokenizer."""
-            first = next(iter(unfused_tensors(model)))
-            hf.write_config(temporary / "config.json", model, target.dtype or weights.dtype(first))
-            if tokenizer_source:
-                hf.copy_tokenizer(tokenizer_source, temporary)
-
         layout = complete_nxd_layout(model, target.layout)
-        write_nxd(directory, weights, layout, target.dtype, target.xser, progress, write_config)
+        dtype = target.dtype or weights.dtype(next(iter(unfused_tensors(model))))
+        write_extra_files = partial(hf.write_model_files, model=model, dtype=dtype, tokenizer_source=tokenizer_source)
+        write_nxd(directory, weights, layout, target.dtype, target.xser, progress, write_extra_files)
     else:
         _write_native(directory, opened, target, progress)
 
@@ -117,9 +113,9 @@ def complete_nxd_layout(model: LlamaConfig, options: Mapping[str, Any]) -> NxdLa
     return layout
 
 
-def _source_state(opened: OpenedCheckpoint, target: ConversionTarget) -> StateSource:
+def _source_state(opened: OpenedCheckpoint, target: ConversionTarget) -> TrainingState:
     if not opened.open_state or target.weights_only:
-        return WeightsOnlyState(opened.weights, target.dtype)
+        return weights_only_state(opened.weights, target.dtype)
     if target.dtype:
         raise UserError("--dtype: cannot change the dtype of weights with optimizer state; nearest: --weights-only")
     return opened.open_state()
@@ -131,11 +127,8 @@ def _write_native(
     state = _source_state(opened, target)
     sizes = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, **target.layout}
     ranks = sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes.pop("dp", 1)
-    counters: dict[str, Any] = {"step": 0, "updates": 0, "skipped": [0, 0], "consumed_samples": 0}
-    if isinstance(state, Checkpoint):
-        counters = {key: state.manifest.get(key, value) for key, value in counters.items()}
-    elif isinstance(state, NxdTrainingState):
-        counters |= {"step": state.step if state.step is not None else state.updates, "updates": state.updates}
+    updates = state.counters.get("updates", 0)
+    counters = {"step": updates, "updates": updates, "skipped": [0, 0], "consumed_samples": 0, **state.counters}
     if not isinstance(opened.weights, Checkpoint) or opened.weights.manifest.get("converted"):
         counters["converted"] = True  # only the model section of its configuration is meaningful
     config = _target_config(opened.weights, sizes, ranks)

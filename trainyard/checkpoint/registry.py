@@ -11,14 +11,14 @@ from trainyard.checkpoint.formats import hf
 from trainyard.checkpoint.formats.megatron.files import find_megatron
 from trainyard.checkpoint.formats.megatron.weights import open_megatron
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
-from trainyard.checkpoint.formats.nxd.optimizer import find_optimizer, open_nxd_state
+from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
+from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
-from trainyard.checkpoint.formats.tensor_map import WeightSource
+from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource
 from trainyard.checkpoint.io.storage import Storage, open_storage
-from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.native.writer import StateSource
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
 
@@ -40,7 +40,7 @@ class OpenedCheckpoint:
     weights: WeightSource
     notes: tuple[str, ...] = ()
     """Assumptions made to read it, for the user."""
-    open_state: Callable[[], StateSource] | None = None
+    open_state: Callable[[], TrainingState] | None = None
     """Opens the weights together with the optimizer state, if there is one."""
 
 
@@ -70,9 +70,11 @@ def open_weights(
     storage = open_storage(location)
     if latest := latest_checkpoint(storage):
         checkpoint = Checkpoint(latest)
-        _check_same_model(location, checkpoint.model, model)
+        if model and (difference := first_model_difference(checkpoint.model, model)):
+            key, stored, expected = difference
+            raise UserError(f"model.{key}={expected}: {location} has {stored}")
         has_state = set(checkpoint.dtypes) == set(native_checkpoint.STATE_KINDS)
-        return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint) if has_state else None)
+        return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
     if "://" in str(location):
         raise UserError(f"{storage}: not a trainyard checkpoint, nor a directory of them")
     path = Path(location).expanduser()
@@ -86,11 +88,9 @@ def open_weights(
         return OpenedCheckpoint(format_name, megatron, megatron.notes)
     if format_name == "nxd":
         model = model or _model_from_nearby_config(path)
-        weights = open_nxd(path, model, hints)
-        files = find_nxd(path)
-        notes = tuple(f"skipping {tag}: its save never finished" for tag in (files.unfinished_tags if files else ()))
+        nxd = open_nxd(path, model, hints)
         open_state = cache(partial(open_nxd_state, path, model, hints)) if find_optimizer(path) else None
-        return OpenedCheckpoint(format_name, weights, notes, open_state)
+        return OpenedCheckpoint(format_name, nxd, nxd.notes, open_state)
     if format_name == "full":
         return OpenedCheckpoint(format_name, _open_full_file(path, model or _model_from_nearby_config(path)))
     if not path.exists():
@@ -134,8 +134,7 @@ def _open_full_file(path: Path, model: models.AnyModelConfig) -> WeightSource:
     for key in ("model", "state_dict", "model"):  # both {"model": ...} and {"state_dict": {"model": ...}}
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
-    items = state.items() if isinstance(state, dict) else ()
-    tensors = {name: tensor for name, tensor in items if isinstance(name, str) and isinstance(tensor, LazyTensor)}
+    tensors = named_tensors(state)
     if not tensors:
         raise UserError(f"{path}: holds no tensors by name")
     return hf.weights_from_tensors(model, tensors)
@@ -147,9 +146,3 @@ def _model_from_nearby_config(path: Path) -> models.AnyModelConfig:
         if (directory / "config.json").is_file():
             return from_hf(directory)
     raise UserError(f"{path}: does not store the model's configuration; pass --config config.json (Hugging Face's)")
-
-
-def _check_same_model(path: str | Path, stored: models.AnyModelConfig, expected: models.AnyModelConfig | None) -> None:
-    if expected and (difference := first_model_difference(stored, expected)):
-        key, stored_value, expected_value = difference
-        raise UserError(f"model.{key}={expected_value}: {path} has {stored_value}")

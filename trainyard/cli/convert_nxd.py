@@ -19,6 +19,7 @@ from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.convert import run_conversion
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf_config import from_hf
+from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -159,16 +160,12 @@ def _reject_unsupported(flags: argparse.Namespace) -> None:
 
 def _write_full_state(opened: OpenedCheckpoint, directory: Path) -> None:
     """Write one file of Hugging Face weights, like NxD's converter."""
-    final = resolve_new_directory(directory)
-    final.mkdir(exist_ok=True)
-    writer = TorchFileWriter(final / "checkpoint.pt")
-    try:
-        with interrupt_on_terminate():
+    with interrupt_on_terminate(), atomic_directory(resolve_new_directory(directory)) as temporary:
+        writer = TorchFileWriter(temporary / "checkpoint.pt")
+        try:
             for name, tensor in hf_tensors(opened.weights):
                 writer.add(name, tensor)
             writer.close()
-    except BaseException:
-        writer.abandon()
-        final.rmdir()
-        raise
+        finally:
+            writer.abandon()
     print(f"{directory / 'checkpoint.pt'}: written (`trainyard convert` writes a Hugging Face directory instead)")

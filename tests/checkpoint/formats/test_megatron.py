@@ -16,8 +16,9 @@ from torch import Tensor
 from tests.support import configs
 from tests.support.configs import tiny_batch
 from trainyard import models
-from trainyard.checkpoint.formats.megatron.weights import MegatronWeights, find_megatron, open_megatron
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
+from trainyard.checkpoint.formats.megatron.files import find_megatron
+from trainyard.checkpoint.formats.megatron.weights import open_megatron
+from trainyard.checkpoint.formats.tensor_map import ShardedWeights, unfused_tensors
 from trainyard.config.model_schema import GptConfig, LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
@@ -155,7 +156,7 @@ def write(
     return root
 
 
-def assert_equal_weights(weights: MegatronWeights, unfused: UnfusedWeights) -> None:
+def assert_equal_weights(weights: ShardedWeights, unfused: UnfusedWeights) -> None:
     for name, value in unfused.items():
         assert weights.dtype(name) == value.dtype
         full = TensorSlice.full(name, tuple(value.shape))

@@ -18,6 +18,7 @@ from tests.checkpoint.formats.test_nxd import (
     edit_rank,
     llama,
     load_rank,
+    mismatched_copy,
     write,
 )
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
@@ -103,9 +104,6 @@ def test_file_names_of_other_versions(kind: str, nested: bool, tmp_path: Path) -
         shutil.copytree(tmp_path / "old", tmp_path / "other", dirs_exist_ok=True)
         for path in sorted((tmp_path / "other").iterdir()):
             shutil.move(path, tmp_path / "old" / path.name.replace("dp_rank_00", "dp_rank_01"))
-    found = find_nxd(tmp_path / "old")
-    assert found
-    assert found.xser == xser
     assert_same(open_nxd(tmp_path / "old", weights.model), weights)
 
 
@@ -232,6 +230,4 @@ def test_a_hint_is_needed_if_replicas_do_not_show_the_order(drift: int, tmp_path
         open_nxd(out, weights.model)
     found = open_nxd(out, weights.model, {"kv_order": "trn2"})
     assert torch.equal(found.read(TensorSlice.full("layers.0.attention.q.weight", (32, 32))), attention(weights)[0])
-    if drift:
-        with pytest.raises(UserError, match=r"the copies of .*weight_k differ; the ranks have diverged"):
-            open_nxd(out, weights.model, {"kv_order": "trn2"}, verify_copies=True)
+    assert mismatched_copy(found) == (key if drift else None)

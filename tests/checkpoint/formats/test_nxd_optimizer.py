@@ -21,8 +21,9 @@ from tests.checkpoint.formats.test_nxd import RandomWeights, cases, load_rank, w
 from tests.support.examples import examples
 from trainyard import models
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.nxd.optimizer import NxdTrainingState, find_optimizer, open_nxd_state
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
+from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
+from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
+from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
@@ -198,11 +199,11 @@ def edit(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 # Reading
 
 
-def assert_same(state: NxdTrainingState, expected: State) -> None:
+def assert_same(state: TrainingState, expected: State) -> None:
     assert state.dtypes.keys() == expected.keys()
     for kind, tensors in expected.items():
         for name, value in tensors.items():
-            read = state.read_state(kind, TensorSlice.full(name, tuple(value.shape)))
+            read = state.read(kind, TensorSlice.full(name, tuple(value.shape)))
             assert read.dtype == value.dtype == state.dtypes[kind]
             assert torch.equal(read, value), (kind, name)
 
@@ -233,7 +234,7 @@ def test_every_tensor_is_read_bit_for_bit(
     options: dict[str, Any] = {"tp": tp, "replicas": replicas, "pp": pp, "dp": dp, "xser": xser, "masters": masters}
     tag = write_checkpoint(tmp_path / "step_100", model, expected, groups=groups, **options)
     state = open_nxd_state(tag, model)
-    assert (state.model, state.updates, state.step) == (model, 7, 100)
+    assert (state.model, state.counters) == (model, {"updates": 7, "step": 100})
     assert_same(state, expected if masters else with_bf16_weights(expected))
 
 
@@ -278,7 +279,7 @@ def test_ranks_of_another_layout_read_their_slices(tp: int, dp: int, tmp_path: P
                 rows = shard_rows(blueprint.local_shape(name, tp, t)[0], dp, d)
                 for piece in rank_slices(blueprint, name, tp, t, rows, skip_replicas=True):
                     for kind, tensors in expected.items():
-                        assert torch.equal(state.read_state(kind, piece), tensors[piece.name][piece.to_index()])
+                        assert torch.equal(state.read(kind, piece), tensors[piece.name][piece.to_index()])
                     elements_read[piece.name] = elements_read.get(piece.name, 0) + piece.numel
     assert elements_read == {name: value.numel() for name, value in expected["first"].items()}
 
@@ -304,7 +305,7 @@ def test_only_the_files_with_the_rows_are_read(tmp_path: Path) -> None:
 
     def read(start: int, stop: int) -> Tensor:
         sizes = (stop - start, 5)
-        return state.read_state("first", TensorSlice("embedding.weight", (36, 17), (start, 2), sizes))
+        return state.read("first", TensorSlice("embedding.weight", (36, 17), (start, 2), sizes))
 
     assert torch.equal(read(12, 24), embedding[12:24, 2:7])
     for start, stop, file in ((11, 24, rank_file_name(0)), (12, 25, rank_file_name(2))):
@@ -318,7 +319,7 @@ def test_master_weights_are_those_of_all_ranks(tmp_path: Path) -> None:
     expected = random_state(model)
     tag = write_checkpoint(tmp_path / "step_1", model, expected, dp=2)
     first_shard = torch.load(tag / "optim" / rank_file_name(0))["sharded_master_weights"]
-    read = open_nxd_state(tag, model).read_state("weights", TensorSlice.full("embedding.weight", (36, 17)))
+    read = open_nxd_state(tag, model).read("weights", TensorSlice.full("embedding.weight", (36, 17)))
     assert first_shard[0].shape == (18, 17)
     assert torch.equal(read, expected["weights"]["embedding.weight"])
     assert torch.equal(read[:18], first_shard[0])
@@ -346,7 +347,11 @@ def test_the_state_of_a_torch_optimizer(xser: bool, tmp_path: Path) -> None:
     shutil.rmtree(tag / "optim")
     save(optimizer.state_dict(), tag / "optim" / rank_file_name(0), xser)
     state = open_nxd_state(tag, model)
-    assert (state.updates, state.dtypes["first"], state.dtypes["weights"]) == (3, torch.float32, torch.bfloat16)
+    assert (state.counters["updates"], state.dtypes["first"], state.dtypes["weights"]) == (
+        3,
+        torch.float32,
+        torch.bfloat16,
+    )
     norm, down = parameters["model.norm.weight"], parameters["model.layers.2.mlp.down_proj.weight"]
     gate_up = parameters["model.layers.1.mlp.gate_up_proj.weight"]
     for kind, key in (("first", "exp_avg"), ("second", "exp_avg_sq")):
@@ -355,7 +360,7 @@ def test_the_state_of_a_torch_optimizer(xser: bool, tmp_path: Path) -> None:
             ("layers.2.mlp.down.weight", optimizer.state[down][key]),
             ("layers.1.mlp.up.weight", optimizer.state[gate_up][key][20:]),
         ):
-            assert torch.equal(state.read_state(kind, TensorSlice.full(name, tuple(value.shape))), value.float())
+            assert torch.equal(state.read(kind, TensorSlice.full(name, tuple(value.shape))), value.float())
 
 
 def test_state_saved_in_other_precisions(tmp_path: Path) -> None:
@@ -366,7 +371,7 @@ def test_state_saved_in_other_precisions(tmp_path: Path) -> None:
     tag = write_checkpoint(tmp_path / "step_3", model, wide, dp=2, step=torch.tensor(7.0))
     edit(tag / "model" / rank_file_name(0), lambda state: {name: value.float() for name, value in state.items()})
     state = open_nxd_state(tag, model)
-    assert state.updates == 7
+    assert state.counters["updates"] == 7
     assert_same(state, expected)
 
 
@@ -378,10 +383,7 @@ def test_the_checkpoint_is_found_by_any_of_its_directories(tmp_path: Path) -> No
     expected = random_state(model)
     tag = write_checkpoint(tmp_path / "run" / "step_5", model, expected, tp=2, dp=2, xser=True)
     for path in (tag, tag / "model", tag.parent):
-        found = find_optimizer(path)
-        assert found
-        assert found.root == tag / "optim"
-        assert found.files == {
+        assert find_optimizer(path) == {
             (0, tp): tuple(tag / "optim" / rank_file_name(dp, tp) for dp in range(2)) for tp in range(2)
         }  # no .tensors directories, no .info.pt files
     assert find_optimizer(tmp_path) is None
@@ -405,7 +407,7 @@ def test_file_names_of_old_versions(where: str, tmp_path: Path) -> None:
         for tp in range(2):
             (tag / "optim" / rank_file_name(dp, tp)).rename(tag / where / f"optim.dp_rank_{dp:02d}.tp_rank_{tp:02d}")
     state = open_nxd_state(tag, model)
-    assert state.step is None
+    assert "step" not in state.counters
     assert_same(state, expected)
 
 
@@ -415,7 +417,7 @@ def test_the_step_is_found_in_the_tag_or_in_counter_files(tmp_path: Path) -> Non
     names = {"llama--step=5-consumed_samples=160.0.ckpt": 5, "epoch=1-step_7-last": 7, "latest": None}
     for name, step in names.items():
         tag = tag.rename(tmp_path / name)
-        assert open_nxd_state(tag, model).step == step
+        assert open_nxd_state(tag, model).counters.get("step") == step
     contents: dict[str, list[tuple[Any, int | None]]] = {
         "scheduler.pt": [({"last_epoch": 11, "verbose": False}, 11), ({"last_epoch": "x"}, None), ([1], None)],
         "user_content.pt": [({"total_steps": 12, "args": Path("x")}, 12), ({"global_step": 13, "epoch": 0}, 13)],
@@ -423,9 +425,9 @@ def test_the_step_is_found_in_the_tag_or_in_counter_files(tmp_path: Path) -> Non
     for file, found in contents.items():
         for content, step in found:
             torch.save(content, tag / file)
-            assert open_nxd_state(tag, model).step == step
+            assert open_nxd_state(tag, model).counters.get("step") == step
     (tag / "user_content.pt").write_bytes(b"no pickle")
-    assert open_nxd_state(tag, model).step is None
+    assert "step" not in open_nxd_state(tag, model).counters
 
 
 # Invalid state

@@ -15,7 +15,13 @@ from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from tests.support.examples import SCALE
-from trainyard.checkpoint.io.safetensors_file import DTYPE_BY_CODE, encode_header, open_safetensors, write_tensor
+from trainyard.checkpoint.io.safetensors_file import (
+    DTYPE_BY_CODE,
+    TensorSpec,
+    encode_header,
+    open_safetensors,
+    write_tensor,
+)
 from trainyard.core.errors import UserError
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3, 5), (7,), (0,), (4, 0, 2), (2, 3, 4, 5))
@@ -50,7 +56,9 @@ def all_dtypes_and_shapes() -> dict[str, Tensor]:
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     with path.open("wb") as file:
         file.write(
-            encode_header([(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], metadata or {})
+            encode_header(
+                [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()], metadata or {}
+            )
         )
         assert [write_tensor(file, value) for value in tensors.values()] == [value.nbytes for value in tensors.values()]
 
@@ -87,8 +95,9 @@ def test_files_of_the_library_are_read_in_any_slice(tmp_path: Path) -> None:
 def test_opening_reads_no_tensor(tmp_path: Path) -> None:
     """A sparse file of 128 GiB opens at once."""
     path = tmp_path / "large"
+    specs = [TensorSpec("a", torch.float32, (4,)), TensorSpec("b", torch.bfloat16, (2**20, 2**16))]
     with path.open("wb") as file:
-        file.write(encode_header([("a", torch.float32, (4,)), ("b", torch.bfloat16, (2**20, 2**16))], {}))
+        file.write(encode_header(specs, {}))
         write_tensor(file, torch.arange(4.0))
         file.truncate(file.tell() + 2**37)
     found = open_safetensors(path)

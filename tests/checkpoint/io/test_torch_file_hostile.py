@@ -23,7 +23,7 @@ import torch
 
 from tests.checkpoint.io.test_torch_file import assert_equal, read_tensors, save
 from tests.support.examples import SCALE
-from trainyard.checkpoint.io import pickle_limits
+from trainyard.checkpoint.io import pickle_vm
 from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS
 from trainyard.checkpoint.io.torch_file import StubObject, open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter
@@ -221,7 +221,7 @@ def test_invalid_pickles(name: str, tmp_path: Path) -> None:
 
 
 def test_unfolding_values_and_huge_lengths_use_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_limits, "MAX_VALUES", 10_000)
+    monkeypatch.setattr(pickle_vm, "MAX_VALUES", 10_000)
     before = psutil.Process().memory_info().rss
     refused(write_archive(tmp_path / "a.pt", b")" + b"2\x86" * 60 + b"."), "more than 10000 values")
     refused(write_archive(tmp_path / "b.pt", b"]" + b"2]q\x00]" * 3000 + b"."), "more than 10000 opcodes")
@@ -287,16 +287,14 @@ def test_files_that_are_not_checkpoints(tmp_path: Path) -> None:
     refused(path, "is compressed")
 
 
-def write(path: Path, state: dict[str, Any]) -> None:
-    writer = TorchFileWriter(path, root_key="model")
-    for name, tensor in state["model"].items():
+def write(path: Path, state: dict[str, torch.Tensor]) -> None:
+    writer = TorchFileWriter(path)
+    for name, tensor in state.items():
         writer.add(name, tensor)
     writer.close()
 
 
-STATE = {
-    "model": {"a": torch.arange(30.0).reshape(5, 6), "b": torch.arange(9, dtype=torch.bfloat16), "c": torch.tensor(0.3)}
-}
+STATE = {"a": torch.arange(30.0).reshape(5, 6), "b": torch.arange(9, dtype=torch.bfloat16), "c": torch.tensor(0.3)}
 WRITERS = {
     "zip": lambda path: save(STATE, path),
     "legacy": lambda path: save(STATE, path, zipped=False),
@@ -314,11 +312,9 @@ def test_corruption_is_detected(kind: str, tmp_path: Path) -> None:
     for _ in range(scaled(100)):
         path.write_bytes(intact[: rng.randrange(len(intact))])
         refused(path, "a.pt: ")
-    starts = [intact.find(tensor.view(-1).view(torch.uint8).numpy().tobytes()) for tensor in STATE["model"].values()]
+    starts = [intact.find(tensor.view(-1).view(torch.uint8).numpy().tobytes()) for tensor in STATE.values()]
     inside = {
-        position
-        for start, t in zip(starts, STATE["model"].values(), strict=True)
-        for position in range(start, start + t.nbytes)
+        position for start, t in zip(starts, STATE.values(), strict=True) for position in range(start, start + t.nbytes)
     }
     detected = 0
     for _ in range(scaled(300)):

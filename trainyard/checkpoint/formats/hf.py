@@ -8,9 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,13 @@ from trainyard.checkpoint.formats.tensor_map import (
     unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
-from trainyard.checkpoint.io.safetensors_file import encode_header, open_safetensors, write_tensor
-from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.checkpoint.io.safetensors_file import TensorSpec, encode_header, open_safetensors, write_tensor
+from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
 from trainyard.config.hf_config import from_hf as config_from_hf
 from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
-from trainyard.core.tensor_slice import TensorIndex, TensorSlice
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.sharding import fused_index, fused_starts
 
 SAFETENSORS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
@@ -75,7 +73,7 @@ class InMemoryWeights:
         self._param_of = {
             unfused_name: (param, start)
             for param in blueprint.parameter_names()
-            for unfused_name, start in fused_starts(blueprint, param)
+            for unfused_name, start in fused_starts(blueprint, param).items()
         }
         self._cached: tuple[str, Tensor] | None = None
 
@@ -89,31 +87,20 @@ class InMemoryWeights:
         return self._cached[1][fused_index(piece, start)]
 
 
-def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, Tensor | LazyTensor]) -> WeightSource:
+def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, LazyTensor]) -> WeightSource:
     """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
-    expected, tensors = {stored.name: stored for stored in stored_tensors(model)}, _modernize_names(model, tensors)
     ties = models.family_of(model).hf_names(model).tied
-    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))
+    no_prefix = model.family == "gpt" and "wte.weight" in tensors  # as in GPT-2's own files
 
-    def read(_: str, name: str, index: TensorIndex) -> Tensor:
-        tensor = tensors[name]
-        return tensor[index] if isinstance(tensor, Tensor) else tensor.read(index)
-
-    tensors_in_file = [("", stored) for stored in expected.values()]
-    return ShardedWeights(model, tensors_in_file, read, lambda _, name: tensors[name].dtype)
-
-
-def _modernize_names(
-    model: models.AnyModelConfig, tensors: Mapping[str, Tensor | LazyTensor]
-) -> dict[str, Tensor | LazyTensor]:
-    """The first BERT files call the weight and bias of a norm gamma and beta; GPT-2's names have no prefix."""
-    no_prefix = model.family == "gpt" and "wte.weight" in tensors
-
-    def modern(name: str) -> str:
+    def modern_name(name: str) -> str:
+        """The first BERT files call the weight and bias of a norm gamma and beta."""
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         return f"transformer.{name}" if no_prefix and not name.startswith("lm_head.") else name
 
-    return {modern(name): tensor for name, tensor in tensors.items()}
+    tensors = {modern_name(name): tensor for name, tensor in tensors.items()}
+    expected = {stored.name: stored for stored in stored_tensors(model)}
+    check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))
+    return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))
 
 
 def hf_tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +110,8 @@ def hf_tensors(weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_hf(root: Path) -> bool:
-    return root.is_dir() and any((root / name).is_file() for name in _weight_file_names())
+    names = (f"{file}{suffix}" for file in (SAFETENSORS_FILE, BIN_FILE) for suffix in ("", ".index.json"))
+    return any((root / name).is_file() for name in names)
 
 
 def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -> WeightSource:
@@ -136,16 +124,6 @@ def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -
         if (root / file).is_file():
             return weights_from_tensors(model, opener(root / file))
     raise UserError(f"{root / SAFETENSORS_FILE}: no such file; expected a Hugging Face directory with safetensors")
-
-
-@dataclass(frozen=True)
-class _PlannedTensor:
-    stored: StoredTensor
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.stored.shape) * self.dtype.itemsize
 
 
 def write_hf(
@@ -164,63 +142,44 @@ def write_hf(
     reading weights is a collective operation, all ranks call this, one of them with `is_writer`, and without
     `prefetch_reads`, which reads ahead in another thread.
     """
-    plan = [
-        _PlannedTensor(stored, dtype or weights.dtype(stored.slices[0].name))
-        for stored in stored_tensors(weights.model)
-    ]
+    tensors = stored_tensors(weights.model)
     if not is_writer:
-        for planned in plan:
-            assemble(planned.stored, weights)
+        for piece in (piece for stored in tensors for piece in stored.slices):
+            weights.read(piece)
         return
-    files = _group_into_files(plan, max_shard_bytes)
-    producers = (partial(_assemble_on_host, planned, weights) for tensors in files.values() for planned in tensors)
+    dtypes = [dtype or weights.dtype(stored.slices[0].name) for stored in tensors]
+    specs = [TensorSpec(stored.name, kind, stored.shape) for stored, kind in zip(tensors, dtypes, strict=True)]
+    files = _group_into_files(specs, max_shard_bytes)
+    producers = (partial(assemble, stored, weights, kind) for stored, kind in zip(tensors, dtypes, strict=True))
     host_tensors = prefetch(producers) if prefetch_reads else (produce() for produce in producers)
     with atomic_directory(directory) as temporary:
-        _write_files(temporary, files, host_tensors, progress)
+        with background_fsync() as close:
+            for name, specs_in_file in files.items():
+                file = (temporary / name).open("wb")
+                file.write(encode_header(specs_in_file, {"format": "pt"}))
+                for _ in specs_in_file:
+                    progress(write_tensor(file, next(host_tensors)))
+                close(file)
         if len(files) > 1:
-            file_of = {planned.stored.name: name for name, tensors in files.items() for planned in tensors}
-            total = sum(planned.nbytes for planned in plan)
-            _write_json(
-                temporary / f"{SAFETENSORS_FILE}.index.json", {"metadata": {"total_size": total}, "weight_map": file_of}
-            )
-        write_config(temporary / "config.json", weights.model, plan[0].dtype)
-        if tokenizer_source:
-            copy_tokenizer(tokenizer_source, temporary)
+            file_of = {spec.name: name for name, specs_in_file in files.items() for spec in specs_in_file}
+            index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": file_of}
+            _write_json(temporary / f"{SAFETENSORS_FILE}.index.json", index)
+        write_model_files(temporary, weights.model, dtypes[0], tokenizer_source)
 
 
-def _write_files(
-    directory: Path,
-    files: Mapping[str, list[_PlannedTensor]],
-    host_tensors: Iterator[Tensor],
-    progress: Callable[[int], None],
+def write_model_files(
+    directory: Path, model: models.AnyModelConfig, dtype: torch.dtype, tokenizer_source: Path | None = None
 ) -> None:
-    with background_fsync() as close:
-        for name, tensors in files.items():
-            file = (directory / name).open("wb")
-            specs = [(planned.stored.name, planned.dtype, planned.stored.shape) for planned in tensors]
-            file.write(encode_header(specs, {"format": "pt"}))
-            for _ in tensors:
-                progress(write_tensor(file, next(host_tensors)))
-            close(file)
-
-
-def _assemble_on_host(planned: _PlannedTensor, weights: WeightSource) -> Tensor:
-    return assemble(planned.stored, weights).to("cpu", planned.dtype)
-
-
-def write_config(path: Path, model: models.AnyModelConfig, dtype: torch.dtype) -> None:
-    _write_json(path, config_to_hf(model, str(dtype).removeprefix("torch.")))
+    """Write config.json, and copy the tokenizer from a directory that has one."""
+    _write_json(directory / "config.json", config_to_hf(model, str(dtype).removeprefix("torch.")))
+    for path in tokenizer_files(tokenizer_source) if tokenizer_source else ():
+        shutil.copyfile(path, directory / path.name)
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """Tokenizer files and other files that belong to a model whatever the format of its weights."""
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     return [path for path in paths if TOKENIZER_FILES.fullmatch(path.name) and path.is_file()]
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    for path in tokenizer_files(source):
-        shutil.copyfile(path, directory / path.name)
 
 
 def save_hf(
@@ -243,10 +202,6 @@ def load_model(directory: str | Path, device: str = "auto") -> tuple[models.AnyM
     return weights.model, models.fill_parameters(model, lambda name: values(name).to(handle)).eval()
 
 
-def _weight_file_names() -> list[str]:
-    return [name for file in (SAFETENSORS_FILE, BIN_FILE) for name in (file, f"{file}.index.json")]
-
-
 def _open_sharded(root: Path, index: str, opener: Callable[[Path], Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
     try:
         weight_map = json.loads((root / index).read_text(encoding="utf-8"))["weight_map"]
@@ -265,26 +220,25 @@ def _open_sharded(root: Path, index: str, opener: Callable[[Path], Mapping[str, 
 
 
 def _open_bin(path: Path) -> dict[str, LazyTensor]:
-    tensors = open_torch_file(path)
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, LazyTensor) for name, tensor in tensors.items()
-    ):
+    state = open_torch_file(path)
+    tensors = named_tensors(state)
+    if not isinstance(state, dict) or len(tensors) != len(state):
         raise UserError(f"{path}: not a dict of tensors by name")
     return tensors
 
 
-def _group_into_files(plan: list[_PlannedTensor], max_shard_bytes: int) -> dict[str, list[_PlannedTensor]]:
-    files: list[list[_PlannedTensor]] = [[]]
+def _group_into_files(specs: list[TensorSpec], max_shard_bytes: int) -> dict[str, list[TensorSpec]]:
+    files: list[list[TensorSpec]] = [[]]
     size = 0
-    for planned in plan:
-        if files[-1] and size + planned.nbytes > max_shard_bytes:
+    for spec in specs:
+        if files[-1] and size + spec.nbytes > max_shard_bytes:
             files.append([])
             size = 0
-        files[-1].append(planned)
-        size += planned.nbytes
+        files[-1].append(spec)
+        size += spec.nbytes
     if len(files) == 1:
         return {SAFETENSORS_FILE: files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, 1)}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": group for i, group in enumerate(files, 1)}
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -26,13 +26,6 @@ FUSED_LAYERS: dict[tuple[str, ...], tuple[str, object]] = {
     ("qkv_proj", "q_proj", "k_proj", "v_proj"): ("qkv", "coalesced"),
 }
 """A fused layer and the layers in it, and the field of NxdLayout that describes this."""
-PROJECTION_NAMES = {
-    "gqa_qkv_projection_name": "qkv_proj",
-    "query_projection_name": "q_proj",
-    "key_projection_name": "k_proj",
-    "value_projection_name": "v_proj",
-    "output_projection_name": "o_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,7 @@ def _fused_fact(context: str, spec: Mapping[str, Any]) -> tuple[str, object]:
 
 
 def _attention_facts(context: str, spec: Mapping[str, Any], model: AnyModelConfig) -> Iterator[tuple[str, object]]:
-    heads = {"num_attention_heads": model.heads, "num_key_value_heads": model.num_kv_heads}
-    for key, expected in (PROJECTION_NAMES | heads).items():
+    for key, expected in (("num_attention_heads", model.heads), ("num_key_value_heads", model.num_kv_heads)):
         if spec[key] != expected:
             raise UserError(f"{context}: {key}={spec[key]}, but the model has {expected}")
     yield "kv_multiplier", spec["kv_size_multiplier"]

@@ -6,21 +6,20 @@ Writing a stored tensor concatenates these slices; reading an unfused tensor fin
 Only the tensor being converted is in memory.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard import models
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.core.errors import UserError
-from trainyard.core.tensor_slice import TensorIndex, TensorSlice
+from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.sharding import local_tensor
-
-FileKey = TypeVar("FileKey", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,16 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         shape = list(self.slices[0].global_shape)
-        if self.padded_size is None:
-            shape[self.dim] = sum(piece.sizes[self.dim] for piece in self.slices)
-        else:
-            shape[self.dim] = self.padded_size
+        shape[self.dim] = self.padded_size or sum(piece.sizes[self.dim] for piece in self.slices)
         return tuple(reversed(shape)) if self.transposed else tuple(shape)
+
+
+def padded_shard(name: str, full: TensorSlice, rows: int, rank: int) -> StoredTensor:
+    """Shard `rank` of a tensor whose shards all have `rows` rows; the rows beyond the end of `full` are zeros."""
+    start, stop = (min(end * rows, full.sizes[0]) for end in (rank, rank + 1))
+    # A shard of padding only gets an empty slice, the same for all of them.
+    piece = full.narrow(0, start, stop) if start < stop else full.narrow(0, 0, 0)
+    return StoredTensor(name, 0, (piece,), padded_size=rows)
 
 
 class WeightSource(Protocol):
@@ -59,6 +63,22 @@ class WeightSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TrainingState:
+    """Weights and, if there are any, optimizer moments, addressed by slices of unfused tensors."""
+
+    model: models.AnyModelConfig
+    dtypes: Mapping[str, torch.dtype]
+    """The dtype of each kind of state, by the names of STATE_KINDS."""
+    readers: Mapping[str, Callable[[TensorSlice], Tensor]]
+    """Functions that read a slice of each kind of state."""
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    """The step, the number of updates and so on, as far as they are known."""
+
+    def read(self, kind: str, piece: TensorSlice) -> Tensor:
+        return self.readers[kind](piece).to(self.dtypes[kind])
+
+
 @lru_cache(maxsize=8)
 def unfused_tensors(model: models.AnyModelConfig) -> Mapping[str, TensorSlice]:
     """Every unfused tensor of the model, in full, by name, in the blueprint's order."""
@@ -66,24 +86,19 @@ def unfused_tensors(model: models.AnyModelConfig) -> Mapping[str, TensorSlice]:
     return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
 
 
-def assemble(stored: StoredTensor, weights: WeightSource) -> Tensor:
-    """Read the slices of a stored tensor and return it as the file holds it."""
+def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | None = None) -> Tensor:
+    """Read the slices of a stored tensor and return it on the host as the file holds it (`dtype` None: its own)."""
     pieces = [weights.read(piece) for piece in stored.slices]
     tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, stored.dim)
     if stored.padded_size is not None and (missing := stored.padded_size - tensor.shape[stored.dim]):
         tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - stored.dim) + (0, missing))
-    return (tensor.T if stored.transposed else tensor).contiguous()
-
-
-class HasShape(Protocol):
-    @property
-    def shape(self) -> Sequence[int]: ...
+    return (tensor.T if stored.transposed else tensor).contiguous().to(device="cpu", dtype=dtype)
 
 
 def check_tensors(
     where: str,
     expected: Mapping[str, StoredTensor],
-    tensors: Mapping[str, HasShape],
+    tensors: Mapping[str, LazyTensor],
     ignored: Callable[[str], object] = lambda name: False,
 ) -> None:
     """Refuse missing and unknown tensors and wrong shapes. The error message begins with `where`."""
@@ -93,88 +108,94 @@ def check_tensors(
         problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not a tensor of this model"
         raise UserError(f"{where} does not fit the model: {problem} ({len(missing)} missing, {len(unknown)} unknown)")
     for name, stored in expected.items():
-        if (shape := tuple(tensors[name].shape)) != stored.shape:
+        if (shape := tensors[name].shape) != stored.shape:
             raise UserError(f"{where} does not fit the model: {name} is {list(shape)}, expected {list(stored.shape)}")
 
 
 @dataclass(frozen=True)
-class _StoredSlice(Generic[FileKey]):
-    """A slice of an unfused tensor, stored at [start, start + size) along the dim of a stored tensor."""
+class _StoredSlice:
+    """A slice of an unfused tensor that starts at `start` along the dim of a stored tensor, whose data is `tensor`."""
 
-    file: FileKey
-    stored: StoredTensor
     piece: TensorSlice
+    stored: StoredTensor
+    tensor: LazyTensor
     start: int
 
-    def index(self, part: TensorSlice) -> TensorIndex:
-        """Where a part of the slice is in the stored tensor."""
-        dim, origin = self.stored.dim, list(self.piece.offsets)
-        origin[dim] -= self.start
+    def read(self, part: TensorSlice) -> Tensor:
+        """Read a part of the slice."""
+        origin = list(self.piece.offsets)
+        origin[self.stored.dim] -= self.start
         index = part.to_index(tuple(origin))
-        return index[::-1] if self.stored.transposed else index
+        return self.tensor.read(index[::-1]).T if self.stored.transposed else self.tensor.read(index)
 
 
-class ShardedWeights(Generic[FileKey]):
+TensorPairs = Iterable[tuple[StoredTensor, LazyTensor]]
+"""Stored tensors, each with its data in a file."""
+
+
+def _stored_slices(tensors: TensorPairs) -> Iterator[_StoredSlice]:
+    for stored, tensor in tensors:
+        start = 0
+        for piece in stored.slices:
+            yield _StoredSlice(piece, stored, tensor, start)
+            start += piece.sizes[stored.dim]
+
+
+class ShardedWeights:
     """A WeightSource whose unfused tensors are spread over the stored tensors of several files.
 
-    `read_tensor(file, name, index)` and `dtype_of(file, name)` access a stored tensor. Where several stored tensors
-    hold the same slice (replicas), the first one is read.
+    Where several stored tensors hold the same slice (replicas), the first one is read.
     """
 
-    def __init__(
-        self,
-        model: models.AnyModelConfig,
-        tensors: Iterable[tuple[FileKey, StoredTensor]],
-        read_tensor: Callable[[FileKey, str, TensorIndex], Tensor],
-        dtype_of: Callable[[FileKey, str], torch.dtype],
-    ) -> None:
+    notes: tuple[str, ...] = ()
+    """Assumptions made to read them, for the user."""
+
+    def __init__(self, model: models.AnyModelConfig, tensors: TensorPairs) -> None:
         self.model = model
-        self._read_tensor, self._dtype_of = read_tensor, dtype_of
-        self._slices: dict[str, list[_StoredSlice[FileKey]]] = {}
-        for file, stored in tensors:
-            start = 0
-            for piece in stored.slices:
-                self._slices.setdefault(piece.name, []).append(_StoredSlice(file, stored, piece, start))
-                start += piece.sizes[stored.dim]
+        self._slices: dict[str, list[_StoredSlice]] = {}
+        for stored in _stored_slices(tensors):
+            self._slices.setdefault(stored.piece.name, []).append(stored)
         for name, tensor in unfused_tensors(model).items():
-            self._check_coverage(name, tensor)
+            self._sort_and_check_coverage(name, tensor)
 
     def dtype(self, name: str) -> torch.dtype:
-        first = self._slices[name][0]
-        return self._dtype_of(first.file, first.stored.name)
+        return self._slices[name][0].tensor.dtype
 
     def read(self, piece: TensorSlice) -> Tensor:
         if not piece.numel:
             return torch.empty(piece.sizes, dtype=self.dtype(piece.name))
-        dim = self._slices[piece.name][0].stored.dim
-        remaining: TensorSlice = piece
-        out = []
+        dim, out = self._slices[piece.name][0].stored.dim, []
+        stop = piece.offsets[dim] + piece.sizes[dim]
         for stored in self._slices[piece.name]:
-            overlap = remaining.intersect(stored.piece)
-            if overlap is None or overlap.offsets[dim] != remaining.offsets[dim]:
-                continue
-            tensor = self._read_tensor(stored.file, stored.stored.name, stored.index(overlap))
-            out.append(tensor.T if stored.stored.transposed else tensor)
-            end = piece.offsets[dim] + piece.sizes[dim]
-            remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], end)
-            if not remaining.numel:
-                break
-        assert not remaining.numel, piece
+            if overlap := piece.intersect(stored.piece):
+                out.append(stored.read(overlap))
+                piece = piece.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)  # what remains to be read
+        assert not piece.numel, piece
         return out[0] if len(out) == 1 else torch.cat(out, dim)
 
-    def _check_coverage(self, name: str, tensor: TensorSlice) -> None:
-        stored_slices = self._slices.get(name)
-        if not stored_slices:
+    def _sort_and_check_coverage(self, name: str, tensor: TensorSlice) -> None:
+        if name not in self._slices:
             raise UserError(f"checkpoint does not fit the model: no tensor in it holds {name}")
-        dim = stored_slices[0].stored.dim
-        stored_slices.sort(key=lambda stored: stored.piece.offsets[dim])  # stable: the first replica stays first
-        end = 0
-        for stored in stored_slices:
+        dim, end = self._slices[name][0].stored.dim, 0
+        self._slices[name].sort(key=lambda stored: stored.piece.offsets[dim])  # stable: the first replica stays first
+        for stored in self._slices[name]:
             if stored.piece.offsets[dim] > end:
                 break
             end = max(end, stored.piece.offsets[dim] + stored.piece.sizes[dim])
         if end != tensor.sizes[dim]:
             raise UserError(f"checkpoint does not fit the model: {name} ends at {end} of {tensor.sizes}")
+
+
+def find_mismatched_copy(tensors: TensorPairs) -> str | None:
+    """The name of the first tensor that holds a slice with other bits than an earlier tensor with the same slice."""
+    seen: dict[TensorSlice, _StoredSlice] = {}
+    for stored in _stored_slices(tensors):
+        first = seen.setdefault(stored.piece, stored)
+        if first is not stored:
+            a, b = (copy.read(stored.piece).contiguous() for copy in (first, stored))
+            if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return stored.stored.name
+    return None
 
 
 def tp_rank_values(weights: WeightSource, tp: int = 1, rank: int = 0) -> models.ParameterValues:

@@ -4,9 +4,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 PREFETCH_DEPTH = 2
@@ -32,7 +32,7 @@ def prefetch(producers: Iterable[Callable[[], T]]) -> Iterator[T]:
         pool.shutdown(cancel_futures=True)
 
 
-class OrderedWorkers:
+class OrderedWorkers(AbstractContextManager["OrderedWorkers"]):
     """Threads that run tasks in parallel, but the tasks of one worker in order. Only a few tasks are pending at a time.
 
     Leaving the `with` block waits for all tasks. The exception of a task is raised there, or by a later `submit`.
@@ -47,9 +47,6 @@ class OrderedWorkers:
         while len(self.pending) > 2 * NUM_WORKERS:
             self.pending.popleft().result()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for pool in self.pools:
             pool.shutdown(cancel_futures=error is not None)
@@ -61,23 +58,17 @@ class OrderedWorkers:
 @contextmanager
 def background_fsync() -> Iterator[Callable[[BinaryIO], None]]:
     """Yield a function that fsyncs and closes a file in another thread. All files are on disk when the block ends."""
-    pool = ThreadPoolExecutor(MAX_PARALLEL)
-    futures: list[Future[None]] = []
 
     def sync_and_close(file: BinaryIO) -> None:
         with file:
+            file.flush()
             os.fsync(file.fileno())
 
-    def close(file: BinaryIO) -> None:
-        file.flush()
-        futures.append(pool.submit(sync_and_close, file))
-
-    try:
-        yield close
+    futures: list[Future[None]] = []
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        yield lambda file: futures.append(pool.submit(sync_and_close, file))
         for future in futures:
             future.result()
-    finally:
-        pool.shutdown()
 
 
 def fsync_files(paths: Iterable[Path]) -> None:
@@ -90,5 +81,4 @@ def fsync_files(paths: Iterable[Path]) -> None:
 def run_parallel(tasks: Iterable[Callable[[], None]]) -> None:
     """Run all tasks in threads and wait for them."""
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        for future in [pool.submit(task) for task in tasks]:
-            future.result()
+        list(pool.map(lambda task: task(), tasks))

@@ -36,13 +36,8 @@ _MAX_EXPANDED_BYTES = 2**30
 class LazyTensor(ABC):
     """A tensor in a file that is read on demand."""
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype: ...
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     @abstractmethod
     def read(self, index: TensorIndex | None = None) -> Tensor:
@@ -88,7 +83,7 @@ class TensorStorage:
     numel: int
     start: int
     """Offset in bytes. In the legacy format, it is known only after the tensors."""
-    byte_swapped: bool
+    byte_swapped: bool = False
     """The file was written on a machine of the other byte order."""
 
 
@@ -98,31 +93,22 @@ class StorageView(LazyTensor):
     def __init__(self, storage: Any, dtype: Any, offset: Any, shape: Any, stride: Any) -> None:
         if not isinstance(storage, TensorStorage) or not isinstance(dtype, torch.dtype):
             raise ValueError("tensor without storage or dtype")
-        self._storage, self._dtype = storage, dtype
-        self._shape, self._stride = check_sizes(shape), check_sizes(stride)
-        (self._offset,) = check_sizes((offset,))
-        if len(self._shape) != len(self._stride) or len(self._shape) > _MAX_DIMS:
-            raise ValueError(f"tensor of {len(self._shape)} dims with {len(self._stride)} strides")
-        storage_bytes, count = storage.numel * storage.dtype.itemsize, prod(self._shape)
-        self._span = 1 + sum((size - 1) * step for size, step in zip(self._shape, self._stride, strict=True))
+        self._storage, self.dtype = storage, dtype
+        self.shape, self._stride, (self._offset,) = check_sizes(shape), check_sizes(stride), check_sizes((offset,))
+        if len(self.shape) != len(self._stride) or len(self.shape) > _MAX_DIMS:
+            raise ValueError(f"tensor of {len(self.shape)} dims with {len(self._stride)} strides")
+        storage_bytes, count = storage.numel * storage.dtype.itemsize, prod(self.shape)
+        self._span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self._stride, strict=True))
         if count and (self._offset + self._span) * dtype.itemsize > storage_bytes:
-            raise ValueError(f"tensor of {self._shape} exceeds its storage of {storage_bytes} bytes")
+            raise ValueError(f"tensor of {self.shape} exceeds its storage of {storage_bytes} bytes")
         if count * dtype.itemsize > max(storage_bytes, _MAX_EXPANDED_BYTES) or count >= _MAX_SIZE:
-            raise ValueError(f"tensor of {self._shape} in a storage of {storage_bytes} bytes")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
+            raise ValueError(f"tensor of {self.shape} in a storage of {storage_bytes} bytes")
 
     def read(self, index: TensorIndex | None = None) -> Tensor:
-        if 0 in self._shape:
-            empty = torch.empty(self._shape, dtype=self._dtype)
+        if 0 in self.shape:
+            empty = torch.empty(self.shape, dtype=self.dtype)
             return empty if index is None else empty[index]
-        element_bytes = self._dtype.itemsize
+        element_bytes = self.dtype.itemsize
         needed = 0, self._span * element_bytes
         if index is not None and self._stride:
             row_bytes = self._stride[0] * element_bytes
@@ -130,30 +116,22 @@ class StorageView(LazyTensor):
         start = self._storage.start + self._offset * element_bytes
         mapped = self._storage.file.map_bytes(start, self._span * element_bytes, needed)
         # As bytes, with the bytes of an element in the last dim: the position in the file may be unaligned.
-        view = mapped.as_strided((*self._shape, element_bytes), (*(step * element_bytes for step in self._stride), 1))
+        view = mapped.as_strided((*self.shape, element_bytes), (*(step * element_bytes for step in self._stride), 1))
         if index is not None:
             view = view[index]
-        number_bytes = element_bytes // 2 if self._dtype.is_complex else element_bytes
+        number_bytes = element_bytes // 2 if self.dtype.is_complex else element_bytes
         if self._storage.byte_swapped and number_bytes > 1:
             view = view.reshape(*view.shape[:-1], -1, number_bytes).flip(-1).flatten(-2)
         elif mapped.data_ptr() % element_bytes:  # torch requires aligned elements
             view = view.clone(memory_format=torch.contiguous_format)
-        return view.view(self._dtype).squeeze(-1)
+        return view.view(self.dtype).squeeze(-1)
 
 
 class InlineTensor(LazyTensor):
-    """A tensor whose values are in the pickle itself."""
+    """A tensor in memory, such as one whose values are in the pickle itself."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
+        self._tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
     def read(self, index: TensorIndex | None = None) -> Tensor:
         return self._tensor if index is None else self._tensor[index]

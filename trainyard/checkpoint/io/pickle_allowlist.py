@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainyard.checkpoint.io.lazy_tensor import InlineTensor, LazyTensor, StorageView, check_sizes
-from trainyard.checkpoint.io.pickle_limits import AllowedGlobal, StubObject, check_key, describe
+from trainyard.checkpoint.io.pickle_vm import AllowedGlobal, StubObject, check_key, describe
 
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -38,8 +38,6 @@ REFERENCE_CLASSES = (
 )
 """Classes of references to tensors in separate files: torch-xla's; the one that NxD writes for tensors inside lists;
 and that of NeMo Megatron for Neuron. All have an attribute `tid`; the last two also have `shape` and `dtype`."""
-
-
 _NUMPY_CODES = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
 
@@ -99,10 +97,6 @@ def _empty_array(kind: Any, *_: Any) -> np.ndarray[Any, Any]:
     return np.empty(0, np.int8)
 
 
-def _numpy_scalar(kind: Any, data: Any) -> Any:
-    return _numpy_array(data, kind, (), None).item()
-
-
 def _encode_latin1(text: Any, encoding: Any) -> bytes:
     """Bytes as pickle protocol 2 stores them."""
     if not isinstance(text, str) or encoding != "latin1":
@@ -116,22 +110,23 @@ def _device(*args: Any) -> torch.device:
     return torch.device(*args)
 
 
-def _reject_flags(metadata: Any) -> None:
-    if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
-        raise ValueError("conjugated or negated view of a tensor")
+def _complex(*parts: Any) -> complex:
+    if not all(type(part) is float for part in parts):
+        raise ValueError("complex number of values that are not numbers")
+    return complex(*parts)
 
 
 def _rebuild_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any = 0, _hooks: Any = 0, flags: Any = None
 ) -> StorageView:
-    _reject_flags(flags)
-    return StorageView(storage, getattr(storage, "dtype", None), offset, shape, stride)
+    return _rebuild_tensor_v3(storage, offset, shape, stride, _grad, _hooks, getattr(storage, "dtype", None), flags)
 
 
 def _rebuild_tensor_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
 ) -> StorageView:
-    _reject_flags(flags)
+    if isinstance(flags, dict) and (flags.get("conj") or flags.get("neg")):
+        raise ValueError("conjugated or negated view of a tensor")
     return StorageView(storage, dtype, offset, shape, stride)
 
 
@@ -160,17 +155,9 @@ def _rebuild_with_attributes(function: Any, kind: Any, arguments: Any, _state: A
 def _numpy_calls(core: str) -> dict[str, Callable[..., Any] | None]:
     return {
         f"{core}.multiarray._reconstruct": _empty_array,
-        f"{core}.multiarray.scalar": _numpy_scalar,
+        f"{core}.multiarray.scalar": lambda kind, data: _numpy_array(data, kind, (), None).item(),
         f"{core}.numeric._frombuffer": _numpy_array,
     }
-
-
-def _checked_members(items: Any = ()) -> list[Any]:
-    return [check_key(item) for item in _as_list(items)]
-
-
-def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    return {check_key(name): value for name, value in map(_as_list, _as_list(pairs))}
 
 
 def _as_list(items: Any) -> list[Any]:
@@ -179,18 +166,20 @@ def _as_list(items: Any) -> list[Any]:
     return list(items)
 
 
-def _complex(*parts: Any) -> complex:
-    if not all(type(part) is float for part in parts):
-        raise ValueError("complex number of values that are not numbers")
-    return complex(*parts)
+def _as_keys(items: Any = ()) -> list[Any]:
+    return [check_key(item) for item in _as_list(items)]
+
+
+def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
+    return {check_key(name): value for name, value in map(_as_list, _as_list(pairs))}
 
 
 _ALLOWED_CALLS: dict[str, Callable[..., Any] | None] = {
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": lambda *_: {},
     "argparse.Namespace": NamespaceDict,
-    "builtins.set": lambda items=(): set(_checked_members(items)),
-    "builtins.frozenset": lambda items=(): frozenset(_checked_members(items)),
+    "builtins.set": lambda *items: set(_as_keys(*items)),
+    "builtins.frozenset": lambda *items: frozenset(_as_keys(*items)),
     "builtins.bytes": lambda: b"",
     "builtins.bytearray": lambda *data: bytearray(b"".join(data)),
     "builtins.complex": _complex,

@@ -4,23 +4,90 @@ Python's unpickler is not safe, not even with a restricted `find_class`: a few b
 trusts memo indices and lengths before it checks them), BUILD overwrites attributes of any object that `find_class`
 returns, and the hash of a deeply nested key crashes the process. Here, nothing foreign is imported or called: calls go
 to functions of an allowlist, keys are simple values, memory is bounded by the size of the file, and the number of
-opcodes and the depth of containers are limited.
+opcodes and the depth of containers are limited. A small file can ask for huge resources: nested lists that share
+elements and unfold to more values than fit in memory, a key whose hash takes years, a long string that is copied a
+million times.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pickletools import genops
 from typing import IO, Any
 
-from trainyard.checkpoint.io import pickle_limits
-from trainyard.checkpoint.io.pickle_limits import (
-    AllowedGlobal,
-    StubObject,
-    check_bounds,
-    check_key,
-    copy_cost,
-    describe,
-)
+import numpy as np
+import torch
+
+MAX_VALUES = 10_000_000
+"""Maximum opcodes of a pickle, and maximum values in its object, counted as a tree."""
+MAX_COPIED_BYTES = 2**31
+"""Maximum bytes that calls may copy; a value in a container counts as 64."""
+MAX_DEPTH = 100
+"""Maximum nesting of containers."""
+_MAX_KEY_ITEMS = 16
+"""Maximum values in a tuple that is a dict key."""
+
+
+class StubObject:
+    """The name of a class or function that was not loaded, or of an instance. Operations on it do nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, not loaded>"
+
+
+class AllowedGlobal(StubObject):
+    """A name of the allowlist. `call` replaces calling the function or creating an instance; None: not callable."""
+
+    def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
+        super().__init__(name)
+        self.call = call
+
+
+_KEY_TYPES = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, StubObject)
+
+
+def check_key(value: Any) -> Any:
+    """Refuse dict keys and set members that are expensive to hash or chosen to collide (as large ints can be)."""
+    items = value if type(value) in (tuple, torch.Size) else (value,)
+    if len(items) > _MAX_KEY_ITEMS or any(
+        type(item) not in _KEY_TYPES or (type(item) is int and abs(item) >= 2**60) for item in items
+    ):
+        raise ValueError(f"a {type(value).__name__} is used as a key")
+    return value
+
+
+def describe(value: Any) -> str:
+    """A short description for error messages. A repr of a nested value can be endless."""
+    return value.name if isinstance(value, StubObject) else f"a {type(value).__name__}"
+
+
+def copy_cost(value: Any, depth: int = 2) -> int:
+    """Bytes charged for copying an argument and, if it is a tuple, its items."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, tuple) and depth:
+        return 64 * len(value) + sum(copy_cost(item, depth - 1) for item in value)
+    return 64 * len(value) if isinstance(value, tuple | list | dict | set | frozenset) else 64
+
+
+def check_bounds(value: Any) -> None:
+    """Refuse cycles, deep nesting and shared containers that unfold to too many values, so that callers may recurse."""
+    count = 0
+    levels: list[Iterator[Any]] = [iter((value,))]
+    while levels:
+        for item in levels[-1]:
+            count += 1
+            if isinstance(item, dict | list | tuple):
+                levels.append(iter(item.values() if isinstance(item, dict) else item))
+                break
+        else:
+            levels.pop()
+        if len(levels) > MAX_DEPTH or count > MAX_VALUES:
+            raise ValueError(f"containers nested more than {MAX_DEPTH} deep, or more than {MAX_VALUES} values")
 
 
 @dataclass(frozen=True)
@@ -43,9 +110,13 @@ def unpickle(stream: IO[bytes], rules: UnpickleRules) -> Any:
     """
     vm = _PickleVm(rules)
     for i, (opcode, argument, _) in enumerate(genops(stream)):
-        if i == pickle_limits.MAX_VALUES:
+        if i == MAX_VALUES:
             raise ValueError(f"more than {i} opcodes in a pickle")
-        _OPCODE_HANDLERS[opcode.name](vm, argument)
+        if opcode.name in _PUSHED_VALUES:
+            value = _PUSHED_VALUES[opcode.name](vm, argument)
+            vm.stack.append(value)  # the value may have come with another stack
+        else:
+            _ACTIONS[opcode.name](vm, argument)
     (value,) = vm.stack
     check_bounds(value)
     return value
@@ -59,172 +130,119 @@ class _PickleVm:
         self.memo: dict[int, Any] = {}
         self.copied_bytes = 0
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
+    def pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise IndexError("the stack is empty")
+        start = len(self.stack) - count
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
 
-    def pop(self) -> Any:
-        return self.stack.pop()
+    def mark(self) -> None:
+        self.outer_stacks.append(self.stack)
+        self.stack = []
 
     def pop_to_mark(self) -> list[Any]:
         items = self.stack
         self.stack = self.outer_stacks.pop()
         return items
 
-    def charge_copy(self, arguments: Any) -> None:
-        self.copied_bytes += copy_cost(arguments)
-        if self.copied_bytes > pickle_limits.MAX_COPIED_BYTES:
-            raise ValueError("calls copy too many bytes")
+    def memoize(self, index: int | None) -> None:
+        index = len(self.memo) if index is None else index
+        if not 0 <= index < 2**32:
+            raise ValueError("memo index out of range")
+        self.memo[index] = self.stack[-1]
 
-    def call(self, function: Any, arguments: Any) -> Any:
+    def extend(self, kind: type, items: list[Any]) -> None:
+        """Add items to the container on the stack. A stub ignores what is added to it."""
+        container = self.stack[-1]
+        if type(container) is kind:
+            _ADD_ITEMS[kind](container, items)
+        elif type(container) is not StubObject:
+            raise ValueError(f"expected a {kind.__name__}, found {describe(container)}")
+
+    def find_global(self, module: Any, name: Any) -> Any:
+        if type(module) is not str or type(name) is not str or len(module) + len(name) > 1000:
+            raise ValueError("invalid global name")
+        return self.rules.find_global(module, name)
+
+    def call(self, function: Any, arguments: Any, kwargs: Any = None) -> Any:
         if type(function) is StubObject:
             return StubObject(function.name)
-        if not isinstance(function, AllowedGlobal) or function.call is None or type(arguments) is not tuple:
+        if not isinstance(function, AllowedGlobal) or function.call is None or type(arguments) is not tuple or kwargs:
             raise ValueError(f"call of {describe(function)} with {describe(arguments)}")
         self.charge_copy(arguments)
         return function.call(*arguments)
 
+    def call_unpacked(self, function: Any, *arguments: Any) -> Any:
+        return self.call(function, arguments)
 
-OpcodeHandler = Callable[[_PickleVm, Any], None]
+    def set_state(self, state: Any) -> None:
+        target = self.stack[-1]
+        setter = self.rules.state_setters.get(type(target))
+        if setter is None:
+            raise ValueError(f"state for {describe(target)}")
+        self.charge_copy(state)
+        setter(target, state)
 
-
-def _mark(vm: _PickleVm, _: Any) -> None:
-    vm.outer_stacks.append(vm.stack)
-    vm.stack = []
-
-
-def _tuple_of_last(count: int) -> OpcodeHandler:
-    def handler(vm: _PickleVm, _: Any) -> None:
-        if len(vm.stack) < count:
-            raise IndexError("the stack is empty")
-        start = len(vm.stack) - count
-        vm.stack[start:] = [tuple(vm.stack[start:])]
-
-    return handler
-
-
-def _extend(
-    kind: type, add: Callable[[Any, list[Any]], None], pop_items: Callable[[_PickleVm], list[Any]]
-) -> OpcodeHandler:
-    """Add items to the container below them on the stack. A stub ignores what is added to it."""
-
-    def handler(vm: _PickleVm, _: Any) -> None:
-        items = pop_items(vm)
-        container = vm.stack[-1]
-        if type(container) is kind:
-            add(container, items)
-        elif type(container) is not StubObject:
-            raise ValueError(f"expected a {kind.__name__}, found {describe(container)}")
-
-    return handler
-
-
-def _pop_one(vm: _PickleVm) -> list[Any]:
-    return [vm.pop()]
-
-
-def _pop_two(vm: _PickleVm) -> list[Any]:
-    value = vm.pop()
-    return [vm.pop(), value]
+    def charge_copy(self, arguments: Any) -> None:
+        self.copied_bytes += copy_cost(arguments)
+        if self.copied_bytes > MAX_COPIED_BYTES:
+            raise ValueError("calls copy too many bytes")
 
 
 def _key_value_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
     return [(check_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
 
 
-def _global(vm: _PickleVm, argument: Any) -> None:
-    vm.push(vm.rules.find_global(*argument.split(" ", 1)))
-
-
-def _stack_global(vm: _PickleVm, _: Any) -> None:
-    module, name = _pop_two(vm)
-    if type(module) is not str or type(name) is not str or len(module) + len(name) > 1000:
-        raise ValueError("invalid global name")
-    vm.push(vm.rules.find_global(module, name))
-
-
-def _call(vm: _PickleVm, _: Any) -> None:
-    vm.push(vm.call(*_pop_two(vm)))
-
-
-def _call_with_kwargs(vm: _PickleVm, _: Any) -> None:
-    kwargs = vm.pop()
-    function, arguments = _pop_two(vm)
-    if type(function) is not StubObject and kwargs != {}:
-        raise ValueError(f"call of {describe(function)} with keyword arguments")
-    vm.push(vm.call(function, arguments))
-
-
-def _object(vm: _PickleVm, _: Any) -> None:
-    function, *arguments = vm.pop_to_mark()
-    vm.push(vm.call(function, tuple(arguments)))
-
-
-def _instance(vm: _PickleVm, argument: Any) -> None:
-    function = vm.rules.find_global(*argument.split(" ", 1))
-    vm.push(vm.call(function, tuple(vm.pop_to_mark())))
-
-
-def _build(vm: _PickleVm, _: Any) -> None:
-    state, target = vm.pop(), vm.stack[-1]
-    set_state = vm.rules.state_setters.get(type(target))
-    if set_state is None:
-        raise ValueError(f"state for {describe(target)}")
-    vm.charge_copy(state)
-    set_state(target, state)
-
-
-def _memoize(vm: _PickleVm, index: Any) -> None:
-    index = len(vm.memo) if index is None else index
-    if not 0 <= index < 2**32:
-        raise ValueError("memo index out of range")
-    vm.memo[index] = vm.stack[-1]
-
-
-def _pushes(make: Callable[[_PickleVm, Any], Any]) -> OpcodeHandler:
-    return lambda vm, argument: vm.push(make(vm, argument))
-
-
-# torch never writes the missing opcodes: extension codes, out-of-band buffers, text persistent ids.
-_OPCODE_HANDLERS: dict[str, OpcodeHandler] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda vm, _: None),
-    **dict.fromkeys(
-        ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"), _PickleVm.push
-    ),
-    **dict.fromkeys(("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES"), _PickleVm.push),
-    **dict.fromkeys(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _PickleVm.push),
-    **dict.fromkeys(("BINBYTES8", "BYTEARRAY8"), _PickleVm.push),
-    "NONE": _pushes(lambda *_: None),
-    "NEWTRUE": _pushes(lambda *_: True),
-    "NEWFALSE": _pushes(lambda *_: False),
-    "EMPTY_LIST": _pushes(lambda *_: []),
-    "EMPTY_DICT": _pushes(lambda *_: {}),
-    "EMPTY_SET": _pushes(lambda *_: set()),
-    "EMPTY_TUPLE": _pushes(lambda *_: ()),
-    "LIST": _pushes(lambda vm, _: vm.pop_to_mark()),
-    "TUPLE": _pushes(lambda vm, _: tuple(vm.pop_to_mark())),
-    "DICT": _pushes(lambda vm, _: dict(_key_value_pairs(vm.pop_to_mark()))),
-    "FROZENSET": _pushes(lambda vm, _: frozenset(map(check_key, vm.pop_to_mark()))),
-    **{f"TUPLE{count}": _tuple_of_last(count) for count in (1, 2, 3)},
-    "APPEND": _extend(list, list.extend, _pop_one),
-    "APPENDS": _extend(list, list.extend, _PickleVm.pop_to_mark),
-    "SETITEM": _extend(dict, lambda container, items: container.update(_key_value_pairs(items)), _pop_two),
-    "SETITEMS": _extend(
-        dict, lambda container, items: container.update(_key_value_pairs(items)), _PickleVm.pop_to_mark
-    ),
-    "ADDITEMS": _extend(set, lambda container, items: container.update(map(check_key, items)), _PickleVm.pop_to_mark),
-    "MARK": _mark,
-    "POP": lambda vm, _: vm.pop(),
-    "POP_MARK": lambda vm, _: vm.pop_to_mark().clear(),
-    "DUP": _pushes(lambda vm, _: vm.stack[-1]),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _memoize),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _pushes(lambda vm, index: vm.memo[index])),
-    "GLOBAL": _global,
-    "STACK_GLOBAL": _stack_global,
-    "REDUCE": _call,
-    "NEWOBJ": _call,
-    "NEWOBJ_EX": _call_with_kwargs,
-    "OBJ": _object,
-    "INST": _instance,
-    "BUILD": _build,
-    "BINPERSID": _pushes(lambda vm, _: vm.rules.load_storage(vm.pop())),
+_ADD_ITEMS: dict[type, Callable[[Any, list[Any]], None]] = {
+    list: list.extend,
+    dict: lambda container, items: container.update(_key_value_pairs(items)),
+    set: lambda container, items: container.update(map(check_key, items)),
 }
+_LITERAL_OPCODES = (
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES "
+    "SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8"
+)
+# torch never writes the opcodes missing below: extension codes, out-of-band buffers, text persistent ids.
+_PUSHED_VALUES: dict[str, Callable[[_PickleVm, Any], Any]] = {
+    **dict.fromkeys(_LITERAL_OPCODES.split(), lambda _, argument: argument),
+    "NONE": lambda *_: None,
+    "NEWTRUE": lambda *_: True,
+    "NEWFALSE": lambda *_: False,
+    "EMPTY_LIST": lambda *_: [],
+    "EMPTY_DICT": lambda *_: {},
+    "EMPTY_SET": lambda *_: set(),
+    "EMPTY_TUPLE": lambda *_: (),
+    "LIST": lambda vm, _: vm.pop_to_mark(),
+    "TUPLE": lambda vm, _: tuple(vm.pop_to_mark()),
+    "TUPLE1": lambda vm, _: tuple(vm.pop(1)),
+    "TUPLE2": lambda vm, _: tuple(vm.pop(2)),
+    "TUPLE3": lambda vm, _: tuple(vm.pop(3)),
+    "DICT": lambda vm, _: dict(_key_value_pairs(vm.pop_to_mark())),
+    "FROZENSET": lambda vm, _: frozenset(map(check_key, vm.pop_to_mark())),
+    "DUP": lambda vm, _: vm.stack[-1],
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda vm, index: vm.memo[index]),
+    "GLOBAL": lambda vm, names: vm.rules.find_global(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda vm, _: vm.find_global(*vm.pop(2)),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda vm, _: vm.call(*vm.pop(2))),
+    "NEWOBJ_EX": lambda vm, _: vm.call(*vm.pop(3)),
+    "OBJ": lambda vm, _: vm.call_unpacked(*vm.pop_to_mark()),
+    "INST": lambda vm, names: vm.call_unpacked(vm.rules.find_global(*names.split(" ", 1)), *vm.pop_to_mark()),
+    "BINPERSID": lambda vm, _: vm.rules.load_storage(*vm.pop(1)),
+}
+"""Opcodes that push a value, and the value."""
+_ACTIONS: dict[str, Callable[[_PickleVm, Any], Any]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda *_: None),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _PickleVm.memoize),
+    "APPEND": lambda vm, _: vm.extend(list, vm.pop(1)),
+    "APPENDS": lambda vm, _: vm.extend(list, vm.pop_to_mark()),
+    "SETITEM": lambda vm, _: vm.extend(dict, vm.pop(2)),
+    "SETITEMS": lambda vm, _: vm.extend(dict, vm.pop_to_mark()),
+    "ADDITEMS": lambda vm, _: vm.extend(set, vm.pop_to_mark()),
+    "MARK": lambda vm, _: vm.mark(),
+    "POP": lambda vm, _: vm.pop(1),
+    "POP_MARK": lambda vm, _: vm.pop_to_mark(),
+    "BUILD": lambda vm, _: vm.set_state(*vm.pop(1)),
+}
+"""The other opcodes."""

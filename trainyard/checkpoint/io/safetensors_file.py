@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, StorageView, TensorStorage
+from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.core.errors import UserError, one_line
 
 DTYPE_BY_CODE = {
@@ -43,8 +44,17 @@ MAX_HEADER_BYTES = 100_000_000
 WRITE_CHUNK_BYTES = 2**24
 """Bytes written at a time."""
 
-TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor."""
+
+class TensorSpec(NamedTuple):
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -61,10 +71,10 @@ def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) ->
     """The header of a file that holds these tensors one after the other."""
     offset = 0
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, dtype, shape in tensors:
-        size = prod(shape) * dtype.itemsize
-        table[name] = {"dtype": CODE_BY_DTYPE[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
+    for spec in tensors:
+        end = offset + spec.nbytes
+        table[spec.name] = {"dtype": CODE_BY_DTYPE[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -101,13 +111,8 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """All tensors of a file by name. No tensor is read yet."""
     try:
         file = MappedFile(path)
-        with path.open("rb") as handle:
-
-            def read(start: int, stop: int) -> bytes:
-                handle.seek(start)
-                return handle.read(stop - start)
-
-            entries, _ = parse_header(read, file.size)
+        with LocalStorage(path.parent).open(path.name) as opened:
+            entries, _ = parse_header(opened.read, file.size)
         return {name: _lazy_tensor(file, entry) for name, entry in entries.items()}
     except UserError:
         raise
@@ -120,7 +125,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _lazy_tensor(file: MappedFile, entry: TensorEntry) -> LazyTensor:
-    storage = TensorStorage(file, entry.dtype, prod(entry.shape), entry.start, byte_swapped=False)
+    storage = TensorStorage(file, entry.dtype, prod(entry.shape), entry.start)
     strides = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
     return StorageView(storage, entry.dtype, 0, entry.shape, strides)
 

@@ -10,9 +10,9 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from trainyard.core.atomic_files import atomic_file, fsync_directory
 from trainyard.core.errors import UserError, one_line
@@ -27,74 +27,9 @@ class StorageUnavailable(UserError):
     """The storage did not answer, or refused to."""
 
 
-class RandomAccessFile(Protocol):
-    """A file that is read by byte range. Raises EOFError if the range exceeds the file."""
-
-    size: int
-
-    def read(self, start: int, stop: int) -> memoryview: ...
-
-    def read_strided(self, start: int, width: int, stride: int, count: int) -> memoryview:
-        """Read `count` ranges of `width` bytes; they start at `start`, `start + stride` and so on."""
-        ...
-
-
-class Storage(Protocol):
-    """A directory of files and of subdirectories."""
-
-    def __str__(self) -> str: ...
-
-    def __truediv__(self, name: str) -> "Storage": ...
-
-    def mkdir(self) -> None:
-        """Create the directory and its parents if needed."""
-        ...
-
-    def listdir(self) -> list[str]:
-        """Names of files and subdirectories, sorted; empty if the directory does not exist."""
-        ...
-
-    def file_size(self, name: str) -> int | None:
-        """Size of a file in bytes; None if there is no such file."""
-        ...
-
-    def write(self, name: str) -> Any:
-        """A context manager that yields a file to write. The file gets its name only if the block succeeds."""
-        ...
-
-    def open(self, name: str) -> Any:
-        """A context manager that yields a RandomAccessFile."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a file or directory if it exists."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """Free space in bytes; None if unknown."""
-        ...
-
-
-def open_storage(location: str | Path) -> Storage:
-    text = str(location)
-    if "://" not in text:
-        return LocalStorage(Path(text).expanduser())
-    if text.startswith("file://"):
-        return LocalStorage(Path(text.removeprefix("file://")))
-    import fsspec
-
-    protocol = text.partition("://")[0]
-    try:
-        filesystem, path = fsspec.core.url_to_fs(text)
-    except ImportError as error:
-        fix = f"pip install 'trainyard[{PIP_EXTRAS[protocol]}]'" if protocol in PIP_EXTRAS else one_line(error)
-        raise UserError(f"{text}: {protocol}:// needs a package that is not installed: {fix}") from None
-    except ValueError as error:
-        raise UserError(f"{text}: {one_line(error)}") from None
-    return FsspecStorage(filesystem, path.rstrip("/"), text.rstrip("/"), protocol in OBJECT_STORES)
-
-
 class LocalStorage:
+    """A directory of files and of subdirectories. FsspecStorage has the same methods."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -105,34 +40,37 @@ class LocalStorage:
         return LocalStorage(self.path / name)
 
     def mkdir(self) -> None:
+        """Create the directory and its parents if needed."""
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
             fsync_directory(self.path.parent)
 
     def listdir(self) -> list[str]:
+        """Names of files and subdirectories, sorted; empty if the directory does not exist."""
         try:
             return sorted(os.listdir(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def file_size(self, name: str) -> int | None:
+        """Size of a file in bytes; None if there is no such file."""
         try:
             status = (self.path / name).stat()
         except OSError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
-    @contextmanager
-    def write(self, name: str) -> Iterator[BinaryIO]:
-        with atomic_file(self.path / name) as file:
-            yield file
+    def write(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Yield a file to write. It gets its name only if the block succeeds."""
+        return atomic_file(self.path / name)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[RandomAccessFile]:
+    def open(self, name: str) -> Iterator["RandomAccessFile"]:
         with (self.path / name).open("rb", buffering=0) as file:
             yield _LocalFile(file.fileno())
 
     def remove(self, name: str) -> None:
+        """Remove a file or directory if it exists."""
         path = self.path / name
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -140,6 +78,7 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     def free_bytes(self) -> int | None:
+        """Free space in bytes; None if unknown."""
         existing = self.path
         while not existing.exists():
             existing = existing.parent
@@ -147,6 +86,8 @@ class LocalStorage:
 
 
 class _LocalFile:
+    """A file that is read by byte range. Raises EOFError if the range exceeds the file."""
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.size = os.fstat(fd).st_size
@@ -157,6 +98,7 @@ class _LocalFile:
         return out
 
     def read_strided(self, start: int, width: int, stride: int, count: int) -> memoryview:
+        """Read `count` ranges of `width` bytes; they start at `start`, `start + stride` and so on."""
         out = memoryview(bytearray(width * count))
         for i in range(count):
             self._read_into(out[i * width : (i + 1) * width], start + i * stride)
@@ -224,16 +166,14 @@ class FsspecStorage:
             self.filesystem.mv(path, final)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[RandomAccessFile]:
+    def open(self, name: str) -> Iterator["RandomAccessFile"]:
         if (size := self.file_size(name)) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.url}/{name}")
         yield _RemoteFile(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}", size)
 
     def remove(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self.filesystem.rm(f"{self.path}/{name}", recursive=True)
-        except FileNotFoundError:
-            return
 
     def free_bytes(self) -> int | None:
         return None
@@ -258,6 +198,29 @@ class _RemoteFile:
         """Read everything in one request: requests cost more than the bytes between the ranges."""
         data = self.read(start, start + (count - 1) * stride + width)
         return memoryview(bytearray(b"".join(data[i * stride : i * stride + width] for i in range(count))))
+
+
+Storage = LocalStorage | FsspecStorage
+RandomAccessFile = _LocalFile | _RemoteFile
+
+
+def open_storage(location: str | Path) -> Storage:
+    text = str(location)
+    if "://" not in text:
+        return LocalStorage(Path(text).expanduser())
+    if text.startswith("file://"):
+        return LocalStorage(Path(text.removeprefix("file://")))
+    import fsspec
+
+    protocol = text.partition("://")[0]
+    try:
+        filesystem, path = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        fix = f"pip install 'trainyard[{PIP_EXTRAS[protocol]}]'" if protocol in PIP_EXTRAS else one_line(error)
+        raise UserError(f"{text}: {protocol}:// needs a package that is not installed: {fix}") from None
+    except ValueError as error:
+        raise UserError(f"{text}: {one_line(error)}") from None
+    return FsspecStorage(filesystem, path.rstrip("/"), text.rstrip("/"), protocol in OBJECT_STORES)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,29 +24,19 @@ from torch import Tensor
 
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, TensorStorage, check_sizes
 from trainyard.checkpoint.io.pickle_allowlist import ALLOWED_GLOBALS, REFERENCE_CLASSES, STATE_SETTERS, StorageType
-from trainyard.checkpoint.io.pickle_limits import AllowedGlobal, StubObject
-from trainyard.checkpoint.io.pickle_vm import UnpickleRules, unpickle
+from trainyard.checkpoint.io.pickle_vm import AllowedGlobal, StubObject, UnpickleRules, unpickle
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
 
-__all__ = ["LazyTensor", "StubObject", "open_torch_file"]
+__all__ = ["LazyTensor", "StubObject", "named_tensors", "open_torch_file"]
 
 _MAX_PICKLE_BYTES = 2**30
 """Maximum size of a pickle."""
 _MAX_DIRECTORY_BYTES = 2**26
 """Maximum size of the directory of a zip file; a storage takes about 100 bytes."""
 _MAGIC = 0x1950A86A20F9469CFC6C
-_CORRUPTION_ERRORS = (
-    ValueError,
-    LookupError,
-    TypeError,
-    ArithmeticError,
-    RuntimeError,
-    EOFError,
-    MemoryError,
-    AttributeError,
-)
-_ZIP_ERRORS = (zipfile.BadZipFile, struct.error, zlib.error)
+_DATA_ERRORS = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError, MemoryError
+_ZIP_ERRORS = zipfile.BadZipFile, struct.error, zlib.error
 
 
 def open_torch_file(path: Path, *, allow_stubs: bool = False) -> Any:
@@ -60,23 +50,30 @@ def open_torch_file(path: Path, *, allow_stubs: bool = False) -> Any:
         file = MappedFile(path)
         with _CappedFile(path) as stream:
             read = _read_zip if stream.read(4) == b"PK\3\4" else _read_legacy
-            return read(file, stream, partial(_find_global, path, _ReferenceFiles(path), allow_stubs))
+            return read(file, stream, partial(_find_global, path, cache(partial(_tensor_info, path)), allow_stubs))
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from None
-    except (*_CORRUPTION_ERRORS, *_ZIP_ERRORS) as error:
+    except (*_DATA_ERRORS, *_ZIP_ERRORS) as error:
         reason = ascii(one_line(error))[1:-1][:200] or type(error).__name__
         raise UserError(f"{path}: corrupt, or not a file of torch.save: {reason}") from None
 
 
+def named_tensors(state: Any) -> dict[str, LazyTensor]:
+    """The tensors of a dict by name, without its other entries; empty if `state` is not a dict."""
+    items = state.items() if isinstance(state, dict) else ()
+    return {name: tensor for name, tensor in items if isinstance(name, str) and isinstance(tensor, LazyTensor)}
+
+
 FindGlobal = Callable[[str, str], Any]
+TensorInfo = Callable[[], dict[Any, Any]]
 
 
-def _find_global(path: Path, references: "_ReferenceFiles", allow_stubs: bool, module: str, name: str) -> Any:
+def _find_global(path: Path, info: TensorInfo, allow_stubs: bool, module: str, name: str) -> Any:
     full_name = f"{'builtins' if module == '__builtin__' else module}.{name}"
     if full_name in REFERENCE_CLASSES:
-        return AllowedGlobal(full_name, lambda: _ReferencedTensor(references))
+        return AllowedGlobal(full_name, lambda: _ReferencedTensor(path, info))
     if full_name in ALLOWED_GLOBALS:
         return ALLOWED_GLOBALS[full_name]
     shown = ascii(full_name)[1:-1][:200]
@@ -140,14 +137,11 @@ def _read_zip(file: MappedFile, stream: _CappedFile, find_global: FindGlobal) ->
         raise ValueError("unknown byte order")
 
     def load_storage(persistent_id: Any) -> TensorStorage:
-        tag, kind, key, _, numel = persistent_id
-        if tag != "storage" or not isinstance(kind, StorageType) or not isinstance(key, str):
-            raise ValueError("invalid storage record")
+        dtype, key, numel = _parse_storage_id(*persistent_id)
         start, size = locate(f"data/{key}")
-        (numel,) = check_sizes((numel,))
-        if numel * kind.dtype.itemsize > size:
+        if numel * dtype.itemsize > size:
             raise ValueError(f"storage of {numel} elements in a record of {size} bytes")
-        return TensorStorage(file, kind.dtype, numel, start, order.decode() != sys.byteorder)
+        return TensorStorage(file, dtype, numel, start, order.decode() != sys.byteorder)
 
     return unpickle(io.BytesIO(content("data.pkl")), UnpickleRules(find_global, _STATE_SETTERS, load_storage))
 
@@ -158,11 +152,8 @@ def _read_legacy(file: MappedFile, stream: _CappedFile, find_global: FindGlobal)
     storages: dict[str, list[TensorStorage]] = {}
 
     def load_storage(persistent_id: Any) -> TensorStorage:
-        tag, kind, key, _, numel, view = persistent_id
-        if tag != "storage" or not isinstance(kind, StorageType) or not isinstance(key, str) or view is not None:
-            raise ValueError("invalid storage record")
-        (numel,) = check_sizes((numel,))
-        storage = TensorStorage(file, kind.dtype, numel, 0, sys.byteorder != "little")
+        dtype, key, numel = _parse_storage_id(*persistent_id)
+        storage = TensorStorage(file, dtype, numel, 0, sys.byteorder != "little")
         storages.setdefault(key, []).append(storage)
         return storage
 
@@ -192,71 +183,68 @@ def _read_legacy(file: MappedFile, stream: _CappedFile, find_global: FindGlobal)
     return value
 
 
-class _ReferenceFiles:
-    """The tensor files that a file of references points to."""
+def _parse_storage_id(
+    tag: Any, kind: Any, key: Any, _location: Any, numel: Any, view: Any = None
+) -> tuple[torch.dtype, str, int]:
+    """The dtype, key and number of elements of a storage. `view` is a field of the legacy format."""
+    if tag != "storage" or not isinstance(kind, StorageType) or not isinstance(key, str) or view is not None:
+        raise ValueError("invalid storage record")
+    (numel,) = check_sizes((numel,))
+    return kind.dtype, key, numel
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def tensor_path(self, tid: int) -> Path:
-        return Path(f"{self._path}.tensors") / f"tensor_{tid}.pt"
-
-    @cached_property
-    def info(self) -> dict[Any, Any]:
-        """Shape and dtype of each tensor by tid. NxD up to 0.6.0 wrote no such file."""
-        path = Path(f"{self._path}.info.pt")
-        info = open_torch_file(path) if path.is_file() else {}
-        if not isinstance(info, dict):
-            raise UserError(f"{path}: expected a dict of shapes and dtypes")
-        return info
+def _tensor_info(path: Path) -> dict[Any, Any]:
+    """Shape and dtype of each tensor of a file of references by tid. NxD up to 0.6.0 wrote no such file."""
+    path = Path(f"{path}.info.pt")
+    info = open_torch_file(path) if path.is_file() else {}
+    if not isinstance(info, dict):
+        raise UserError(f"{path}: expected a dict of shapes and dtypes")
+    return info
 
 
 class _ReferencedTensor(LazyTensor):
     """A tensor in a separate file, which is opened to read it, or if its shape is not stored elsewhere."""
 
-    def __init__(self, references: _ReferenceFiles) -> None:
-        self._references = references
+    def __init__(self, path: Path, info: TensorInfo) -> None:
+        self._references, self._info = path, info
         self._state: dict[Any, Any] = {}
 
     def set_state(self, state: Any) -> None:
-        self._state = state
         if type(state) is not dict or type(state.get("tid")) is not int or state["tid"] < 0:
             raise ValueError("invalid tensor reference")
+        self._state, self._path = state, Path(f"{self._references}.tensors") / f"tensor_{state['tid']}.pt"
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._expected[0]
+    @cached_property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # an attribute that is computed when first used
+        return tuple(self._stored_info["shape"]) if self._stored_info else self._tensor.shape
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._expected[1]
+    @cached_property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._stored_info["dtype"] if self._stored_info else self._tensor.dtype
 
     def read(self, index: TensorIndex | None = None) -> Tensor:
         tensor = self._tensor
-        if (tensor.shape, tensor.dtype) != self._expected:
+        if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise UserError(
-                f"{self._references.tensor_path(self._state['tid'])}: {list(tensor.shape)} of {tensor.dtype},"
+                f"{self._path}: {list(tensor.shape)} of {tensor.dtype},"
                 f" but its reference says {list(self.shape)} of {self.dtype}"
             )
         return tensor.read(index)
 
     @cached_property
-    def _expected(self) -> tuple[tuple[int, ...], torch.dtype]:
-        for info in (self._state, self._references.info.get(self._state["tid"])):
-            if (
-                isinstance(info, dict)
-                and isinstance(info.get("dtype"), torch.dtype)
-                and type(info.get("shape")) is torch.Size
-            ):
-                return tuple(info["shape"]), info["dtype"]
-        return self._tensor.shape, self._tensor.dtype
+    def _stored_info(self) -> dict[Any, Any]:
+        """Shape and dtype from the reference itself or from the info file; empty if neither has them."""
+        for info in (self._state, self._info().get(self._state["tid"])):
+            shape, dtype = (info.get("shape"), info.get("dtype")) if isinstance(info, dict) else (None, None)
+            if type(shape) is torch.Size and isinstance(dtype, torch.dtype):
+                return {"shape": shape, "dtype": dtype}
+        return {}
 
     @cached_property
     def _tensor(self) -> LazyTensor:
-        path = self._references.tensor_path(self._state["tid"])
-        tensor = open_torch_file(path)
+        tensor = open_torch_file(self._path)
         if not isinstance(tensor, LazyTensor) or isinstance(tensor, _ReferencedTensor):
-            raise UserError(f"{path}: expected a tensor")
+            raise UserError(f"{self._path}: expected a tensor")
         return tensor
 
 

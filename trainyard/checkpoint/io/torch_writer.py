@@ -8,11 +8,9 @@ installed.
 
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import zipfile
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,81 +29,58 @@ _WRITE_CHUNK_BYTES = 2**22
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
-class _WriteAbandoned(Exception):
-    """Raised inside the block of an atomic file to discard it."""
-
-
 class TorchFileWriter:
-    """Writes a file of {name: tensor} or {root_key: {name: tensor}}. The file gets its name in `close`."""
+    """Writes a file of {name: tensor}. Like XserWriter, it is meant for an atomic directory: `close` only fsyncs."""
 
-    def __init__(self, path: Path, root_key: str | None = None) -> None:
-        self._root_key = root_key
+    def __init__(self, path: Path) -> None:
         self._pickled_items: list[bytes] = []
-        self._exit_stack = ExitStack()
-        self._archive = _Archive(self._exit_stack.enter_context(atomic_file(path)))
+        self._file = path.open("wb")
+        self._archive = _Archive(self._file)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._pickled_items.append(
-            _pickle_value(name) + self._archive.write_tensor(str(len(self._pickled_items)), tensor)
-        )
+        rebuild = self._archive.write_tensor(str(len(self._pickled_items)), tensor)
+        self._pickled_items.append(_pickle_value(name) + rebuild)
 
     def close(self) -> None:
-        with self._exit_stack:
-            self._archive.finish(_pickle_dict(self._pickled_items, self._root_key))
+        with self._file:
+            self._archive.finish(_pickle_dict(self._pickled_items))
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
-        with suppress(_WriteAbandoned, OSError), self._exit_stack:
+        """Close the file if it is still open. It is then incomplete."""
+        with suppress(OSError, ValueError), self._file:
             self._archive.close()
-            raise _WriteAbandoned
 
 
 class XserWriter:
-    """Writes the same in torch-xla's layout: a file of references, and a directory with a file per tensor.
+    """Writes the same in torch-xla's layout: a file of references, and a directory with a file per tensor."""
 
-    The directory gets its name at the end and the file of references last: if that file exists, all tensors do.
-    """
-
-    def __init__(self, path: Path, root_key: str | None = None) -> None:
-        self._path, self._root_key = path, root_key
+    def __init__(self, path: Path) -> None:
+        self._path, self._tensors = path, Path(f"{path}.tensors")
         self._pickled_items: list[bytes] = []
         self._info: dict[int, dict[str, Any]] = {}
-        self._temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
+        self._tensors.mkdir()
 
     def add(self, name: str, tensor: Tensor) -> None:
         tid = len(self._info)
-        with open(self._temporary / f"tensor_{tid}.pt", "wb") as file:
+        with open(self._tensors / f"tensor_{tid}.pt", "wb") as file:
             archive = _Archive(file)
             archive.finish(archive.write_tensor("0", tensor))
         self._info[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
-        module, _, kind = REFERENCE_CLASSES[0].rpartition(".")
-        reference = (
-            _pickle_global(module, kind)
-            + pickle.EMPTY_TUPLE
-            + pickle.NEWOBJ
-            + _pickle_value({"tid": tid})
-            + pickle.BUILD
-        )
-        self._pickled_items.append(_pickle_value(name) + reference)
+        reference = _pickle_global(REFERENCE_CLASSES[0]) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        self._pickled_items.append(_pickle_value(name) + reference + _pickle_value({"tid": tid}) + pickle.BUILD)
 
     def close(self) -> None:
-        tensors = Path(f"{self._path}.tensors")
-        try:
-            self._path.unlink(missing_ok=True)  # it would refer to the new tensors until it is replaced
-            shutil.rmtree(tensors, ignore_errors=True)
-            os.chmod(self._temporary, 0o755)
-            fsync_files(self._temporary.iterdir())
-            os.replace(self._temporary, tensors)
-            fsync_directory(tensors)
-        except BaseException:
-            self.abandon()
-            raise
+        fsync_files(self._tensors.iterdir())
+        fsync_directory(self._tensors)
         with atomic_file(Path(f"{self._path}.info.pt")) as file:
             torch.save(self._info, file)
         with atomic_file(self._path) as file:
-            _Archive(file).finish(_pickle_dict(self._pickled_items, self._root_key))
+            _Archive(file).finish(_pickle_dict(self._pickled_items))
 
     def abandon(self) -> None:
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        """Nothing is open."""
 
 
 class _Archive:
@@ -120,16 +95,15 @@ class _Archive:
         tensor = tensor.detach().cpu().contiguous()
         self._write_record(f"data/{storage}", tensor.view(-1).view(torch.uint8).numpy().data)
         typed = _STORAGE_NAMES.get(tensor.dtype)
-        kind = _pickle_global("torch", typed) if typed else _pickle_global("torch.storage", "UntypedStorage")
-        numel = tensor.numel() if typed else tensor.nbytes
-        key = (_pickle_value(item) for item in (storage, "cpu", numel))
+        kind = _pickle_global(f"torch.{typed or 'storage.UntypedStorage'}")
+        key = (_pickle_value(item) for item in (storage, "cpu", tensor.numel() if typed else tensor.nbytes))
         persistent_id = _pickle_tuple(_pickle_value("storage"), kind, *key) + pickle.BINPERSID
         view = (_pickle_value(item) for item in (0, tuple(tensor.shape), tensor.stride()))
-        no_hooks = _pickle_global("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
+        no_hooks = _pickle_global("collections.OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
         args = [persistent_id, *view, pickle.NEWFALSE, no_hooks]  # NEWFALSE: requires_grad
         if not typed:  # dtypes newer than the typed storages
-            args.append(_pickle_global("torch", str(tensor.dtype).removeprefix("torch.")))
-        rebuild = _pickle_global(REBUILD_MODULE, "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
+            args.append(_pickle_global(str(tensor.dtype)))
+        rebuild = _pickle_global(f"{REBUILD_MODULE}._rebuild_tensor_v{2 if typed else 3}")
         return rebuild + _pickle_tuple(*args) + pickle.REDUCE
 
     def finish(self, value: bytes) -> None:
@@ -159,7 +133,8 @@ def _pickle_value(value: Any) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 
 
-def _pickle_global(module: str, name: str) -> bytes:
+def _pickle_global(full_name: str) -> bytes:
+    module, _, name = full_name.rpartition(".")
     return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
 
@@ -167,6 +142,5 @@ def _pickle_tuple(*items: bytes) -> bytes:
     return pickle.MARK + b"".join(items) + pickle.TUPLE
 
 
-def _pickle_dict(items: list[bytes], root_key: str | None) -> bytes:
-    state = pickle.EMPTY_DICT + pickle.MARK + b"".join(items) + pickle.SETITEMS
-    return state if root_key is None else pickle.EMPTY_DICT + _pickle_value(root_key) + state + pickle.SETITEM
+def _pickle_dict(items: list[bytes]) -> bytes:
+    return pickle.EMPTY_DICT + pickle.MARK + b"".join(items) + pickle.SETITEMS

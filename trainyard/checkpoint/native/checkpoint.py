@@ -11,16 +11,17 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainyard import __version__, models
-from trainyard.checkpoint.formats.tensor_map import unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native.partition import owned_slices
@@ -38,6 +39,7 @@ FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
 """State saved for every parameter, by the names in the files: master weights (or the weights if there are none),
 exp_avg and exp_avg_sq."""
+COUNTERS = ("step", "updates", "skipped", "consumed_samples")
 STEP_DIRECTORY = re.compile(r"step_(\d{8,})")
 
 
@@ -129,8 +131,8 @@ def commit(storage: Storage, table: ShardTable, manifest: dict[str, Any]) -> int
     return sum(entry["bytes"] for entry in files.values())
 
 
-class Checkpoint:
-    """A committed checkpoint, open for reading. It is a WeightSource and a StateSource."""
+class Checkpoint(AbstractContextManager["Checkpoint"]):
+    """A committed checkpoint, open for reading. It is a WeightSource."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -145,9 +147,6 @@ class Checkpoint:
         self.bytes_read = 0
         self._open_shards: dict[str, ShardFile] = {}
         self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -168,6 +167,12 @@ class Checkpoint:
 
     def read(self, piece: TensorSlice) -> Tensor:
         return self.read_state("weights", piece)
+
+    @property
+    def state(self) -> TrainingState:
+        counters = {key: self.manifest[key] for key in COUNTERS if key in self.manifest}
+        readers = {kind: partial(self.read_state, kind) for kind in self.dtypes}
+        return TrainingState(self.model, self.dtypes, readers, counters)
 
     def read_state(self, kind: str, piece: TensorSlice) -> Tensor:
         """Read a slice of an unfused tensor from all files that hold a part of it."""
@@ -227,8 +232,7 @@ class Checkpoint:
                 file = self._stack.enter_context(self.storage.open(name))
             except OSError as error:
                 raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {error.strerror or 'no such file'}") from None
-            if file.size != self.manifest["files"][name]["bytes"]:
-                expected = self.manifest["files"][name]["bytes"]
+            if file.size != (expected := self.manifest["files"][name]["bytes"]):
                 raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {file.size:,} bytes of {expected:,}")
             self._open_shards[name] = ShardFile(file, f"{self.storage}/{name}")
         return self._open_shards[name]

@@ -30,58 +30,52 @@ class CorruptCheckpoint(UserError):
     """A checkpoint file does not hold what was written to it."""
 
 
+SliceSpec = tuple[TensorSpec, Sequence[int]]
+"""A tensor of the file, and the offsets of its first element in the full tensor."""
+
+
 def write_shard(
     storage: Storage, name: str, tensors: Sequence[tuple[str, Sequence[int], Tensor]], metadata: Mapping[str, str]
 ) -> None:
     """Write a file of (name, offsets, contiguous host tensor), with `metadata` in its header."""
-    checksums = {key: _crc32_hex(tensor_bytes(tensor)) for key, _, tensor in tensors}
-    specs = [(key, tensor.dtype, tuple(tensor.shape)) for key, _, tensor in tensors]
-    offsets = {key: tensor_offsets for key, tensor_offsets, _ in tensors}
+    slices = [(TensorSpec(key, tensor.dtype, tuple(tensor.shape)), offsets) for key, offsets, tensor in tensors]
+    checksums = {key: zlib.crc32(tensor_bytes(tensor)) for key, _, tensor in tensors}
     with storage.write(name) as file:
-        file.write(_with_header_crc(encode_header(specs, {**_metadata(offsets, checksums), **metadata})))
+        file.write(_encode_header(slices, checksums, metadata))
         for _, _, tensor in tensors:
             write_tensor(file, tensor)
 
 
-def stream_shard(
-    storage: Storage,
-    name: str,
-    specs: Sequence[TensorSpec],
-    offsets: Mapping[str, Sequence[int]],
-    tensors: Iterable[Tensor],
-) -> None:
+def stream_shard(storage: Storage, name: str, slices: Sequence[SliceSpec], tensors: Iterable[Tensor]) -> None:
     """Write a file with only one tensor in memory at a time. The storage's files must be seekable."""
-    checksums = {key: _crc32_hex(b"") for key, _, _ in specs}
+    checksums = {spec.name: 0 for spec, _ in slices}
     with storage.write(name) as file:
-        file.write(encode_header(specs, _metadata(offsets, checksums)))
-        for (key, _, _), tensor in zip(specs, tensors, strict=True):
-            view, crc = tensor_bytes(tensor), 0
+        file.write(_encode_header(slices, checksums, {}))
+        for (spec, _), tensor in zip(slices, tensors, strict=True):
+            view = tensor_bytes(tensor)
             for start in range(0, len(view), WRITE_CHUNK_BYTES):  # small enough to stay in the CPU cache
-                crc = zlib.crc32(view[start : start + WRITE_CHUNK_BYTES], crc)
-                file.write(view[start : start + WRITE_CHUNK_BYTES])
-            checksums[key] = f"{crc:08x}"
+                chunk = view[start : start + WRITE_CHUNK_BYTES]
+                checksums[spec.name] = zlib.crc32(chunk, checksums[spec.name])
+                file.write(chunk)
         file.seek(0)
-        file.write(_with_header_crc(encode_header(specs, _metadata(offsets, checksums))))
+        file.write(_encode_header(slices, checksums, {}))
 
 
-def _metadata(offsets: Mapping[str, Sequence[int]], checksums: Mapping[str, str]) -> dict[str, str]:
-    return {
+def _encode_header(slices: Sequence[SliceSpec], checksums: Mapping[str, int], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file. Its length does not depend on the checksums."""
+    shard_metadata = {
         "HEADER_CRC32": CRC_PLACEHOLDER,  # first, so that no earlier text can equal the placeholder
         "format": "pt",
         "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps({key: {"saved_offsets": list(values)} for key, values in offsets.items()}),
-        "CRC32": json.dumps(checksums),
+        "DCP_SHARDING_INFO": json.dumps({spec.name: {"saved_offsets": list(offsets)} for spec, offsets in slices}),
+        "CRC32": json.dumps({key: f"{crc:08x}" for key, crc in checksums.items()}),
     }
-
-
-def _crc32_hex(data: memoryview | bytes) -> str:
-    """The CRC-32 in a fixed number of digits, so that the length of a header does not depend on it."""
-    return f"{zlib.crc32(data):08x}"
+    return _with_header_crc(encode_header([spec for spec, _ in slices], {**shard_metadata, **metadata}))
 
 
 def _with_header_crc(header: bytes) -> bytes:
     """Replace the placeholder in a header by the header's checksum."""
-    return header.replace(CRC_PLACEHOLDER.encode(), _crc32_hex(header).encode(), 1)
+    return header.replace(CRC_PLACEHOLDER.encode(), f"{zlib.crc32(header):08x}".encode(), 1)
 
 
 class ShardFile:

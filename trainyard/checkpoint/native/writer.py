@@ -3,55 +3,30 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import WeightSource, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch
+from trainyard.checkpoint.io.safetensors_file import TensorSpec
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import stream_shard
 from trainyard.config.schema import Config
-from trainyard.core.errors import UserError
-from trainyard.core.tensor_slice import TensorSlice
 from trainyard.parallel.layout import Layout
 
 
-class StateSource(Protocol):
-    """Weights and, if `dtypes` has them, optimizer moments, addressed by slices of unfused tensors."""
-
-    @property
-    def model(self) -> models.AnyModelConfig: ...
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of each kind of state, by the names of STATE_KINDS."""
-        ...
-
-    def read_state(self, kind: str, piece: TensorSlice) -> Tensor: ...
+def weights_only_state(weights: WeightSource, dtype: torch.dtype | None = None) -> TrainingState:
+    """A state without moments. If the tensors have several dtypes, all get one that represents every value."""
+    dtypes = [dtype] if dtype else [weights.dtype(name) for name in unfused_tensors(weights.model)]
+    return TrainingState(weights.model, {"weights": reduce(torch.promote_types, dtypes)}, {"weights": weights.read})
 
 
-class WeightsOnlyState:
-    """A StateSource without moments. If the tensors have several dtypes, all get one that represents every value."""
-
-    def __init__(self, weights: WeightSource, dtype: torch.dtype | None = None) -> None:
-        self.weights = weights
-        dtypes = [dtype] if dtype else [weights.dtype(name) for name in unfused_tensors(weights.model)]
-        self.dtypes = {"weights": reduce(torch.promote_types, dtypes)}
-
-    @property
-    def model(self) -> models.AnyModelConfig:
-        return self.weights.model
-
-    def read_state(self, kind: str, piece: TensorSlice) -> Tensor:
-        return self.weights.read(piece).to(self.dtypes[kind])
-
-
-def checkpoint_bytes(state: StateSource) -> int:
+def checkpoint_bytes(state: TrainingState) -> int:
     """The size of a checkpoint of this state in bytes, without file headers."""
     parameters = models.family_of(state.model).blueprint(state.model).parameter_count()
     return parameters * sum(dtype.itemsize for dtype in state.dtypes.values())
@@ -59,7 +34,7 @@ def checkpoint_bytes(state: StateSource) -> int:
 
 def write_checkpoint(
     directory: Path,
-    state: StateSource,
+    state: TrainingState,
     config: Config,
     ranks: int,
     counters: Mapping[str, Any],
@@ -73,21 +48,21 @@ def write_checkpoint(
     layout = Layout.from_config(config, ranks)
     blueprint = models.family_of(config.model).blueprint(config.model)
     storage = LocalStorage(directory)
-    if storage.listdir():
-        raise UserError(f"{directory}: already exists and is not empty; choose a new directory")
     storage.mkdir()
 
     def write(rank: int) -> None:
         slices = [(kind, piece) for kind in state.dtypes for piece in owned_slices(blueprint, layout, rank)]
 
         def tensors() -> Iterator[Tensor]:
-            for tensor in prefetch(partial(state.read_state, kind, piece) for kind, piece in slices):
+            for tensor in prefetch(partial(state.read, kind, piece) for kind, piece in slices):
                 yield tensor.contiguous()
                 on_written(tensor.nbytes)
 
-        specs = [(checkpoint.tensor_key(kind, piece.name), state.dtypes[kind], piece.sizes) for kind, piece in slices]
-        offsets = {checkpoint.tensor_key(kind, piece.name): piece.offsets for kind, piece in slices}
-        stream_shard(storage, checkpoint.shard_name(rank), specs, offsets, tensors())
+        specs = [
+            (TensorSpec(checkpoint.tensor_key(kind, piece.name), state.dtypes[kind], piece.sizes), piece.offsets)
+            for kind, piece in slices
+        ]
+        stream_shard(storage, checkpoint.shard_name(rank), specs, tensors())
 
     with OrderedWorkers() as workers:
         for rank in range(layout.world_size):

@@ -7,7 +7,7 @@ The order of heads in a fused matrix depends on the checkpoint version.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -20,24 +20,18 @@ from trainyard.checkpoint.formats.megatron.files import (
     find_megatron,
     open_rank_file,
 )
-from trainyard.checkpoint.formats.tensor_map import (
-    ShardedWeights,
-    StoredTensor,
-    unfused_tensors,
-)
+from trainyard.checkpoint.formats.tensor_map import ShardedWeights, StoredTensor, padded_shard, unfused_tensors
 from trainyard.checkpoint.io.torch_file import LazyTensor
 from trainyard.config.model_schema import GptConfig
 from trainyard.core.errors import UserError
-from trainyard.core.tensor_slice import TensorSlice
-
-__all__ = ["MegatronFiles", "MegatronWeights", "find_megatron", "open_megatron"]
 
 LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
-SplitKind = Literal["replicated", "rows", "columns", "heads"]
+SplitKind = Literal["replicated", "rows", "columns", "heads", "vocab"]
 TensorMapping = tuple[SplitKind, tuple[str, ...]]
 """The unfused tensors in a stored tensor, and how it is split: replicated on every rank; a shard of the rows of each
-tensor, concatenated; a shard of the columns; or, for each kv head in turn, its rows of every tensor."""
+tensor, concatenated; a shard of the columns; for each kv head in turn, its rows of every tensor; or a shard of the
+vocabulary, which Megatron pads to equal shards."""
 LAYER_TENSORS: dict[str, TensorMapping] = {
     "input_layernorm": ("replicated", ("attention_norm",)),
     "self_attention.query_key_value": ("heads", ("attention.q", "attention.k", "attention.v")),
@@ -48,33 +42,23 @@ LAYER_TENSORS: dict[str, TensorMapping] = {
     "mlp.dense_h_to_4h": ("rows", ("mlp.up",)),
     "mlp.dense_4h_to_h": ("columns", ("mlp.down",)),
 }
-GATED_LAYER_TENSORS: dict[str, TensorMapping] = {**LAYER_TENSORS, "mlp.dense_h_to_4h": ("rows", ("mlp.gate", "mlp.up"))}
-SEPARATE_GATE_LAYER_TENSORS: dict[str, TensorMapping] = {
-    **LAYER_TENSORS,
+GATED_MLP_TENSORS: dict[str, TensorMapping] = {"mlp.dense_h_to_4h": ("rows", ("mlp.gate", "mlp.up"))}
+SEPARATE_GATE_TENSORS: dict[str, TensorMapping] = {
     "mlp.dense_h_to_4h": ("rows", ("mlp.gate",)),
     "mlp.dense_h_to_4h_2": ("rows", ("mlp.up",)),
 }
 """nemo-megatron stores gate and up separately."""
-VOCAB_TENSORS = {
-    "word_embeddings.weight": "embedding.weight",
-    "word_embeddings_for_head.weight": "embedding.weight",  # the last stage's copy
-    "output_layer.weight": "output.weight",
-}
 NON_LAYER_TENSORS: dict[str, TensorMapping] = {
+    "word_embeddings.weight": ("vocab", ("embedding.weight",)),
+    "word_embeddings_for_head.weight": ("vocab", ("embedding.weight",)),  # the last stage's copy
+    "output_layer.weight": ("vocab", ("output.weight",)),
     "position_embeddings.weight": ("replicated", ("position.weight",)),
     "final_layernorm.weight": ("replicated", ("norm.weight",)),
     "final_layernorm.bias": ("replicated", ("norm.bias",)),
 }
 
 
-class MegatronWeights(ShardedWeights[Path]):
-    """The weights of a Megatron checkpoint."""
-
-    notes: tuple[str, ...] = ()
-    """Assumptions made to read them, for the user."""
-
-
-def open_megatron(path: str | Path, model: models.AnyModelConfig | None = None) -> MegatronWeights:
+def open_megatron(path: str | Path, model: models.AnyModelConfig | None = None) -> ShardedWeights:
     """Open the weights at `path`. The model is `model` if given, else inferred from the files."""
     files = find_megatron(path)
     if files is None:
@@ -88,39 +72,35 @@ def open_megatron(path: str | Path, model: models.AnyModelConfig | None = None) 
     if not isinstance(model, SupportedModel):
         raise UserError(f"{path}: model.family={model.family}: not supported in Megatron files; use gpt or llama")
     check_model(model, opened[0, 0], layers)
-    stored_tensors: list[tuple[Path, StoredTensor]] = []
-    tensors: dict[tuple[Path, str], LazyTensor] = {}
+    pairs: list[tuple[StoredTensor, LazyTensor]] = []
     for (tp_rank, stage), file in opened.items():
         for virtual_stage, chunk in enumerate(file.chunks):
-            first_layer = first_layers[virtual_stage, stage]
             for name, tensor in chunk.items():
-                stored = _vocab_tensor(model, file, name, tensor, files.tp, tp_rank)
-                if stored is None:
-                    mapping = _find_mapping(model, file, chunk, name, first_layer)
-                    if mapping is None or any(unfused not in unfused_tensors(model) for unfused in mapping[1]):
-                        raise UserError(f"{file.path}: {name} is not a tensor of this model")
-                    stored = stored_on_rank(model, mapping, files.tp, tp_rank)
+                mapping = _find_mapping(model, file, chunk, name, first_layers[virtual_stage, stage])
+                if mapping is None or any(unfused not in unfused_tensors(model) for unfused in mapping[1]):
+                    raise UserError(f"{file.path}: {name} is not a tensor of this model")
+                rows = tensor.shape[0] if tensor.shape else 0
+                if mapping[0] == "vocab" and rows * files.tp < model.vocab:
+                    problem = f"has {rows} x tp={files.tp} rows, the model has vocab={model.vocab}"
+                    raise UserError(f"{file.path}: {name} {problem}")
+                stored = _stored_on_rank(model, name, mapping, files.tp, tp_rank, rows)
                 if stored.shape != tensor.shape:
-                    raise UserError(
-                        f"{file.path}: {name} is {list(tensor.shape)}, the model expects {list(stored.shape)}"
-                    )
-                key = f"{virtual_stage}.{name}"
-                tensors[file.path, key] = tensor
-                stored_tensors.append((file.path, replace(stored, name=key)))
-    weights = MegatronWeights(
-        model,
-        stored_tensors,
-        lambda file, name, index: tensors[file, name].read(index),
-        lambda file, name: tensors[file, name].dtype,
-    )
+                    expected = f"the model expects {list(stored.shape)}"
+                    raise UserError(f"{file.path}: {name} is {list(tensor.shape)}, {expected}")
+                pairs.append((stored, tensor))
+    weights = ShardedWeights(model, pairs)
     weights.notes = tuple(notes)
     return weights
 
 
-def stored_on_rank(model: SupportedModel, mapping: TensorMapping, tp: int, rank: int) -> StoredTensor:
-    """The stored tensor (without its name) that tensor-parallel rank `rank` of `tp` has of these unfused tensors."""
+def _stored_on_rank(
+    model: SupportedModel, name: str, mapping: TensorMapping, tp: int, rank: int, rows: int
+) -> StoredTensor:
+    """What tensor-parallel rank `rank` of `tp` stores of these unfused tensors, in a tensor of `rows` rows."""
     split, names = mapping
-    tensors: list[TensorSlice] = [unfused_tensors(model)[name] for name in names]
+    tensors = [unfused_tensors(model)[unfused] for unfused in names]
+    if split == "vocab":
+        return padded_shard(name, tensors[0], rows, rank)
     dim = 1 if split == "columns" and len(tensors[0].sizes) == 2 else 0
     units, on_rank = 1, range(1)
     if split in ("rows", "heads") or dim == 1:  # not norms, nor biases that are added after the all-reduce
@@ -130,43 +110,28 @@ def stored_on_rank(model: SupportedModel, mapping: TensorMapping, tp: int, rank:
         on_rank = range(rank * units // tp, (rank + 1) * units // tp)
     sizes = [(tensor, tensor.sizes[dim] // units) for tensor in tensors]
     slices = tuple(tensor.narrow(dim, i * size, (i + 1) * size) for i in on_rank for tensor, size in sizes)
-    return StoredTensor("", dim, slices)
+    return StoredTensor(name, dim, slices)
 
 
 def _find_mapping(
     model: SupportedModel, file: MegatronRankFile, chunk: Mapping[str, LazyTensor], name: str, first_layer: int
 ) -> TensorMapping | None:
-    """The mapping of a tensor, other than those of the vocabulary, in a chunk whose first layer is `first_layer`."""
+    """The mapping of a tensor in a chunk whose first layer is `first_layer`."""
     if not (match := LAYER_NAME.fullmatch(name)):
+        is_tied = model.tie_embeddings and file.args.get("untie_embeddings_and_output_weights") is False
+        if name == "output_layer.weight" and is_tied:  # Megatron Core's name for the last stage's copy
+            name = "word_embeddings.weight"
         return NON_LAYER_TENSORS.get(name)
     table = LAYER_TENSORS
     if not isinstance(model, GptConfig):
         separate_gate = f"layers.{match[1]}.mlp.dense_h_to_4h_2.weight" in chunk
-        table = SEPARATE_GATE_LAYER_TENSORS if separate_gate else GATED_LAYER_TENSORS
+        table = LAYER_TENSORS | (SEPARATE_GATE_TENSORS if separate_gate else GATED_MLP_TENSORS)
     if match[2] not in table:
         return None
     split, unfused_names = table[match[2]]
     if split == "heads" and file.version < 2:
         split = "rows"
     return split, tuple(f"layers.{first_layer + int(match[1])}.{unfused}.{match[3]}" for unfused in unfused_names)
-
-
-def _vocab_tensor(
-    model: SupportedModel, file: MegatronRankFile, name: str, tensor: LazyTensor, tp: int, rank: int
-) -> StoredTensor | None:
-    """A shard of the embedding or output matrix. Megatron pads the vocabulary to equal shards; padding is dropped."""
-    unfused_name = VOCAB_TENSORS.get(name)
-    if unfused_name == "output.weight" and model.tie_embeddings:
-        if file.args.get("untie_embeddings_and_output_weights") is not False:
-            return None
-        unfused_name = "embedding.weight"  # Megatron Core's name for the last stage's copy
-    if unfused_name is None or not tensor.shape:
-        return None
-    rows = tensor.shape[0]
-    if rows * tp < model.vocab:
-        raise UserError(f"{file.path}: {name} has {rows} x tp={tp} rows, the model has vocab={model.vocab}")
-    start, stop = (min(end * rows, model.vocab) for end in (rank, rank + 1))
-    return StoredTensor("", 0, (unfused_tensors(model)[unfused_name].narrow(0, start, stop),), rows)
 
 
 def _check_grid(files: MegatronFiles, first_file: MegatronRankFile) -> None:
@@ -189,8 +154,6 @@ def _first_layers(opened: Mapping[tuple[int, int], MegatronRankFile]) -> tuple[d
         for (_, stage), file in opened.items()
         for virtual_stage, chunk in enumerate(file.chunks)
     }
-    first_layers, total = {}, 0
-    for chunk in sorted(counts):
-        first_layers[chunk] = total
-        total += counts[chunk]
-    return first_layers, total
+    chunks = sorted(counts)
+    ends = list(accumulate(counts[chunk] for chunk in chunks))
+    return dict(zip(chunks, (0, *ends), strict=False)), ends[-1]

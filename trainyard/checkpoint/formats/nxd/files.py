@@ -10,7 +10,7 @@ next one, so that a mapped source is read once, in order, and only the files of 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,23 +18,23 @@ from pathlib import Path
 
 import torch
 
+from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank, require_llama
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
-from trainyard.checkpoint.formats.nxd.validate import (
-    RankFiles,
-    RankTensors,
-    check_rank_files,
+from trainyard.checkpoint.formats.tensor_map import (
+    ShardedWeights,
+    StoredTensor,
+    WeightSource,
+    assemble,
+    check_tensors,
     find_mismatched_copy,
-    index_reader,
 )
-from trainyard.checkpoint.formats.tensor_map import ShardedWeights, StoredTensor, WeightSource, assemble
 from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch, run_parallel
 from trainyard.checkpoint.io.storage import resolve_new_directory
-from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
 from trainyard.models import AnyModelConfig
@@ -55,8 +55,6 @@ class NxdFiles:
     """The directory of the files."""
     files: dict[PpTpRank, Path]
     """The file of each rank, in rank order."""
-    xser: bool
-    """Tensors are in separate files (torch-xla's serialization)."""
     unfinished_tags: tuple[str, ...] = ()
     """Tags in the same directory whose save never finished."""
 
@@ -84,53 +82,50 @@ def find_nxd(path: Path) -> NxdFiles | None:
     return latest and replace(latest, unfinished_tags=unfinished)
 
 
-class NxdWeights(ShardedWeights[PpTpRank]):
-    """The weights of an NxD checkpoint, and its inferred layout."""
+class NxdWeights(ShardedWeights):
+    """The weights of an NxD checkpoint, its inferred layout, and all that its files hold."""
 
-    def __init__(self, model: LlamaConfig, layout: NxdLayout, files: RankFiles, tensors: RankTensors) -> None:
-        super().__init__(model, tensors, index_reader(files), lambda rank, name: files[rank][name].dtype)
-        self.layout = layout
+    layout: NxdLayout
+    files: NxdFiles
+    rank_tensors: dict[PpTpRank, dict[str, LazyTensor]]
 
 
-def open_nxd(
-    path: Path, model: AnyModelConfig, hints: LayoutHints | None = None, verify_copies: bool = False
-) -> NxdWeights:
-    """Open the weights at `path`. `hints` are fields of NxdLayout that the user knows.
-
-    `verify_copies` also reads all replicas and refuses the checkpoint if they differ.
-    """
+def open_nxd(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> NxdWeights:
+    """Open the weights at `path`. `hints` are fields of NxdLayout that the user knows."""
     llama, nxd_files, hints = require_llama(model), _require_nxd(path), hints or {}
-    files = {rank: read_rank_file(file) for rank, file in nxd_files.files.items()}
+    files = {rank: _read_rank_file(file) for rank, file in nxd_files.files.items()}
     shapes = {rank: {name: tensor.shape for name, tensor in state.items()} for rank, state in files.items()}
     root = str(nxd_files.root)
-    layout = infer_layout(root, llama, shapes, hints)
+    try:
+        layout = infer_layout(llama, shapes, hints)
+    except UserError as error:
+        raise UserError(f"{root}: {error}") from None
     embedding, head = NAME_TABLES[layout.style].embedding, NAME_TABLES[layout.style].output
 
-    def tensors() -> RankTensors:
-        """All stored tensors at the current `layout`. NxD stores a tied head twice, other tools once."""
-        for rank, on_rank in nxd_layout.rank_tensors(llama, layout).items():
-            for stored in on_rank:
-                if stored.name != head or head in files[rank] or not llama.tie_embeddings:
-                    yield rank, stored
+    def stored_tensors() -> Iterator[tuple[PpTpRank, list[StoredTensor]]]:
+        """The tensors of each rank at the current `layout`. NxD stores a tied head twice, other tools once."""
+        for rank, tensors in nxd_layout.rank_tensors(llama, layout).items():
+            has_head = head in files[rank] or not llama.tie_embeddings
+            yield rank, [stored for stored in tensors if stored.name != head or has_head]
 
     def copies_agree(candidate: NxdLayout, layer: int) -> bool:
         (pp,) = (pp for pp in range(candidate.pp) if layer in nxd_layout.pp_rank_layers(llama, candidate, pp))
         sharded = nxd_layout.qkv_tensors(llama, candidate, layer)
         return not find_mismatched_copy(
-            files, (((pp, tp), stored) for shards in sharded for tp, stored in enumerate(shards))
+            (stored, files[pp, tp][stored.name]) for shards in sharded for tp, stored in enumerate(shards)
         )
 
-    check_rank_files(nxd_files.files, files, tensors())
+    for rank, expected in stored_tensors():
+        by_name = {stored.name: stored for stored in expected}
+        check_tensors(f"{nxd_files.files[rank]}:", by_name, files[rank], IGNORED_BUFFERS.search)
     layout = infer_kv_order(root, llama, layout, hints, copies_agree)
-    compared = tensors()
-    if not verify_copies:
-        tied = (embedding, head) if llama.tie_embeddings else ()
-        compared = ((rank, stored) for rank, stored in tensors() if stored.name in tied)
-    if name := find_mismatched_copy(files, compared):
-        is_tied_head = name == head and llama.tie_embeddings
-        reason = "model.tie_embeddings=true does not fit" if is_tied_head else "the ranks have diverged"
-        raise UserError(f"{root}: the copies of {name} differ; {reason}")
-    return NxdWeights(llama, layout, files, tensors())
+    tensors = [(stored, files[rank][stored.name]) for rank, on_rank in stored_tensors() for stored in on_rank]
+    if llama.tie_embeddings and find_mismatched_copy(pair for pair in tensors if pair[0].name in (embedding, head)):
+        raise UserError(f"{root}: the copies of {head} differ; model.tie_embeddings=true does not fit")
+    weights = NxdWeights(llama, tensors)
+    weights.layout, weights.files, weights.rank_tensors = layout, nxd_files, files
+    weights.notes = tuple(f"skipping {tag}: its save never finished" for tag in nxd_files.unfinished_tags)
+    return weights
 
 
 def write_nxd(
@@ -156,7 +151,7 @@ def write_nxd(
                     for shards in nxd_layout.stage_tensors(model, layout, pp)
                     for writer, stored in zip(writers, shards, strict=True)
                 ]
-                tensors = prefetch(partial(_assemble_as, stored, weights, dtype) for _, stored in targets)
+                tensors = prefetch(partial(assemble, stored, weights, dtype) for _, stored in targets)
                 with OrderedWorkers() as workers:
                     for i, ((writer, stored), tensor) in enumerate(zip(targets, tensors, strict=True)):
                         workers.submit(i % layout.tp, partial(writer.add, stored.name, tensor))
@@ -164,32 +159,24 @@ def write_nxd(
         write_extra_files(folder.parent)
 
 
-def repack_nxd(path: Path, directory: Path, xser: bool, progress: ProgressCallback = lambda size: None) -> None:
+def repack_nxd(path: Path, directory: Path, xser: bool) -> None:
     """Rewrite a checkpoint with or without xser, with the current file names. This needs no model."""
     nxd_files = _require_nxd(path)
     with _atomic_checkpoint(directory) as folder:
         for (pp, tp), file in nxd_files.files.items():
             with _open_writers([folder / _rank_file_name(tp, pp)], xser) as (writer,):
-                for name, lazy in read_rank_file(file).items():
-                    tensor = lazy.read()
-                    writer.add(name, tensor)
-                    progress(tensor.nbytes)
+                for name, tensor in _read_rank_file(file).items():
+                    writer.add(name, tensor.read())
 
 
-def read_rank_file(path: Path) -> dict[str, LazyTensor]:
+def _read_rank_file(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a rank's file by name. The state dict is the file's object, or its entry `model`."""
     state = open_torch_file(path, allow_stubs=True)  # old files also hold the arguments of the run
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
-    items = state.items() if isinstance(state, dict) else ()
-    tensors = {name: tensor for name, tensor in items if isinstance(name, str) and isinstance(tensor, LazyTensor)}
-    if not tensors:
-        raise UserError(f"{path}: holds no tensors by name; expected the state dict of a rank, or one under 'model'")
-    return tensors
-
-
-def _assemble_as(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | None) -> torch.Tensor:
-    return assemble(stored, weights).to(dtype)
+    if tensors := named_tensors(state):
+        return tensors
+    raise UserError(f"{path}: holds no tensors by name; expected the state dict of a rank, or one under 'model'")
 
 
 def _require_nxd(path: Path) -> NxdFiles:
@@ -204,26 +191,37 @@ def _is_tag(path: Path) -> bool:
 
 
 def _find_rank_files(folder: Path) -> NxdFiles | None:
-    files: dict[PpTpRank, Path] = {}
-    for path in sorted(folder.iterdir()):  # the first data-parallel rank comes first; the others hold the same weights
-        match = CURRENT_FILE_NAME.fullmatch(path.name) or OLD_FILE_NAME.fullmatch(path.name)
-        if not match:
+    found = find_rank_files(folder, CURRENT_FILE_NAME, OLD_FILE_NAME)
+    if not found:
+        return None
+    pp, tp = (max(ranks) + 1 for ranks in zip(*found, strict=True))
+    grid = [(p, t) for p in range(pp) for t in range(tp)]
+    check_complete(folder, "ranks", {f"tp_rank_{t:02d}_pp_rank_{p:02d}": (p, t) in found for p, t in grid})
+    # The first data-parallel rank; the others hold the same weights.
+    return NxdFiles(folder, {rank: next(iter(found[rank].values())) for rank in grid})
+
+
+def find_rank_files(folder: Path, *patterns: re.Pattern[str]) -> dict[PpTpRank, dict[int, Path]]:
+    """The files in `folder` with such names, by rank and data-parallel rank, in order of their names."""
+    files: dict[PpTpRank, dict[int, Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = next(filter(None, (pattern.fullmatch(path.name) for pattern in patterns)), None)
+        if not match:  # such as the .tensors and .info.pt files of xser
             continue
-        if int(match.groupdict().get("ep") or 0):
+        rank = {key: int(value or 0) for key, value in match.groupdict().items()}
+        if rank.get("ep"):
             raise UserError(f"{path}: file of an expert-parallel rank; Llama models have no experts")
         file = path / "checkpoint.pt" if path.is_dir() else path
         if file.is_file():
-            files.setdefault((int(match["pp"]), int(match["tp"])), file)
-    if not files:
-        return None
-    pp, tp = (max(ranks) + 1 for ranks in zip(*files, strict=True))
-    grid = [(p, t) for p in range(pp) for t in range(tp)]
-    if missing := [rank for rank in grid if rank not in files]:
-        names = ", ".join(f"tp_rank_{t:02d}_pp_rank_{p:02d}" for p, t in missing[:4])
-        more = " and others" if len(missing) > 4 else ""
-        raise UserError(f"{folder}: {len(missing)} of {len(grid)} ranks are missing: {names}{more}")
-    xser = any(file.with_name(f"{file.name}.tensors").is_dir() for file in files.values())
-    return NxdFiles(folder, {rank: files[rank] for rank in grid}, xser)
+            files.setdefault((rank.get("pp", 0), rank["tp"]), {}).setdefault(rank["dp"], file)
+    return files
+
+
+def check_complete(folder: Path, what: str, exists: Mapping[str, bool]) -> None:
+    """Refuse a checkpoint with missing files, by name."""
+    if missing := [name for name, found in exists.items() if not found]:
+        names = f"{', '.join(missing[:4])}{' and others' if len(missing) > 4 else ''}"
+        raise UserError(f"{folder}: {len(missing)} of {len(exists)} {what} are missing: {names}")
 
 
 def _rank_file_name(tp: int, pp: int) -> str:
@@ -232,17 +230,16 @@ def _rank_file_name(tp: int, pp: int) -> str:
 
 @contextmanager
 def _open_writers(paths: list[Path], xser: bool) -> Iterator[list[TorchFileWriter | XserWriter]]:
-    """Open a writer for each path. All files are complete if the block succeeds; none is left if it raises."""
+    """Open a writer for each path. All files are complete if the block succeeds."""
     writers: list[TorchFileWriter | XserWriter] = []
     try:
         for path in paths:
             writers.append(XserWriter(path) if xser else TorchFileWriter(path))
         yield writers
         run_parallel(writer.close for writer in writers)
-    except BaseException:
+    finally:
         for writer in writers:
             writer.abandon()
-        raise
 
 
 @contextmanager

@@ -8,12 +8,12 @@ heads in place. One function (`kv_slots`) covers both, so that queries always st
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NORM_NAMES, NameStyle, QkvKind
-from trainyard.checkpoint.formats.tensor_map import StoredTensor, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import StoredTensor, padded_shard, unfused_tensors
 from trainyard.config.base import nearest_divisor
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
@@ -155,10 +155,9 @@ def check_layout(model: LlamaConfig, layout: NxdLayout) -> None:
             + (f"valid: {_join_numbers(valid)}" if valid else f"nearest: {_suggest_fix(model, layout)}")
         )
     if layout.vocab is not None and (layout.vocab < model.vocab or layout.vocab % layout.tp):
-        smallest = ceil(model.vocab / layout.tp) * layout.tp
         raise UserError(
             f"vocab={layout.vocab}: must be at least {model.vocab} and a multiple of tp_size={layout.tp}; "
-            f"smallest: {smallest}"
+            f"smallest: {padded_vocab(model, replace(layout, vocab=None))}"
         )
     _check_stages(model, layout)
 
@@ -211,56 +210,46 @@ def _join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
 
 
 def _layer_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
-    names, ranks = NAME_TABLES[layout.style], range(layout.tp)
-    nxd_prefix, unfused_prefix = f"{names.layer_prefix}{layer}.", f"layers.{layer}."
-    shard_size = model.ffn // layout.tp
+    names, ranks, shard_size = NAME_TABLES[layout.style], range(layout.tp), model.ffn // layout.tp
+    prefix, tensors = f"{names.layer_prefix}{layer}.", unfused_tensors(model)
 
-    def shard(matrix: str, dim: int, rank: int) -> TensorSlice:
-        full = unfused_tensors(model)[f"{unfused_prefix}mlp.{matrix}.weight"]
-        return full.narrow(dim, rank * shard_size, (rank + 1) * shard_size)
+    def mlp_tensors(suffix: str, dim: int, matrices: tuple[str, ...]) -> tuple[StoredTensor, ...]:
+        full = [tensors[f"layers.{layer}.mlp.{matrix}.weight"] for matrix in matrices]
+        ends = [(rank * shard_size, (rank + 1) * shard_size) for rank in ranks]
+        return tuple(StoredTensor(prefix + suffix, dim, tuple(each.narrow(dim, *end) for each in full)) for end in ends)
 
     yield from qkv_tensors(model, layout, layer)
-    output = nxd_prefix + names.attention_output
     slots = (kv_slots(model, layout, rank) for rank in ranks)
-    yield tuple(StoredTensor(output, 1, _head_slices(model, on_rank, layer, "o", False)) for on_rank in slots)
+    yield tuple(
+        StoredTensor(prefix + names.attention_output, 1, _head_slices(model, on_rank, layer, "o", False))
+        for on_rank in slots
+    )
     for suffix, matrices in names.gate_up[layout.gate_up]:
-        yield tuple(
-            StoredTensor(nxd_prefix + suffix, 0, tuple(shard(matrix, 0, rank) for matrix in matrices)) for rank in ranks
-        )
-    yield tuple(StoredTensor(nxd_prefix + names.down, 1, (shard("down", 1, rank),)) for rank in ranks)
+        yield mlp_tensors(suffix, 0, matrices)
+    yield mlp_tensors(names.down, 1, ("down",))
     for suffix, norm in NORM_NAMES.items():
-        full = unfused_tensors(model)[f"{unfused_prefix}{norm}.weight"]
-        yield (StoredTensor(nxd_prefix + suffix, 0, (full,)),) * layout.tp
+        yield (StoredTensor(prefix + suffix, 0, (tensors[f"layers.{layer}.{norm}.weight"],)),) * layout.tp
 
 
 def _head_slices(
     model: LlamaConfig, slots: list[tuple[int, range]], layer: int, letters: str, by_head: bool
 ) -> tuple[TensorSlice, ...]:
     """Rows (columns for `o`) of the matrices in `letters` for the heads on a rank. Adjacent heads are one slice."""
-    size = model.head_size
-    order = [(slot, x) for slot in slots for x in letters]
-    if not by_head:
-        order = [(slot, x) for x in letters for slot in slots]
-    ranges: list[tuple[str, int, int]] = []
+    size, ranges = model.head_size, list[tuple[str, int, int]]()
+    order = (
+        [(slot, x) for slot in slots for x in letters] if by_head else [(slot, x) for x in letters for slot in slots]
+    )
     for (head, queries), letter in order:
         first, stop = (queries.start, queries.stop) if letter in "qo" else (head, head + 1)
         start = first * size
         if ranges and ranges[-1][0] == letter and ranges[-1][2] == start:
             start = ranges.pop()[1]
         ranges.append((letter, start, stop * size))
-    matrices = {
-        letter: unfused_tensors(model)[f"layers.{layer}.attention.{'output' if letter == 'o' else letter}.weight"]
-        for letter in letters
-    }
-    return tuple(matrices[letter].narrow(int(letter == "o"), start, stop) for letter, start, stop in ranges)
+    names = {letter: f"layers.{layer}.attention.{'output' if letter == 'o' else letter}.weight" for letter in letters}
+    tensors = unfused_tensors(model)
+    return tuple(tensors[names[letter]].narrow(int(letter == "o"), start, stop) for letter, start, stop in ranges)
 
 
 def _vocab_tensors(name: str, unfused_name: str, model: LlamaConfig, layout: NxdLayout) -> tuple[StoredTensor, ...]:
     rows, full = padded_vocab(model, layout) // layout.tp, unfused_tensors(model)[unfused_name]
-    out = []
-    for rank in range(layout.tp):
-        start, stop = (min(end * rows, model.vocab) for end in (rank, rank + 1))
-        # A rank with padding only gets an empty slice, the same on all of them.
-        piece = full.narrow(0, start, stop) if start < stop else full.narrow(0, 0, 0)
-        out.append(StoredTensor(name, 0, (piece,), padded_size=rows))
-    return tuple(out)
+    return tuple(padded_shard(name, full, rows, rank) for rank in range(layout.tp))

@@ -10,19 +10,16 @@ shapes and, if there are master weights, against the weights themselves. State t
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
-from trainyard.checkpoint.formats.nxd import layout as nxd_layout
-from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd, read_rank_file
+from trainyard.checkpoint.formats.nxd.files import open_nxd
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints
-from trainyard.checkpoint.formats.nxd.layout import PpTpRank
+from trainyard.checkpoint.formats.nxd.layout import rank_tensors, require_llama
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
 from trainyard.checkpoint.formats.nxd.optimizer_files import (
     MASTER_WEIGHTS_KEY,
@@ -33,15 +30,12 @@ from trainyard.checkpoint.formats.nxd.optimizer_files import (
     read_optimizer_shard,
     rows_per_file,
 )
-from trainyard.checkpoint.formats.nxd.validate import RankFiles, index_reader
-from trainyard.checkpoint.formats.tensor_map import ShardedWeights
+from trainyard.checkpoint.formats.tensor_map import ShardedWeights, TrainingState
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models import AnyModelConfig
-
-__all__ = ["NxdTrainingState", "find_optimizer", "open_nxd_state"]
 
 NO_DECAY_NAME = re.compile("bias|norm")
 PARAM_ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
@@ -57,56 +51,38 @@ STEP_IN_TAG = re.compile(r"step[_=](\d+)")
 STEP_COUNTER_FILES = {"user_content.pt": ("total_steps", "global_step"), "scheduler.pt": ("last_epoch",)}
 
 
-@dataclass(frozen=True)
-class NxdTrainingState:
-    """Weights and moments of an NxD run: a StateSource."""
+def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> TrainingState:
+    """Open the state at `path`, a checkpoint with model and optimizer. `hints` are those of open_nxd.
 
-    model: LlamaConfig
-    dtypes: dict[str, torch.dtype]
-    """The dtype of each kind of state: fp32, except for weights without master weights, which keep theirs."""
-    updates: int
-    """Number of optimizer updates."""
-    step: int | None
-    """Step of the run, if the checkpoint has it."""
-    sources: Mapping[str, ShardedWeights[PpTpRank]]
-    """The tensors of each kind of state."""
-
-    def read_state(self, kind: str, piece: TensorSlice) -> Tensor:
-        return self.sources[kind].read(piece).to(self.dtypes[kind])
-
-
-def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> NxdTrainingState:
-    """Open the state at `path`, a checkpoint with model and optimizer. `hints` are those of open_nxd."""
-    weights, model_files, optimizer_files = open_nxd(path, model, hints), find_nxd(path), find_optimizer(path)
-    assert isinstance(weights.model, LlamaConfig)
-    assert model_files
-    if optimizer_files is None:
+    All state is fp32, except for weights without master weights, which keep their dtype.
+    """
+    llama, weights, files = require_llama(model), open_nxd(path, model, hints), find_optimizer(path)
+    if files is None:
         raise UserError(f"{path}: has no optimizer state (no directory optim next to model), only weights")
-    shards = {rank: [read_optimizer_shard(file) for file in files] for rank, files in optimizer_files.files.items()}
+    shards = {rank: [read_optimizer_shard(file) for file in rank_files] for rank, rank_files in files.items()}
     all_shards = [shard for rank_shards in shards.values() for shard in rank_shards]
     _check_consistent(all_shards)
-    parameters = {
-        rank: _trained_parameters(weights.model, read_rank_file(file)) for rank, file in model_files.files.items()
-    }
+    parameters = {rank: _trained_parameters(llama, tensors) for rank, tensors in weights.rank_tensors.items()}
     named = {rank: _name_tensors(rank_shards, parameters[rank]) for rank, rank_shards in shards.items()}
     stored = [
         (rank, tensor)
-        for rank, tensors in nxd_layout.rank_tensors(weights.model, weights.layout).items()
+        for rank, tensors in rank_tensors(llama, weights.layout).items()
         for tensor in tensors
         if tensor.name in parameters[rank]
     ]
-
-    def source(files: RankFiles) -> ShardedWeights[PpTpRank]:
-        return ShardedWeights(weights.model, stored, index_reader(files), lambda rank, name: files[rank][name].dtype)
-
-    sources = {kind: source({rank: tensors[kind] for rank, tensors in named.items()}) for kind in all_shards[0].tensors}
+    sources: dict[str, ShardedWeights] = {
+        kind: ShardedWeights(llama, ((tensor, named[rank][kind][tensor.name]) for rank, tensor in stored))
+        for kind in all_shards[0].tensors
+    }
     dtypes = dict.fromkeys(sources, torch.float32)
     if "weights" not in sources:
         sources["weights"] = weights
         stored_dtypes = (tensor.dtype for tensors in parameters.values() for tensor in tensors.values())
         dtypes["weights"] = reduce(torch.promote_types, stored_dtypes)
-    step = _find_step(model_files.root)
-    return NxdTrainingState(weights.model, dtypes, all_shards[0].updates, step, sources)
+    counters = {"updates": all_shards[0].updates}
+    if (step := _find_step(weights.files.root)) is not None:
+        counters["step"] = step
+    return TrainingState(llama, dtypes, {kind: source.read for kind, source in sources.items()}, counters)
 
 
 def _check_consistent(shards: list[OptimizerShard]) -> None:
@@ -115,15 +91,12 @@ def _check_consistent(shards: list[OptimizerShard]) -> None:
     for shard in shards[1:]:
         if shard.tensors.keys() != first.tensors.keys():
             has, lacks = (first, shard) if "weights" in first.tensors else (shard, first)
-            raise UserError(
-                f"{lacks.path}: has no {MASTER_WEIGHTS_KEY}, but {has.path.name} has; "
-                "they do not belong to one checkpoint"
-            )
-        if shard.updates != first.updates:
-            raise UserError(
-                f"{shard.path}: is of update {shard.updates}, {first.path.name} of {first.updates}; "
-                "they do not belong to one checkpoint"
-            )
+            problem = f"{lacks.path}: has no {MASTER_WEIGHTS_KEY}, but {has.path.name} has"
+        elif shard.updates != first.updates:
+            problem = f"{shard.path}: is of update {shard.updates}, {first.path.name} of {first.updates}"
+        else:
+            continue
+        raise UserError(f"{problem}; they do not belong to one checkpoint")
 
 
 def _trained_parameters(model: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -11,12 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.nxd.files import CURRENT_FILE_NAME, find_nxd
+from trainyard.checkpoint.formats.nxd.files import CURRENT_FILE_NAME, check_complete, find_nxd, find_rank_files
 from trainyard.checkpoint.formats.nxd.layout import PpTpRank
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.core.errors import UserError, one_line
@@ -28,27 +27,18 @@ MOMENT_KEYS = {"first": "exp_avg", "second": "exp_avg_sq"}
 """Names of the moments in the files, by kind of state."""
 
 
-@dataclass(frozen=True)
-class OptimizerFiles:
-    root: Path
-    """The directory of the files."""
-    files: dict[PpTpRank, tuple[Path, ...]]
-    """For each rank of the model, the files of its data-parallel ranks in order."""
+def find_optimizer(path: Path) -> dict[PpTpRank, tuple[Path, ...]] | None:
+    """Find the optimizer files of the checkpoint at `path` (any path that find_nxd accepts). None: it has none.
 
-
-def find_optimizer(path: Path) -> OptimizerFiles | None:
-    """Find the optimizer files of the checkpoint at `path` (any path that find_nxd accepts). None: it has none."""
+    For each rank of the model, these are the files of its data-parallel ranks in order.
+    """
     model = find_nxd(path)
     if model is None:
         return None
-    tag = model.root.parent
-    for folder, names in (
-        (tag / "optim", (CURRENT_FILE_NAME, OLD_OPTIMIZER_NAME)),
-        (tag, (OLD_OPTIMIZER_NAME,)),
-        (model.root, (OLD_OPTIMIZER_NAME,)),
-    ):
-        if files := _find_files(folder, names):
-            return OptimizerFiles(folder, _complete_grid(folder, files, list(model.files)))
+    tag, old = model.root.parent, (OLD_OPTIMIZER_NAME,)
+    for folder, names in {tag / "optim": (CURRENT_FILE_NAME, *old), tag: old, model.root: old}.items():
+        if files := find_rank_files(folder, *names):
+            return _complete_grid(folder, files, list(model.files))
     if unknown := sorted(file.name for file in (tag / "optim").glob("*")):
         raise UserError(
             f"{tag / 'optim'}: has {unknown[0]}, but no dp_rank_00_tp_rank_00_pp_rank_00.pt; the output of "
@@ -88,7 +78,8 @@ def read_optimizer_shard(path: Path) -> OptimizerShard:
         shapes = [tensor.shape for tensor in tensors["first"]]
         if "base_state" in state:
             shapes = [tuple(state["shape_info"][param_id]) for param_id in ids]
-        return OptimizerShard(path, shapes, tensors, _as_int(states[ids[0]]["step"]))
+        step = states[ids[0]]["step"]  # a number, or a tensor in some optimizers
+        return OptimizerShard(path, shapes, tensors, int(step.read().item() if isinstance(step, LazyTensor) else step))
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -100,19 +91,11 @@ class RowShardedTensor(LazyTensor):
     """A tensor whose rows are distributed over several files in equal numbers; rows beyond `shape` are padding."""
 
     def __init__(self, files: Sequence[LazyTensor], shape: tuple[int, ...]) -> None:
-        self._files, self._shape = files, shape
+        self._files, self.shape, self.dtype = files, shape, files[0].dtype
         self._rows_per_file = rows_per_file(shape, len(files))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._files[0].dtype
-
     def read(self, index: TensorIndex | None = None) -> Tensor:
-        rows, *rest = index or TensorSlice.full("", self._shape).to_index()
+        rows, *rest = index or TensorSlice.full("", self.shape).to_index()
         out = []
         for i in range(rows.start // self._rows_per_file, -(-rows.stop // self._rows_per_file)):
             first_row = i * self._rows_per_file
@@ -125,19 +108,6 @@ def rows_per_file(shape: tuple[int, ...], files: int) -> int:
     return -(-shape[0] // files)
 
 
-def _find_files(folder: Path, names: Sequence[re.Pattern[str]]) -> dict[PpTpRank, dict[int, Path]]:
-    files: dict[PpTpRank, dict[int, Path]] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = next(filter(None, (name.fullmatch(path.name) for name in names)), None)
-        if not match:  # such as the .tensors and .info.pt files of xser
-            continue
-        rank = {key: int(value or 0) for key, value in match.groupdict().items()}
-        if rank.get("ep"):
-            raise UserError(f"{path}: file of an expert-parallel rank; Llama models have no experts")
-        files.setdefault((rank.get("pp", 0), rank["tp"]), {})[rank["dp"]] = path
-    return files
-
-
 def _complete_grid(
     folder: Path, files: dict[PpTpRank, dict[int, Path]], ranks: list[PpTpRank]
 ) -> dict[PpTpRank, tuple[Path, ...]]:
@@ -146,14 +116,10 @@ def _complete_grid(
         pp, tp = extra[0]
         raise UserError(f"{folder}: has tp_rank_{tp:02d}_pp_rank_{pp:02d}, which the model's files do not have")
     dp = max(max(by_dp) for by_dp in files.values()) + 1
-    grid = [(d, rank) for rank in ranks for d in range(dp)]
-    if missing := [(d, rank) for d, rank in grid if d not in files.get(rank, {})]:
-        names = ", ".join(f"dp_rank_{d:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}" for d, (pp, tp) in missing[:4])
-        more = " and others" if len(missing) > 4 else ""
-        raise UserError(f"{folder}: {len(missing)} of {len(grid)} files are missing: {names}{more}")
+    exists = {
+        f"dp_rank_{d:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}": d in files.get((pp, tp), {})
+        for pp, tp in ranks
+        for d in range(dp)
+    }
+    check_complete(folder, "files", exists)
     return {rank: tuple(files[rank][d] for d in range(dp)) for rank in ranks}
-
-
-def _as_int(value: Any) -> int:
-    """A step count, which some optimizers store as a number and others as a tensor."""
-    return int(value.read().item() if isinstance(value, LazyTensor) else value)
