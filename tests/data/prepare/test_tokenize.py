@@ -166,6 +166,18 @@ def test_every_kind_of_input_gives_the_same_tokens(
     assert len(set(tokens.values())) == 1
 
 
+def test_truncated_dataset_is_refused(gpt2_files: Path, tmp_path: Path) -> None:
+    """Arrow itself reads a stream without its end marker as if it were complete."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": make_stories(5)}).save_to_disk(str(tmp_path / "a"))
+    file = next((tmp_path / "a").glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UserError, match="truncated"):
+        run([tmp_path / "a"], tmp_path / "out", TokenizeOptions(gpt2_spec(gpt2_files)))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_inputs_are_names_or_globs(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "a[1].jsonl"):
         (tmp_path / name).touch()
