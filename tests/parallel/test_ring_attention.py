@@ -23,7 +23,9 @@ from trainyard.kernels.reference import counter_dropout
 from trainyard.models.layers import CoreAttention
 from trainyard.parallel import attention_blocks, ring_attention
 from trainyard.parallel.axes import Axes
-from trainyard.parallel.ring_attention import AttentionSpec, attend
+from trainyard.parallel.context_parallel import ContextAxis
+from trainyard.parallel.process_group import Group
+from trainyard.parallel.ring_attention import AttentionSpec
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
@@ -297,12 +299,6 @@ def test_32k_tokens_need_no_quadratic_memory(kind: str, monkeypatch: pytest.Monk
     assert_close([dq[0, 0, rows]], [(weight * (dweight - (weight * dweight).sum(-1, keepdim=True))) @ k / 4])
 
 
-def attend_alone(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: DropoutRng | None, causal: bool
-) -> Tensor:
-    return attend(q, k, v, group="", size=1, method="ring", causal=causal, documents_BT=documents, dropout=dropout)
-
-
 def test_fused_kernels_are_selected() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         q, k = torch.empty(2, 4, 8, 8, dtype=dtype), torch.empty(2, 2, 8, 8, dtype=dtype)
@@ -313,9 +309,10 @@ def test_fused_kernels_are_selected() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_into_one_graph(kind: str) -> None:
     case = make_case(kind, True)
-    compiled = torch.compile(lambda q, *rest: attend_alone(q * 2, *rest) + 1, fullgraph=True, backend="aot_eager")
+    attend = ContextAxis().attend
+    compiled = torch.compile(lambda q, *rest: attend(q * 2, *rest) + 1, fullgraph=True, backend="aot_eager")
     q, k, v = (x.clone().requires_grad_() for x in case[:3])
-    y = compiled(q, k, v, case.documents, case.dropout, True)
+    y = compiled(q, k, v, True, case.documents, case.dropout)
     dq, dk, dv = torch.autograd.grad(y, (q, k, v), case.dout)
     assert_close([y - 1, dq / 2, dk, dv], dense_attention(case._replace(q=case.q * 2)))
 
@@ -338,7 +335,7 @@ def test_any_strides_and_inputs_without_gradient() -> None:
     case = make_case("plain", True, shape=(2, 4, 4, 9, 8))
     fused = torch.stack(case[:3], 2).permute(0, 3, 2, 1, 4).contiguous().requires_grad_()  # [B, T, 3, H, K]
     q, k, v = fused.unbind(2)
-    y = attend_alone(q.transpose(1, 2), k.detach().transpose(1, 2), v.transpose(1, 2), None, None, True)
+    y = ContextAxis().attend(q.transpose(1, 2), k.detach().transpose(1, 2), v.transpose(1, 2), True, None, None)
     y.sum().backward()
     expected = dense_attention(case._replace(dout=torch.ones_like(case.dout)))
     assert fused.grad is not None
@@ -363,8 +360,8 @@ def run_rank(rank: int, world_size: int, store: str) -> None:
             positions = positions_by_rank(size, case.q.shape[2])[rank % size]
             q, k, v, dout, _, documents, dropout = local_case(case, positions)
             inputs = [x.requires_grad_() for x in (q, k, v)]
-            options = {"group": group.group_name, "size": size, "method": method, "causal": causal}
-            y = attend(*inputs, **options, documents_BT=documents, dropout=dropout)
+            axis = ContextAxis(Group(tuple(range(size)), rank % size, group.group_name), method)
+            y = axis.attend(*inputs, causal, documents, dropout)
             actual = [y, *torch.autograd.grad(y, inputs, dout)]
             assert_close(actual, [x[:, :, positions] for x in dense_attention(case)])
     dist.destroy_process_group()

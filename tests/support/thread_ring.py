@@ -1,4 +1,4 @@
-"""A RingTransport whose ranks are threads of one process, so that context parallelism needs no process groups."""
+"""A Group whose ranks are threads of one process, so that context parallelism needs no process groups."""
 
 import queue
 import threading
@@ -56,10 +56,10 @@ class ThreadRing:
         return tensors
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x))
+        return torch.cat(self._exchange(x))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        return torch.stack([tensor[self.rank] for tensor in self._exchange(x)]).sum(0)
+        return torch.stack([tensor[self.rank :][:1] for tensor in self._exchange(x)]).sum(0)
 
 
 def run_on_threads(size: int, work: Callable[[ThreadRing], Any]) -> list[Any]:

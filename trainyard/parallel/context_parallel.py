@@ -7,20 +7,22 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.parallel.attention_blocks import rank_token_positions, to_natural_order, to_rank_order
-from trainyard.parallel.process_group import Group, wait
-from trainyard.parallel.ring_attention import CpMethod, attend
+from trainyard.parallel.process_group import Group
+from trainyard.parallel.ring_attention import CpMethod, context_attention
 
 
 class ContextAxis:
     """Ranks that split the sequence. It is cut into 2 x size chunks, and rank r holds chunks r and 2 size - 1 - r, so
     that every rank has the same work under a causal mask."""
 
-    def __init__(self, group: Group | None = None, method: CpMethod = "ring", traces_attention: bool = False) -> None:
+    def __init__(
+        self, group: Group | None = None, method: CpMethod = "ring", decomposes_attention: bool = False
+    ) -> None:
         self.group = group or Group()
         self.size, self.rank = self.group.size, self.group.rank
         self.method: CpMethod = method
-        self.traces_attention = traces_attention
-        """Keys are gathered and attention runs as plain operators (`Device.traces_attention`), without `attend`."""
+        self.decomposes_attention = decomposes_attention
+        """Keys are gathered and attention runs as plain operators (`Device.decomposes_attention`), without `attend`."""
 
     def token_positions(self, tokens: int, rank: Tensor) -> Tensor:
         """Global positions [T] of this rank's tokens, int32; `rank` is a tensor to keep it out of the graph."""
@@ -34,27 +36,20 @@ class ContextAxis:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None
     ) -> Tensor:
-        """Attention of this rank's queries over the keys of all ranks."""
-        return attend(
-            q,
-            k,
-            v,
-            group=self.group.name,
-            size=self.size,
-            method=self.method,
-            causal=causal,
-            documents_BT=documents,
-            dropout=dropout,
-        )
+        """Attention of this rank's queries over the keys of all ranks. A query sees keys with its own document id
+        (int32) and, if causal, no later key."""
+        p, *rng_tensors = dropout or (0.0,)
+        options = (p, self.group.name, self.size, self.method, causal)
+        return context_attention(q, k, v, documents, rng_tensors, *options)[0]
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.dtype = group, dim, x.dtype
-        return to_natural_order(wait(group.start_all_gather(x[None])), dim)
+        return to_natural_order(group.all_gather(x[None]), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         parts = to_rank_order(grads[0].float(), ctx.group.size, ctx.dim)
-        return wait(ctx.group.start_reduce_scatter(parts))[0].to(ctx.dtype), None, None
+        return ctx.group.reduce_scatter(parts)[0].to(ctx.dtype), None, None

@@ -4,7 +4,7 @@ Shards split a parameter by rows (dim 0): shard k of n has rows [k c, (k + 1) c)
 happens in buckets of adjacent parameters (parallel/zero1.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -109,26 +109,25 @@ class FlatBuffer:
 
     def scatter_to_shards(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> None:
         """Copy a bucket from the full buffer into `out` [num_shards, elements of the bucket in a shard]."""
-        for span, shards in self._shard_views(bucket, out):
-            values = buffer[span.start : span.start + prod(span.shape)]
-            full_shards = len(values) // span.shard_numel
-            shards[:full_shards].copy_(values[: full_shards * span.shard_numel].view(full_shards, span.shard_numel))
-            if rest := len(values) - full_shards * span.shard_numel:
-                shards[full_shards, :rest].copy_(values[-rest:])
+        for full_view, shard_view in _matching_views(bucket, buffer, out):
+            shard_view.copy_(full_view)
 
     def gather_from_shards(self, bucket: Bucket, shards: Tensor, buffer: Tensor) -> None:
         """The inverse of `scatter_to_shards`."""
-        for span, views in self._shard_views(bucket, shards):
-            values = buffer[span.start : span.start + prod(span.shape)]
-            full_shards = len(values) // span.shard_numel
-            values[: full_shards * span.shard_numel].view(full_shards, span.shard_numel).copy_(views[:full_shards])
-            if rest := len(values) - full_shards * span.shard_numel:
-                values[-rest:].copy_(views[full_shards, :rest])
+        for full_view, shard_view in _matching_views(bucket, buffer, shards):
+            full_view.copy_(shard_view)
 
-    def _shard_views(self, bucket: Bucket, shards: Tensor) -> Iterable[tuple[ParamSpan, Tensor]]:
-        for span in bucket.spans:
-            start = span.shard_start - bucket.shard_range.start
-            yield span, shards[:, start : start + span.shard_numel]
+
+def _matching_views(bucket: Bucket, buffer: Tensor, shards: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of views with the same elements of a bucket, in the full buffer and in the shards: for each parameter its
+    full shards, and then a shorter last one."""
+    for span in bucket.spans:
+        start, length = span.shard_start - bucket.shard_range.start, span.shard_numel
+        values, views = buffer[span.start : span.start + prod(span.shape)], shards[:, start : start + length]
+        full_shards, rest = divmod(len(values), length)
+        yield values[: full_shards * length].view(full_shards, length), views[:full_shards]
+        if rest:
+            yield values[-rest:], views[full_shards, :rest]
 
 
 def _align(count: int) -> int:

@@ -4,10 +4,9 @@ Ranks are arranged [pp][dp][cp][tp], tp fastest. All rules are checked here, bef
 names the violated rule and the nearest valid layouts.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import log2
 from typing import Literal, Self
 
@@ -174,25 +173,23 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
 
 def _nearest_layouts(config: Config, world_size: int) -> str:
     """The valid layouts closest to the configured one, as text; empty if there are none."""
-    configured = (config.layout.tp, config.layout.pp, config.layout.cp)
+    section = config.layout
+    configured = (section.tp, section.pp, section.cp)
 
     def distance(sizes: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         return sum(abs(log2(a / b)) for a, b in zip(sizes, configured, strict=True)), sizes
 
-    candidates = _candidate_sizes(config, world_size)
-    valid = [sizes for sizes in candidates if not _first_violation(config, world_size, *sizes)]
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    # pp stays as configured if other keys depend on it.
+    pp_is_free = section.vpp == 1 and section.pipeline_schedule != "zbv" and not section.pipeline_cuts
+    pp_sizes = divisors if pp_is_free else [d for d in divisors if d == section.pp]
+    valid = [
+        (tp, pp, cp)
+        for tp, pp, cp in product(divisors, pp_sizes, divisors)
+        if world_size % (tp * pp * cp) == 0 and not _first_violation(config, world_size, tp, pp, cp)
+    ]
     nearest = sorted(valid, key=distance)[:MAX_SUGGESTIONS]
     return ", ".join(f"tp={tp} pp={pp} cp={cp} (dp={world_size // (tp * pp * cp)})" for tp, pp, cp in nearest)
-
-
-def _candidate_sizes(config: Config, world_size: int) -> Iterator[tuple[int, int, int]]:
-    """Every (tp, pp, cp) whose product divides `world_size`; pp stays as configured if other keys depend on it."""
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    pp_is_free = config.layout.vpp == 1 and config.layout.pipeline_schedule != "zbv" and not config.layout.pipeline_cuts
-    pp_sizes = divisors if pp_is_free else [d for d in divisors if d == config.layout.pp]
-    for tp, pp, cp in product(divisors, pp_sizes, divisors):
-        if world_size % (tp * pp * cp) == 0:
-            yield tp, pp, cp
 
 
 def _split_stages(config: Config) -> tuple[StageSpec, ...]:
@@ -203,10 +200,9 @@ def _split_stages(config: Config) -> tuple[StageSpec, ...]:
         ends = [cut + 1 for cut in config.layout.pipeline_cuts] + [layers]
     else:
         sizes = [layers // count] * count
-        middle_first = sorted(range(count), key=lambda stage: (abs(2 * stage + 1 - count), stage))
-        for stage in middle_first[: layers % count]:
+        for stage in sorted(range(count), key=lambda stage: (abs(2 * stage + 1 - count), stage))[: layers % count]:
             sizes[stage] += 1
-        ends = [sum(sizes[: stage + 1]) for stage in range(count)]
+        ends = list(accumulate(sizes))
     starts = [0, *ends[:-1]]
     return tuple(
         StageSpec(index, range(start, end), index == 0, index == count - 1)

@@ -3,6 +3,7 @@
 `start_*` methods return a tensor that `wait` makes readable, so that the caller decides what overlaps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -56,6 +57,18 @@ class Group:
         if self.device_collectives:
             return self.device_collectives.reduce_scatter(x)
         return compat.reduce_scatter(x, self.size, self.name)
+
+    def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start sending tensors of one dtype to the next rank. The result waits for those of the previous rank."""
+        flat, shapes = torch.cat([x.flatten() for x in tensors]), [x.shape for x in tensors]
+        successor, predecessor = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        pending = compat.sendrecv(flat, successor, predecessor, self.size, self.name)
+
+        def receive() -> list[Tensor]:
+            parts = wait(pending).split_with_sizes([shape.numel() for shape in shapes])
+            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        return receive
 
     def _all_reduce(self, x: Tensor, op: str) -> Tensor:
         if self.device_collectives:

@@ -11,13 +11,13 @@ lower rank and none of the second half; only its second half of queries sees the
 Outputs of blocks are merged in fp32 by their log-sum-exp. With grouped-query attention only the few kv heads are sent.
 
 For torch.compile all of it is one opaque operator, and graphs are equal on all ranks because the operator looks up the
-rank when it runs. The algorithm communicates through `RingTransport`, so that tests can run ranks as threads.
+rank when it runs.
 
 Shapes: B batch, H heads, G kv heads, T local tokens, S available keys, K head size.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,53 +26,9 @@ from trainyard import compat
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.parallel import attention_blocks as blocks
 from trainyard.parallel.attention_blocks import BlockMask
+from trainyard.parallel.process_group import Group
 
 CpMethod = Literal["ring", "all_gather"]
-
-
-class RingTransport(Protocol):
-    """Communication between the ranks that split a sequence."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending tensors of one dtype to the next rank. The result waits for those of the previous rank."""
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """[...] of each rank to [size, ...]."""
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[size, ...] of each rank, one entry per rank, to the sum of this rank's entries."""
-
-
-class ProcessGroupRing:
-    """Communication in a process group, given its name. A single rank needs no group."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
-        self.rank = compat.group_rank(name) if size > 1 else 0
-
-    def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
-        flat, shapes = torch.cat([x.flatten() for x in tensors]), [x.shape for x in tensors]
-        successor, predecessor = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        pending = compat.sendrecv(flat, successor, predecessor, self.size, self.name)
-
-        def receive() -> list[Tensor]:
-            parts = compat.wait(pending).split_with_sizes([shape.numel() for shape in shapes])
-            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-        return receive
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return compat.wait(compat.all_gather(x[None], self.size, self.name))
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return compat.wait(compat.reduce_scatter(x, self.size, self.name))[0]
 
 
 class AttentionSpec(NamedTuple):
@@ -94,9 +50,7 @@ class KeyChunk(NamedTuple):
     blocks: list[blocks.AttentionBlock]
 
 
-def forward(
-    ring: RingTransport, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
+def forward(ring: Group, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Output of the local queries over all keys, and its fp32 log-sum-exp [B, H, T]."""
     out_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     lse_BHT = torch.empty(q_BHTK.shape[:3], dtype=torch.float32, device=q_BHTK.device)
@@ -115,7 +69,7 @@ def forward(
 
 
 def backward(
-    ring: RingTransport,
+    ring: Group,
     dout_BHTK: Tensor,
     q_BHTK: Tensor,
     k_BGTK: Tensor,
@@ -150,19 +104,19 @@ def backward(
     if receive is not None:
         local_grads = [x.add_(received) for x, received in zip(local_grads, receive(), strict=True)]
     elif ring.size > 1:
-        local_grads = [ring.reduce_scatter(blocks.to_rank_order(x, ring.size, 2)) for x in local_grads]
+        local_grads = [ring.reduce_scatter(blocks.to_rank_order(x, ring.size, 2))[0] for x in local_grads]
     dk, dv = local_grads
     return _token_major(dq_BHTK, q_BHTK.dtype), _token_major(dk, k_BGTK.dtype), _token_major(dv, v_BGTK.dtype)
 
 
-def _key_chunks(ring: RingTransport, k: Tensor, v: Tensor, spec: AttentionSpec) -> Iterator[KeyChunk]:
+def _key_chunks(ring: Group, k: Tensor, v: Tensor, spec: AttentionSpec) -> Iterator[KeyChunk]:
     """All keys in chunks, as the method delivers them. The next exchange is in flight while a chunk is used."""
     size, rank, tokens = ring.size, ring.rank, k.shape[2]
     assert size == 1 or tokens % 2 == 0
     documents = spec.documents_BT
     if spec.method == "all_gather" and size > 1:
-        k, v = (blocks.to_natural_order(ring.all_gather(x), 2) for x in (k, v))
-        documents = None if documents is None else blocks.to_natural_order(ring.all_gather(documents), 1)
+        k, v = (blocks.to_natural_order(ring.all_gather(x[None]), 2) for x in (k, v))
+        documents = None if documents is None else blocks.to_natural_order(ring.all_gather(documents[None]), 1)
         positions = torch.arange(size * tokens, dtype=torch.int32, device=k.device)
         yield KeyChunk(k, v, documents, positions, blocks.gathered_blocks(rank, size, tokens, spec.causal))
         return
@@ -214,11 +168,10 @@ def context_attention(
     method: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`forward` as an operator. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout."""
-    rng = DropoutRng(p, *rng_tensors) if rng_tensors else None
-    spec = AttentionSpec(cast(CpMethod, method), causal, documents, rng)
+    """`forward` as an operator: softmax(q k / sqrt(K)) v of this rank's queries over the keys of all `size` ranks of
+    the process group `group`. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout."""
     q, k, v = (_contiguous_last_dim(x) for x in (q, k, v))
-    return forward(ProcessGroupRing(group, size), q, k, v, spec)
+    return forward(_ring(group, size), q, k, v, _spec(method, causal, documents, p, rng_tensors))
 
 
 @torch.library.custom_op("trainyard::context_attention_backward", mutates_args=())
@@ -238,10 +191,19 @@ def context_attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` as an operator."""
-    rng = DropoutRng(p, *rng_tensors) if rng_tensors else None
-    spec = AttentionSpec(cast(CpMethod, method), causal, documents, rng)
     dout, q, k, v = (_contiguous_last_dim(x) for x in (dout, q, k, v))
-    return backward(ProcessGroupRing(group, size), dout, q, k, v, out, lse, spec)
+    spec = _spec(method, causal, documents, p, rng_tensors)
+    return backward(_ring(group, size), dout, q, k, v, out, lse, spec)
+
+
+def _ring(name: str, size: int) -> Group:
+    """The process group, which a graph knows only by its name. A single rank needs none."""
+    return Group(tuple(range(size)), compat.group_rank(name) if size > 1 else 0, name)
+
+
+def _spec(method: str, causal: bool, documents: Tensor | None, p: float, rng_tensors: list[Tensor]) -> AttentionSpec:
+    rng = DropoutRng(p, *rng_tensors) if rng_tensors else None
+    return AttentionSpec(cast(CpMethod, method), causal, documents, rng)
 
 
 def _contiguous_last_dim(x: Tensor) -> Tensor:
@@ -272,24 +234,3 @@ def _autograd_backward(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Any, ...]:
 
 
 context_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
-
-
-def attend(
-    q_BHTK: Tensor,
-    k_BGTK: Tensor,
-    v_BGTK: Tensor,
-    *,
-    group: str,
-    size: int,
-    method: CpMethod,
-    causal: bool,
-    documents_BT: Tensor | None = None,
-    dropout: DropoutRng | None = None,
-) -> Tensor:
-    """softmax(q k / sqrt(K)) v of this rank's queries over the keys of all `size` ranks of the process group `group`.
-
-    A query sees keys with its own document id (int32) and, if causal, no later key. A single rank needs no group.
-    """
-    p, *rng_tensors = dropout or (0.0,)
-    out, _ = context_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT, rng_tensors, p, group, size, method, causal)
-    return out

@@ -51,7 +51,7 @@ class CoreAttention(Recomputable):
         self.cp = cp
         # Recomputing a ring alone would repeat all its communication and save nothing: the modules around it keep its
         # inputs and outputs anyway.
-        self.recompute_name = "core_attention" if cp.size == 1 or cp.traces_attention else "ring"
+        self.recompute_name = "core_attention" if cp.size == 1 or cp.decomposes_attention else "ring"
         local_heads = heads // tp.size
         first = tp.rank * local_heads
         self.register_buffer("site", dropout_site(site), persistent=False)
@@ -76,7 +76,7 @@ class CoreAttention(Recomputable):
         if self.uneven_kv:
             k_BGTK, v_BGTK = k_BGTK.index_select(1, self.kv_index), v_BGTK.index_select(1, self.kv_index)
         use_dropout = self.training and self.p > 0
-        if not self.cp.traces_attention and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
+        if not self.cp.decomposes_attention and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
             rng = DropoutRng(self.p, *seeds, self.site, self.head_offset) if use_dropout and seeds else None
             return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, rng)
         k_BGSK, v_BGSK = self.cp.gather_sequence(k_BGTK, 2), self.cp.gather_sequence(v_BGTK, 2)
