@@ -232,7 +232,7 @@ def test_adamw(apply: bool, grad_dtype: torch.dtype, bf16_copy: bool) -> None:
             scalar_tensor = torch.cat((torch.stack((lr, scale)), correct, apply_update.float()[None]))
             function(weight, master, gradient, exp_avg, exp_avg_sq, scalar_tensor, *constants)
         else:
-            adamw_(weight, master, gradient, exp_avg, exp_avg_sq, lr, scale, correct, apply_update, *constants)
+            adamw_(weight, master, gradient, (exp_avg, exp_avg_sq), (lr, scale, correct, apply_update), constants)
         results.append((weight, master, exp_avg, exp_avg_sq))
     for ours, theirs, old in zip(*results, (state[0], state[0], state[2], state[3]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5 if ours.dtype == torch.float32 else 1e-2, atol=1e-7)
@@ -260,9 +260,8 @@ def test_adamw_with_stochastic_rounding_uses_the_same_bits(apply: bool) -> None:
             assert function is not None
             function(w, key, row + 1000, site, column + 3, g, m, v, scalar_tensor, *constants)
         else:
-            adamw_stochastic_rounding_(
-                w, seeds, site, column + 3, g, m, v, lr, scale, correct, apply_update, *constants
-            )
+            scalar_tensors = (lr, scale, correct, apply_update)
+            adamw_stochastic_rounding_(w, seeds, site, column + 3, g, (m, v), scalar_tensors, constants)
         results.append(w)
     actual, expected = results
     assert torch.equal(actual, weight) != apply

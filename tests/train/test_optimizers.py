@@ -191,7 +191,7 @@ def test_nonfinite_step_is_skipped_and_its_gradient_named(precision: str, rule: 
         gradient(optimizer, "layers.1.mlp.down.weight")[0, 0] = float("inf")
     update(optimizer, 2, loss=1.0 if nonfinite == "gradient" else float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(before, state_tensors(optimizer), strict=True))
-    assert optimizer.nonfinite_names() == (["layers.1.mlp.down.weight"] if nonfinite == "gradient" else [])
+    assert optimizer.guard.nonfinite_names() == (["layers.1.mlp.down.weight"] if nonfinite == "gradient" else [])
     assert optimizer.guard.skip_counts.tolist() == [1, 1]
     assert optimizer.guard.update_count.item() == 1
     set_gradients(optimizer, 2)

@@ -1,6 +1,7 @@
 """Conversion between full tensors and the shards that tensor-parallel ranks hold, as the blueprint describes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from trainyard.models.init import ParameterValues
 
 def shard_tensor(blueprint: Blueprint, name: str, full: Tensor, tp: int, rank: int) -> Tensor:
     """The shard of a full (fused) tensor that tensor-parallel rank `rank` holds."""
-    starts = dict(fused_starts(blueprint, name))
+    starts = fused_starts(blueprint, name)
     return local_tensor(blueprint, name, tp, rank, lambda piece: full[fused_index(piece, starts[piece.name])])
 
 
@@ -27,12 +28,11 @@ def local_tensor(blueprint: Blueprint, name: str, tp: int, rank: int, read: Call
     return F.pad(local, (0, 0) * (local.dim() - 1) + (0, padding)) if padding else local
 
 
-def fused_starts(blueprint: Blueprint, name: str) -> Iterator[tuple[str, int]]:
-    """Each unfused tensor of a parameter, and its first row in the full (fused) parameter."""
-    start = 0
-    for piece in blueprint.tp_slices(name):
-        yield piece.name, start
-        start += piece.sizes[0]
+def fused_starts(blueprint: Blueprint, name: str) -> dict[str, int]:
+    """The first row of each unfused tensor of a parameter in the full (fused) parameter."""
+    pieces = blueprint.tp_slices(name)
+    starts = accumulate((piece.sizes[0] for piece in pieces[:-1]), initial=0)
+    return {piece.name: start for piece, start in zip(pieces, starts, strict=True)}
 
 
 def fused_index(piece: TensorSlice, start: int) -> TensorIndex:
@@ -45,7 +45,7 @@ def unshard_tensor(blueprint: Blueprint, name: str, shards: Sequence[Tensor]) ->
     spec, tp = blueprint.spec(name), len(shards)
     if spec.tp_dim is None:
         return shards[0]
-    full, starts = shards[0].new_empty(spec.shape), dict(fused_starts(blueprint, name))
+    full, starts = shards[0].new_empty(spec.shape), fused_starts(blueprint, name)
     for rank, shard in enumerate(shards):
         start = 0
         for piece in blueprint.tp_slices(name, tp, rank):

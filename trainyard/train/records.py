@@ -68,7 +68,7 @@ def step_record(
 
 def describe_nonfinite(optimizer: Optimizer, mesh: Mesh, loss: float) -> str:
     """Name the gradients that were not finite at the last skipped step. All ranks call this together."""
-    per_rank = mesh.all_gather_object(optimizer.nonfinite_names())
+    per_rank = mesh.all_gather_object(optimizer.guard.nonfinite_names())
     names = list(dict.fromkeys(name for rank_names in per_rank for name in rank_names))
     culprits = "no gradient"
     if names:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
-from trainyard.checkpoint.native import checkpoint as native_checkpoint
+from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, detect_format, first_model_difference
@@ -30,15 +30,17 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
     """Open the checkpoint at `location`, or the latest valid one in that directory. Invalid ones are logged and
     skipped; returns None if there is none at all. All ranks call this; each verifies some of the files."""
     storage = open_storage(location)
-    if mesh.broadcast_object(lambda: storage.file_size(native_checkpoint.COMMIT_FILE) is not None, device):
+    if mesh.broadcast_object(lambda: storage.file_size(native.COMMIT_FILE) is not None, device):
         checkpoint, problem = _open_verified(storage, mesh)
         if not checkpoint:
             raise UserError(problem)
         return checkpoint
-    steps = mesh.broadcast_object(lambda: native_checkpoint.list_steps(storage), device)
-    for step in steps:
-        directory = storage / native_checkpoint.step_directory(step)
-        if not mesh.broadcast_object(lambda step=step: native_checkpoint.is_committed(storage, step), device):  # type: ignore[misc]
+    steps = mesh.broadcast_object(
+        lambda: [(step, native.is_committed(storage, step)) for step in native.list_steps(storage)], device
+    )
+    for step, is_committed in steps:
+        directory = storage / native.step_directory(step)
+        if not is_committed:
             logger.warning("skipping %s: it was never completed", directory)
             continue
         checkpoint, problem = _open_verified(directory, mesh)
@@ -55,7 +57,7 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[Path 
         return None, None
     if section.resume != "auto":
         checkpoint = find_checkpoint(section.resume, mesh, device)
-        if not checkpoint or set(checkpoint.dtypes) != set(native_checkpoint.STATE_KINDS):
+        if not checkpoint or set(checkpoint.dtypes) != set(native.STATE_KINDS):
             format_name = None if "://" in section.resume else detect_format(Path(section.resume).expanduser())
             if format_name == "native" and not checkpoint:  # the log already says what is wrong with it
                 format_name = None
@@ -70,7 +72,7 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[Path 
     location = section.directory or (directory / "checkpoints" if directory else None)
     checkpoint = find_checkpoint(location, mesh, device) if location else None
     if directory and checkpoint and mesh.layout_rank == 0:
-        native_checkpoint.remove_incomplete(open_storage(directory))
+        native.remove_incomplete(open_storage(directory))
     return (directory if checkpoint else None), checkpoint
 
 
@@ -78,13 +80,12 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     """Load this rank's weights and optimizer state, whatever layout wrote the checkpoint."""
     state = optimizer.state
     for name in state.names:
-        rows = state.flat.shard_row_range(name, state.shard_index)
+        rows = state.shard_row_range(name)
         kinds = [kind for kind in state.moments() if kind != "second" or state.has_second_moment(name)]
         for piece in rank_slices(blueprint, name, mesh.tp.size, mesh.tp.rank, rows, skip_replicas=False):
             for kind in kinds:
-                state.shard_view(state.moments()[kind], name)[piece.local_index].copy_(
-                    checkpoint.read_state(kind, piece)
-                )
+                view = state.shard_view(state.moments()[kind], name)[piece.local_index]
+                view.copy_(checkpoint.read_state(kind, piece))
     manifest = checkpoint.manifest
     optimizer.guard.update_count.fill_(manifest["updates"])
     optimizer.guard.skip_counts.copy_(torch.tensor(manifest["skipped"], dtype=torch.int32))

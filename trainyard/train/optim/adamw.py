@@ -7,7 +7,12 @@ from torch import Tensor
 
 from trainyard.compat import fused_adamw_, has_fused_adamw
 from trainyard.train.optim.stochastic_rounding import stochastic_round_to_bf16
-from trainyard.train.optim.update_rule import RuleContext, StepScalars, bias_correction
+from trainyard.train.optim.update_rule import RuleContext, StepScalars
+
+AdamScalars = tuple[Tensor, Tensor, Tensor, Tensor]
+"""lr, gradient scale, bias corrections [2] and the flag `finite`: the first fields of StepScalars."""
+AdamConstants = tuple[float, float, float, float]
+"""weight_decay, beta1, beta2, eps."""
 
 
 class AdamW:
@@ -27,105 +32,80 @@ class AdamW:
         if scalars.rounding_key is None:
             self._update_flat(scalars)
             return
-        correction = bias_correction(self.config, scalars.update_count)
-        packed = _pack_scalars(scalars, correction)
+        packed = scalars.packed()
         for name in self.state.names:
             if self.state.has_second_moment(name):
-                self._update_with_rounding(name, scalars, correction, packed, scalars.rounding_key)
+                self._update_with_rounding(name, scalars, packed, scalars.rounding_key)
 
     def _update_flat(self, scalars: StepScalars) -> None:
         c, state = self.config, self.state
         decay_end, end = state.flat.shard_decay_end, state.flat.shard_undecayed_end
-        lr, grad_scale, finite, update_count, _ = scalars
-        correction, betas = bias_correction(c, update_count), (c.beta1, c.beta2)
         buffers = (
             state.weights if state.copies_weights else state.master_weights,
             *(state.master_weights, state.reduced_grads, state.exp_avg, state.exp_avg_sq),
         )
         for span, decay in ((slice(decay_end), c.weight_decay), (slice(decay_end, end), 0.0)):
-            weight, master, gradient, exp_avg, exp_avg_sq = tensors = [buffer[span] for buffer in buffers]
+            weight, master, gradient, exp_avg, exp_avg_sq = (buffer[span] for buffer in buffers)
+            moments, constants = (exp_avg, exp_avg_sq), (decay, c.beta1, c.beta2, c.eps)
             if not len(weight):
                 continue
             if self._fused:
-                self._fused(*tensors, _pack_scalars(scalars, correction), decay, *betas, c.eps)
+                self._fused(weight, master, gradient, *moments, scalars.packed(), *constants)
             # torch's kernel is also one pass, but supports neither bf16 gradients nor the copy to bf16 weights.
             elif (
                 has_fused_adamw(master)
                 and gradient.dtype == torch.float32
                 and not (self._compiled and state.copies_weights)
             ):
-                moments = (exp_avg, exp_avg_sq, update_count)
-                fused_adamw_(master, gradient, *moments, lr, grad_scale, finite, decay, betas, c.eps)
+                step = (scalars.update_count, scalars.lr, scalars.grad_scale, scalars.finite)
+                fused_adamw_(master, gradient, *moments, *step, decay, (c.beta1, c.beta2), c.eps)
                 if state.copies_weights:
                     weight.copy_(master)
             else:
-                self._adamw(*tensors, lr, grad_scale, correction, finite, decay, *betas, c.eps)
+                self._adamw(weight, master, gradient, moments, scalars[:4], constants)
 
-    def _update_with_rounding(
-        self, name: str, scalars: StepScalars, correction: Tensor, packed: Tensor, key: Tensor
-    ) -> None:
+    def _update_with_rounding(self, name: str, scalars: StepScalars, packed: Tensor, key: Tensor) -> None:
         c, state = self.config, self.state
         constants = (self.context.weight_decay(name), c.beta1, c.beta2, c.eps)
         for rounding in self.context.rounding_ranges[name]:
-            start, count = rounding.weight.storage_offset(), rounding.weight.numel()
-            gradient_and_moments = [
-                buffer[start : start + count].view_as(rounding.weight)
-                for buffer in (state.reduced_grads, state.exp_avg, state.exp_avg_sq)
-            ]
-            random = (rounding.site, rounding.column_ids)
-            if self._fused_rounding:
-                self._fused_rounding(
-                    rounding.weight, key, rounding.row_ids, *random, *gradient_and_moments, packed, *constants
-                )
-                continue
-            step = (scalars.lr, scalars.grad_scale, correction, scalars.finite)
-            self._adamw_rounding(
-                rounding.weight, rounding.row_bits(key), *random, *gradient_and_moments, *step, *constants
+            weight, random = rounding.weight, (rounding.site, rounding.column_ids)
+            span = slice(weight.storage_offset(), weight.storage_offset() + weight.numel())
+            gradient, *moments = (
+                buffer[span].view_as(weight) for buffer in (state.reduced_grads, state.exp_avg, state.exp_avg_sq)
             )
+            if self._fused_rounding:
+                self._fused_rounding(weight, key, rounding.row_ids, *random, gradient, *moments, packed, *constants)
+            else:
+                bits = rounding.row_bits(key)
+                self._adamw_rounding(weight, bits, *random, gradient, tuple(moments), scalars[:4], constants)
 
 
-def _pack_scalars(scalars: StepScalars, correction: Tensor) -> Tensor:
-    """The [5] tensor that fused kernels read: lr, grad_scale, the two bias corrections, finite."""
-    return torch.cat((torch.stack((scalars.lr, scalars.grad_scale)), correction, scalars.finite.float()[None]))
-
-
-def adam_moments(
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad_scale: Tensor,
-    correction: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The new first and second moment, and Adam's update direction."""
+def adam_direction_(
+    gradient: Tensor, moments: tuple[Tensor, Tensor], scalars: AdamScalars, constants: AdamConstants
+) -> Tensor:
+    """Update the first and second moment in place, and return Adam's update direction."""
+    (exp_avg, exp_avg_sq), (_, grad_scale, correction, finite), (_, beta1, beta2, eps) = moments, scalars, constants
     g = gradient.float() * grad_scale
     new_avg = exp_avg + (g - exp_avg) * (1 - beta1)
     new_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * (1 - beta2)
-    return new_avg, new_avg_sq, (new_avg / correction[0]) / ((new_avg_sq / correction[1]).sqrt() + eps)
+    direction = (new_avg / correction[0]) / ((new_avg_sq / correction[1]).sqrt() + eps)
+    exp_avg.copy_(torch.where(finite, new_avg, exp_avg))
+    exp_avg_sq.copy_(torch.where(finite, new_avg_sq, exp_avg_sq))
+    return direction
 
 
 def adamw_(
     weight: Tensor,
     master: Tensor,
     gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    correction: Tensor,
-    finite: Tensor,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    moments: tuple[Tensor, Tensor],
+    scalars: AdamScalars,
+    constants: AdamConstants,
 ) -> None:
     """In-place AdamW. `weight` is the copy of `master` in the compute dtype, or `master` itself."""
-    new_avg, new_avg_sq, update = adam_moments(gradient, exp_avg, exp_avg_sq, grad_scale, correction, beta1, beta2, eps)
-    new = torch.where(finite, master - lr * (update + weight_decay * master), master)
-    exp_avg.copy_(torch.where(finite, new_avg, exp_avg))
-    exp_avg_sq.copy_(torch.where(finite, new_avg_sq, exp_avg_sq))
+    lr, _, _, finite = scalars
+    direction = adam_direction_(gradient, moments, scalars, constants)
+    new = torch.where(finite, master - lr * (direction + constants[0] * master), master)
     master.copy_(new)
     if weight.dtype != master.dtype:
         weight.copy_(new)
@@ -137,21 +117,13 @@ def adamw_stochastic_rounding_(
     site: Tensor,
     column_ids: Tensor,
     gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: Tensor,
-    grad_scale: Tensor,
-    correction: Tensor,
-    finite: Tensor,
-    weight_decay: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    moments: tuple[Tensor, Tensor],
+    scalars: AdamScalars,
+    constants: AdamConstants,
 ) -> None:
     """In-place AdamW on bf16 weights without a master copy; stochastic rounding keeps the expected value exact."""
-    new_avg, new_avg_sq, update = adam_moments(gradient, exp_avg, exp_avg_sq, grad_scale, correction, beta1, beta2, eps)
+    lr, _, _, finite = scalars
+    direction = adam_direction_(gradient, moments, scalars, constants)
     old = weight.float()
-    new = stochastic_round_to_bf16(old - lr * (update + weight_decay * old), row_bits, site, column_ids)
-    exp_avg.copy_(torch.where(finite, new_avg, exp_avg))
-    exp_avg_sq.copy_(torch.where(finite, new_avg_sq, exp_avg_sq))
+    new = stochastic_round_to_bf16(old - lr * (direction + constants[0] * old), row_bits, site, column_ids)
     weight.copy_(torch.where(finite, new, weight))

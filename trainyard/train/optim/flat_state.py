@@ -5,8 +5,8 @@ compute dtype are then a few long passes over memory instead of many short ones.
 moments are flat too; under ZeRO they and the reduced gradients cover this rank's shard only.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,37 +24,20 @@ Shapes = dict[str, tuple[int, ...]]
 """Local shape of every parameter of a rank, by name."""
 
 
-class ParamGroups(NamedTuple):
-    """Parameters in the order of the flat buffers: AdamW or LAMB with weight decay, the same without, Muon."""
-
-    decayed: list[str]
-    undecayed: list[str]
-    muon: list[str]
-    """Matrices of blocks that Muon orthogonalizes; empty for the other rules. They have no second moment, so they come
-    last and `exp_avg_sq` ends before them."""
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.decayed, *self.undecayed, *self.muon]
-
-    @classmethod
-    def split(cls, specs: Mapping[str, ParamSpec], kind: str) -> "ParamGroups":
-        """Group parameters for the update rule `kind`, keeping the model's order within each group."""
-        groups = cls([], [], [])
-        for name, spec in specs.items():
-            if kind == "muon" and spec.pipeline_stage == "block" and len(spec.shape) == 2:
-                groups.muon.append(name)
-            else:
-                (groups.decayed if spec.weight_decay else groups.undecayed).append(name)
-        return groups
-
-
 def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, shards: int) -> FlatBuffer:
-    """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib."""
-    groups = ParamGroups.split(specs, config.optimizer.kind)
+    """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib.
+
+    Parameters with weight decay come first, then those without. The matrices of blocks that Muon orthogonalizes have
+    no second moment, so they come last and `exp_avg_sq` ends before them.
+    """
+    groups = {name: 0 if spec.weight_decay else 1 for name, spec in specs.items()}
+    if config.optimizer.kind == "muon":
+        matrices = (name for name, spec in specs.items() if spec.pipeline_stage == "block" and len(spec.shape) == 2)
+        groups |= dict.fromkeys(matrices, 2)
+    ordered = [(name, shapes[name]) for name in sorted(groups, key=groups.__getitem__)]
     bucket = config.layout.bucket_mib * 2**20 // DTYPES[config.precision.grad_reduce_dtype].itemsize
-    ordered = [(name, shapes[name]) for name in groups.names]
-    return FlatBuffer(ordered, len(groups.decayed), shards, bucket, len(groups.undecayed))
+    sizes = Counter(groups.values())
+    return FlatBuffer(ordered, sizes[0], shards, bucket, sizes[1])
 
 
 class FlatState:
@@ -106,6 +89,10 @@ class FlatState:
         """This rank's shard of a parameter (without ZeRO, all of it) in a buffer of shard size."""
         return self.flat.shard_view(buffer, name, self.shard_index)
 
+    def shard_row_range(self, name: str) -> range:
+        """The rows of a parameter in this rank's shard."""
+        return self.flat.shard_row_range(name, self.shard_index)
+
     def has_second_moment(self, name: str) -> bool:
         return self.flat.spans[name].shard_start < self.flat.shard_undecayed_end
 
@@ -117,7 +104,7 @@ class FlatState:
         """Set the weights and master weights from the values of local parameters."""
         for name in self.names:
             value = values(name)
-            rows = self.flat.shard_row_range(name, self.shard_index)
+            rows = self.shard_row_range(name)
             self.shard_view(self.master_weights, name).copy_(value[rows.start : rows.stop])
             if self.zero_stage < 2:
                 self.flat.view(self.weights, name).copy_(value)

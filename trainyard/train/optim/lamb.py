@@ -2,8 +2,8 @@
 
 import torch
 
-from trainyard.train.optim.adamw import adam_moments
-from trainyard.train.optim.update_rule import RuleContext, StepScalars, bias_correction
+from trainyard.train.optim.adamw import adam_direction_
+from trainyard.train.optim.update_rule import RuleContext, StepScalars
 
 
 class Lamb:
@@ -14,20 +14,16 @@ class Lamb:
 
     def update(self, scalars: StepScalars) -> None:
         c, state, finite = self.config, self.state, scalars.finite
-        correction = bias_correction(c, scalars.update_count)
         updates = torch.zeros_like(state.exp_avg)
         old_weights = state.master_weights.float()
         for name in state.names:
-            gradient, exp_avg, exp_avg_sq, update = (
+            gradient, exp_avg, exp_avg_sq, update, old = (
                 state.shard_view(buffer, name)
-                for buffer in (state.reduced_grads, state.exp_avg, state.exp_avg_sq, updates)
+                for buffer in (state.reduced_grads, state.exp_avg, state.exp_avg_sq, updates, old_weights)
             )
-            new_avg, new_avg_sq, adam = adam_moments(
-                gradient, exp_avg, exp_avg_sq, scalars.grad_scale, correction, c.beta1, c.beta2, c.eps
-            )
-            update.copy_(adam + self.context.weight_decay(name) * state.shard_view(old_weights, name))
-            exp_avg.copy_(torch.where(finite, new_avg, exp_avg))
-            exp_avg_sq.copy_(torch.where(finite, new_avg_sq, exp_avg_sq))
+            constants = (self.context.weight_decay(name), c.beta1, c.beta2, c.eps)
+            direction = adam_direction_(gradient, (exp_avg, exp_avg_sq), scalars[:4], constants)
+            update.copy_(direction + constants[0] * old)
         # A matrix may be sharded over ranks; the norms are those of the full matrices.
         sync = self.context.replica_sync
         weight_norms, update_norms = sync.squared_norms(old_weights).sqrt(), sync.squared_norms(updates).sqrt()

@@ -36,8 +36,9 @@ class Muon:
         self.adamw_lr_ratio = (self.config.adamw_lr or self.config.lr) / self.config.lr
         start = self.state.flat.shard_undecayed_end
         self.buckets = [bucket for bucket in self.state.flat.buckets if bucket.shard_range.start >= start]
-        self.owners = self._assign_matrices()
-        self.lr_factors = {span.name: self._row_factors(span) for bucket in self.buckets for span in bucket.spans}
+        names = [span.name for bucket in self.buckets for span in bucket.spans]
+        self.owned = self._assign_matrices(names)
+        self.lr_factors = {name: self._row_factors(name) for name in names}
 
     def update(self, scalars: StepScalars) -> None:
         self.adamw.update(scalars._replace(lr=scalars.lr * self.adamw_lr_ratio))
@@ -64,16 +65,14 @@ class Muon:
         """The full unfused matrices of a bucket that this rank owns, from every rank's shard of it."""
         gathered = self.mesh.dp_cp.all_gather(shard) if self.state.flat.num_shards > 1 else shard
         gathered = self.mesh.tp.all_gather(gathered).view(self.mesh.tp.size, self.state.flat.num_shards, -1)
-        owned = {}
+        owned: dict[str, Tensor] = {}
         for span, start in self._offsets(bucket):
-            if not any(self.owners[piece] for piece, _ in fused_starts(self.context.blueprint, span.name)):
+            if not self.owned[span.name]:
                 continue
             tp_shards = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
             tp_shards = tp_shards.reshape(self.mesh.tp.size, *span.shape)
             full = unshard_tensor(self.context.blueprint, span.name, tp_shards.unbind())
-            for piece, rows in self._pieces(span.name):
-                if self.owners[piece]:
-                    owned[piece] = full[rows].clone()
+            owned |= {matrix: full[rows].clone() for matrix, rows in self.owned[span.name].items()}
         return owned
 
     def _scatter(self, bucket: Bucket, orthogonal: dict[str, Tensor]) -> Tensor:
@@ -85,12 +84,11 @@ class Muon:
         )
         blueprint = self.context.blueprint
         for span, start in self._offsets(bucket):
-            pieces = [(piece, rows) for piece, rows in self._pieces(span.name) if self.owners[piece]]
-            if not pieces:
+            if not self.owned[span.name]:
                 continue
             full = out.new_zeros(blueprint.spec(span.name).shape)
-            for piece, rows in pieces:
-                full[rows] = orthogonal[piece]
+            for matrix, rows in self.owned[span.name].items():
+                full[rows] = orthogonal[matrix]
             for rank in range(tp.size):
                 local = out.new_zeros(shards * span.shard_numel)
                 local[: prod(span.shape)] = shard_tensor(blueprint, span.name, full, tp.size, rank).flatten()
@@ -114,38 +112,31 @@ class Muon:
         for span in bucket.spans:
             yield span, span.shard_start - bucket.shard_range.start
 
-    def _pieces(self, name: str) -> Iterator[tuple[str, slice]]:
-        """Each unfused matrix of a parameter and its rows in the full parameter."""
-        starts = dict(fused_starts(self.context.blueprint, name))
-        for piece in self.context.blueprint.tp_slices(name):
-            yield piece.name, slice(starts[piece.name], starts[piece.name] + piece.sizes[0])
-
-    def _assign_matrices(self) -> dict[str, bool]:
-        """For each unfused matrix of this pipeline rank, whether this rank orthogonalizes it. The most expensive matrix
-        goes first, to the rank with the least work."""
-        costs: dict[str, int] = {}
-        for bucket in self.buckets:
-            for span in bucket.spans:
-                for piece in self.context.blueprint.tp_slices(span.name):
-                    short, long = sorted(piece.sizes)
-                    costs[piece.name] = short * short * (2 * long + short)
-        work = [0] * (self.mesh.dp_cp.size * self.mesh.tp.size)
-        this_rank = self.mesh.dp_cp.rank * self.mesh.tp.size + self.mesh.tp.rank
-        owners = {}
-        for name in sorted(costs, key=lambda name: (-costs[name], name)):
+    def _assign_matrices(self, names: list[str]) -> dict[str, dict[str, slice]]:
+        """The unfused matrices that this rank orthogonalizes, by parameter, with their rows in the full parameter. The
+        most expensive matrix goes first, to the rank with the least work."""
+        blueprint, mesh = self.context.blueprint, self.mesh
+        matrices = [(name, piece) for name in names for piece in blueprint.tp_slices(name)]
+        costs = {}
+        for _, piece in matrices:
+            short, long = sorted(piece.sizes)
+            costs[piece.name] = short * short * (2 * long + short)
+        work = [0] * (mesh.dp_cp.size * mesh.tp.size)
+        owned: dict[str, dict[str, slice]] = {name: {} for name in names}
+        for name, piece in sorted(matrices, key=lambda item: (-costs[item[1].name], item[1].name)):
             owner = work.index(min(work))
-            work[owner] += costs[name]
-            owners[name] = owner == this_rank
-        return owners
+            work[owner] += costs[piece.name]
+            if owner == mesh.dp_cp.rank * mesh.tp.size + mesh.tp.rank:
+                start = fused_starts(blueprint, name)[piece.name]
+                owned[name][piece.name] = slice(start, start + piece.sizes[0])
+        return owned
 
-    def _row_factors(self, span: ParamSpan) -> Tensor:
+    def _row_factors(self, name: str) -> Tensor:
         """[rows, 1] learning rate factors of this rank's rows, from the shapes of the full unfused matrices."""
-        tp, blueprint = self.mesh.tp, self.context.blueprint
-        local = blueprint.tp_slices(span.name, tp.size, tp.rank)
-        factors = torch.cat(
-            [torch.full((piece.sizes[0], 1), lr_factor(piece.global_shape, self.config.lr_adjust)) for piece in local]
-        )
-        rows = self.state.flat.shard_row_range(span.name, self.state.shard_index)
+        tp, adjust = self.mesh.tp, self.config.lr_adjust
+        local = self.context.blueprint.tp_slices(name, tp.size, tp.rank)
+        factors = torch.cat([torch.full((piece.sizes[0], 1), lr_factor(piece.global_shape, adjust)) for piece in local])
+        rows = self.state.shard_row_range(name)
         return factors[rows.start : rows.stop].to(self.state.master_weights.device)
 
 

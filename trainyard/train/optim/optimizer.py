@@ -22,7 +22,7 @@ from trainyard.train.optim.lamb import Lamb
 from trainyard.train.optim.muon import Muon
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.train.optim.step_guard import StepGuard
-from trainyard.train.optim.stochastic_rounding import RoundingRange, rounding_ranges
+from trainyard.train.optim.stochastic_rounding import rounding_ranges
 from trainyard.train.optim.update_rule import RuleContext, StepScalars, UpdateRule
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
@@ -46,36 +46,18 @@ class Optimizer:
         """`models` are this rank's pipeline stages; a parameter that two of them share is one parameter. `values` gives
         the initial values of this rank's tensor-parallel shards."""
         kernels = kernels or Kernels()
-        self.seed = config.train.seed
+        self.seed, self.betas = config.train.seed, (config.optimizer.beta1, config.optimizer.beta2)
         shapes = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
         self.state = state = FlatState(shapes, blueprint, config, mesh.dp_cp, device.torch_device)
         state.load_values(values)
-        self.replica_sync = ReplicaSync(
-            state.flat,
-            blueprint,
-            mesh,
-            state.shard_index,
-            config.layout.sequence_parallel,
-            device.torch_device,
-        )
+        self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
         fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
-        self.sync = GradientSync(
-            state,
-            models,
-            blueprint,
-            config,
-            device,
-            mesh,
-            self.replica_sync,
-            kernels.wgrad_buffers if fused_wgrad else None,
-        )
+        wgrad_buffers = kernels.wgrad_buffers if fused_wgrad else None
+        self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers)
         self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
-        roundings: dict[str, list[RoundingRange]] = {}
-        if state.stochastic_rounding:
-            shard = (blueprint, mesh.tp, state.flat, state.shard_index)
-            roundings = {name: rounding_ranges(state.master_weights, name, *shard) for name in state.names}
+        ranges = {name: rounding_ranges(state, blueprint, mesh.tp, name) for name in state.names}
         self.rule = RULES[config.optimizer.kind](
-            RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, roundings, kernels, compile_fn)
+            RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn)
         )
         self._update_fence: Callable[[], None] | None = None
 
@@ -86,6 +68,7 @@ class Optimizer:
     def reduce_gradients(self) -> None:
         """Complete the sums over all ranks in `state.reduced_grads`, after the last backward pass."""
         self.sync.reduce_gradients()
+        self.replica_sync.sum_gradients(self.state.reduced_grads)
 
     def wait_for_weights(self) -> None:
         """Wait until the model's weights are current (other ranks' shards may still be in flight)."""
@@ -106,10 +89,6 @@ class Optimizer:
         """The 2-norm of all weights of the full model."""
         return self.replica_sync.global_norm(self.replica_sync.squared_norms(self.state.master_weights))
 
-    def nonfinite_names(self) -> list[str]:
-        """Parameters with a non-finite gradient at the last skipped step. Synchronizes with the device."""
-        return self.guard.nonfinite_names()
-
     @torch.no_grad()
     def step(self, lr: Tensor, grad_scale: Tensor, loss: Tensor, step: int) -> Tensor:
         """Update the weights from the reduced gradients times `grad_scale`, clipped. Returns the norm before clipping.
@@ -124,7 +103,9 @@ class Optimizer:
         rounding_key = None
         if self.state.stochastic_rounding:
             rounding_key = torch.tensor(key32(self.seed, "rounding", step), dtype=torch.int32).to(lr.device)
-        grad_scale = self.guard.clip(norm, grad_scale)
-        self.rule.update(StepScalars(lr, grad_scale, finite, self.guard.update_count, rounding_key))
+        grad_scale, count = self.guard.clip(norm, grad_scale), self.guard.update_count
+        # Above 0 also if the first step is skipped.
+        correction = torch.stack([1 - beta**count for beta in self.betas]).clamp(min=1e-30)
+        self.rule.update(StepScalars(lr, grad_scale, correction, finite, count, rounding_key))
         self.sync.start_weight_gather()
         return norm

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from trainyard.compat import foreach_norm
 from trainyard.models.blueprint import Blueprint
-from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
+from trainyard.train.optim.flat_state import FlatState
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ReplicatedRange:
     replicas_in_any_shard: frozenset[int]
     """The values of `replicas` for the same rows of all shards."""
 
-    def view(self, shard: Tensor) -> Tensor:
-        return shard[self.start : self.stop]
+    def view(self, state: FlatState, buffer: Tensor) -> Tensor:
+        return state.shard_view(buffer, self.name)[self.start : self.stop]
 
 
 class SyncJob(NamedTuple):
@@ -52,18 +52,9 @@ class SyncJob(NamedTuple):
 class ReplicaSync:
     """Sums gradients and computes norms of parameters that are replicated or sharded over ranks."""
 
-    def __init__(
-        self,
-        flat: FlatBuffer,
-        blueprint: Blueprint,
-        mesh: Mesh,
-        shard_index: int,
-        sequence_parallel: bool,
-        device: torch.device,
-    ) -> None:
-        """`shard_index` is this rank's shard of `flat`."""
-        self.flat, self.mesh, self.shard_index = flat, mesh, shard_index
-        self.names = list(flat.spans)
+    def __init__(self, state: FlatState, blueprint: Blueprint, mesh: Mesh, sequence_parallel: bool) -> None:
+        self.state, self.mesh, self.names = state, mesh, state.names
+        device = state.exp_avg.device
         self.ranges = [part for name in self.names for part in self._ranges_of(blueprint, name)]
         kv_replication = mesh.layout.kv_replication
 
@@ -97,7 +88,7 @@ class ReplicaSync:
     def sum_gradients(self, reduced_grads: Tensor) -> None:
         """Sum gradients in place over the ranks that hold the same parameters."""
         for group, ranges, active in self.jobs:
-            views = [part.view(self.flat.shard_view(reduced_grads, part.name, self.shard_index)) for part in ranges]
+            views = [part.view(self.state, reduced_grads) for part in ranges]
             # The flags are tensors and not part of the graph, which is then the same on all ranks.
             flags = [None] * len(views) if active is None else active.unbind()
             contributions = [
@@ -105,15 +96,14 @@ class ReplicaSync:
                 for view, flag in zip(views, flags, strict=True)
             ]
             sums = group.all_reduce_sum(torch.cat(contributions))
-            start = 0
-            for view, flag in zip(views, flags, strict=True):
-                total = sums[start : start + view.numel()].view_as(view)
+            totals = sums.split_with_sizes([view.numel() for view in views])
+            for view, flag, total in zip(views, flags, totals, strict=True):
+                total = total.view_as(view)
                 view.copy_(total if flag is None else torch.where(flag, total, view))
-                start += view.numel()
 
     def squared_norms(self, buffer: Tensor) -> Tensor:
         """Squared norm of each full parameter (over all ranks of the pipeline stage), in the order of `names`."""
-        views = [part.view(self.flat.shard_view(buffer, part.name, self.shard_index)) for part in self.ranges]
+        views = [part.view(self.state, buffer) for part in self.ranges]
         norms = foreach_norm(views) if views else buffer.new_zeros(0, dtype=torch.float32)
         return self.reduce_norms(norms.square())
 
@@ -122,7 +112,7 @@ class ReplicaSync:
         total = torch.zeros(len(self.names), device=squares.device).index_add_(
             0, self.param_index, squares * self.replica_weight
         )
-        return (self.mesh.dp_cp_tp if self.flat.num_shards > 1 else self.mesh.tp).all_reduce_sum(total)
+        return (self.mesh.dp_cp_tp if self.state.flat.num_shards > 1 else self.mesh.tp).all_reduce_sum(total)
 
     def global_norm(self, squares: Tensor) -> Tensor:
         """The norm over the full model, from the squared norms of this pipeline rank's parameters."""
@@ -130,8 +120,8 @@ class ReplicaSync:
 
     def _ranges_of(self, blueprint: Blueprint, name: str) -> list[ReplicatedRange]:
         """This shard's rows, divided wherever a fused tensor starts in any shard: all shards have equal ranges."""
-        spec, span = blueprint.spec(name), self.flat.spans[name]
-        rows = self.flat.shard_row_range(name, self.shard_index)
+        spec, span = blueprint.spec(name), self.state.flat.spans[name]
+        rows = self.state.shard_row_range(name)
         tp, rank = self.mesh.tp.size, self.mesh.tp.rank
         replication = blueprint.replication(name, tp)
         if spec.tp_dim != 0 or not spec.fused_parts:  # the same for all rows

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.core.counter_rng import element_bits, key32, row_seeds
 from trainyard.models.blueprint import Blueprint
-from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.process_group import Group
+from trainyard.train.optim.flat_state import FlatState
 
 
 class RoundingRange(NamedTuple):
@@ -28,33 +29,27 @@ class RoundingRange(NamedTuple):
         return first[:, None], second[:, None]
 
 
-def rounding_ranges(
-    weights: Tensor, name: str, blueprint: Blueprint, tp: Group, flat: FlatBuffer, shard: int
-) -> list[RoundingRange]:
-    """This rank's rows of a parameter in the flat shard `weights`, divided at the boundaries of fused tensors."""
-    span, shard_rows = flat.spans[name], flat.shard_row_range(name, shard)
-    is_matrix = len(span.shape) > 1
-    ranges, part_start = [], 0
-    slices = blueprint.tp_slices(name, tp.size, tp.rank)
-    for piece in slices:
-        # The last range includes the rows of vocabulary padding, whose zeros stay zeros: the shapes are then the same
-        # on all ranks.
-        rows = piece.sizes[0] if piece is not slices[-1] else span.shape[0] - part_start
-        first, end = max(part_start, shard_rows.start), min(part_start + rows, shard_rows.stop)
-        row_offset = first - part_start
-        part_start += rows
-        if first >= end:
-            continue
-        start = span.shard_start + (first - shard_rows.start) * span.row_size
-        shape = (end - first, span.row_size) if is_matrix else (1, end - first)
-        view = weights[start : start + (end - first) * span.row_size].view(shape)
-        row_ids, column_ids = (torch.arange(n, dtype=torch.int32, device=weights.device) for n in shape)
-        if is_matrix:
-            row_ids = row_ids + (row_offset + piece.offsets[0])
-            column_ids = column_ids + piece.offsets[1]
-        else:
-            column_ids = column_ids + (piece.offsets[0] + row_offset)
+def rounding_ranges(state: FlatState, blueprint: Blueprint, tp: Group, name: str) -> list[RoundingRange]:
+    """This rank's rows of a bf16 parameter, divided at the boundaries of fused tensors. Empty without stochastic
+    rounding."""
+    if not state.stochastic_rounding:
+        return []
+    weights, span, rows = state.master_weights, state.flat.spans[name], state.shard_row_range(name)
+    pieces = list(rank_slices(blueprint, name, tp.size, tp.rank, rows, skip_replicas=False))
+    ranges = []
+    # The last range includes the rows of vocabulary padding, whose zeros stay zeros: the shapes are then the same on
+    # all ranks.
+    for piece, end in zip(pieces, [*(piece.local_row for piece in pieces[1:]), len(rows)], strict=True):
+        count, start = end - piece.local_row, span.shard_start + piece.local_row * span.row_size
+        shape, offsets = (
+            ((1, count), (0, *piece.offsets)) if len(span.shape) == 1 else ((count, span.row_size), piece.offsets)
+        )
+        row_ids, column_ids = (
+            torch.arange(offset, offset + n, dtype=torch.int32, device=weights.device)
+            for n, offset in zip(shape, offsets, strict=True)
+        )
         site = torch.tensor(key32("rounding", piece.name)[0], dtype=torch.int32, device=weights.device)
+        view = weights[start : start + count * span.row_size].view(shape)
         ranges.append(RoundingRange(view, site, row_ids, column_ids))
     return ranges
 

@@ -22,12 +22,18 @@ class StepScalars(NamedTuple):
     lr: Tensor
     grad_scale: Tensor
     """Factor on gradients: the loss divisor and clipping."""
+    correction: Tensor
+    """Adam's bias corrections [1 - beta1^t, 1 - beta2^t]."""
     finite: Tensor
     """False where the step must change nothing."""
     update_count: Tensor
     """Updates including this one, for the bias correction of moments."""
     rounding_key: Tensor | None
     """Random key of this step's stochastic rounding; None with fp32 master weights."""
+
+    def packed(self) -> Tensor:
+        """The [5] tensor that fused kernels read: lr, grad_scale, the two bias corrections, finite."""
+        return torch.cat((torch.stack((self.lr, self.grad_scale)), self.correction, self.finite.float()[None]))
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,3 @@ class UpdateRule(Protocol):
     def __init__(self, context: RuleContext) -> None: ...
 
     def update(self, scalars: StepScalars) -> None: ...
-
-
-def bias_correction(config: OptimizerSection, update_count: Tensor) -> Tensor:
-    """[1 - beta1^t, 1 - beta2^t], kept above 0 for the step before the first update."""
-    return torch.stack((1 - config.beta1**update_count, 1 - config.beta2**update_count)).clamp(min=1e-30)
