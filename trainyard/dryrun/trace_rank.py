@@ -32,7 +32,7 @@ def trace_rank(
                         trainer.train_step(batch, step, learning_rate(config, step))
                 if with_evaluation and trainer.validation_loader:
                     batches = trainer.validation_loader.one_epoch(trainer.batch_slice)
-                    parts = trainer.runner, trainer.loss_fn, trainer.metrics, batches, trainer.device, trainer.mesh
+                    parts = trainer.runner, trainer.loss_fn, trainer.metrics, batches
                     with recorder.phase("evaluation"):
                         evaluate(*parts, max_batches=2)
         except TraceAborted as error:

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
 from trainyard import compat
 from trainyard.core.batch import Batch, batch_tensors
 from trainyard.core.errors import UserError
-from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.mesh import Mesh
 
 MULTI_STAGE_SCHEDULES: dict[str, Any] = {
@@ -33,15 +32,16 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Sequence[tuple[StageSpec, nn.Module]],
+        modules: Sequence[nn.Module],
         mesh: Mesh,
         schedule: str,
         tokens: Tensor,
         activations: Tensor,
         device: torch.device,
     ) -> None:
-        """`tokens` and `activations` are example inputs of the first stage and of the others (only shapes matter)."""
-        layout: Layout = mesh.layout
+        """`modules` are this rank's stages. `tokens` and `activations` are example inputs of the first stage and of the
+        others (only shapes matter)."""
+        layout, specs = mesh.layout, mesh.layout.stages_on(mesh.coords["pp"])
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
@@ -53,11 +53,11 @@ class Pipeline:
                 output_args=loss if stage.is_last else activations,
                 group=mesh.pp.handle,
             )
-            for stage, module in modules
+            for stage, module in zip(specs, modules, strict=True)
         ]
         count = layout.micro_batches
-        self.has_first_stage = any(stage.is_first for stage, _ in modules)
-        self.has_last_stage = any(stage.is_last for stage, _ in modules)
+        self.has_first_stage = any(stage.is_first for stage in specs)
+        self.has_last_stage = any(stage.is_last for stage in specs)
         self.schedule: Any
         if schedule != "1f1b" and not compat.supports_zero_bubble():
             raise UserError(

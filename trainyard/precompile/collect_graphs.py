@@ -27,14 +27,13 @@ from trainyard import compat, devices, models
 from trainyard.compile import inductor_cache
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.core.batch import map_batch
+from trainyard.core.batch import Batch, map_batch
 from trainyard.dryrun.dry_run import fake_rank, without_io
 from trainyard.dryrun.meta_ops import fake_tensor_mode
 from trainyard.parallel.layout import Layout
 from trainyard.precompile.autograd_index import AutogradIndex
 from trainyard.precompile.compile_workers import CompileResult, ForkPool, die_with_parent
 from trainyard.train.evaluate import evaluate
-from trainyard.train.micro_batches.runner import StagedBatch
 from trainyard.train.trainer import Trainer
 
 
@@ -145,9 +144,9 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
             )
         staged = trainer.runner.stage_batch(trainer.loader.batch(0, trainer.batch_slice))
 
-        def batch() -> StagedBatch:
+        def batch() -> list[Batch]:
             """New tensors for each step, as in a run: graphs mark the tensors that they have seen."""
-            return StagedBatch([map_batch(lambda x: mode.from_tensor(x.clone()), part) for part in staged.batches])
+            return [map_batch(lambda x: mode.from_tensor(x.clone()), part) for part in staged]
 
         def trace() -> None:
             """Everything that a run compiles, in phases."""
@@ -159,8 +158,7 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
                 trainer.optimizer.wait_for_weights()
                 if config.evaluate.every and not config.evaluate.function:
                     graphs.phase = "evaluate"
-                    metrics = trainer.metrics
-                    evaluate(trainer.runner, trainer.loss_fn, metrics, [batch()], device, trainer.mesh, 1)  # type: ignore[list-item]
+                    evaluate(trainer.runner, trainer.loss_fn, trainer.metrics, [batch()], 1)
 
         with compat.disable_autograd_cache():
             trace()

@@ -5,9 +5,7 @@ recompute, compile. The last two replace only `forward`, so hooks around a block
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -27,15 +25,15 @@ from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_values
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
-from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.parallel.world import World
 from trainyard.train.cross_entropy import make_head_loss
+from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import Metric
 from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.user_functions import import_function
+from trainyard.train.user_functions import import_function, user_function
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +55,7 @@ def build_loss(
     device: devices.Device,
 ) -> Loss:
     """The user's loss (an argument, or config.train.loss), or the loss of the model family."""
-    dotted = config.train.loss
-    function = user_loss or (import_function(dotted, "train.loss") if dotted else None)
-    if function:
+    if function := user_function(user_loss, config.train.loss, "train.loss"):
         return UserLoss(function)
     fp8 = fp8_layers(config)
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
@@ -72,9 +68,7 @@ def fp8_layers(config: Config) -> models.Fp8Layers | None:
     precision = config.precision
     if precision.kind != "fp8":
         return None
-    recipe = Fp8Options(precision.fp8_scaling, precision.fp8_backward)
-    layers = range(precision.bf16_first_layers, config.model.layers - precision.bf16_last_layers)
-    return models.Fp8Layers(recipe, layers)
+    return models.Fp8Layers(Fp8Options(precision.fp8_scaling, precision.fp8_backward), fp8_layer_range(config))
 
 
 def build_metrics(config: Config, metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
@@ -82,12 +76,6 @@ def build_metrics(config: Config, metrics: Mapping[str, Metric] | None) -> dict[
     dotted = config.evaluate.metrics.items()
     imported = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted}
     return {**imported, **(metrics or {})}
-
-
-def build_evaluation(config: Config, evaluate: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The user's evaluation function: an argument, or config.evaluate.function; None for the built-in evaluation."""
-    dotted = config.evaluate.function
-    return evaluate or (import_function(dotted, "evaluate.function") if dotted else None)
 
 
 def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, BatchLoader | None]:
@@ -102,20 +90,18 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     return BatchLoader(train, batch, seed, shuffle), validation_loader
 
 
-def build_stages(
-    config: Config, layout: Layout, mesh: Mesh, device: devices.Device, kernels: Kernels
-) -> list[tuple[StageSpec, models.TransformerStage]]:
+def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
-    method, decomposed = config.layout.cp_method, device.decomposes_attention
+    method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
     if decomposed and method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
     axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, method, decomposed))
     fp8 = fp8_layers(config)
     stages = [
-        (spec, models.build_model(config.model, device.torch_device, axes, spec, kernels, fp8))
-        for spec in layout.stages_on(mesh.coords["pp"])
+        models.build_model(config.model, device.torch_device, axes, stage, kernels, fp8)
+        for stage in layout.stages_on(mesh.coords["pp"])
     ]
-    for _, model in stages:
+    for model in stages:
         model.max_seq_len = config.data.seq_len
     return stages
 
@@ -133,17 +119,13 @@ def initial_parameters(
     tp, section = mesh.tp, config.checkpoint
     init_from = section.resume if section.weights_only else section.init_from
     if resuming:
-        return partial(_zeros, blueprint, tp.size, tp.rank)
+        return lambda name: torch.zeros(blueprint.local_shape(name, tp.size, tp.rank))
     if weights:
         return shard_values(blueprint, weights, tp.size, tp.rank)
     if init_from:
         logger.info("reading weights from %s", init_from)
         return tp_rank_values(open_weights(init_from, config.model).weights, tp.size, tp.rank)
     return initial_values(blueprint, config.train.seed, device.init_device, tp.size, tp.rank)
-
-
-def _zeros(blueprint: models.Blueprint, tp: int, rank: int, name: str) -> torch.Tensor:
-    return torch.zeros(blueprint.local_shape(name, tp, rank))
 
 
 def wrap_blocks(

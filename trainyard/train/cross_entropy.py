@@ -7,7 +7,7 @@ of a chunk (torch, compiled torch, or one fused kernel of the device).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,107 +24,79 @@ from trainyard.train.decisions import loss_chunk_tokens
 MAX_LOGITS_BYTES = 1 << 25
 """Size of the fp32 logits that exist at one time, unless the device sets another."""
 
-SoftmaxFn = Callable[[Tensor, Tensor, Tensor, TensorAxis], Tensor]
-"""The signature of `softmax_`."""
 ChunkLossFn = Callable[[Tensor, Tensor, ModelOutput], Tensor]
 """(logits, labels, output): returns the summed loss of a chunk and overwrites the logits with their gradient."""
 
 
-class HeadGemm(Protocol):
-    """The three matrix products of the output projection with a chunk of hidden states. `weight` [V, D] and `bias` are
-    padded."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None: ...
-
-    def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Write the logits of `hidden` to `out`."""
-
-    def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
-        """Write `d_hidden` and accumulate into `d_weight` (fp32) from the gradient of the logits."""
-
-
-class DenseHeadGemm:
-    """Products in the dtype of the weights."""
+class HeadGemm:
+    """The three matrix products of the output projection with a chunk of hidden states, in the dtype of the weights.
+    `weight` [V, D] and `bias` are padded."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
+        """Write the logits of `hidden` to `out`."""
         if self.bias is None:
             torch.mm(hidden, self.weight.T, out=out)
         else:
             torch.addmm(self.bias, hidden, self.weight.T, out=out)
 
     def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
+        """Write `d_hidden` and accumulate into `d_weight` (fp32) from the gradient of the logits."""
         torch.mm(gradient, self.weight, out=d_hidden)
         add_matmul_(d_weight, gradient.T, hidden)
 
 
-class Fp8HeadGemm:
+class Fp8HeadGemm(HeadGemm):
     """fp8 products as in kernels/fp8_linear.py. The weight is quantized once for all chunks."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, recipe: Fp8Options, use_reference: bool) -> None:
         """`use_reference` emulates fp8 products on devices without them."""
-        self.bias, self.recipe, self.use_reference, self.rowwise = bias, recipe, use_reference, recipe.scaling == "row"
-        self.weight, self.weight_t = self._quantize(weight, torch.float8_e4m3fn)
-        self.weight_bf16 = weight
+        super().__init__(weight, bias)
+        self.recipe, self.use_reference = recipe, use_reference
+        self.weight_fp8, self.weight_t = self._quantize(weight, torch.float8_e4m3fn)
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         hidden_fp8, self.hidden_t = self._quantize(hidden, torch.float8_e4m3fn)
-        logits = matmul(hidden_fp8, self.weight, self.bias, self.recipe.fast_accum, self.use_reference, out.dtype)
+        logits = matmul(hidden_fp8, self.weight_fp8, self.bias, self.recipe.fast_accum, self.use_reference, out.dtype)
         out.copy_(logits[: len(out)])
 
     def backward(self, gradient: Tensor, hidden: Tensor, d_hidden: Tensor, d_weight: Tensor) -> None:
         if self.recipe.grad_format == "bf16":
-            torch.mm(gradient, self.weight_bf16, out=d_hidden)
-            add_matmul_(d_weight, gradient.T, hidden)
+            super().backward(gradient, hidden, d_hidden, d_weight)
             return
         gradient_fp8, gradient_t = self._quantize(gradient, torch.float8_e5m2)
-        d_hidden.copy_(
-            matmul(gradient_fp8, self.weight_t, None, False, self.use_reference, d_hidden.dtype)[: len(d_hidden)]
-        )
-        d_weight += matmul(gradient_t, self.hidden_t, None, False, self.use_reference, d_hidden.dtype)
+        options = (None, False, self.use_reference, d_hidden.dtype)
+        d_hidden.copy_(matmul(gradient_fp8, self.weight_t, *options)[: len(d_hidden)])
+        d_weight += matmul(gradient_t, self.hidden_t, *options)
 
     def _quantize(self, x: Tensor, dtype: torch.dtype) -> Any:
-        return quantize(
-            x,
-            compute_amax(x, self.rowwise, True, self.use_reference),
-            dtype,
-            self.rowwise,
-            self.use_reference,
-            transposed=True,
-        )
+        rowwise, reference = self.recipe.scaling == "row", self.use_reference
+        amax = compute_amax(x, rowwise, True, reference)
+        return quantize(x, amax, dtype, rowwise, reference, transposed=True)
 
 
 def chunked_cross_entropy(
     output: ModelOutput,
     labels: Tensor,
     chunk_loss: ChunkLossFn | None = None,
-    make_gemm: Callable[[Tensor, Tensor | None], HeadGemm] = DenseHeadGemm,
+    make_gemm: Callable[[Tensor, Tensor | None], HeadGemm] = HeadGemm,
     logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> Tensor:
     """Sum of -log softmax(logits)[label] over all labels except IGNORE_INDEX. Each tensor-parallel rank computes the
     logits of its part of the vocabulary, one chunk of tokens at a time."""
     hidden = output.hidden_for_head().flatten(0, -2)
     size = loss_chunk_tokens(hidden.shape[0], output.weight.shape[0], logits_bytes)
-    return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden,
-        output.weight,
-        output.bias,
-        labels.flatten(),
-        output,
-        chunk_loss or torch_chunk_loss,
-        make_gemm,
-        size,
-        torch.is_grad_enabled(),
-    )
+    options = (labels.flatten(), output, chunk_loss or torch_chunk_loss, make_gemm, size, torch.is_grad_enabled())
+    return _ChunkedCrossEntropy.apply(hidden, output.weight, output.bias, *options)  # type: ignore[no-untyped-call]
 
 
 def make_head_loss(
     kernels: Kernels, compile_fn: CompileFn | None, fp8: Fp8Options | None, logits_bytes: int
 ) -> Callable[[ModelOutput, Tensor], Tensor]:
     """`chunked_cross_entropy` with the fastest parts that the device has, in fp8 if `fp8` is given."""
-    make_gemm: Callable[..., HeadGemm] = DenseHeadGemm
+    make_gemm: Callable[..., HeadGemm] = HeadGemm
     if fp8:
         make_gemm = partial(Fp8HeadGemm, recipe=fp8, use_reference=not kernels.has_fp8_matmul)
     chunk_loss = select_chunk_loss(kernels, compile_fn)
@@ -160,7 +132,9 @@ def softmax_(logits: Tensor, counts: Tensor, label_logits: Tensor, tp: TensorAxi
     return torch.where(counts, total.log() + row_max - label_logits, 0.0)
 
 
-def torch_chunk_loss(logits: Tensor, labels: Tensor, output: ModelOutput, softmax: SoftmaxFn = softmax_) -> Tensor:
+def torch_chunk_loss(
+    logits: Tensor, labels: Tensor, output: ModelOutput, softmax: Callable[..., Tensor] = softmax_
+) -> Tensor:
     """The loss of a chunk in plain torch, for a vocabulary that is split over tensor-parallel ranks or not."""
     counts = (labels != IGNORE_INDEX)[:, None]
     target = torch.where(counts, labels[:, None], 0)
@@ -237,12 +211,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = grads[0] if ctx.scaled_by is None else grads[0] / ctx.scaled_by
         ctx.scaled_by = grads[0]
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (
-            *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved), *[None] * 6

@@ -7,9 +7,7 @@ from math import exp
 import torch
 from torch import Tensor
 
-from trainyard.devices import Device
 from trainyard.models import Batch, ModelOutput
-from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.step import LossAccumulator
@@ -25,9 +23,7 @@ def evaluate(
     runner: MicroBatchRunner,
     loss: Loss,
     metrics: Mapping[str, Metric],
-    batches: Iterable[Batch],
-    device: Device,
-    mesh: Mesh,
+    batches: Iterable[Batch | list[Batch]],
     max_batches: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
@@ -35,18 +31,17 @@ def evaluate(
 
     All ranks call this, each with its own samples. `should_stop` is asked before every batch.
     """
+    device = runner.device.torch_device
     was_training = [model.training for model in runner.models]
     for model in runner.models:
         model.eval()
-    rng_key = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
+    rng_key = torch.zeros(2, dtype=torch.int32, device=device)
     names = [*loss.term_names, *metrics]
-    sums = LossAccumulator(names, device.torch_device, mesh)
+    sums = LossAccumulator(names, device, runner.mesh)
 
     def accumulate(output: ModelOutput, micro: Batch) -> Tensor:
-        terms = {
-            **loss.terms(output, micro),
-            **{name: check_sum_and_count(metric(output, micro), metric) for name, metric in metrics.items()},
-        }
+        terms = loss.terms(output, micro)
+        terms |= {name: check_sum_and_count(metric(output, micro), metric) for name, metric in metrics.items()}
         sums.add(terms)
         return sums.values[0, 0]
 
@@ -56,7 +51,7 @@ def evaluate(
         runner(runner.to_device(batch), rng_key, accumulate, backward=False)
     for model, training in zip(runner.models, was_training, strict=True):
         model.train(training)
-    totals, counts, _ = sums.all_reduce(torch.zeros(1, device=device.torch_device))
+    totals, counts, _ = sums.all_reduce(torch.zeros(1, device=device))
     means = {
         name: total / count if count else 0.0
         for name, total, count in zip(names, totals.tolist(), counts.tolist(), strict=True)

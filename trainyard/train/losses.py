@@ -27,12 +27,11 @@ HeadLoss = Callable[[ModelOutput, Tensor], Tensor]
 class Loss(Protocol):
     """The loss of a model family, or a user's."""
 
-    @property
-    def term_names(self) -> tuple[str, ...]:
-        """Names of the terms; the loss is their sum."""
+    term_names: tuple[str, ...]
+    """Names of the terms; the loss is their sum."""
 
-    def label_counts(self, batch: Batch) -> dict[str, Tensor] | None:
-        """Counted labels of each term, or None if they are known only after the forward pass."""
+    def label_counts(self, batch: Batch) -> list[Tensor]:
+        """Counted labels of each term; empty if they are known only after the forward pass."""
 
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
         """Sum and count of each term over this batch."""
@@ -41,59 +40,55 @@ class Loss(Protocol):
 class CausalLoss:
     """Next-token cross entropy."""
 
-    term_names = ("lm",)
+    term_names: tuple[str, ...] = ("lm",)
 
-    def __init__(self, head: HeadLoss = chunked_cross_entropy) -> None:
-        self.head_loss = head
+    def __init__(self, head_loss: HeadLoss = chunked_cross_entropy) -> None:
+        self.head_loss = head_loss
 
-    def label_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"lm": count_labels(batch["labels"])}
+    def label_counts(self, batch: Batch) -> list[Tensor]:
+        return [count_labels(batch["labels"])]
 
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
         return {"lm": (self.head_loss(output, batch["labels"]), count_labels(batch["labels"]))}
 
 
-class BertLoss:
+class BertLoss(CausalLoss):
     """Masked-token cross entropy plus next-sentence cross entropy, each divided by its own count."""
 
     term_names = ("mlm", "nsp")
 
-    def __init__(self, head: HeadLoss = chunked_cross_entropy) -> None:
-        self.head_loss = head
-
-    def label_counts(self, batch: Batch) -> dict[str, Tensor]:
-        return {"mlm": count_labels(batch["labels"]), "nsp": count_labels(batch["next_sentence_labels"])}
+    def label_counts(self, batch: Batch) -> list[Tensor]:
+        return [count_labels(batch["labels"]), count_labels(batch["next_sentence_labels"])]
 
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
-        counts = self.label_counts(batch)
         assert output.next_sentence is not None
         # Compares indices instead of gathering: torch's gather-based loss takes 64-bit indices only.
         scores = F.log_softmax(output.next_sentence.float(), -1)
         answer = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
         nsp = -torch.where(answer == batch["next_sentence_labels"][:, None], scores, 0.0).sum()
-        return {"mlm": (self.head_loss(output, batch["labels"]), counts["mlm"]), "nsp": (nsp, counts["nsp"])}
+        sums = (self.head_loss(output, batch["labels"]), nsp)
+        return dict(zip(self.term_names, zip(sums, self.label_counts(batch), strict=True), strict=True))
 
 
 class UserLoss:
     """A user's function (output, batch) -> (sum, count). Its count is known after the forward pass and divides the
     gradients."""
 
-    term_names = ("loss",)
+    term_names: tuple[str, ...] = ("loss",)
 
     def __init__(self, function: LossFunction) -> None:
         self.function = function
 
-    def label_counts(self, batch: Batch) -> None:
-        return None
+    def label_counts(self, batch: Batch) -> list[Tensor]:
+        return []
 
     def terms(self, output: ModelOutput, batch: Batch) -> LossTerms:
-        total, count = check_sum_and_count(self.function(output, batch), self.function)
-        return {"loss": (total, count)}
+        return {"loss": check_sum_and_count(self.function(output, batch), self.function)}
 
 
-def make_loss(family: Family, head: HeadLoss) -> Loss:
+def make_loss(family: Family, head_loss: HeadLoss) -> Loss:
     """The loss that a model family is trained with."""
-    return BertLoss(head) if family.loss == "bert_pretraining" else CausalLoss(head)
+    return BertLoss(head_loss) if family.loss == "bert_pretraining" else CausalLoss(head_loss)
 
 
 def count_labels(labels: Tensor) -> Tensor:

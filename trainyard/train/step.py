@@ -9,11 +9,10 @@ from torch import Tensor
 
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import key32
-from trainyard.devices import Device
 from trainyard.models import ModelOutput
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss, LossTerms
-from trainyard.train.micro_batches.runner import MicroBatchRunner, StagedBatch
+from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.status import NO_FLAGS, StepStatus
 
@@ -48,30 +47,28 @@ class TrainStep:
         runner: MicroBatchRunner,
         loss_fn: Loss,
         optimizer: Optimizer,
-        device: Device,
-        mesh: Mesh,
         seed: int,
         on_gradients_ready: Callable[[], None] | None = None,
     ) -> None:
         """`on_gradients_ready` is called between the gradient reduction and the update."""
         self.runner, self.loss_fn, self.optimizer = runner, loss_fn, optimizer
-        self.device, self.mesh, self.seed = device, mesh, seed
+        self.device, self.mesh, self.seed = runner.device, runner.mesh, seed
+        device = runner.device.torch_device
         # These keep their addresses, so that CUDA graphs can read them.
-        self.rng_key = torch.zeros(2, dtype=torch.int32, device=device.torch_device)
-        self.loss_divisors = torch.ones(len(loss_fn.term_names), device=device.torch_device)
-        self.loss_sums = LossAccumulator(loss_fn.term_names, device.torch_device, mesh)
+        self.rng_key = torch.zeros(2, dtype=torch.int32, device=device)
+        self.loss_divisors = torch.ones(len(loss_fn.term_names), device=device)
+        self.loss_sums = LossAccumulator(loss_fn.term_names, device, runner.mesh)
         self.on_gradients_ready = on_gradients_ready
 
-    def __call__(self, batch: Batch | StagedBatch, step: int, lr: float, status: StepStatus = NO_FLAGS) -> StepResult:
-        """`batch` holds this data-parallel rank's samples in host memory. `status` is summed over all ranks."""
+    def __call__(self, batch: Batch | list[Batch], step: int, lr: float, status: StepStatus = NO_FLAGS) -> StepResult:
+        """`batch` holds this data-parallel rank's samples in host memory, perhaps staged by the runner. `status` is
+        summed over all ranks."""
         mesh = self.mesh
         batches = self.runner.to_device(batch)
         self.rng_key.copy_(self.device.to_device(torch.tensor(key32(self.seed, "step", step), dtype=torch.int32)))
         self.optimizer.zero_grad(mesh.layout.micro_batches)
         # Counts that the labels determine divide the loss before backward; a user's loss divides the gradients after.
-        counts_per_batch = [
-            torch.stack(list(count.values())) for part in batches if (count := self.loss_fn.label_counts(part))
-        ]
+        counts_per_batch = [torch.stack(terms) for part in batches if (terms := self.loss_fn.label_counts(part))]
         if counts_per_batch:
             global_counts = mesh.dp_cp.all_reduce_sum(torch.stack(counts_per_batch).sum(0))
             self.loss_divisors.copy_(at_least_one(global_counts))

@@ -16,7 +16,6 @@ import torch
 from trainyard import devices, models
 from trainyard.checkpoint.formats.hf import save_hf
 from trainyard.checkpoint.io.storage import open_storage
-from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.compile.compile_blocks import CompileCounter, make_compile_fn
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
@@ -43,6 +42,7 @@ from trainyard.train.records import RunSummary, describe_nonfinite, step_record
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult, TrainStep
+from trainyard.train.user_functions import user_function
 
 logger = logging.getLogger(__name__)
 
@@ -69,53 +69,42 @@ class Trainer:
         self.config = config
         self.callbacks = list(callbacks)
         world = world or World.from_environment()
-        self.layout = Layout.from_config(config, world.size)
-        self.device = build.build_device(config, world, device)
-        preflight(config, self.layout, self.device)
-        self.mesh = Mesh.create(self.layout, self.device, world, self.device.rank_order(self.layout.tp, world.size))
-        self.directory, resumed = find_resume_point(config, self.mesh, self.device)
+        self.layout = layout = Layout.from_config(config, world.size)
+        self.device = device = build.build_device(config, world, device)
+        preflight(config, layout, device)
+        self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
+        self.directory, resumed = find_resume_point(config, mesh, device)
         if resumed:
             check_compatible(resumed, config)
-        compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
-        kernels = self.device.kernels(fused=config.device.kernels == "fused")
-        self.loss_fn = build.build_loss(config, loss, kernels, compile_fn, self.device)
+        compile_fn = make_compile_fn(config.compile, device, world.local_rank)
+        kernels = device.kernels(fused=config.device.kernels == "fused")
+        self.loss_fn = build.build_loss(config, loss, kernels, compile_fn, device)
         self.metrics = build.build_metrics(config, metrics)
-        self.evaluation_fn = build.build_evaluation(config, evaluate)
+        self.evaluation_fn = user_function(evaluate, config.evaluate.function, "evaluate.function")
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
         self.loader, self.validation_loader = build.build_loaders(config, needs_validation)
         self.blueprint = models.family_of(config.model).blueprint(config.model)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
-        self.stages = build.build_stages(config, self.layout, self.mesh, self.device, kernels)
-        self.models = [model for _, model in self.stages]
+        self.models = build.build_stages(config, mesh, device, kernels)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
-        values = build.initial_parameters(config, self.blueprint, self.mesh, self.device, resumed is not None, weights)
-        self.optimizer = Optimizer(
-            self.models, self.blueprint, values, config, self.device, self.mesh, kernels, compile_fn
-        )
-        padding_free = packs_batches(config, self.layout, kernels.has_varlen_attention)
-        build.wrap_blocks(config, self.models, self.device, self.mesh, compile_fn, padding_free)
-        self.compile_counter = CompileCounter(self.mesh) if compile_fn else None
-        self.runner = MicroBatchRunner(self.stages, config, self.device, self.mesh, padding_free)
-        self.train_step = TrainStep(
-            self.runner,
-            self.loss_fn,
-            self.optimizer,
-            self.device,
-            self.mesh,
-            config.train.seed,
-            partial(self._notify, "on_gradients_ready"),
-        )
-        self.batch_slice = rank_samples(config.train.global_batch, self.layout.dp, self.mesh.coords["dp"])
+        values = build.initial_parameters(config, self.blueprint, mesh, device, resumed is not None, weights)
+        self.optimizer = Optimizer(self.models, self.blueprint, values, config, device, mesh, kernels, compile_fn)
+        padding_free = packs_batches(config, layout, kernels.has_varlen_attention)
+        build.wrap_blocks(config, self.models, device, mesh, compile_fn, padding_free)
+        self.compile_counter = CompileCounter(mesh) if compile_fn else None
+        self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free)
+        on_gradients_ready = partial(self._notify, "on_gradients_ready")
+        self.train_step = TrainStep(self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready)
+        self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
         """This rank's samples of each global batch."""
         self.throughput = build.build_throughput_meter(
-            config, self.blueprint, self.device, self.optimizer.state.compute_dtype, self.layout.world_size
+            config, self.blueprint, device, self.optimizer.state.compute_dtype, layout.world_size
         )
         self.completed_steps = 0
         self.saver: Saver | None = None
+        self.writer: MetricsWriter | None = None
         self.last_checkpoint: str | None = None
         """The last committed checkpoint of this run."""
-        self.save_due = False
-        """True if rank 0's clock asked for a checkpoint."""
         self.stop_signal = StopSignal()
         self.stop_requested = False
         """True once any rank was asked to stop, known to all ranks."""
@@ -123,15 +112,11 @@ class Trainer:
         """The last logged record."""
         self.last_evaluation: dict[str, float] = {}
         if resumed:
-            self._resume(resumed)
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        logger.info("resuming from step %s: %s", checkpoint.step, checkpoint.storage)
-        rank = self.mesh.layout_rank
-        with checkpoint:
-            load_state(checkpoint, self.optimizer, self.blueprint, self.mesh)
-            restore_rng_state(checkpoint.rank_extras(rank), self.device, rank)
-        self.completed_steps = checkpoint.step
+            logger.info("resuming from step %s: %s", resumed.step, resumed.storage)
+            with resumed:
+                load_state(resumed, self.optimizer, self.blueprint, mesh)
+                restore_rng_state(resumed.rank_extras(mesh.layout_rank), device, mesh.layout_rank)
+            self.completed_steps = resumed.step
 
     @property
     def model(self) -> models.TransformerStage:
@@ -147,11 +132,10 @@ class Trainer:
         )
         if is_leader:
             atomic_write_text(self.directory / "config.yaml", dump(config))
-        writer = MetricsWriter(self.directory, config.log.tensorboard, self.completed_steps) if is_leader else None
+            self.writer = MetricsWriter(self.directory, config.log.tensorboard, self.completed_steps)
         if config.checkpoint.saving_enabled:
             storage = open_storage(config.checkpoint.directory or self.directory / "checkpoints")
-            on_saved = partial(self._on_saved, writer)
-            self.saver = Saver(config, storage, self.blueprint, self.optimizer, self.device, self.mesh, on_saved)
+            self.saver = Saver(config, storage, self.blueprint, self.optimizer, self.device, self.mesh, self._on_saved)
             self.saver.preflight()
         start = time.perf_counter()
         losses: list[float] = []
@@ -161,9 +145,9 @@ class Trainer:
                 self._notify("on_start")
                 for record in self._train_steps():
                     losses.append(record["loss"])
-                    self._publish("on_log", record, writer)
+                    self._publish("on_log", record)
                     if evaluation := self._evaluate_if_due(record):
-                        self._publish("on_evaluate", evaluation, writer)
+                        self._publish("on_evaluate", evaluation)
                 if self.saver:
                     self.saver.finish()
                 if config.checkpoint.export_hf:
@@ -172,8 +156,8 @@ class Trainer:
                     save_hf(exported, config.model, self.full_parameter, dtype, is_writer=is_leader)
             finally:
                 self.optimizer.wait_for_weights()
-                if writer:
-                    writer.close()
+                if self.writer:
+                    self.writer.close()
                 self._notify("on_end")
         return RunSummary(
             directory=self.directory,
@@ -208,16 +192,8 @@ class Trainer:
             return {str(name): float(value) for name, value in result.items()}
         if self.validation_loader is None:
             raise UserError("data.validation_fraction=0: there are no validation samples to evaluate on; nearest: 0.05")
-        return evaluate(
-            self.runner,
-            self.loss_fn,
-            self.metrics,
-            self.validation_loader.one_epoch(self.batch_slice),
-            self.device,
-            self.mesh,
-            self.config.evaluate.batches,
-            self._poll_stop,
-        )
+        batches, limit = self.validation_loader.one_epoch(self.batch_slice), self.config.evaluate.batches
+        return evaluate(self.runner, self.loss_fn, self.metrics, batches, limit, self._poll_stop)
 
     def _poll_stop(self) -> bool:
         """Between evaluation batches: True if any rank was asked to stop."""
@@ -236,10 +212,9 @@ class Trainer:
         for model in self.models:
             model.train()
         self.throughput.start()
-        batches = self.loader.prefetch(
-            self.completed_steps, self.config.train.steps, self.batch_slice, self.runner.stage_batch
-        )
-        while self.completed_steps < self.config.train.steps and not self.should_stop():
+        steps = self.config.train.steps
+        batches = self.loader.prefetch(self.completed_steps, steps, self.batch_slice, self.runner.stage_batch)
+        while self.completed_steps < steps and not self.should_stop():
             batch, step = next(batches), self.completed_steps + 1
             status = self.saver.step_status(step) if self.saver else StepStatus()
             status = status._replace(stop_requested=float(self.stop_signal.requested))
@@ -257,8 +232,7 @@ class Trainer:
             if log_due:
                 yield self._make_record(result)
                 self.throughput.start()
-            if self.saver and self.saver.save_due(step, self.save_due):  # Saver.finish saves the last step
-                self.save_due = False
+            if self.saver and self.saver.save_due(step):  # Saver.finish saves the last step
                 self.saver.begin(step)
         batches.close()
         if not log_due:  # a signal ended the run: log the last step too
@@ -274,7 +248,6 @@ class Trainer:
         _, skipped_in_a_row, status = result.read_status()
         self.stop_requested = self.stop_requested or bool(status.stop_requested)
         if self.saver:
-            self.save_due = self.save_due or bool(status.save_due)
             self.saver.on_step_status(result.step, status)
         if skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise RunStopped(
@@ -306,13 +279,13 @@ class Trainer:
         self.last_evaluation = result
         return {"step": step, **{f"evaluate/{name}": value for name, value in result.items()}}
 
-    def _on_saved(self, writer: MetricsWriter | None, record: dict[str, Any]) -> None:
+    def _on_saved(self, record: dict[str, Any]) -> None:
         self.last_checkpoint = record["checkpoint"]
-        self._publish("on_checkpoint", record, writer)
+        self._publish("on_checkpoint", record)
 
-    def _publish(self, event: str, record: dict[str, Any], writer: MetricsWriter | None) -> None:
-        if writer:
-            writer.write(record)
+    def _publish(self, event: str, record: dict[str, Any]) -> None:
+        if self.writer:
+            self.writer.write(record)
         self._notify(event, record)
 
     def _notify(self, event: str, *arguments: Any) -> None:

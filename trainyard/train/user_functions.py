@@ -25,6 +25,11 @@ def import_function(dotted: str, key: str) -> Callable[..., Any]:
     return function
 
 
+def user_function(function: Callable[..., Any] | None, dotted: str | None, key: str) -> Callable[..., Any] | None:
+    """The function given as an argument, else the one that the config key `key` names; None if there is neither."""
+    return function or (import_function(dotted, key) if dotted else None)
+
+
 def check_sum_and_count(result: Any, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
     """Check that a user's loss or metric returned (sum, count), and convert both to fp32 scalars."""
     name = getattr(function, "__name__", str(function))

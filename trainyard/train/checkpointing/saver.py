@@ -54,10 +54,12 @@ class Saver:
     current: PendingSave | None = None
     slices: list[LocalSlice] = field(init=False)
     """What this rank writes."""
-    host_buffers: dict[str, Tensor] = field(init=False, default_factory=dict)
-    """Host copies of the slices, by kind of state."""
+    host_slices: dict[str, list[Tensor]] = field(init=False, default_factory=dict)
+    """Host copies of the slices, by kind of state; views of one buffer each."""
     reported: dict[int, PendingSave | None] = field(init=False, default_factory=dict)
     """The save whose status this rank reported with a step, until the reduced status of that step is known."""
+    clock_due: bool = field(init=False, default=False)
+    """True if rank 0's clock asked for a checkpoint."""
     last_save_time: float = field(init=False, default_factory=time.monotonic)
     last_step: int = field(init=False, default=0)
     last_saved_step: int = field(init=False, default=0)
@@ -99,17 +101,17 @@ class Saver:
             if line:
                 raise UserError(f"checkpoint.directory={self.storage}: cannot be written: {line}")
 
-    def save_due(self, step: int, clock_due: bool) -> bool:
-        """True if this step is to be saved. `clock_due`: rank 0's clock asked for it."""
+    def save_due(self, step: int) -> bool:
+        """True if this step is to be saved."""
         every = self.config.checkpoint.every
-        return clock_due or bool(every and step % every == 0)
+        return self.clock_due or bool(every and step % every == 0)
 
     def begin(self, step: int) -> None:
         """Copy the state after `step` and start to write it. All ranks call this after the same step."""
         started_at = time.monotonic()
         if self.current:
             self._wait()  # the previous save took longer than the interval between two saves
-        self.last_save_time, self.last_saved_step = time.monotonic(), step
+        self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
         counters = {"step": step, "consumed_samples": step * self.config.train.global_batch}
         dtypes = {kind: buffer.dtype for kind, buffer in self.state_buffers.items()}
         metadata = checkpoint.build_manifest(self.config, dtypes, counters)
@@ -130,7 +132,7 @@ class Saver:
                 save.run_in_thread(partial(self._write_shard, save, self._copy_to_host(save)))
                 if not is_last:
                     save.join()
-                    self.host_buffers.clear()
+                    self.host_slices.clear()
             if not is_last:
                 self._all_reduce_status(StepStatus())
         save.stall_s += time.monotonic() - started_at
@@ -147,6 +149,7 @@ class Saver:
 
     def on_step_status(self, step: int, status: StepStatus) -> None:
         """Handle the flags of `step` summed over all ranks."""
+        self.clock_due = self.clock_due or bool(status.save_due)
         if (save := self.reported.pop(step, None)) and save is self.current:
             self._advance(save, status)
 
@@ -189,18 +192,18 @@ class Saver:
             self.device.alloc_host_buffer(c.numel(), c.dtype).view(c.shape) for c in counters
         )
         pairs = [(counters[0], save.update_count), (counters[1], save.skip_counts)]
-        state = self.optimizer.state
+        state, sizes = self.optimizer.state, [piece.numel for piece in self.slices]
         for kind, buffer in self.state_buffers.items():
-            if kind not in self.host_buffers:
-                size = sum(piece.numel for piece in self.slices)
-                self.host_buffers[kind] = self.device.alloc_host_buffer(size, buffer.dtype).zero_()
-            start = 0
-            for piece in self.slices:
-                # Parameters without a second moment (Muon) have zeros there, so that all files have one format.
-                if kind != "second" or state.has_second_moment(piece.param):
-                    host = self.host_buffers[kind][start : start + piece.numel].view(piece.sizes)
-                    pairs.append((slice_view(state, self.mesh, buffer, piece), host))
-                start += piece.numel
+            if kind not in self.host_slices:
+                host_buffer = self.device.alloc_host_buffer(sum(sizes), buffer.dtype).zero_()
+                parts = zip(host_buffer.split_with_sizes(sizes), self.slices, strict=True)
+                self.host_slices[kind] = [part.view(piece.sizes) for part, piece in parts]
+            # Parameters without a second moment (Muon) have zeros there, so that all files have one format.
+            pairs += [
+                (slice_view(state, self.mesh, buffer, piece), host)
+                for piece, host in zip(self.slices, self.host_slices[kind], strict=True)
+                if kind != "second" or state.has_second_moment(piece.param)
+            ]
         copies = self.device.start_host_copies(pairs)
 
         def fence() -> None:
@@ -213,13 +216,11 @@ class Saver:
 
     def _write_shard(self, save: PendingSave, wait_for_copies: Callable[[], None]) -> None:
         wait_for_copies()
-        tensors: list[tuple[str, Sequence[int], Tensor]] = []
-        for kind in self.state_buffers:
-            start = 0
-            for piece in self.slices:
-                values = self.host_buffers[kind][start : start + piece.numel].view(piece.sizes)
-                tensors.append((checkpoint.tensor_key(kind, piece.name), piece.offsets, values))
-                start += piece.numel
+        tensors: list[tuple[str, Sequence[int], Tensor]] = [
+            (checkpoint.tensor_key(kind, piece.name), piece.offsets, values)
+            for kind, host_slices in self.host_slices.items()
+            for piece, values in zip(self.slices, host_slices, strict=True)
+        ]
         tensors += [(name, [0], tensor) for name, tensor in save.rng_tensors.items()]
         write_shard(save.storage, checkpoint.shard_name(self.mesh.layout_rank), tensors, save.rng_texts)
         save.shard_written = True

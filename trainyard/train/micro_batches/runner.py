@@ -1,8 +1,7 @@
 """Runs the micro batches of a step through this rank's pipeline stages, forward and backward."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from trainyard.core.batch import Batch, map_batch
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.models import ModelOutput, TransformerStage
-from trainyard.parallel.layout import StageSpec
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.micro_batches.cuda_graphs import CudaGraphRunner
 from trainyard.train.micro_batches.split import context_parallel_shard, padding_free_micro_batches, split_micro_batches
@@ -25,25 +23,14 @@ MicroBatchLoss = Callable[[ModelOutput, Batch], Tensor]
 """Returns the part of the loss to start the backward pass from."""
 
 
-class StagedBatch(NamedTuple):
-    """A rank's batch in pinned host memory, divided as it will be copied to the device."""
-
-    batches: list[Batch]
-
-
 class MicroBatchRunner:
     """Runs micro batches through this rank's stages and passes the last stage's output to the loss."""
 
     def __init__(
-        self,
-        stages: Sequence[tuple[StageSpec, TransformerStage]],
-        config: Config,
-        device: Device,
-        mesh: Mesh,
-        padding_free: bool = False,
+        self, models: Sequence[TransformerStage], config: Config, device: Device, mesh: Mesh, padding_free: bool = False
     ) -> None:
         """With `padding_free`, micro batches hold their samples without padding."""
-        self.models = [model for _, model in stages]
+        self.models = models
         self.micro_batch = config.train.micro_batch
         self.device, self.attention_kernel, self.mesh = device, config.device.attention, mesh
         self.padding_free = padding_free
@@ -54,32 +41,35 @@ class MicroBatchRunner:
                 "backward, which a graph cannot capture; nearest: false"
             )
         self.graph_runner = CudaGraphRunner(device) if use_graphs else None
-        self._stage_inputs = _StageInputs()
-        self.pipeline: Pipeline | None = _build_pipeline(stages, self._stage_inputs, config, device, mesh)
+        self.rng_key: Tensor
+        self.loss_fn: MicroBatchLoss
+        """Inputs of the current step, which torch's pipelining cannot pass to the stages."""
+        self.pipeline: Pipeline | None = self._build_pipeline(config) if mesh.layout.pp > 1 else None
 
-    def stage_batch(self, batch: Batch) -> StagedBatch:
-        """Do all host work for a batch and pin the result. Safe to call from any thread."""
+    def stage_batch(self, batch: Batch) -> list[Batch]:
+        """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call
+        from any thread."""
         batches = (
             padding_free_micro_batches(batch, self.micro_batch)
             if self.padding_free
             else [context_parallel_shard(batch, self.mesh.cp.size, self.mesh.cp.rank)]
         )
-        return StagedBatch([map_batch(self.device.pin_memory, part) for part in batches])
+        return [map_batch(self.device.pin_memory, part) for part in batches]
 
-    def to_device(self, batch: "Batch | StagedBatch") -> list[Batch]:
-        """Copy this data-parallel rank's samples to the device: as micro batches, or as one batch for a pipeline, which
-        splits it itself."""
-        staged = batch if isinstance(batch, StagedBatch) else self.stage_batch(batch)
-        batches = [map_batch(self.device.to_device, part) for part in staged.batches]
+    def to_device(self, batch: Batch | list[Batch]) -> list[Batch]:
+        """Copy this data-parallel rank's samples (a batch, or the result of `stage_batch`) to the device: as micro
+        batches, or as one batch for a pipeline, which splits it itself."""
+        staged = batch if isinstance(batch, list) else self.stage_batch(batch)
+        batches = [map_batch(self.device.to_device, part) for part in staged]
         if self.padding_free or self.pipeline:
             return batches
-        return list(split_micro_batches(batches[0], self.micro_batch))
+        return split_micro_batches(batches[0], self.micro_batch)
 
     def __call__(self, batches: list[Batch], rng_key: Tensor, loss_fn: MicroBatchLoss, backward: bool) -> None:
         """Run the result of `to_device`. `rng_key` is the step's random key for dropout."""
         with self.device.sdpa_priority(self.attention_kernel):
             if self.pipeline:
-                self._stage_inputs.rng_key, self._stage_inputs.loss_fn = rng_key, loss_fn
+                self.rng_key, self.loss_fn = rng_key, loss_fn
                 self.pipeline.run(batches[0], backward)
                 return
 
@@ -95,56 +85,27 @@ class MicroBatchRunner:
                     run(micro)
                 self.device.flush()
 
+    def _build_pipeline(self, config: Config) -> "Pipeline":
+        from trainyard.parallel import pipeline
 
-@dataclass
-class _StageInputs:
-    """Inputs of a step that torch's pipelining cannot pass to the stages, shared by the runner and all its stages."""
-
-    rng_key: Tensor | None = None
-    loss_fn: MicroBatchLoss | None = None
+        layout, size, schedule = self.mesh.layout, config.train.micro_batch, config.layout.pipeline_schedule
+        seq_len, dtype = config.data.seq_len // layout.cp, DTYPES[config.precision.compute_dtype]
+        local_seq_len = seq_len // (layout.tp if config.layout.sequence_parallel else 1)
+        tokens = torch.empty(size, seq_len, dtype=torch.int32, device="meta")
+        activations = torch.empty(size, local_seq_len, config.model.hidden, dtype=dtype, device="meta")
+        activations.requires_grad_()  # the pipeline sends gradients back only for such inputs
+        modules = [_StageModule(model, self) for model in self.models]
+        return pipeline.Pipeline(modules, self.mesh, schedule, tokens, activations, self.device.torch_device)
 
 
 class _StageModule(nn.Module):
     """A stage in the form that torch's pipelining requires: tensors in, one tensor out."""
 
-    def __init__(self, model: TransformerStage, inputs: _StageInputs) -> None:
+    def __init__(self, model: TransformerStage, runner: MicroBatchRunner) -> None:
         super().__init__()
-        self.model, self.inputs = model, inputs
+        self.model, self.runner = model, runner
 
     def forward(self, x: Tensor, **micro: Tensor) -> Tensor:
-        assert self.inputs.rng_key is not None
-        assert self.inputs.loss_fn is not None
         batch = cast(Batch, micro)
-        output = self.model({**batch, "rng_key": self.inputs.rng_key}, x)
-        return self.inputs.loss_fn(output, batch).reshape(1) if isinstance(output, ModelOutput) else output
-
-
-def _build_pipeline(
-    stages: Sequence[tuple[StageSpec, TransformerStage]],
-    inputs: _StageInputs,
-    config: Config,
-    device: Device,
-    mesh: Mesh,
-) -> "Pipeline | None":
-    layout = mesh.layout
-    if layout.pp == 1:
-        return None
-    from trainyard.parallel import pipeline
-
-    micro_batch, seq_len = config.train.micro_batch, config.data.seq_len // layout.cp
-    local_seq_len = seq_len // (layout.tp if config.layout.sequence_parallel else 1)
-    return pipeline.Pipeline(
-        [(spec, _StageModule(model, inputs)) for spec, model in stages],
-        mesh,
-        config.layout.pipeline_schedule,
-        torch.empty(micro_batch, seq_len, dtype=torch.int32, device="meta"),
-        torch.empty(
-            micro_batch,
-            local_seq_len,
-            config.model.hidden,
-            dtype=DTYPES[config.precision.compute_dtype],
-            device="meta",
-            requires_grad=True,  # the pipeline sends gradients back only for such inputs
-        ),
-        device.torch_device,
-    )
+        output = self.model({**batch, "rng_key": self.runner.rng_key}, x)
+        return self.runner.loss_fn(output, batch).reshape(1) if isinstance(output, ModelOutput) else output

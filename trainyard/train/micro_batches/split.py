@@ -1,7 +1,6 @@
 """Divides a global batch: samples over data-parallel ranks, tokens over context-parallel ranks, micro batches."""
 
-from collections.abc import Iterator
-from functools import partial
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -57,11 +56,7 @@ def padding_free_micro_batches(batch: Batch, micro_batch: int) -> list[Batch]:
     count = len(lengths) // micro_batch
     order = lengths.argsort(descending=True, stable=True).view(micro_batch, count)
     order[1::2] = order[1::2].flip(1)  # alternate the direction, so that totals even out
-    return [_remove_padding(map_batch(partial(_select, samples), batch)) for samples in order.unbind(1)]
-
-
-def _select(samples: Tensor | slice, field: Tensor) -> Tensor:
-    return field[samples]
+    return [_remove_padding(map_batch(itemgetter(samples), batch)) for samples in order.unbind(1)]
 
 
 def _remove_padding(batch: Batch) -> Batch:
@@ -91,7 +86,7 @@ def _remove_padding(batch: Batch) -> Batch:
     }
 
 
-def split_micro_batches(batch: Batch, micro_batch: int) -> Iterator[Batch]:
+def split_micro_batches(batch: Batch, micro_batch: int) -> list[Batch]:
     """Micro batches of `micro_batch` samples."""
-    for start in range(0, len(batch["sample_ids"]), micro_batch):
-        yield map_batch(partial(_select, slice(start, start + micro_batch)), batch)
+    starts = range(0, len(batch["sample_ids"]), micro_batch)
+    return [map_batch(itemgetter(slice(start, start + micro_batch)), batch) for start in starts]
