@@ -9,6 +9,7 @@ step, where 64-bit integers are slow on some devices. Both rely on wrap-around o
 """
 
 import hashlib
+import struct
 from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -54,8 +55,8 @@ def key64(*labels: object) -> int:
 
 def key32(*labels: object) -> tuple[int, int]:
     """Two signed 32-bit keys hashed from any labels, for `mix32`."""
-    value = key64(*labels)
-    return _signed32(value), _signed32(value >> 32)
+    low, high = struct.unpack("<ii", struct.pack("<q", key64(*labels)))
+    return low, high
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -118,8 +119,3 @@ def _quantile_table(device: str) -> tuple[Tensor, Tensor]:
     a, b = ends[:-1], ends[1:]
     ends = ends / ((a * a + a * b + b * b) / 3).mean().sqrt()
     return ends[:-1].float().to(device), (ends[1:] - ends[:-1]).float().to(device)
-
-
-def _signed32(value: int) -> int:
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >= 1 << 31 else value

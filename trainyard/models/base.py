@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
 from trainyard.models.blueprint import Blueprint
+from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import OutputProjection, token_seeds
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
 
 
@@ -27,18 +27,17 @@ class TransformerStage(nn.Module):
     """The tensor-parallel and context-parallel ranks are buffers, so that all ranks share one compiled graph."""
     cp_rank: Tensor
 
-    def __init__(self, axes: Axes, vocab_size: int) -> None:
+    def __init__(self, make: ModuleFactory, vocab_size: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
-        self.tp, self.cp = axes.tp, axes.cp
+        self.vocab_size, self.tp, self.cp = vocab_size, make.tp, make.cp
         self.is_first = self.is_last = True
         self.max_seq_len = 0
         """Longest sequence of a packed batch; whoever packs batches sets it before the first one."""
-        self.pre_layer_hook: Callable[[str], None] | None = None
+        self.pre_layer_hook: Callable[[str], None] = lambda layer: None
         """Called with "first" before the embedding, with the layer index before each block and with "last" before the
         head. ZeRO-1 sets it to wait for weights that are still being gathered."""
-        self.register_buffer("tp_rank", torch.tensor(axes.tp.rank, dtype=torch.int32), persistent=False)
-        self.register_buffer("cp_rank", torch.tensor(axes.cp.rank, dtype=torch.int32), persistent=False)
+        self.register_buffer("tp_rank", torch.tensor(self.tp.rank, dtype=torch.int32), persistent=False)
+        self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
 
     def block_inputs(self, batch: Batch) -> tuple[Any, ...]:
         """The arguments that every block takes besides the activations."""
@@ -65,22 +64,18 @@ class TransformerStage(nn.Module):
         """Run this stage: `x_BTD` comes from the previous stage, and all but the last stage return a tensor."""
         block_inputs = self.block_inputs(batch)
         if self.is_first:
-            self._call_hook("first")
+            self.pre_layer_hook("first")
             x_BTD = self.embed(batch, *block_inputs)
         assert x_BTD is not None
         x = self.pack_input(x_BTD)
         for index, block in self.layers.items():
-            self._call_hook(index)
+            self.pre_layer_hook(index)
             x = block(x, *block_inputs)
         x_BTD = self.unpack_output(x)
         if not self.is_last:
             return x_BTD
-        self._call_hook("last")
+        self.pre_layer_hook("last")
         return self.head(x_BTD, batch)
-
-    def _call_hook(self, layer: str) -> None:
-        if self.pre_layer_hook:
-            self.pre_layer_hook(layer)
 
     def make_output(
         self,

@@ -15,7 +15,6 @@ from trainyard.models.gpt import GptAttention, GptMLP, block_specs
 from trainyard.models.hf_names import HfNameMap, HfTensor
 from trainyard.models.layers import BiasGelu, PackedSequences
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.axes import Axes
 
 Documents = Tensor | PackedSequences | None
 
@@ -56,8 +55,8 @@ class BertMlmHead(nn.Module):
 
 
 class Bert(TransformerStage):
-    def __init__(self, c: BertConfig, make: ModuleFactory, axes: Axes) -> None:
-        super().__init__(axes, c.vocab)
+    def __init__(self, c: BertConfig, make: ModuleFactory) -> None:
+        super().__init__(make, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
         self.segment = make.embedding("segment")

@@ -23,10 +23,9 @@ def build_model(
     fp8: Fp8Layers | None = None,
 ) -> TransformerStage:
     """The model of one rank, or one pipeline stage of it. Buffers are on `device`; parameters have no memory yet."""
-    axes = axes or Axes()
     family = family_of(c)
     blueprint = family.blueprint(c)
-    model = family.module_class(c, ModuleFactory(blueprint, axes, kernels or Kernels(), fp8), axes)
+    model = family.module_class(c, ModuleFactory(blueprint, axes or Axes(), kernels or Kernels(), fp8))
     if stage:
         model.prune_to_stage(stage, blueprint)
     for module in model.modules():

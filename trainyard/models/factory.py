@@ -1,5 +1,6 @@
 """ModuleFactory: builds layers whose parameters have the local shapes of the blueprint and no memory yet."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,13 @@ class ModuleFactory:
         bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
         fp8 = self.fp8.for_parameter(name) if self.fp8 else None
         return Linear(self.parameter(f"{name}.weight"), bias, self.kernels, fp8)
+
+    def linears(self, module: nn.Module, name: str, parts: Sequence[str]) -> list[Linear]:
+        """The linear layers `name.part`, as children of `module` with the names of the parts."""
+        linears = [self.linear(f"{name}.{part}") for part in parts]
+        for part, linear in zip(parts, linears, strict=True):
+            module.add_module(part, linear)
+        return linears
 
     def embedding(self, name: str) -> Embedding:
         return Embedding(self.parameter(f"{name}.weight"))

@@ -12,7 +12,6 @@ from trainyard.models.base import TransformerStage
 from trainyard.models.blueprint import Blueprint
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.hf_names import HfNameMap
-from trainyard.parallel.axes import Axes
 
 AnyModelConfig = LlamaConfig | GptConfig | BertConfig
 CAUSAL_FIELDS = ("tokens", "labels")
@@ -24,7 +23,7 @@ class Family:
     """Everything that differs between model families."""
 
     config_class: type[LlamaConfig] | type[GptConfig] | type[BertConfig]
-    module_class: Callable[[Any, ModuleFactory, Axes], TransformerStage]
+    module_class: Callable[[Any, ModuleFactory], TransformerStage]
     blueprint: Callable[[Any], Blueprint]
     hf_names: Callable[[Any], HfNameMap]
     loss: Literal["causal_lm", "bert_pretraining"]

@@ -11,7 +11,6 @@ from trainyard.models.factory import ModuleFactory
 from trainyard.models.hf_names import HfNameMap, HfTensor
 from trainyard.models.layers import BiasGelu, PackedSequences
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.axes import Axes
 from trainyard.parallel.recompute import Recomputable
 
 
@@ -21,11 +20,7 @@ class GptAttention(Recomputable):  # also BERT's, which is not causal
     def __init__(self, c: GptConfig | BertConfig, make: ModuleFactory, name: str, causal: bool) -> None:
         super().__init__()
         self.tp, self.head_size = make.tp, c.head_size
-        if c.fuse_qkv:
-            self.qkv = make.linear(f"{name}.qkv")
-        else:
-            self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        self.qkv_linears = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
+        self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
         self.core_attention = make.core_attention(c.heads, c.heads, causal, c.attention_dropout, f"{name}.core")
         self.output = make.linear(f"{name}.output")
         self.dropout = make.dropout(c.hidden_dropout, name)
@@ -67,8 +62,8 @@ class GptBlock(nn.Module):
 
 
 class Gpt(TransformerStage):
-    def __init__(self, c: GptConfig, make: ModuleFactory, axes: Axes) -> None:
-        super().__init__(axes, c.vocab)
+    def __init__(self, c: GptConfig, make: ModuleFactory) -> None:
+        super().__init__(make, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         self.position = make.embedding("position")
         self.dropout = make.dropout(c.embedding_dropout, "embedding")

@@ -11,7 +11,6 @@ from trainyard.models.factory import ModuleFactory
 from trainyard.models.hf_names import HfNameMap, HfTensor
 from trainyard.models.layers import SwiGLU, rope_frequencies
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import head_range
 from trainyard.parallel.recompute import Recomputable
 
@@ -24,11 +23,7 @@ class LlamaAttention(Recomputable):
         self.tp, self.kernels = make.tp, make.kernels
         first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
         self.local_heads = (c.heads // self.tp.size, end - first)
-        if c.fuse_qkv:
-            self.qkv = make.linear(f"{name}.qkv")
-        else:
-            self.q, self.k, self.v = (make.linear(f"{name}.{part}") for part in "qkv")
-        self.qkv_linears = [self.qkv] if c.fuse_qkv else [self.q, self.k, self.v]
+        self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
         self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name)
         self.output = make.linear(f"{name}.output")
 
@@ -46,11 +41,7 @@ class LlamaMLP(Recomputable):
     def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
-        if c.fuse_gate_up:
-            self.gate_up = make.linear(f"{name}.gate_up")
-        else:
-            self.gate, self.up = make.linear(f"{name}.gate"), make.linear(f"{name}.up")
-        self.gate_up_linears = [self.gate_up] if c.fuse_gate_up else [self.gate, self.up]
+        self.gate_up_linears = make.linears(self, name, ["gate_up"] if c.fuse_gate_up else ["gate", "up"])
         self.activation = SwiGLU(make.kernels)
         self.down = make.linear(f"{name}.down")
 
@@ -77,8 +68,8 @@ class LlamaBlock(nn.Module):
 class Llama(TransformerStage):
     frequency: Tensor
 
-    def __init__(self, c: LlamaConfig, make: ModuleFactory, axes: Axes) -> None:
-        super().__init__(axes, c.vocab)
+    def __init__(self, c: LlamaConfig, make: ModuleFactory) -> None:
+        super().__init__(make, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
