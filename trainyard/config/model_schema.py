@@ -66,7 +66,12 @@ class _TransformerConfig(Section):
     @property
     def num_kv_heads(self) -> int:
         """Number of key and value heads."""
-        return self.heads
+        return getattr(self, "kv_heads", None) or self.heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Intermediate size of the MLP."""
+        return getattr(self, "ffn", None) or 4 * self.hidden
 
 
 class LlamaConfig(_TransformerConfig):
@@ -90,15 +95,6 @@ class LlamaConfig(_TransformerConfig):
     """Epsilon added to the mean square in RMSNorm."""
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def ffn_size(self) -> int:
-        """Intermediate size of the MLP."""
-        return self.ffn
 
     @model_validator(mode="after")
     def _check_head_sizes(self) -> Self:
@@ -131,11 +127,6 @@ class GptConfig(_TransformerConfig):
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon added to the variance in LayerNorm."""
 
-    @property
-    def ffn_size(self) -> int:
-        """Intermediate size of the MLP."""
-        return self.ffn or 4 * self.hidden
-
 
 class BertConfig(_TransformerConfig):
     """BERT: LayerNorm after attention and MLP, a masked-token head and a next-sentence head."""
@@ -156,11 +147,6 @@ class BertConfig(_TransformerConfig):
     """Epsilon added to the variance in LayerNorm."""
     scaled_init: bool = False
     """Divide the standard deviation of a block's two output projections by sqrt(2 * layers)."""
-
-    @property
-    def ffn_size(self) -> int:
-        """Intermediate size of the MLP."""
-        return self.ffn or 4 * self.hidden
 
 
 ModelConfig = LlamaConfig | GptConfig | BertConfig
