@@ -38,12 +38,11 @@ class InputSlice(NamedTuple):
     kind: str
     """lines, text, parquet or arrow."""
     start: int
-    """First byte, row group or record batch; for `data`, the number of lines before it."""
-    end: int
-    data: bytes | None
-    """Lines that the parent process decompressed."""
+    """First byte, number of the row group or record batch; for `data`, the number of lines before it."""
     input_bytes: int
-    """Bytes of the input file that this slice stands for, for progress."""
+    """Bytes of the input file that this slice stands for."""
+    data: bytes | None = None
+    """Lines that the parent process decompressed."""
 
 
 class UnreadableRecord(NamedTuple):
@@ -90,7 +89,7 @@ def input_slices(paths: Sequence[Path]) -> Iterator[InputSlice]:
     for path in paths:
         kind = _file_kind(path)
         if kind == "text":
-            yield InputSlice(path, kind, 0, 0, None, path.stat().st_size)
+            yield InputSlice(path, kind, 0, path.stat().st_size)
         elif kind == "parquet":
             yield from _row_groups(path)
         elif kind == "arrow":
@@ -151,7 +150,7 @@ def _line_ranges(path: Path) -> Iterator[InputSlice]:
             file.seek(min(start + SLICE_BYTES, total))
             file.readline()
             end = min(file.tell(), total)
-            yield InputSlice(path, "lines", start, end, None, end - start)
+            yield InputSlice(path, "lines", start, end - start)
             start = end
 
 
@@ -172,7 +171,7 @@ def _decompressed_lines(path: Path) -> Iterator[InputSlice]:
                 cut = data.rfind(b"\n") + 1
                 data, partial_line = data[:cut], data[cut:]
             if data:
-                yield InputSlice(path, "lines", line, 0, data, raw.tell() - file_position)
+                yield InputSlice(path, "lines", line, raw.tell() - file_position, data)
                 file_position, line = raw.tell(), line + data.count(b"\n")
             if not block:
                 return
@@ -187,7 +186,7 @@ def _row_groups(path: Path) -> Iterator[InputSlice]:
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not a Parquet file: {one_line(error)}") from None
     for group in range(num_groups):
-        yield InputSlice(path, "parquet", group, group + 1, None, path.stat().st_size // num_groups)
+        yield InputSlice(path, "parquet", group, path.stat().st_size // num_groups)
 
 
 def _arrow_files(path: Path) -> list[Path]:
@@ -199,7 +198,7 @@ def _record_batches(path: Path) -> Iterator[InputSlice]:
     from trainyard.data.formats.arrow_dataset import open_stream
 
     for index, num_bytes in enumerate([batch.nbytes for batch in open_stream(path).batches]):
-        yield InputSlice(path, "arrow", index, index + 1, None, num_bytes)
+        yield InputSlice(path, "arrow", index, num_bytes)
 
 
 def _read_text(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts | UnreadableRecord]:
@@ -214,7 +213,7 @@ def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts 
     if data is None:
         with input_slice.path.open("rb") as file:
             file.seek(input_slice.start)
-            data = file.read(input_slice.end - input_slice.start)
+            data = file.read(input_slice.input_bytes)
     offset = 0
     for line in data.split(b"\n"):
         if line.strip():

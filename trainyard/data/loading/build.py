@@ -164,7 +164,7 @@ def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
 def _text_slices(path: Path) -> Iterable[InputSlice]:
     """Slices of a file; a file of an unknown kind is one document."""
     known = path.is_dir() or path.suffix in documents.KIND_BY_SUFFIX.keys() | documents.COMPRESSION_BY_SUFFIX.keys()
-    return documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0, None, 0)]
+    return documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0)]
 
 
 def tokenizer_spec(config: Config) -> TokenizerSpec:
