@@ -79,13 +79,10 @@ def open_weights(
         raise UserError(f"{storage}: not a trainyard checkpoint, nor a directory of them")
     path = Path(location).expanduser()
     format_name = detect_format(path)
-    if format_name == "hf":
-        return OpenedCheckpoint(format_name, hf.open_hf(path, model))
-    if format_name == "optimum":
-        return OpenedCheckpoint(format_name, open_optimum(path, model))
-    if format_name == "megatron":
-        megatron = open_megatron(path, model)
-        return OpenedCheckpoint(format_name, megatron, megatron.notes)
+    open_format = {"hf": hf.open_hf, "optimum": open_optimum, "megatron": open_megatron}.get(format_name or "")
+    if format_name and open_format:
+        weights = open_format(path, model)
+        return OpenedCheckpoint(format_name, weights, weights.notes)
     if format_name == "nxd":
         model = model or _model_from_nearby_config(path)
         nxd = open_nxd(path, model, hints)

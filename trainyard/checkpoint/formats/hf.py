@@ -87,7 +87,7 @@ class InMemoryWeights:
         return self._cached[1][fused_index(piece, start)]
 
 
-def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, LazyTensor]) -> WeightSource:
+def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
     """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
     ties = models.family_of(model).hf_names(model).tied
     no_prefix = model.family == "gpt" and "wte.weight" in tensors  # as in GPT-2's own files
@@ -114,7 +114,7 @@ def is_hf(root: Path) -> bool:
     return any((root / name).is_file() for name in names)
 
 
-def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -> WeightSource:
+def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -> ShardedWeights:
     """Open the weights of a directory. The model is `model` if given, else the one in config.json."""
     root = Path(directory).expanduser()
     model = model or config_from_hf(root)

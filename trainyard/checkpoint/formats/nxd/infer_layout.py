@@ -46,7 +46,7 @@ def infer_layout(model: LlamaConfig, ranks: Mapping[PpTpRank, Shapes], hints: La
     layer = {match[1]: shape for name, shape in first.items() if (match := in_layer.fullmatch(name))}
     qkv, gate_up = _match_variant(layer, names.qkv), _match_variant(layer, names.gate_up)
     by_head = hints.get("by_head", True)
-    layout = NxdLayout(tp, pp, (len(cuts) + 1) // pp, cuts, 1, qkv, gate_up, style=style, by_head=by_head)
+    layout = NxdLayout(tp, pp, (len(cuts) + 1) // pp, cuts, qkv=qkv, gate_up=gate_up, style=style, by_head=by_head)
     multiplier = _infer_kv_multiplier(model, layout, layer)
     layout = replace(layout, kv_multiplier=multiplier, vocab=_infer_vocab(model, layout, first))
     for key, hint in hints.items():

@@ -235,7 +235,8 @@ def _head_slices(
     model: LlamaConfig, slots: list[tuple[int, range]], layer: int, letters: str, by_head: bool
 ) -> tuple[TensorSlice, ...]:
     """Rows (columns for `o`) of the matrices in `letters` for the heads on a rank. Adjacent heads are one slice."""
-    size, ranges = model.head_size, list[tuple[str, int, int]]()
+    size, tensors = model.head_size, unfused_tensors(model)
+    ranges: list[tuple[str, int, int]] = []
     order = (
         [(slot, x) for slot in slots for x in letters] if by_head else [(slot, x) for x in letters for slot in slots]
     )
@@ -246,7 +247,6 @@ def _head_slices(
             start = ranges.pop()[1]
         ranges.append((letter, start, stop * size))
     names = {letter: f"layers.{layer}.attention.{'output' if letter == 'o' else letter}.weight" for letter in letters}
-    tensors = unfused_tensors(model)
     return tuple(tensors[names[letter]].narrow(int(letter == "o"), start, stop) for letter, start, stop in ranges)
 
 
