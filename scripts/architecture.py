@@ -26,7 +26,7 @@ PURPOSE = {
     "dryrun": "trainer without memory",
     "kernels": "reference, Triton, fp8",
     "launch": "ranks on this machine",
-    "metrics": "console, logs, MFU",
+    "metrics": "logs, MFU",
     "models": "blueprint, llama, gpt, bert",
     "parallel": "layout, tp, cp, pp, ZeRO",
     "plan": "memory, time, cost",
