@@ -61,10 +61,10 @@ def check_operators(trace: RankTrace, generation: str) -> Iterator[Violation]:
         for dtype in {tensor.dtype for tensor in op.results if not tensor.on_host} - inputs:
             if unsupported := dtypes.get(dtype):
                 yield violation("dtypes", *unsupported)
-        for position in INDEX_ARGUMENTS.get(name, ()):
-            indices = op.arguments[position].tensors if position < len(op.arguments) else ()
-            if any(tensor.dtype == torch.int64 and not tensor.on_host for tensor in indices):
-                yield violation("int64", "look-up by 64-bit integers", INDEX_FIX)
+        position = INDEX_ARGUMENTS.get(name, len(op.arguments))
+        indices = op.arguments[position].tensors if position < len(op.arguments) else ()
+        if any(tensor.dtype == torch.int64 and not tensor.on_host for tensor in indices):
+            yield violation("int64", "look-up by 64-bit integers", INDEX_FIX)
         if op.dynamic_shape:
             fix = "torch.where, or multiplication by a mask"
             yield violation("shapes", "the shape of the result depends on values", fix)

@@ -39,29 +39,16 @@ UNSUPPORTED_FP8_DTYPES = {
 }
 """By generation, then by dtype."""
 
-INDEX_ARGUMENTS = {
-    "embedding": (1,),
-    "embedding_dense_backward": (1,),
-    "index": (1,),
-    "_unsafe_index": (1,),
-    "index_put": (1,),
-    "_index_put_impl": (1,),
-    "_unsafe_index_put": (1,),
-    "take": (1,),
-    "put": (1,),
-    "index_select": (2,),
-    "index_add": (2,),
-    "index_copy": (2,),
-    "index_fill": (2,),
-    "index_reduce": (2,),
-    "gather": (2,),
-    "scatter": (2,),
-    "scatter_add": (2,),
-    "scatter_reduce": (2,),
-    "nll_loss_forward": (1,),
-    "nll_loss_backward": (2,),
-}
-"""Positions of the arguments that are indices."""
+_INDEX_SECOND = (
+    *("embedding", "embedding_dense_backward", "nll_loss_forward", "take", "put"),
+    *("index", "_unsafe_index", "index_put", "_index_put_impl", "_unsafe_index_put"),
+)
+_INDEX_THIRD = (
+    *("index_select", "index_add", "index_copy", "index_fill", "index_reduce"),
+    *("gather", "scatter", "scatter_add", "scatter_reduce", "nll_loss_backward"),
+)
+INDEX_ARGUMENTS = {**dict.fromkeys(_INDEX_SECOND, 1), **dict.fromkeys(_INDEX_THIRD, 2)}
+"""Position of the argument that is an index."""
 INDEX_FIX = "int32 (torch accepts it here: drop .long(); for the index of a maximum, compare with the maximum instead)"
 
 

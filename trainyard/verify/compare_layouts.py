@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, batch_tensors
 from trainyard.core.constants import IGNORE_INDEX
@@ -23,14 +24,11 @@ from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.trainer import Trainer
 
 Tensors = dict[str, Tensor]
-LOSS_RTOL, TENSOR_RTOL = 1e-6, 1e-5
-"""Tolerances in fp32: relative for the loss, for a tensor relative to its largest element."""
-SMALL_TENSOR_FLOOR = 1e-2
-"""Tensors smaller than this fraction of the largest element of all tensors are compared relative to that floor: sums
-that cancel (the bias of the next-sentence head if a batch has as many true pairs as false ones) contain rounding of
-their terms only."""
-LOSS_RTOL_BF16, TENSOR_RTOL_BF16, SMALL_TENSOR_FLOOR_BF16 = 5e-3, 0.1, 2e-2
-"""The same in bf16, where every matrix product rounds differently."""
+FP32_TOLERANCES, BF16_TOLERANCES = (1e-6, 1e-5, 1e-2), (5e-3, 0.1, 2e-2)
+"""Relative tolerance of the loss, and of a tensor relative to its largest element; and the floor: a tensor smaller than
+this fraction of the largest element of all tensors is compared relative to that floor. Sums that cancel (the bias of
+the next-sentence head if a batch has as many true pairs as false ones) contain rounding of their terms only. In bf16
+every matrix product rounds differently."""
 
 
 @dataclass
@@ -94,9 +92,7 @@ def _gather(trainer: Trainer, buffer: Tensor) -> Tensors:
 
 def compare_records(record: VerifyRecord, reference: VerifyRecord, precision: str) -> list[VerifyFinding]:
     """One finding for each kind of quantity."""
-    loss_rtol, rtol, floor = LOSS_RTOL_BF16, TENSOR_RTOL_BF16, SMALL_TENSOR_FLOOR_BF16
-    if precision == "fp32":
-        loss_rtol, rtol, floor = LOSS_RTOL, TENSOR_RTOL, SMALL_TENSOR_FLOOR
+    loss_rtol, rtol, floor = FP32_TOLERANCES if precision == "fp32" else BF16_TOLERANCES
     initial = _max_difference(record.initial_weights, reference.initial_weights)
     final = _max_difference(record.final_weights, reference.final_weights)
     batches = [_max_difference(a, b) for a, b in zip(record.batches, reference.batches, strict=True)]
@@ -115,18 +111,10 @@ def compare_records(record: VerifyRecord, reference: VerifyRecord, precision: st
 
 def single_rank_config(config: Config) -> Config:
     """The configuration of the same training on one rank."""
-    single = {
-        **dict.fromkeys(("tp", "pp", "vpp", "cp"), 1),
-        "zero": 0,
-        "pipeline_cuts": (),
-        "pipeline_schedule": "1f1b",
-        "sequence_parallel": False,
-        "ranks": None,
-    }
-    return config.model_copy(update={"layout": config.layout.model_copy(update=single)})
+    return config.model_copy(update={"layout": LayoutSection(bucket_mib=config.layout.bucket_mib)})
 
 
-def _max_difference(tensors: Tensors, reference: Tensors, floor: float = SMALL_TENSOR_FLOOR) -> tuple[float, str]:
+def _max_difference(tensors: Tensors, reference: Tensors, floor: float = FP32_TOLERANCES[2]) -> tuple[float, str]:
     """The largest difference of any tensor relative to its largest element, and the name of that tensor.
 
     A tensor that is very small next to the largest one contains only rounding errors (the gradient of a key's bias is
