@@ -31,10 +31,6 @@ def print_line(console: Console, line: str, style: str = "") -> None:
     console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
-def print_dim(console: Console, line: str) -> None:
-    print_line(console, line, "dim")
-
-
 class SkipReporter:
     """Prints each record that could not be read; with `strict`, the first one raises UserError."""
 

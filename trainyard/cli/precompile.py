@@ -1,19 +1,20 @@
 """`trainyard precompile`: compile all graphs of a run before it starts."""
 
-from types import TracebackType
-from typing import Annotated, Self
+from contextlib import nullcontext
+from functools import partial
+from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from trainyard import devices
-from trainyard.cli.console import print_dim
+from trainyard.cli.console import print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.cli.train import load_run_config
 from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank
-from trainyard.precompile.precompile import PrecompiledGraph, PrecompileReport
+from trainyard.precompile.precompile import PrecompiledGraph
 from trainyard.precompile.precompile import precompile as precompile_graphs
 from trainyard.precompile.report import precompile_summary
 
@@ -27,18 +28,6 @@ class GraphProgress:
         self.compiling: dict[str, str] = {}
         self.done_count = 0
 
-    def __enter__(self) -> Self:
-        if self.status:
-            self.status.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.status:
-            self.status.stop()
-
-    def print_line(self, line: str) -> None:
-        print_dim(self.console, line)
-
     def on_graph(self, graph: PrecompiledGraph) -> None:
         if graph.state == "compiling":
             self.compiling[graph.key] = graph.name
@@ -46,8 +35,7 @@ class GraphProgress:
             self.compiling.pop(graph.key, None)
             self.done_count += 1
             seconds = f"{graph.seconds:.1f} s" if graph.seconds else "-"
-            line = f"{self.done_count:4d}  {graph.state:8}  {seconds:>8}  {graph.name}"
-            self.console.print(line, soft_wrap=True, markup=False)
+            print_line(self.console, f"{self.done_count:4d}  {graph.state:8}  {seconds:>8}  {graph.name}")
         if self.status:
             self.status.update(f"compiling {len(self.compiling)}: {'; '.join(self.compiling.values())}")
 
@@ -56,12 +44,12 @@ def precompile(
     source: ConfigSource,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks per machine, as for train.")] = None,
+    nproc: Annotated[int | None, Option("--nproc", min=1, help="Ranks per machine, as for train.")] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
+        int | None, Option("--ranks", min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Graphs to compile in parallel. Default: one per core.")
+        int | None, Option("--workers", min=1, help="Graphs to compile in parallel. Default: one per core.")
     ] = None,
 ) -> int:
     """Compile all graphs of a run ahead of time, for any number of ranks, without their memory.
@@ -89,12 +77,12 @@ def precompile(
         train_arguments = [*override_list, *["--smoke"] * smoke]
         return _precompile_with_device_tool(source, train_arguments, local_ranks, workers, console)
     progress = GraphProgress(console)
-    with interrupt_on_terminate(), progress:
-        report: PrecompileReport = precompile_graphs(
-            config, total, local_ranks, workers or threads_per_rank(1), progress.print_line, progress.on_graph
-        )
+    print_dim = partial(print_line, console, style="dim")
+    with interrupt_on_terminate(), progress.status or nullcontext():
+        workers = workers or threads_per_rank(1)
+        report = precompile_graphs(config, total, local_ranks, workers, print_dim, progress.on_graph)
     for line in precompile_summary(report):
-        console.print(line, soft_wrap=True, markup=False)
+        print_line(console, line)
     return 1 if report.failed_graphs or report.problems else 0
 
 
@@ -104,12 +92,10 @@ def _precompile_with_device_tool(
     """Let the device's own tool trace a few steps on this machine without executing them, then compile the graphs."""
     command = parallel_compile.short_train_command(source, arguments, ranks)
     with interrupt_on_terminate():
-        report = parallel_compile.precompile(command, workers, on_line=lambda line: print_dim(console, line))
-    for line in (
-        f"Total graphs: {report.graphs}",
-        f"Total successful compilations: {report.compiled}",
-        f"Total failed compilations: {report.failed}",
-        *(f"failed: {path}" for path in report.failures),
-    ):
-        console.print(line, soft_wrap=True, markup=False)
+        report = parallel_compile.precompile(command, workers, on_line=partial(print_line, console, style="dim"))
+    print_line(console, f"Total graphs: {report.graphs}")
+    print_line(console, f"Total successful compilations: {report.compiled}")
+    print_line(console, f"Total failed compilations: {report.failed}")
+    for path in report.failures:
+        print_line(console, f"failed: {path}")
     return 1 if report.failed else 0
