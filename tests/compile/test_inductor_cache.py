@@ -7,6 +7,7 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,12 +18,7 @@ from trainyard import compat, devices
 from trainyard.compile import inductor_cache
 from trainyard.core.errors import UserError
 
-MOUNTS = """\
-/dev/root / ext4 rw,relatime 0 0
-fs-1.efs:/ /home nfs4 rw,vers=4.1 0 0
-10.0.0.1@tcp:/fsx /fsx lustre rw,flock 0 0
-/dev/nvme1n1 /home/local\\040disk xfs rw 0 0
-"""
+MOUNTS = {"/": "ext4", "/home": "nfs4", "/fsx": "lustre", "/home/local disk": "xfs"}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +39,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         ("/fsxother", "ext4"),
     ],
 )
-def test_file_system_of_the_closest_mount(path: str, kind: str) -> None:
-    assert inductor_cache.file_system(Path(path), MOUNTS) == kind
+def test_file_system_of_the_closest_mount(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [SimpleNamespace(mountpoint=point, fstype=fstype) for point, fstype in MOUNTS.items()]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    assert inductor_cache.file_system(Path(path)) == kind
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("ext4", True), ("nfs4", False), ("lustre", False)])

@@ -16,7 +16,6 @@ from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank
 from trainyard.precompile.precompile import PrecompiledGraph
 from trainyard.precompile.precompile import precompile as precompile_graphs
-from trainyard.precompile.report import precompile_summary
 
 
 class GraphProgress:
@@ -81,7 +80,7 @@ def precompile(
     with interrupt_on_terminate(), progress.status or nullcontext():
         workers = workers or threads_per_rank(1)
         report = precompile_graphs(config, total, local_ranks, workers, print_dim, progress.on_graph)
-    for line in precompile_summary(report):
+    for line in report.summary():
         print_line(console, line)
     return 1 if report.failed_graphs or report.problems else 0
 

@@ -21,9 +21,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
+import psutil
 import torch
 
 from trainyard import compat
@@ -90,7 +91,7 @@ def fingerprint(device: Device) -> dict[str, str]:
     """Everything compiled code depends on besides the graph and its flags."""
     return {
         "torch": torch.version.__version__,
-        "triton": _package_version("triton"),
+        "triton": next((package.version for package in distributions(name="triton")), "none"),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "compiler": _compiler_version(),
         "architecture": device.architecture(),
@@ -162,20 +163,11 @@ def user_cache_dir() -> Path | None:
     return Path(directory).absolute() if directory and directory != compat.default_inductor_dir() else None
 
 
-def file_system(path: Path, mounts: str | None = None) -> str:
+def file_system(path: Path) -> str:
     """Type of the file system of `path`, which need not exist yet; empty if unknown."""
-    if mounts is None:
-        try:
-            mounts = Path("/proc/self/mounts").read_text()
-        except OSError:
-            return ""
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        _, mount_point, mount_type, *_ = line.split(" ")
-        mount_point = mount_point.replace("\\040", " ")
-        if path.is_relative_to(mount_point) and len(mount_point) >= len(best):
-            best, kind = mount_point, mount_type
-    return kind
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    mounts.sort(key=lambda mount: len(mount.mountpoint))  # of two mounts at one point the later one counts
+    return mounts[-1].fstype if mounts else ""
 
 
 def list_files(directory: Path) -> Iterator[Path]:
@@ -233,13 +225,6 @@ def _is_complete_library(path: Path) -> bool:
         (start,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
         return bool(start) and path.stat().st_size >= start + size * count
     return len(head) == 64 and head[:4] != b"\x7fELF" and any(head)
-
-
-def _package_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _compiler_version() -> str:

@@ -12,12 +12,13 @@ kernels, so every node would run the C++ compiler again (torch 2.13).
 import hashlib
 import io
 import json
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError, one_line
@@ -28,7 +29,6 @@ INDEX_DIRS = ("fxgraph", "aotautograd", "runs")
 """Indexes are moved into place last, after the files they refer to."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Larger manifests are rejected."""
-COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ def _extract(
         path = directory / member.name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as out:
-            if member.size != size or _copy_and_hash(stream, out) != digest:
-                raise UserError(f"{source}: {member.name} is damaged; copy the archive again")
+            shutil.copyfileobj(stream, out)
+        if member.size != size or _sha256(path) != digest:
+            raise UserError(f"{source}: {member.name} is damaged; copy the archive again")
         if path.suffix == ".so":
             path.chmod(0o755)
         done += size
@@ -138,16 +139,6 @@ def _extract(
         )
 
 
-def _copy_and_hash(stream: IO[bytes], out: IO[bytes] | None) -> str:
-    """Copy a stream to `out`, if given, and return its SHA-256."""
-    digest = hashlib.sha256()
-    while chunk := stream.read(COPY_BYTES):
-        digest.update(chunk)
-        if out:
-            out.write(chunk)
-    return digest.hexdigest()
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return _copy_and_hash(file, None)
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,29 @@ class PrecompileReport:
     """Reasons why ranks could not be traced."""
     seconds: float = 0.0
 
-    def count(self, *states: str) -> int:
-        return sum(graph.state in states for graph in self.graphs.values())
-
     @property
     def failed_graphs(self) -> list[PrecompiledGraph]:
         return [graph for graph in self.graphs.values() if graph.state not in ("compiled", "cached")]
+
+    def summary(self) -> list[str]:
+        """Lines for people. The three totals have the wording of neuron_parallel_compile."""
+        states, failed = Counter(graph.state for graph in self.graphs.values()), len(self.failed_graphs)
+        lines = [
+            f"{states['cached']} found in the cache, {states['compiled']} compiled in {self.seconds:.1f} s: "
+            f"{self.cache_dir}",
+            f"Total graphs: {len(self.graphs)}",
+            f"Total successful compilations: {len(self.graphs) - failed}",
+            f"Total failed compilations: {failed}",
+        ]
+        for graph in self.failed_graphs:
+            lines.append(f"failed: {graph.name}: {graph.problem or 'not finished'}")
+            lines += [f"  log: {graph.log}"] * bool(graph.log)
+        lines += [f"not collected: {problem}" for problem in self.problems]
+        if failed or self.problems:
+            lines.append(
+                "Failed graphs are not in the cache: run precompile again to retry them, or train compiles them."
+            )
+        return lines
 
 
 def precompile(
@@ -171,31 +189,31 @@ def _collector_environment(cache_dir: Path, local_ranks: int, workers: int, devi
 def _run_collector(
     request: CollectRequest, environment: dict[str, str], report: PrecompileReport
 ) -> Iterator[dict[str, Any]]:
+    """The messages of a collector, which runs in its own session. The session is killed at the end, and the collector
+    also dies with this process."""
     log = _log_path(report.cache_dir, request.rank)
     log.parent.mkdir(exist_ok=True)
-    with log.open("wb") as errors, _collector_process(environment, errors) as process:
+    command = [sys.executable, "-m", "trainyard.precompile.collect_graphs"]
+    pipe = subprocess.PIPE
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True
+        ) as process,
+    ):
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
-        process.stdin.flush()
-        for line in process.stdout:
-            yield json.loads(line)
-        code = process.wait()
+        try:
+            process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                yield json.loads(line)
+            code = process.wait()
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         report.problems.append(f"rank {request.rank}: {lines[-1] if lines else f'exit code {code}'} (log: {log})")
     else:
         log.unlink(missing_ok=True)
-
-
-@contextmanager
-def _collector_process(environment: dict[str, str], errors: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the collector in its own session and kill the session at the end. It also dies with this process."""
-    command = [sys.executable, "-m", "trainyard.precompile.collect_graphs"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
-        try:
-            yield process
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
