@@ -13,8 +13,11 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.process_group import Group
+from trainyard.train.optim.flat_state import FlatState
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.optim.stochastic_rounding import rounding_ranges
 
 
 def make_optimizer(
@@ -167,6 +170,17 @@ def test_stochastic_rounding_does_not_depend_on_fusing() -> None:
         names = ["layers.0.attention.qkv.weight"] if fused else [f"layers.0.attention.{x}.weight" for x in "qkv"]
         rounded.append(torch.cat([master(optimizer, name) for name in names]))
     assert torch.equal(*rounded)
+
+
+def test_rounding_covers_every_row_of_a_shard_and_nothing_of_an_empty_one() -> None:
+    config = configs.tiny_config("bert", precision={"kind": "bf16_sr"}, layout={"zero": 1})
+    blueprint = models.family_of(config.model).blueprint(config.model)
+    shapes = {name: blueprint.local_shape(name) for name in blueprint.parameter_names()}
+    state = FlatState(shapes, blueprint, config, Group((0, 1, 2, 3), 3), torch.device("cpu"))
+    for name in state.names:
+        ranges = rounding_ranges(state, blueprint, Group(), name)
+        assert sum(part.weight.numel() for part in ranges) == state.shard_view(state.master_weights, name).numel()
+    assert not rounding_ranges(state, blueprint, Group(), "nsp.bias")  # two rows on four ranks
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def rounding_ranges(state: FlatState, blueprint: Blueprint, tp: Group, name: str
     ranges = []
     # The last range includes the rows of vocabulary padding, whose zeros stay zeros: the shapes are then the same on
     # all ranks.
-    for piece, end in zip(pieces, [*(piece.local_row for piece in pieces[1:]), len(rows)], strict=True):
+    bounds = [*(piece.local_row for piece in pieces), len(rows)]
+    for piece, end in zip(pieces, bounds[1:], strict=True):
         count, start = end - piece.local_row, span.shard_start + piece.local_row * span.row_size
         shape, offsets = (
             ((1, count), (0, *piece.offsets)) if len(span.shape) == 1 else ((count, span.row_size), piece.offsets)
