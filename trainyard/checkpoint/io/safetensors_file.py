@@ -81,19 +81,27 @@ def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) ->
 
 
 def parse_header(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a file of `size` bytes and its metadata. Raises ValueError or EOFError if the file is invalid."""
+    """The tensors of a file of `size` bytes and its metadata. Raises ValueError or EOFError if the file is invalid.
+
+    As strict as the safetensors library: no duplicate names, and tensors fill the file without gaps or overlaps.
+    """
     (length,) = struct.unpack("<Q", bytes(read(0, 8))) if size >= 8 else (size,)
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise EOFError
     data_start = 8 + length
     entries: dict[str, TensorEntry] = {}
     try:
-        table = json.loads(bytes(read(8, data_start)))
-        metadata = table.pop("__metadata__", {})
+        text = bytes(read(8, data_start)).decode()
+        table = json.loads(text, object_pairs_hook=_unique_names, parse_constant=_refuse_constant, parse_int=_parse_int)
+        metadata = {} if table.get("__metadata__") is None else table["__metadata__"]
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("metadata is not text")
+        table.pop("__metadata__", None)
         for name, value in table.items():
             start, stop = value["data_offsets"]
             dtype, shape = DTYPE_BY_CODE[value["dtype"]], tuple(value["shape"])
-            if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)) or start > stop:
+            is_valid = all(type(number) is int and 0 <= number < 2**63 for number in (start, stop, *shape))
+            if not is_valid or start > stop or prod(filter(None, shape)) >= 2**63:
                 raise ValueError(f"{name} has an invalid shape or invalid offsets")
             if stop - start != prod(shape) * dtype.itemsize:
                 raise ValueError(f"the shape of {name} does not match its number of bytes")
@@ -104,7 +112,33 @@ def parse_header(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, 
         raise ValueError(f"its header is not a table of tensors ({error})") from None
     except RecursionError:
         raise ValueError("its header is not a table of tensors") from None
+    end = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise ValueError(f"{name} begins at byte {entry.start} instead of {end}, after the tensor before it")
+        end = entry.stop
+    if end != size:
+        raise ValueError(f"{size - end} bytes follow the last tensor")
     return entries, metadata
+
+
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different and valid Unicode."""
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out:
+            raise ValueError(f"its header names {name} twice")
+        out[name] = value
+        name.encode()  # fails for half of a surrogate pair
+    return out
+
+
+def _parse_int(text: str) -> float:
+    return float(text) if text == "-0" else int(text)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"its header is not JSON: {name}")
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
