@@ -23,6 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT 
 
 
 LEFT_OUT = pytest.StashKey[int]()
+POOL_TESTS = "tests/distributed/"
+"""The tests that use a pool of ranks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +60,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 class _XdistHooks:
+    """Hooks of pytest-xdist, which the environment of `make test-xla` does not have."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """Run the tests of a file on one worker, where they share fixtures, and all distributed tests on one, too.
+
+        Two pools of eight ranks would slow each other down on two cores.
+        """
+        from xdist.scheduler import LoadScopeScheduling
+
+        class FileScheduling(LoadScopeScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = nodeid.partition("::")[0]
+                return POOL_TESTS if file.startswith(POOL_TESTS) else file
+
+        return FileScheduling(config, log)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)

@@ -22,8 +22,6 @@ from tests.support.forkserver import ForkServer
 from trainyard.compile import inductor_cache
 from trainyard.config.load import dump
 
-pytestmark = pytest.mark.xdist_group("precompile")
-
 TIMEOUT_S = 900.0
 PROBES = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard-tests" / "probes"
 ONE_RANK = ["--nproc", "1"]

@@ -16,8 +16,6 @@ from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
 from trainyard.verify.compare_layouts import VerifyRecord, compare_records, single_rank_config
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 
 @dataclass(frozen=True)
 class Size:

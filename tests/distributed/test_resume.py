@@ -9,8 +9,6 @@ from tests.support import configs
 from tests.support.pool import Pool
 from trainyard.config.schema import Config
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 STEPS, SAVED_STEP = 4, 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

@@ -11,8 +11,6 @@ from tests.support.pool import Pool, RankDied, RankFailed
 from trainyard.compat import supports_unsorted_groups
 from trainyard.devices.neuron.topology import rank_order
 
-pytestmark = pytest.mark.xdist_group("pool")
-
 JOBS = "tests.distributed.rank_jobs"
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (8, {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
