@@ -132,7 +132,10 @@ def commit(storage: Storage, table: ShardTable, manifest: dict[str, Any]) -> int
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """A committed checkpoint, open for reading. It is a WeightSource."""
+    """A committed checkpoint, open for reading. It is a WeightSource.
+
+    Every tensor is compared with its checksum when it is first read, unless all files were verified before.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -145,6 +148,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{storage}/{COMMIT_FILE}: corrupt: {one_line(error)}") from None
         self.bytes_read = 0
+        self.all_verified = False
+        """True if this process, or all ranks together, verified all files."""
         self._open_shards: dict[str, ShardFile] = {}
         self._stack = ExitStack()
 
@@ -183,7 +188,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             overlap = piece.intersect(saved)
             if overlap is None:
                 continue
-            tensor = self._shard(file).read(key, overlap.to_index(saved.offsets))
+            tensor = self._shard(file).read(key, overlap.to_index(saved.offsets), verify=not self.all_verified)
             self.bytes_read += tensor.nbytes
             elements_read += tensor.numel()
             if tensor.shape == piece.sizes:
@@ -207,14 +212,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def verify(self, files: list[str]) -> None:
         """Compare the sizes and checksums of these files with the commit file; the error names the first bad file."""
         for file in files:
-            shard = self._shard(file)
-            shard.verify()
-            for name, _, sizes in self.manifest["files"][file]["boxes"]:
-                for kind, dtype in self.dtypes.items():
-                    key = tensor_key(kind, name)
-                    entry = shard.entries.get(key)
-                    if not entry or (entry.shape, entry.dtype) != (tuple(sizes), dtype):
-                        raise CorruptCheckpoint(f"{self.storage}/{file}: corrupt: {key} is not what was written")
+            self._shard(file).verify()
 
     def _read_slices(self) -> dict[str, list[tuple[str, TensorSlice]]]:
         """The files that hold each unfused tensor, and which slice of it each file holds."""
@@ -234,7 +232,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {error.strerror or 'no such file'}") from None
             if file.size != (expected := self.manifest["files"][name]["bytes"]):
                 raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {file.size:,} bytes of {expected:,}")
-            self._open_shards[name] = ShardFile(file, f"{self.storage}/{name}")
+            shard = ShardFile(file, f"{self.storage}/{name}")
+            for tensor, _, sizes in self.manifest["files"][name]["boxes"]:
+                for kind, dtype in self.dtypes.items():
+                    entry = shard.entries.get(key := tensor_key(kind, tensor))
+                    if not entry or (entry.shape, entry.dtype) != (tuple(sizes), dtype):
+                        raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {key} is not what was written")
+            self._open_shards[name] = shard
         return self._open_shards[name]
 
 
@@ -250,7 +254,10 @@ def _read_manifest(storage: Storage) -> dict[str, Any]:
     body, _, crc = text.rstrip("\n").rpartition("\n")
     if f"{zlib.crc32(body.encode()):08x}" != crc:
         raise CorruptCheckpoint(f"{path}: corrupt: its checksum differs")
-    manifest: dict[str, Any] = json.loads(body)
+    try:
+        manifest: dict[str, Any] = json.loads(body)
+    except (ValueError, RecursionError):
+        raise CorruptCheckpoint(f"{path}: corrupt: not JSON") from None
     if manifest.get("format") != FORMAT_VERSION:
         raise UserError(f"{path}: format {manifest.get('format')}; this version reads {FORMAT_VERSION}")
     return manifest

@@ -13,7 +13,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.io.safetensors_file import TensorSpec, encode_header, parse_header, tensor_bytes, write_tensor
+from trainyard.checkpoint.io.safetensors_file import (
+    TensorEntry,
+    TensorSpec,
+    encode_header,
+    parse_header,
+    tensor_bytes,
+    write_tensor,
+)
 from trainyard.checkpoint.io.storage import RandomAccessFile, Storage
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex
@@ -83,6 +90,7 @@ class ShardFile:
 
     def __init__(self, file: RandomAccessFile, path: str) -> None:
         self.file, self.path = file, path
+        self._verified: set[str] = set()
         try:
             self.entries, self.metadata = parse_header(file.read, file.size)
             header_end = min((entry.start for entry in self.entries.values()), default=file.size)
@@ -96,8 +104,11 @@ class ShardFile:
         except (ValueError, TypeError, AttributeError) as error:
             raise self._corrupt(one_line(error)) from None
 
-    def read(self, key: str, index: TensorIndex) -> Tensor:
-        """Read a slice of a stored tensor. A local file reads no other bytes; a remote one reads whole rows."""
+    def read(self, key: str, index: TensorIndex, verify: bool = True) -> Tensor:
+        """Read a slice of a stored tensor, after a check of the whole tensor's checksum when it is first read.
+
+        Without `verify`, a local file reads no other bytes than the slice; a remote one reads whole rows.
+        """
         entry = self.entries[key]
         rows, element_bytes = index[0], entry.dtype.itemsize
         row_bytes = prod(entry.shape[1:]) * element_bytes
@@ -110,6 +121,9 @@ class ShardFile:
                 assert len(index) == 2
                 start += index[1].start * element_bytes
                 data = self.file.read_strided(start, sizes[1] * element_bytes, row_bytes, sizes[0])
+            if verify and key not in self._verified:
+                is_full = len(data) == entry.stop - entry.start
+                self._check(key, zlib.crc32(data) if is_full else self._checksum(entry))
         except EOFError:
             raise self._corrupt("file is truncated") from None
         if not len(data):
@@ -118,9 +132,6 @@ class ShardFile:
 
     def verify(self) -> None:
         """Read the file once, front to back, and compare all checksums."""
-        end = max((entry.stop for entry in self.entries.values()), default=None)
-        if end is not None and end != self.file.size:
-            raise self._corrupt(f"{self.file.size} bytes, but its header describes {end}")
         chunk_start, chunk = 0, memoryview(b"")
         for key, entry in sorted(self.entries.items(), key=lambda item: item[1].start):
             position, crc = entry.start, 0
@@ -131,8 +142,18 @@ class ShardFile:
                 data = chunk[position - chunk_start : entry.stop - chunk_start]
                 crc = zlib.crc32(data, crc)
                 position += len(data)
-            if f"{crc:08x}" != self.checksums.get(key):
-                raise self._corrupt(f"the checksum of {key} differs")
+            self._check(key, crc)
+
+    def _checksum(self, entry: TensorEntry) -> int:
+        crc = 0
+        for start in range(entry.start, entry.stop, VERIFY_CHUNK_BYTES):
+            crc = zlib.crc32(self.file.read(start, min(start + VERIFY_CHUNK_BYTES, entry.stop)), crc)
+        return crc
+
+    def _check(self, key: str, crc: int) -> None:
+        if f"{crc:08x}" != self.checksums.get(key):
+            raise self._corrupt(f"the checksum of {key} differs")
+        self._verified.add(key)
 
     def _corrupt(self, reason: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{self.path}: corrupt: {reason}")
