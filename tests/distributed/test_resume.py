@@ -38,9 +38,11 @@ ALL_PAIRS = dict.fromkeys([("one", name) for name in LAYOUTS] + [(name, "one") f
 PAIRS = [*FAST_PAIRS, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in ALL_PAIRS if pair not in FAST_PAIRS)]
 
 
-def configure(directory: Path, layout: str, family: str = "llama", **sections: dict[str, Any]) -> Config:
+def configure(
+    directory: Path, layout: str, family: str = "llama", layers: int = 4, **sections: dict[str, Any]
+) -> Config:
     base: dict[str, Any] = {
-        "train": {"global_batch": 12, "micro_batch": 1, "steps": STEPS},
+        "train": {"global_batch": 6, "micro_batch": 1, "steps": STEPS},
         "optimizer": {"eps": 1e-3, "lr": 1e-2},
         "schedule": {"warmup_steps": 3},
         "checkpoint": {"export_hf": False},
@@ -48,7 +50,7 @@ def configure(directory: Path, layout: str, family: str = "llama", **sections: d
         "layout": LAYOUTS[layout][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**configs.TINY_MODELS[family], "layers": 4} | ({"ffn": 64} if family == "llama" else {})
+    model = {**configs.TINY_MODELS[family], "layers": layers} | ({"ffn": 64} if family == "llama" else {})
     return configs.tiny_config(model, **merged)
 
 
@@ -100,7 +102,7 @@ LOW_PRECISION = [("gpt", "bf16"), ("llama", "fp8"), pytest.param("bert", "bf16_s
 
 @pytest.mark.parametrize(("family", "kind"), LOW_PRECISION)
 def test_resume_in_low_precision_is_bitwise(pool: Pool, tmp_path: Path, family: str, kind: str) -> None:
-    sections: dict[str, Any] = {"family": family, "precision": {"kind": kind}}
+    sections: dict[str, Any] = {"family": family, "layers": 2, "precision": {"kind": kind}}
     checkpoint, losses = run_and_save(pool, tmp_path, "tp2-sp", **sections)
     resumed = run(pool, configure(tmp_path, "tp2-sp", checkpoint={"resume": checkpoint}, **sections), 2)
     assert resumed["losses"] == losses[SAVED_STEP:]

@@ -121,9 +121,8 @@ BF16_CASES = [
     ((128, 0, 1, 100), (1, 1, 64)),
     ((64, 0, 7), (2, 2, 96)),
     ((100,), (2, 1, 16)),
-    ((129, 0, 1), (2, 1, 64)),
-    ((160,), (1, 1, 96)),
 ]
+LARGE_BF16_CASES = [((129, 0, 1), (2, 1, 64)), ((160,), (1, 1, 96))]
 
 
 @pairwise(case=FP32_CASES, causal={"causal": True, "full": False}, p=[0.0, 0.1])
@@ -133,6 +132,14 @@ def test_fp32(case: tuple[tuple[int, ...], tuple[int, int, int]], causal: bool, 
 
 @pairwise(case=BF16_CASES, causal={"causal": True, "full": False}, p=[0.0, 0.1])
 def test_bf16(case: tuple[tuple[int, ...], tuple[int, int, int]], causal: bool, p: float) -> None:
+    compare(make(*case, causal, p, dtype=torch.bfloat16))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("case", LARGE_BF16_CASES)
+def test_bf16_with_several_blocks(case: tuple[tuple[int, ...], tuple[int, int, int]], causal: bool, p: float) -> None:
     compare(make(*case, causal, p, dtype=torch.bfloat16))
 
 
@@ -240,7 +247,7 @@ def test_every_dropout_bit(dtype: torch.dtype) -> None:
 
 
 def test_every_dropout_input_changes_the_result() -> None:
-    case = make((9, 30), (2, 2, 16), False, 0.1)
+    case = make((5, 12), (2, 2, 16), False, 0.1)
     rng = case.dropout
     assert rng is not None
     baseline = case.run(varlen_attention, torch.float32)

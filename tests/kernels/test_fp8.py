@@ -177,8 +177,8 @@ def test_cast_of_every_number(dtype: torch.dtype) -> None:
 def test_cast_of_several_tiles_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a large matrix each program has several tiles; the last ones lie beyond the end."""
     monkeypatch.setattr("trainyard.kernels.triton.fp8_cast.MAX_CAST_PROGRAMS", 3)
-    check_casts(random(700, 144), E4M3, False)
-    check_casts(random(700, 144), E5M2, True)
+    check_casts(random(300, 80), E4M3, False)
+    check_casts(random(300, 80), E5M2, True)
 
 
 @needs_triton
