@@ -7,9 +7,9 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
-from trainyard.config.load import dump, load
+from trainyard.cli.run_config import load_run_config
+from trainyard.config.load import dump
 from trainyard.config.schema_docs import schema_keys
-from trainyard.config.smoke import smoke_config
 from trainyard.core.errors import UserError
 
 
@@ -35,5 +35,4 @@ def config(
         return
     if source is None:
         raise UserError("config: name a file or a recipe (trainyard recipes lists them), or use --keys")
-    loaded = load(source, overrides or [])
-    console.print(dump(smoke_config(loaded) if smoke else loaded), end="", markup=False)
+    console.print(dump(load_run_config(source, overrides or [], smoke, ranks=1)), end="", markup=False)

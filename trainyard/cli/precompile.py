@@ -10,8 +10,8 @@ from typer import Option
 from trainyard import devices
 from trainyard.cli.console import print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
+from trainyard.cli.run_config import load_run_config
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.cli.train import load_run_config
 from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank
 from trainyard.precompile.precompile import PrecompiledGraph

@@ -4,6 +4,7 @@ import os
 import tempfile
 from dataclasses import asdict
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +15,10 @@ from typer import Option
 
 from trainyard import devices, models
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
+from trainyard.cli.run_config import load_run_config
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
-from trainyard.config.smoke import fit_to_ranks, smoke_config
+from trainyard.config.smoke import fit_to_ranks
 from trainyard.core.errors import UserError
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
@@ -64,9 +66,13 @@ def verify(
       trainyard verify my.yaml layout.tp=4 --nproc 8
     """
     override_list = list(overrides or [])
-    config = load(source, override_list)
-    ranks = int(os.environ["WORLD_SIZE"]) if result else nproc or default_rank_count(config)
-    config = smoke_config(config, ranks) if smoke else fit_to_ranks(config, ranks)
+    named = {override.partition("=")[0] for override in override_list}
+    ranks = int(os.environ["WORLD_SIZE"]) if result else nproc or default_rank_count(source, override_list, named)
+    warn = (lambda line: None) if result else None  # the ranks repeat no notes
+    if smoke:
+        config = load_run_config(source, override_list, smoke, ranks, warn)
+    else:
+        config = fit_to_ranks(load(source, override_list, warn), ranks, named)
     strict = [
         strict_overrides
         for prefix, strict_overrides in STRICT_OVERRIDES.items()
@@ -110,12 +116,16 @@ def findings_table(findings: list[VerifyFinding]) -> Table:
     return table
 
 
-def default_rank_count(config: Config) -> int:
-    """Return two ranks per axis that the layout uses, limited by this machine."""
+def default_rank_count(source: str, overrides: list[str], named: set[str]) -> int:
+    """Return two ranks per axis that the layout uses (all ranks of an axis named on the command line), limited by this
+    machine."""
+    relevant = [override for override in overrides if override.startswith(("layout.", "device."))]
+    config = load(source, relevant, warn=lambda line: None)
     layout = config.layout
-    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp))
-    uses_dp = (layout.ranks or 1) > layout.tp * layout.pp * layout.cp or layout.zero > 0
-    return max(2, min(2 ** (axes + uses_dp), devices.select(config.device.name).max_local_ranks()))
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp")}
+    kept = prod(size if f"layout.{axis}" in named else min(size, 2) for axis, size in sizes.items())
+    uses_dp = (layout.ranks or 1) > prod(sizes.values()) or layout.zero > 0
+    return max(2, min(kept * (1 + uses_dp), devices.select(config.device.name).max_local_ranks()))
 
 
 def _check_host_memory(config: Config, steps: int) -> None:

@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,18 @@ def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str]
         imported = import_nxdt(data, str(source), path.parent)
         note = f"{source}: a file of NxD Training; `trainyard import {source}` shows what its keys become"
         for line in (note, *imported.warnings):
-            (warn or partial(print, file=sys.stderr))(f"note: {line}")
+            (warn or warn_on_stderr)(f"note: {line}")
         return validate_imported(imported, overrides, str(source))
     return parse(data, overrides, str(source))
 
 
+def warn_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "") -> Config:
     """Validate plain data as a Config. The first mistake becomes a UserError, with `source` in front."""
-    for override in overrides:
-        _apply_override(data, override)
+    apply_overrides(data, overrides)
     model = data.get("model")
     if isinstance(model, dict) and "from_hf" in model:
         own_keys = {key: value for key, value in model.items() if key != "from_hf"}
@@ -67,7 +69,12 @@ def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), s
         raise UserError(f"{error}{hint}") from None
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> set[str]:
+    """Set the keys of `section.key=value` overrides in plain data; returns the keys."""
+    return {_apply_override(data, override) for override in overrides}
+
+
+def _apply_override(data: dict[str, Any], override: str) -> str:
     dotted, equals, text = override.partition("=")
     if not equals or not re.fullmatch(r"[\w.]+", dotted):
         raise UserError(f"{override}: not an override; write section.key=value, for instance train.steps=100")
@@ -85,3 +92,4 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise UserError(f"{override}: {parent} is a value, not a section")
         node = child
     node[leaf] = value
+    return dotted

@@ -34,13 +34,13 @@ class Llama3RopeScaling(Section):
 
 
 class _TransformerConfig(Section):
-    vocab: int = Field(ge=2)
+    vocab: int = Field(ge=2, le=2**27)
     """Vocabulary size of the checkpoint, without the padding that tensor parallelism adds."""
-    hidden: PositiveInt
+    hidden: int = Field(ge=1, le=2**20)
     """Hidden size (width of the residual stream)."""
-    layers: PositiveInt
+    layers: int = Field(ge=1, le=10_000)
     """Number of transformer blocks."""
-    heads: PositiveInt
+    heads: int = Field(ge=1, le=2**16)
     """Number of query heads; must be divisible by layout.tp."""
     max_positions: PositiveInt
     """Maximum sequence length in tokens."""

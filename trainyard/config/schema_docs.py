@@ -49,7 +49,7 @@ def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[K
             yield from schema_keys(field.annotation, f"{dotted}.")
         else:
             default = "required" if field.is_required() else format_value(field.get_default(call_default_factory=True))
-            yield KeyDoc(dotted, _allowed_values(field), default, docs.get(name, ""))
+            yield KeyDoc(dotted, allowed_values(field), default, docs.get(name, ""))
 
 
 def field_docstrings(section: type[Section]) -> dict[str, str]:
@@ -75,7 +75,7 @@ def without_tags(dotted: str) -> str:
     return re.sub(r"\[\w+\]", "", dotted)
 
 
-def _allowed_values(field: FieldInfo) -> str:
+def allowed_values(field: FieldInfo) -> str:
     """Describe the values of a field: its choices, or its type and range."""
     names: list[str] = []
     bounds: list[str] = []

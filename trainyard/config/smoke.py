@@ -1,73 +1,147 @@
 """Small versions of a configuration: `--smoke` trials, and layouts for fewer ranks.
 
 A smoke trial keeps the features (family, grouped-query attention, fused projections, RoPE scaling, recompute,
-precision, schedule, optimizer) and shrinks sizes, steps and layout to what a laptop runs in seconds.
+precision, schedule, optimizer) and shrinks sizes, steps and layout to what a laptop runs in seconds. Keys that the
+command line names keep their values, and what they depend on follows.
 """
 
-from math import prod
+from collections.abc import Callable, Collection, Iterable
+from math import gcd, lcm, prod
 from typing import Any
 
-from trainyard.config.load import parse
+from trainyard.config.load import apply_overrides, parse, warn_on_stderr
 from trainyard.config.schema import Config
+from trainyard.config.yaml_io import format_value
 
 SMOKE_SEQ_LEN = 64
 SMOKE_PREDICTIONS = 8
 SMOKE_STEPS = 8
 SMOKE_HEAD_DIM = 16
+SMOKE_VOCAB = 320
 SMOKE_VALIDATION_FRACTION = 0.05
+AXES = ("tp", "pp", "cp")
+CHECKPOINT_DEFAULTS = {"directory": None, "resume": "none", "weights_only": False, "init_from": None}
+"""Existing checkpoints do not fit the smaller model."""
 
 
-def smoke_config(config: Config, ranks: int = 1) -> Config:
-    """Return a small trial of `config` for the given number of ranks."""
+def smoke_config(
+    config: Config, ranks: int = 1, overrides: Iterable[str] = (), warn: Callable[[str], None] | None = None
+) -> Config:
+    """Return a small trial of `config` with `overrides` for the given number of ranks.
+
+    `warn` receives one line about data, checkpoints and layout of the file that the trial does not use.
+    """
     data: dict[str, Any] = config.model_dump(mode="json")
-    model, layout = data["model"], data["layout"]
-    heads_per_kv = model["heads"] // (model.get("kv_heads") or model["heads"])
-    model["heads"] = heads_per_kv * 2 if heads_per_kv > 1 else 4
+    named = apply_overrides(data, overrides)
+    if any("." not in key for key in named):  # an entire section: validation fills in its keys
+        data = parse(data).model_dump(mode="json")
+
+    def shrink(section: str, **values: Any) -> None:
+        """Set values, except those of keys that the command line names."""
+        data[section] |= {key: value for key, value in values.items() if not {section, f"{section}.{key}"} & named}
+
+    model, layout, train = data["model"], data["layout"], data["train"]
+    heads_per_kv = config.model.heads // config.model.num_kv_heads
+    named_tp = layout["tp"] if "layout.tp" in named else 1
+    shrink("model", heads=lcm(heads_per_kv * 2 if heads_per_kv > 1 else 4, named_tp))
+    heads = model["heads"]
     if model.get("kv_heads"):
-        model["kv_heads"] = model["heads"] // heads_per_kv
+        shrink("model", kv_heads=max(heads // heads_per_kv, 1))
     if model.get("head_dim"):
-        model["head_dim"] = SMOKE_HEAD_DIM
-    model["hidden"] = model["heads"] * SMOKE_HEAD_DIM
-    model["ffn"] = 4 * model["hidden"] if model.get("ffn") else None
-    layout |= _fitted_layout(layout, ranks, model["heads"]) | {"pipeline_cuts": []}
-    model["layers"] = max(2, layout["pp"] * layout["vpp"])
-    model["vocab"] = 320
-    model["max_positions"] = 2 * SMOKE_SEQ_LEN
+        shrink("model", head_dim=SMOKE_HEAD_DIM)
+    shrink("model", hidden=heads * SMOKE_HEAD_DIM)
+    if model.get("ffn"):
+        shrink("model", ffn=4 * model["hidden"])
+    shrink("layout", **_fitted_layout(layout, ranks, heads, named) | {"pipeline_cuts": []})
+    shrink("model", layers=max(2, layout["pp"] * layout["vpp"]))
+    if not _names_own_data(data["data"], named) and "data" not in named:
+        data["data"] = _smoke_data(data, named)
+        shrink("model", vocab=SMOKE_VOCAB)
+    elif data["data"]["source"] in ("text", "tokens"):  # the other sources have samples of a fixed length
+        shrink("data", seq_len=SMOKE_SEQ_LEN)
+    shrink("model", max_positions=max(2 * SMOKE_SEQ_LEN, data["data"]["seq_len"]))
     scaling = model.get("rope_scaling")
-    if scaling and "original_max_positions" in scaling:
+    if scaling and "original_max_positions" in scaling and "model.rope_scaling" not in named:
         scaling["original_max_positions"] = SMOKE_SEQ_LEN
-    kept = {key: data["data"][key] for key in ("document_mask", "mask_eod_loss", "validation_fraction")}
-    source = "synthetic" if model["family"] == "bert" else "text"
-    data["data"] = {"source": source, "seq_len": SMOKE_SEQ_LEN, "max_predictions": SMOKE_PREDICTIONS, **kept}
     micro_batches = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])
+    dp = max(ranks // prod(layout[axis] for axis in AXES), 1)
     micro_batch = min(config.train.micro_batch, 4)
-    dp = ranks // prod(layout[axis] for axis in ("tp", "pp", "cp"))
-    global_batch = micro_batch * micro_batches * dp
-    data["train"] |= {"steps": SMOKE_STEPS, "micro_batch": micro_batch, "global_batch": global_batch}
-    data["schedule"] |= {"warmup_steps": min(config.schedule.warmup_steps, 2), "decay_steps": None}
+    if "train.global_batch" in named:
+        micro_batch = gcd(micro_batch, max(train["global_batch"] // dp, 1))
+    shrink("train", steps=SMOKE_STEPS, micro_batch=micro_batch)
+    shrink("train", global_batch=train["micro_batch"] * micro_batches * dp)
+    shrink("schedule", warmup_steps=min(config.schedule.warmup_steps, 2), decay_steps=None)
     if data["evaluate"]["every"]:
-        data["evaluate"] |= {"every": SMOKE_STEPS // 2, "batches": 2}
-        # data.split is gone, so a fraction of the samples is held out instead of its documents.
-        data["data"]["validation_fraction"] = config.data.validation_fraction or SMOKE_VALIDATION_FRACTION
+        shrink("evaluate", every=SMOKE_STEPS // 2, batches=2)
     if config.checkpoint.saving_enabled:
-        data["checkpoint"] |= {"every": SMOKE_STEPS // 2, "every_minutes": 0.0, "keep": 1}
-    # Existing checkpoints do not fit the smaller model.
-    data["checkpoint"] |= {"directory": None, "resume": "none", "weights_only": False, "init_from": None}
-    data["log"] |= {"every": 1, "name": f"{config.log.name}-smoke"}
-    return parse(data)
+        shrink("checkpoint", every=SMOKE_STEPS // 2, every_minutes=0.0, keep=1)
+    shrink("checkpoint", **CHECKPOINT_DEFAULTS)
+    shrink("log", every=1, name=f"{config.log.name}-smoke")
+    small = parse(data)
+    if unused := _unused_parts(config, small):
+        line = f"note: --smoke does not use {', '.join(unused)}; keys named on the command line are kept"
+        (warn or warn_on_stderr)(line)
+    return small
 
 
-def fit_to_ranks(config: Config, ranks: int) -> Config:
-    """Return the same model and batch with a layout for `ranks` ranks that keeps as many parallel axes as possible."""
+def _names_own_data(data: dict[str, Any], named: Collection[str]) -> bool:
+    """True if the command line names files to train on."""
+    is_named = not {"data.paths", "data.source"}.isdisjoint(named)
+    return is_named and bool(data["paths"]) and data["source"] != "synthetic"
+
+
+def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
+    """Built-in samples, with the features of the file's data and the keys that the command line names."""
+    section, is_bert = data["data"], data["model"]["family"] == "bert"
+    kept = {"document_mask", "mask_eod_loss", "validation_fraction"} | {
+        key.removeprefix("data.") for key in named if key.startswith("data.")
+    }
+    small = {
+        "source": "synthetic" if is_bert else "text",
+        "seq_len": SMOKE_SEQ_LEN,
+        "max_predictions": SMOKE_PREDICTIONS,
+        **{key: section[key] for key in kept},
+    }
+    if data["evaluate"]["every"] and not small["validation_fraction"]:
+        # data.split is gone, so a fraction of the samples is held out instead of its documents.
+        small["validation_fraction"] = SMOKE_VALIDATION_FRACTION
+    return small
+
+
+def _unused_parts(config: Config, small: Config) -> list[str]:
+    """Name what a trial replaced, apart from sizes."""
+    unused = [
+        f"layout.{axis}={size}" for axis in AXES if (size := getattr(config.layout, axis)) > getattr(small.layout, axis)
+    ]
+    if config.data.paths and not small.data.paths:
+        samples = "built-in text" if small.data.source == "text" else "synthetic samples"
+        unused.append(f"data.paths={format_value(config.data.paths)} (but {samples})")
+    for key in CHECKPOINT_DEFAULTS:
+        value = getattr(config.checkpoint, key)
+        if isinstance(value, str) and value not in ("auto", "none", getattr(small.checkpoint, key)):
+            unused.append(f"checkpoint.{key}={format_value(value)}")
+    return unused
+
+
+def fit_to_ranks(config: Config, ranks: int, named: Collection[str] = ()) -> Config:
+    """Return the same model and batch with a layout for `ranks` ranks that keeps as many parallel axes as possible.
+
+    The axes in `named` (such as layout.tp) keep their size. The micro batch shrinks where data parallelism needs it.
+    """
     data: dict[str, Any] = config.model_dump(mode="json")
-    data["layout"] |= _fitted_layout(data["layout"], ranks, config.model.heads)
+    fitted = _fitted_layout(data["layout"], ranks, config.model.heads, named)
+    data["layout"] |= {key: value for key, value in fitted.items() if f"layout.{key}" not in named}
+    dp = max(ranks // prod(data["layout"][axis] for axis in AXES), 1)
+    if config.train.global_batch % dp == 0:
+        data["train"]["micro_batch"] = gcd(config.train.micro_batch, config.train.global_batch // dp)
     return parse(data)
 
 
-def _fitted_layout(layout: dict[str, Any], ranks: int, heads: int) -> dict[str, Any]:
-    sizes = {axis: layout[axis] for axis in ("tp", "pp", "cp")}
+def _fitted_layout(layout: dict[str, Any], ranks: int, heads: int, named: Collection[str] = ()) -> dict[str, Any]:
+    sizes = {axis: layout[axis] for axis in AXES}
     sizes["dp"] = max((layout["ranks"] or ranks) // prod(sizes.values()), 1)
-    fitted: dict[str, Any] = {**_shrink_axes(sizes, ranks, heads)}
+    fixed = {axis for axis in AXES if f"layout.{axis}" in named}
+    fitted: dict[str, Any] = {**_shrink_axes(sizes, ranks, heads, fixed)}
     has_pipeline = fitted["pp"] > 1
     return fitted | {
         "vpp": layout["vpp"] if has_pipeline else 1,
@@ -77,10 +151,10 @@ def _fitted_layout(layout: dict[str, Any], ranks: int, heads: int) -> dict[str, 
     }
 
 
-def _shrink_axes(sizes: dict[str, int], ranks: int, heads: int) -> dict[str, int]:
+def _shrink_axes(sizes: dict[str, int], ranks: int, heads: int, fixed: Collection[str]) -> dict[str, int]:
     """Distribute the prime factors of `ranks` over the axes in turn, none above its size in the full layout."""
-    shrunk = dict.fromkeys(sizes, 1)
-    left, grown = ranks, True
+    shrunk = {axis: size if axis in fixed else 1 for axis, size in sizes.items()}
+    left, grown = ranks // prod(shrunk.values()), True
     while grown:
         grown = False
         for axis in shrunk:
