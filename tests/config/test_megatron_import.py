@@ -135,6 +135,59 @@ def test_steps_from_samples_and_global_batch_from_ranks(tmp_path: Path) -> None:
     assert (config.train.global_batch, config.train.steps, config.layout.ranks) == (4, 25, 8)
 
 
+UNSUPPORTED_IN_LLAMA3 = ["apply-layernorm-1p", "--decoupled-lr", "decoupled-min-lr"]
+
+
+def test_script_that_checks_its_program_and_sets_flags_under_conditions() -> None:
+    """`[ ! -f pretrain_gpt.py ]` was taken for the training command; flags under `if` were dropped without a word."""
+    script, flags = HERE / "llama3_conditions.sh", ["--normalization", "RMSNorm"]
+    imported = import_script(script, {}, flags, UNSUPPORTED_IN_LLAMA3)
+    config = parse(imported.data)
+    assert (config.model.family, config.model.vocab, config.train.steps) == ("llama", 128256, 15258790)
+    assert (config.precision.kind, config.precision.reduce_dtype, config.layout.ranks) == ("fp8", "bf16", 16)
+    assert (config.data.source, config.data.paths, config.hardware) == ("synthetic", (), "16 x h100")
+    assert [line for line in imported.warnings if line.startswith("line 83: TRAINING_ARGS")]
+    assert not [line for line in imported.warnings if "DTYPE_ARGS" in line or "DATA_ARGS" in line]
+    variables = {"DATA_ARG": "/d/x", "TOKENIZER_ARG": "tokenizer.json", "DTYPE": "bf16"}
+    config = parse(import_script(script, variables, flags, UNSUPPORTED_IN_LLAMA3).data)
+    assert (config.data.source, config.data.paths, config.data.split) == ("tokens", ("/d/x",), "99,1,0")
+    assert config.precision.kind == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "dropped"),
+    [
+        ("--fp16 --lr 1e-4", ["fp16"]),
+        ("--fp16", ["--fp16"]),
+        ("--rampup-batch-size 16 16 5859375 --lr 1e-4", ["rampup-batch-size"]),
+        ("--not-a-flag 1 two --fp16", ["not-a-flag", "fp16"]),
+    ],
+)
+def test_dropped_flags_are_left_out_with_their_values_and_reported(flags: str, dropped: list[str]) -> None:
+    words = f"{SMALL} {flags}".split()
+    imported = import_flags(words, dropped)
+    assert parse(imported.data) == config_from_flags("")
+    outcomes = {outcome.source_key: outcome.outcome for outcome in imported.outcomes}
+    assert all(outcomes[f"--{flag.removeprefix('--')}"] == "dropped by --drop-flag" for flag in dropped)
+    with pytest.raises(UserError, match=r"--drop-flag seeed: the command has no such flag; nearest: seed"):
+        import_flags([*SMALL.split(), "--seed", "1"], ["seeed"])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "hardware"),
+    [
+        ("torchrun --nproc_per_node 8 --nnodes 4", "32 x h100"),
+        ("torchrun --nproc_per_node 2", "2 x h100"),
+        ("torchrun --nproc_per_node=32 --nnodes=16", "16 x trn1.32xlarge"),
+        ("torchrun --nproc_per_node 12", ""),
+        ("python", ""),
+    ],
+)
+def test_hardware_comes_from_the_launcher(launcher: str, hardware: str, tmp_path: Path) -> None:
+    """`plan` of an imported file used this CPU, because the file named no hardware."""
+    assert config_from_script(tmp_path / "x.sh", f"{launcher} pretrain_gpt.py {SMALL}").hardware == hardware
+
+
 MISTAKES = [
     ("--num-layrs 3", ["--num-layrs", "unknown flag", "nearest: --num-layers"]),
     ("--num-layers three", ["--num-layers=three", "not a whole number"]),
@@ -192,6 +245,14 @@ SHELL = [
     ("echo a\\\n  b c#d # e", ["echo", "a", "b", "c#d"]),
     ("X=1\nif true; then X=2; fi\necho $X", ["echo", "1"]),
     ("X=1\nf() {\n X=2\n}\n[ -z 1 ] && X=3\ncase a in b) X=4;; esac\necho $X", ["echo", "1"]),
+    ("X=1\nif [ a = b ]; then X=2; else X=3; fi\necho $X", ["echo", "3"]),
+    ('M=x\nif [[ $M == x ]] && [[ -n "$M" ]]; then X=2; fi\necho $X', ["echo", "2"]),
+    ("N=4\nif [ $N -gt 4 ]; then X=2\nelif [ $N -eq 4 ]; then X=5; else X=6; fi\necho $X", ["echo", "5"]),
+    ('if [ -z $X ]; then X=2; fi\nif [ ! -z "$X" ]; then X=7; fi\necho $X', ["echo", f"{UNKNOWN_MARK}X{UNKNOWN_MARK}"]),
+    ("X=1\nif [ -f /etc/passwd ] || [ a = b ]; then X=2; else X=3; fi\necho $X", ["echo", "1"]),
+    ("X=1\nif ! [ a = b ]; then X=2; fi\necho $X", ["echo", "1"]),
+    ("X=1\nif [ a = b ]; then if [ a = a ]; then X=2; fi; X=3; fi\necho $X", ["echo", "1"]),
+    ("X=1\nif [[ ab == a* ]]; then X=2; fi\necho $X", ["echo", "1"]),
     ("export X=1 Y=2\nreadonly Z=3\necho $X$Y$Z", ["echo", "123"]),
     ("cat <<EOF\nX=1 'not closed\nEOF\necho a > out 2>&1", ["echo", "a"]),
     ("X=1 Y=2 run $X", ["run", "1"]),

@@ -64,6 +64,24 @@ def test_hardware_of_recipes_has_their_number_of_ranks(recipe: str) -> None:
         assert parse_hardware(name).ranks == config.layout.ranks
 
 
+@pytest.mark.parametrize(
+    ("hardware", "overrides", "expected"),
+    [
+        ("4 x trn1.32xlarge", [], (4, 128)),
+        ("4 x trn1.32xlarge", ["layout.ranks=64"], (2, 64)),
+        ("4 x trn1.32xlarge", ["layout.ranks=65"], (3, 96)),
+        ("8 x trn2.48xlarge", ["layout.ranks=512", "device.lnc=1"], (4, 512)),
+        ("16 x h100", ["layout.ranks=4"], (4, 4)),
+    ],
+)
+def test_ranks_of_the_layout_set_the_size_of_the_hardware(
+    hardware: str, overrides: list[str], expected: tuple[int, int]
+) -> None:
+    """`plan FILE layout.ranks=64` planned for the ranks of the file's hardware."""
+    found = parse_hardware(needed_hardware(load("tiny-llama", [f"hardware={hardware}", *overrides])))
+    assert (found.count, found.ranks) == expected
+
+
 def test_file_adds_and_changes_entries(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(

@@ -35,6 +35,10 @@ def import_config(
             help="trainyard keys (with a dot), script variables (without), Megatron-LM flags (after --).",
         ),
     ] = None,
+    drop_flags: Annotated[
+        list[str] | None,
+        Option("--drop-flag", metavar="FLAG", help="Megatron-LM flag to leave out, such as fp16; repeatable."),
+    ] = None,
     output: Annotated[
         Path | None, Option("--output", "-o", metavar="OUT", help="Write the YAML to a file instead of stdout.")
     ] = None,
@@ -52,6 +56,8 @@ def import_config(
 
       trainyard import pretrain_gpt3.sh DATA_PATH=/data/my-gpt2 train.steps=1000
 
+      trainyard import train.sh --drop-flag fp16 -- --bf16
+
       trainyard import -- --num-layers 12 --hidden-size 768 ...
     """
     words = [source, *(arguments or [])]
@@ -62,7 +68,7 @@ def import_config(
     pairs = [(argument, *argument.partition("=")[::2]) for argument in positional]
     variables = {key: value for argument, key, value in pairs if "." not in key and "=" in argument}
     overrides = [argument for argument, key, _ in pairs if key not in variables]
-    imported = _convert_source(file, variables, flags)
+    imported = _convert_source(file, variables, flags, drop_flags or [])
     config = validate_imported(imported, overrides, file or "flags")
     _print_key_table(imported)
     text = f"# Imported from {file or 'Megatron-LM flags'} by trainyard {__version__}.\n" + dump(config)
@@ -76,18 +82,20 @@ def import_config(
     print(f"  written      {output}   (run: trainyard train {output})", file=sys.stderr)
 
 
-def _convert_source(file: str | None, variables: dict[str, str], flags: list[str]) -> ImportedConfig:
+def _convert_source(
+    file: str | None, variables: dict[str, str], flags: list[str], dropped: list[str]
+) -> ImportedConfig:
     if file is None:
         if variables or not flags:
             raise UserError("import: name a file, or Megatron-LM flags after -- (see trainyard import --help)")
-        return import_flags(flags)
+        return import_flags(flags, dropped)
     path = Path(file).expanduser()
     if not path.is_file():
         raise UserError(f"{file}: no such file; expected NxD Training YAML or a script that runs pretrain_gpt.py")
     if path.suffix not in YAML_SUFFIXES:
-        return import_script(path, variables, flags)
-    if variables or flags:
-        name = [*variables, *flags][0]
+        return import_script(path, variables, flags, dropped)
+    if variables or flags or dropped:
+        name = [*variables, *flags, *(f"--drop-flag {flag}" for flag in dropped)][0]
         raise UserError(f"{name}: only valid for a script; {file} takes trainyard keys, such as train.steps=100")
     data = read_yaml(path)
     if not is_nxdt(data):

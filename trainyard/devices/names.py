@@ -2,3 +2,14 @@
 
 DEVICE_NAMES = ("auto", "cuda", "neuron", "xla", "cpu")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "efficient", "math")
+
+TRAINIUM_BY_RANKS = {
+    2: "trn1.2xlarge",
+    4: "trn2.3xlarge",
+    32: "trn1.32xlarge",
+    64: "trn2.48xlarge",
+    128: "trn2.48xlarge",
+}
+"""The instance with this many ranks; trn2 has 64 (two physical cores each) or 128."""
+DEFAULT_GPU, GPUS_PER_NODE = "h100", 8
+"""The GPU that a plan assumes for a foreign script, which does not name one."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
+from trainyard.devices.names import DEFAULT_GPU, GPUS_PER_NODE, TRAINIUM_BY_RANKS
 
 ConfigKeys = dict[str, Any]
 """Values by our dotted key."""
@@ -96,7 +97,7 @@ def check_values(values: dict[str, Any], rules: dict[str, KeyRule], warnings: li
         types, expected = VALUE_TYPES[rule.value_type]
         wrong_type = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
         if rule.action == "refused" and value not in rule.allowed:
-            raise UserError(f"{name}: {rule.target}")
+            raise UserError(f"{name}: {rule.target}" + (f" (or --drop-flag {key})" if dashes else ""))
         too_large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
         if (wrong_type or too_large) and value is not None:
             raise UserError(f"{name}: not {expected}{'' if wrong_type else ' of a sensible size'}")
@@ -146,6 +147,17 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     return difflib.get_close_matches(name, names, 1, 0.0)[0]
 
 
+def hardware_of_ranks(ranks_per_node: int, nodes: int, gpus: bool) -> str | None:
+    """Return the hardware of a cluster by the ranks on one node, such as `4 x trn1.32xlarge`; None if there is none.
+
+    `gpus`: up to 8 ranks are GPUs, as for Megatron-LM; otherwise all ranks are Trainium's.
+    """
+    if gpus and 0 < ranks_per_node <= GPUS_PER_NODE:
+        return f"{ranks_per_node * nodes} x {DEFAULT_GPU}"
+    instance = TRAINIUM_BY_RANKS.get(ranks_per_node)
+    return f"{nodes} x {instance}" if instance else None
+
+
 def find_path(name: str | Path, *, relative_to: Path = Path()) -> Path | None:
     """Return the existing file or directory `name`, as given or relative to a directory; None if there is none."""
     try:
@@ -161,7 +173,7 @@ def run_name(text: str) -> str:
 
 
 def parse_blend(value: object, key: str) -> tuple[list[str], list[float]]:
-    """Split `[0.3, a, 0.7, b]` or `[a]` into paths and, if there are several paths, their weights."""
+    """Split `[0.3, a, 0.7, b]` or `[a]` into paths and weights."""
     if not isinstance(value, list) or not value:
         raise UserError(f"{key}={format_value(value)}: not a path or weights and paths in turn; nearest: [1.0, PATH]")
     if all(isinstance(item, str) and not positive_number(item) for item in value):
@@ -170,7 +182,7 @@ def parse_blend(value: object, key: str) -> tuple[list[str], list[float]]:
     if len(value) % 2 or not all(weights) or not all(isinstance(path, str) for path in paths):
         hint = "nearest: [0.5, A, 0.5, B]"
         raise UserError(f"{key}={format_value(value)}: not weights above 0 and paths in turn; {hint}")
-    return [str(path) for path in paths], [weight for weight in weights if weight] if len(paths) > 1 else []
+    return [str(path) for path in paths], [weight for weight in weights if weight]
 
 
 def positive_number(value: object) -> float | None:

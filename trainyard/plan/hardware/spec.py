@@ -98,11 +98,16 @@ def parse_hardware(
 
 
 def needed_hardware(config: Config) -> str:
-    """The hardware that a file names, in the form of `parse_hardware`; this CPU if it names none of the catalog."""
+    """The hardware that a file names, in the form of `parse_hardware`; this CPU if it names none of the catalog.
+
+    layout.ranks, if it is set, determines how many instances or devices.
+    """
     match = re.search(r"(\d+) x (\S+)", config.hardware)
-    if match and match[2] in CATALOG:
-        return f"{match[2]}:{match[1]}"
     layout = config.layout
+    if match and match[2] in CATALOG:
+        one = parse_hardware(f"{match[2]}:1" + (f":lnc{config.device.lnc}" if config.device.lnc else ""))
+        count = -(-layout.ranks // one.ranks) if layout.ranks else int(match[1])
+        return f"{match[2]}:{count}:lnc{one.lnc}"
     return f"cpu:{layout.ranks or layout.tp * layout.pp * layout.cp}"
 
 

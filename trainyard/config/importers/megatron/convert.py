@@ -5,14 +5,16 @@ ours.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from trainyard.config.importers.key_table import (
     ImportedConfig,
+    KeyOutcome,
     check_values,
     copied_keys,
+    hardware_of_ranks,
     key_outcome,
     nearest_name,
     run_name,
@@ -20,20 +22,26 @@ from trainyard.config.importers.key_table import (
 )
 from trainyard.config.importers.megatron import sections
 from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
+from trainyard.config.importers.shell.conditions import TEST_COMMANDS
 from trainyard.config.importers.shell.script import UNKNOWN_MARK, ShellCommand, Variables, read_commands
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError, one_line
 
 TRAINING_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+|train_\w+)\.py")
 GPT_PROGRAM = re.compile(r"pretrain_gpt(_mp|_core)?")
+NOT_LAUNCHERS = {*TEST_COMMANDS, "echo", "printf", "ls", "cat", "cp", "ln", "chmod", "exit"}
+"""Commands that may name the training program without running it."""
 UNREAD_FLAGS = "; flags inside it are not imported"
 OPTIONAL_PATHS = {"save", "save-xser", "load", "load-xser", "tensorboard-dir"}
 """Flags that are dropped with a warning if their value is unknown, because our keys have defaults."""
 VOCAB_HINT = "the vocabulary size comes from the tokenizer: provide its file, or set model.vocab=50257"
 
 
-def import_script(path: Path, variables: Mapping[str, str], flags: list[str]) -> ImportedConfig:
-    """Import a launch script. `variables` are preset for the script, `flags` override those of the script."""
+def import_script(
+    path: Path, variables: Mapping[str, str], flags: list[str], dropped: Collection[str] = ()
+) -> ImportedConfig:
+    """Import a launch script. `variables` are preset for the script, `flags` override those of the script, and
+    `dropped` names flags of the script to leave out."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -41,15 +49,21 @@ def import_script(path: Path, variables: Mapping[str, str], flags: list[str]) ->
     try:
         command, index = _find_training_command(text, variables, path)
         launcher, words = command.words[:index], command.words[index + 1 :]
-        return _import_command([*words, *flags], path.stem, launcher, command.variables)
+        imported = _import_command([*words, *flags], path.stem, launcher, command.variables, dropped)
     except UserError as error:
         message = one_line(error)
         raise UserError(message if message.startswith(f"{path}") else f"{path}: {message}") from None
+    imported.warnings.extend(
+        f"{place}: assigns flags only under a condition that the script alone does not decide; they are not imported, "
+        "pass those you need after --"
+        for place in command.skipped_flags
+    )
+    return imported
 
 
-def import_flags(flags: list[str]) -> ImportedConfig:
+def import_flags(flags: list[str], dropped: Collection[str] = ()) -> ImportedConfig:
     """Import a list of flags."""
-    return _import_command([word.replace(UNKNOWN_MARK, "") for word in flags], "megatron", [], {})
+    return _import_command([word.replace(UNKNOWN_MARK, "") for word in flags], "megatron", [], {}, dropped)
 
 
 def _find_training_command(text: str, variables: Mapping[str, str], path: Path) -> tuple[ShellCommand, int]:
@@ -57,6 +71,7 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
     candidates = [
         (command, index, match[1])
         for command in read_commands(text, variables, str(path))
+        if command.words[0] not in NOT_LAUNCHERS
         for index, word in enumerate(command.words)
         if (match := TRAINING_PROGRAM.fullmatch(word))
     ]
@@ -71,14 +86,21 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
     return command, index
 
 
-def _import_command(words: list[str], name: str, launcher: list[str], variables: Variables) -> ImportedConfig:
+def _import_command(
+    words: list[str], name: str, launcher: list[str], variables: Variables, dropped: Collection[str]
+) -> ImportedConfig:
     """Import the flags `words`. `launcher` holds the words before the program: torchrun and its options."""
     warnings: list[str] = []
     try:
+        words = _drop_flags(words, [flag.removeprefix("--") for flag in dropped])
         flags = _parse_flags(words, warnings)
         check_values(flags, MEGATRON_FLAGS, warnings, "--")
         data: dict[str, Any] = {"model": sections.model_section(flags)}
-        ranks = _rank_count(launcher, warnings)
+        per_node, nodes = _launcher_sizes(launcher, warnings)
+        ranks = per_node * nodes or None
+        if hardware := hardware_of_ranks(per_node, nodes, gpus=True):
+            data["hardware"] = hardware
+            warnings.append(f"hardware: {hardware}, assumed from {per_node} ranks per node; change it where it is not")
         for keys in (
             copied_keys(flags, MEGATRON_FLAGS),
             sections.train_keys(flags, ranks),
@@ -95,7 +117,23 @@ def _import_command(words: list[str], name: str, launcher: list[str], variables:
         unread = next((f" ({line})" for line in warnings if line.endswith(UNREAD_FLAGS)), "")
         raise UserError(f"{error}{unread}") from None
     outcomes = [key_outcome(f"--{flag}", value, MEGATRON_FLAGS[flag], data) for flag, value in flags.items()]
+    outcomes += [KeyOutcome(f"--{flag.removeprefix('--')}", None, "dropped by --drop-flag") for flag in dropped]
     return ImportedConfig(data, outcomes, warnings, VOCAB_HINT)
+
+
+def _drop_flags(words: list[str], dropped: Collection[str]) -> list[str]:
+    """Return the words without the flags in `dropped` and their values."""
+    names = [word.removeprefix("--").partition("=")[0] if word.startswith("--") else None for word in words]
+    for flag in dropped:
+        if flag not in names:
+            known = [name for name in names if name] or [""]
+            raise UserError(f"--drop-flag {flag}: the command has no such flag; nearest: {nearest_name(flag, known)}")
+    kept: list[str] = []
+    drops = False
+    for word, name in zip(words, names, strict=True):
+        drops = name in dropped if name else drops
+        kept += [] if drops else [word]
+    return kept
 
 
 def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
@@ -111,7 +149,8 @@ def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
         if not flag.startswith("--"):
             raise UserError(f"{format_value(flag)}: expected a flag")
         if name not in MEGATRON_FLAGS:
-            raise UserError(f"--{format_value(name)}: unknown flag; nearest: --{nearest_name(name, MEGATRON_FLAGS)}")
+            nearest = nearest_name(name, MEGATRON_FLAGS)
+            raise UserError(f"--{format_value(name)}: unknown flag; nearest: --{nearest}, or --drop-flag {name[:60]}")
         rule = MEGATRON_FLAGS[name]
         values = [text] if equals else []
         max_values = 1 if equals else {"switch": 0, "words": len(words)}.get(rule.value_type, 1)
@@ -144,20 +183,20 @@ def _parse_value(name: str, value_type: str, values: list[str]) -> object:
         return text  # check_value reports the wrong type
 
 
-def _rank_count(launcher: list[str], warnings: list[str]) -> int | None:
-    """Return processes per node times nodes, from the options of torchrun."""
+def _launcher_sizes(launcher: list[str], warnings: list[str]) -> tuple[int, int]:
+    """Return processes per node and nodes, from the options of torchrun; zeros if they are unknown."""
     words = [part for word in launcher for part in word.split("=", 1)]
     names = [word.lstrip("-").replace("_", "-") for word in words]
-    ranks = 1
+    sizes: list[int] = []
     for name, default in (("nproc-per-node", ""), ("nnodes", "1")):
         index = names.index(name) + 1 if name in names else len(words)
         text = words[index] if index < len(words) else default
         if not re.fullmatch(r"\d{1,7}", text) or int(text) == 0:
             if launcher:
                 warnings.append(f"--{name} {_unknown_name(text) or 'is missing'}: the number of ranks is unknown")
-            return None
-        ranks *= int(text)
-    return ranks
+            return 0, 0
+        sizes.append(int(text))
+    return sizes[0], sizes[1]
 
 
 def _unknown_name(text: str) -> str:

@@ -7,6 +7,9 @@ MOE = "mixture of experts: only dense models are supported; nearest: leave it ou
 FUSED = "the device chooses kernels (device.kernels)"
 COMMUNICATION = "gradient communication is set by layout.zero, layout.bucket_mib and precision.reduce_dtype"
 LOSS_SCALING = "for fp16, which is not supported"
+FP8_SCALING = "scales are those of the current step (precision.fp8_scaling)"
+GARBAGE = "the garbage collector runs between steps"
+PROFILER = "there is no built-in profiler"
 LOGS = "logged to metrics.jsonl and TensorBoard, or not measured"
 LOADING = "one stateless thread prefetches samples"
 OTHER_PROGRAM = "for another program of Megatron-LM"
@@ -49,6 +52,7 @@ MAPPED: dict[str, KeyRule] = {
     "tokenizer-type tokenizer-model": maps_to("text", "data.tokenizer"),
     "data-path": maps_to("words", "data.paths, data.weights"),
     "split": maps_to("text", "data.split"),
+    "mock-data": maps_to("switch", "data.source"),
     "dataloader-type": maps_to("text", "data.order"),
     "reset-position-ids reset-attention-mask": maps_to("switch", "data.document_mask"),
     "eod-mask-loss": maps_to("switch", "data.mask_eod_loss"),
@@ -112,13 +116,15 @@ REFUSED: dict[str, KeyRule] = {
     "pipeline-model-parallel-split-rank decoder-seq-length": refuse("int", "for encoder-decoder models" + LEAVE_OUT),
     "activations-checkpoint-num-layers recompute-num-layers": refuse("int", PARTIAL_RECOMPUTE, 1),
     "recompute-method": refuse("text", PARTIAL_RECOMPUTE, "uniform"),
+    "decoupled-lr decoupled-min-lr": refuse(
+        "number", "embedding and output projection have the learning rate of the other weights" + LEAVE_OUT
+    ),
     "sgd-momentum": refuse("number", "for --optimizer sgd, which is not supported" + LEAVE_OUT),
     "batch-size": refuse("int", REMOVED + "--micro-batch-size"),
     "warmup": refuse("int", REMOVED + "--lr-warmup-fraction"),
     "model-parallel-size": refuse("int", REMOVED + "--tensor-model-parallel-size"),
     "train-data-path": refuse("words", SEPARATE_SETS + "--data-path"),
     "valid-data-path test-data-path": refuse("words", SEPARATE_SETS + "--split"),
-    "mock-data": refuse("switch", "nearest: leave it out and set data.source=synthetic"),
     "no-save-optim": refuse("switch", "checkpoints always include the optimizer state" + LEAVE_OUT),
     "lora-rank": refuse("int", "all weights are trained" + LEAVE_OUT),
     "exit-interval": refuse("int", "a run ends after train.steps; nearest: a smaller --train-iters"),
@@ -139,8 +145,18 @@ IGNORED: dict[str, KeyRule] = {
     "no-query-key-layer-scaling apply-query-key-layer-scaling attention-softmax-in-fp32": ignore("switch", SOFTMAX),
     "no-rope-fusion no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion use-flash-attn "
     "no-persist-layer-norm no-gradient-accumulation-fusion use-mcore-models use-legacy-models tp-comm-overlap "
-    "onnx-safe": ignore("switch", FUSED),
-    "transformer-impl attention-backend": ignore("text", FUSED),
+    "cross-entropy-loss-fusion onnx-safe": ignore("switch", FUSED),
+    "transformer-impl attention-backend cross-entropy-fusion-impl": ignore("text", FUSED),
+    "fp8-amax-compute-algo": ignore("text", FP8_SCALING),
+    "fp8-amax-history-len fp8-interval fp8-margin": ignore("int", FP8_SCALING),
+    "fp8-param-gather": ignore("switch", FP8_SCALING),
+    "calculate-per-token-loss": ignore("switch", "the loss is always the mean over the tokens of the global batch"),
+    "manual-gc": ignore("switch", GARBAGE),
+    "manual-gc-interval": ignore("int", GARBAGE),
+    "profile use-pytorch-profiler": ignore("switch", PROFILER),
+    "profile-step-start profile-step-end": ignore("int", PROFILER),
+    "profile-ranks": ignore("words", PROFILER),
+    "tiktoken-pattern": ignore("text", "the data is already tokenized"),
     "overlap-grad-reduce overlap-param-gather no-contiguous-buffers-in-local-ddp "
     "use-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce "
     "no-scatter-gather-tensors-in-pipeline no-overlap-p2p-communication": ignore("switch", COMMUNICATION),
@@ -158,7 +174,7 @@ IGNORED: dict[str, KeyRule] = {
     "no-save-rng no-load-rng": ignore("switch", "the RNG is a function of seed and step"),
     "ckpt-format dist-ckpt-format": ignore("text", ANY_LAYOUT),
     "use-dist-ckpt auto-detect-ckpt-format async-save": ignore("switch", ANY_LAYOUT),
-    "mmap-warmup no-create-attention-mask-in-dataloader": ignore("switch", LOADING),
+    "mmap-warmup no-mmap-bin-files no-create-attention-mask-in-dataloader": ignore("switch", LOADING),
     "num-workers": ignore("int", LOADING),
     "exit-signal-handler adlr-autoresume": ignore("switch", "a signal makes a run save and exit"),
     "adlr-autoresume-interval vocab-extra-ids retriever-seq-length num-classes img-dim num-channels patch-dim "

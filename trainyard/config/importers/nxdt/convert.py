@@ -14,6 +14,7 @@ from trainyard.config.importers.key_table import (
     check_choice,
     check_values,
     copied_keys,
+    hardware_of_ranks,
     ignore,
     key_outcome,
     nearest_name,
@@ -52,6 +53,9 @@ def _convert(tree: dict[str, Any], directory: Path) -> ImportedConfig:
     else:
         model, missing_hint = megatron_model_section(keys, warnings)
     data: dict[str, Any] = {"model": model}
+    devices, nodes = keys.get("trainer.devices"), keys.get("trainer.num_nodes")
+    if devices and nodes and (hardware := hardware_of_ranks(devices, nodes, gpus=False)):
+        data["hardware"] = hardware
     set_keys(data, copied_keys(keys, NXDT_KEYS))
     for section_keys in (
         sections.layout_keys,

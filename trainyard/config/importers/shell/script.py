@@ -2,8 +2,9 @@
 
 Supports the subset of bash found in launch scripts: quotes, comments, continued lines, arrays, `$X`, `${X:-default}`,
 `$((1 + 2))`. A value that depends on running the script (an unset variable, `$(command)`, `$1`) becomes its name
-between two UNKNOWN_MARKs, so that an error can show it if the value is needed. Assignments inside if, for, while, case
-and functions are skipped, because they may not happen.
+between two UNKNOWN_MARKs, so that an error can show it if the value is needed. Assignments inside for, while, case and
+functions, and inside an if whose condition is not known, are skipped, because they may not happen; skipped flags are
+reported with the commands that follow.
 """
 
 import ast
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from trainyard.config.importers.shell.conditions import OpenBlock, evaluate_test
 from trainyard.config.importers.shell.lexer import ShellWord, read_segment, split_words
 from trainyard.core.errors import UserError
 
@@ -37,6 +39,8 @@ class ShellCommand(NamedTuple):
     line: int
     variables: Variables
     """Variables at the time the command would run."""
+    skipped_flags: list[str]
+    """Assignments of flags before it that may not happen, such as `line 3: ARGS`."""
 
 
 def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator[ShellCommand]:
@@ -44,21 +48,36 @@ def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator
     if len(text) > MAX_CHARS:
         raise UserError(f"{source}: {len(text)} characters; not a launch script")
     variables = {name: [value] for name, value in preset.items()}
-    open_blocks: list[str] = []
+    open_blocks: list[OpenBlock] = []
+    skipped_flags: list[str] = []
     for operator, statement in _statements(split_words(text.replace(UNKNOWN_MARK, ""), source)):
-        while statement and statement[0].raw in KEYWORDS:
-            if statement[0].raw in BLOCK_ENDS:
-                open_blocks.append(BLOCK_ENDS[statement[0].raw])
-            elif open_blocks and open_blocks[-1] == statement[0].raw:
+        negated = False
+        while statement and (keyword := statement[0].raw) in KEYWORDS:
+            if keyword in BLOCK_ENDS:
+                open_blocks.append(OpenBlock(BLOCK_ENDS[keyword], in_condition=keyword == "if"))
+                operator = "" if keyword == "if" else operator
+            elif open_blocks and open_blocks[-1].end == keyword:
                 open_blocks.pop()
+            elif open_blocks and open_blocks[-1].end == "fi" and keyword in ("then", "elif", "else"):
+                open_blocks[-1].start_branch(keyword)
+                operator = ""
+            negated = negated or keyword == "!"
             statement = statement[1:]
+        if any(block.runs is False for block in open_blocks):
+            continue
+        if statement and open_blocks and open_blocks[-1].in_condition:
+            words = [expanded for word in statement for expanded in _expand_word(word, variables)]
+            open_blocks[-1].add_test(operator, None if negated else evaluate_test(words, UNKNOWN_MARK))
         if statement and statement[0].raw in ("export", "declare", "local", "readonly", "typeset"):
             statement = [word for word in statement[1:] if not word.raw.startswith("-")]
-        unconditional = not open_blocks and operator not in ("&&", "||")
+        unconditional = all(block.runs for block in open_blocks) and operator not in ("&&", "||")
+        assigned = ASSIGNMENT.match(statement[0].raw) if statement and not unconditional else None
+        if assigned and any("--" in word.raw for word in statement):
+            skipped_flags.append(f"line {statement[0].line}: {assigned[1]}")
         command = _assign(statement, variables, preset, unconditional)
         if command:
             words = [expanded for word in command for expanded in _expand_word(word, variables)]
-            yield ShellCommand(words, command[0].line, dict(variables))
+            yield ShellCommand(words, command[0].line, dict(variables), list(skipped_flags))
 
 
 def _assign(
