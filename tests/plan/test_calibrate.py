@@ -1,30 +1,47 @@
 """Runs that others measured, each predicted with constants fitted without it."""
 
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 import pytest
-from calibrate import (
-    FITTED_CONSTANTS,
-    H200_RUNS,
-    RUN_SETS,
-    TRN1_RUNS,
-    PublishedRun,
-    fit_efficiency,
-    leave_one_out,
-    predicted_speed,
-)
+from calibrate import FITTED_CONSTANTS, RUN_SETS, fit_efficiency, leave_one_out, predicted_speed
+from published_runs import H200_RUNS, TRN1_RUNS, PublishedRun
 
 from trainyard.parallel.layout import Layout
 from trainyard.plan.time.efficiency import FITTED_EFFICIENCY, Efficiency
 from trainyard.plan.time.step_time import predict_step
 
 
-def test_published_trn1_runs_are_predicted_within_15_percent() -> None:
+def test_published_trn1_runs_are_predicted_within_12_percent_in_the_median() -> None:
+    """The accuracy that docs/lab/plan-accuracy.md states, over all runs and not over those that fit."""
     errors = [abs(prediction.error) for prediction in leave_one_out("trn1")]
-    assert len(errors) == 10
-    assert median(errors) < 0.15
-    assert max(errors) < 0.30
+    assert len(errors) == 20
+    assert median(errors) < 0.12
+    assert mean(errors) < 0.15
+    assert max(errors) < 0.40
+
+
+def test_every_published_layout_is_the_one_of_its_table() -> None:
+    """TP, PP and DP of AWS's tables (training_data_decoder.csv, Neuron 2.17 to 2.24), copied by hand: a run planned
+    with another layout, such as Llama 2 13B with PP 4 instead of 8, would fit constants to the wrong work."""
+    published = {
+        ("GPT 23B", 107.18): (8, 4, 32),
+        ("GPT 46B", 48.24): (8, 8, 16),
+        ("GPT 175B", 14.60): (32, 8, 4),
+        ("Llama 2 7B", 95.14): (8, 1, 64),
+        ("Llama 2 13B", 81.8): (8, 4, 32),
+        ("Llama 2 13B", 80.33): (8, 8, 16),
+        ("Llama 2 70B", 17.86): (32, 4, 8),
+        ("Llama 2 70B", 14.44): (32, 8, 4),
+        ("Llama 3.1 8B", 53.51): (32, 1, 32),
+        ("Llama 3.1 8B", 47.95): (32, 1, 32),
+        ("Llama 3.1 70B", 7.94): (32, 8, 4),
+    }
+    layouts = {}
+    for run in TRN1_RUNS:
+        layout = Layout.from_config(run.config(), run.hardware.ranks)
+        layouts[run.name.partition(",")[0], run.sequences_per_second] = layout.tp, layout.pp, layout.dp
+    assert {key: layouts[key] for key in published} == published
 
 
 def test_measured_gpu_runs_are_predicted_within_10_percent() -> None:

@@ -28,9 +28,10 @@ UPDATE_BYTES_PER_WEIGHT = 30
 """Bytes that AdamW moves for each weight; LAMB moves twice as many."""
 LOSS_BYTES_PER_LOGIT = 8
 """Bytes that the loss moves for each logit."""
-SCORE_MEMORY_PASSES = 12
-"""Times that each attention score moves through memory without a kernel that keeps it on the chip (Trainium has one for
-Llama)."""
+SCORE_MEMORY_PASSES = {"gpt": 4, "bert": 12}
+"""Times that each attention score moves through memory on Trainium, by family. Llama's attention kernel keeps scores on
+the chip. GPT's fused softmax stores one result, which attention and its backward pass read; BERT masks and drops scores
+in passes of their own."""
 NON_PADDING_SHARE = 0.75
 """Share of BERT's tokens that are not padding, where padding is removed (the share of synthetic samples)."""
 SCHEDULE_BUBBLE = {"1f1b": 1.0, "zero_bubble": 1 / 3, "zbv": 1 / 6}
@@ -206,9 +207,9 @@ def block_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     activation = (8 if gated else 5) * model.ffn_size
     rotary = 10 * model.heads * model.head_size * gated
     moved = tokens * (norms / token_shards + (activation + rotary) / tp + 12 * heads_size) * element
-    if not gated and trainium:  # the published runs of GPT and BERT moved attention scores through memory
+    if trainium:
         scores = heads_size / model.head_size * tokens * keys
-        moved += SCORE_MEMORY_PASSES * element * scores * (1 + recomputes_attention / 3)
+        moved += SCORE_MEMORY_PASSES.get(model.family, 0) * element * scores * (1 + recomputes_attention / 3)
     if config.precision.kind == "fp8":  # casts of the inputs of products: the largest value, then two 8-bit copies
         moved += tokens * (8 * model.hidden + 3 * model.ffn_size / tp) * 6
     return IdealTime(
