@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -16,9 +17,10 @@ from trainyard.devices.neuron.compile_cache import (
     NeuronCacheEntry,
     cache_location,
     clear_locks,
+    damaged_entries,
     entry_problems,
     list_entries,
-    remove_failed,
+    remove_entries,
     stale_locks,
 )
 
@@ -115,8 +117,8 @@ def test_entry_problems(cache: Path, state: str, problems: list[str]) -> None:
     assert entry_problems(by_state(cache)[state]) == problems
 
 
-def test_remove_failed_keeps_other_entries(cache: Path) -> None:
-    removed = remove_failed(list_entries(cache), no_processes)
+def test_damaged_entries_are_removed_and_others_kept(cache: Path) -> None:
+    removed = remove_entries(damaged_entries(list_entries(cache)), no_processes)
     assert [entry.key for entry in removed] == [NAMES["failed"]]
     assert {entry.state for entry in list_entries(cache)} == {"success", "locked", "empty"}
     assert sorted(path.name for path in (cache / COMPILER).iterdir()) == sorted(
@@ -124,13 +126,14 @@ def test_remove_failed_keeps_other_entries(cache: Path) -> None:
     )
 
 
-def test_remove_failed_keeps_an_entry_being_compiled(tmp_path: Path) -> None:
+def test_entry_being_compiled_is_not_removed_without_force(tmp_path: Path) -> None:
     path = add_entry(tmp_path, "MODULE_2+00000001", FAILED | LOCKED, age=2 * HOUR)
     with (path / "model.hlo_module.pb.lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert remove_failed(list_entries(tmp_path), no_processes) == []
-    assert remove_failed(list_entries(tmp_path), lambda: [f"neuronx-cc compile model.{path.name}.hlo.pb"]) == []
-    assert len(remove_failed(list_entries(tmp_path), no_processes)) == 1
+        assert remove_entries(list_entries(tmp_path), no_processes) == []
+        assert damaged_entries(list_entries(tmp_path)) == []
+    assert remove_entries(list_entries(tmp_path), lambda: [f"neuronx-cc compile model.{path.name}.hlo.pb"]) == []
+    assert len(remove_entries(list_entries(tmp_path), no_processes)) == 1
 
 
 @pytest.mark.parametrize(("minutes", "cleared"), [(60, 1), (150, 0)])
@@ -157,8 +160,10 @@ def test_clear_locks_keeps_a_lock_held_by_a_process(cache: Path, function: str) 
 
 
 def test_lock_of_a_running_compiler_is_not_stale(cache: Path) -> None:
-    """A real process names the entry on its command line, as the compiler does."""
-    entry = by_state(cache)["locked"]
+    """A real process names the entry on its command line, as the compiler does. The name is unique: processes of
+    other tests may run at the same time."""
+    path = add_entry(cache, f"MODULE_{uuid4().hex}+00000001", LOCKED)
+    (entry,) = [entry for entry in list_entries(cache) if entry.path == path]
     compiler = subprocess.Popen(
         [sys.executable, "-c", "input()", f"/tmp/model.{entry.key}.hlo.pb"], stdin=subprocess.PIPE, text=True
     )

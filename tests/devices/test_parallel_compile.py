@@ -1,8 +1,11 @@
 """neuron_parallel_compile: command lines, and parsing of output as the tool prints it."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -132,7 +135,25 @@ def tool(tmp_path: Path) -> dict[str, str]:
     path = tmp_path / "neuron_parallel_compile"
     path.write_text(TOOL)
     path.chmod(0o755)
-    return {"PATH": str(tmp_path)}
+    return {"PATH": str(tmp_path), "NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}
+
+
+def test_precompile_removes_stale_locks_and_cached_failures_first(tool: dict[str, str]) -> None:
+    """A killed run leaves a lock that the tool waits for, and a failed graph that it does not compile again."""
+    entries = Path(tool["NEURON_COMPILE_CACHE_URL"], "neuronxcc-2.21")
+    for name, file, age_s in (("1", "model.hlo_module.pb.lock", 7200), ("2", "model.log", 0), ("3", "a.lock", 0)):
+        path = entries / f"MODULE_{name}{uuid4().hex}+abcd0123" / file
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    lines: list[str] = []
+    precompile(["train", "my.yaml"], 3, tool, lines.append)
+    assert [line.partition(": ")[2] for line in lines[:2]] == [
+        "1 stale locks removed",
+        "1 failed graphs removed, to be compiled again",
+    ]
+    assert lines[2].startswith("arguments --command collect")
+    assert [path.name for path in entries.rglob("*.lock")] == ["a.lock"], "a new lock may have a holder"
 
 
 def test_precompile_collects_and_compiles(tool: dict[str, str]) -> None:
@@ -159,7 +180,8 @@ def test_precompile_command_uses_the_vendor_tool(
         has_precompile_tool = True
 
     monkeypatch.setattr(devices, "select", lambda name: VendorDevice())
-    monkeypatch.setenv("PATH", tool["PATH"])
+    for name, value in tool.items():
+        monkeypatch.setenv(name, value)
     assert verb("tiny-llama", ["optimizer.max_grad_norm=0.5"], nproc=2, workers=3) == 1
     output_text = capsys.readouterr().out
     assert "train tiny-llama optimizer.max_grad_norm=0.5 train.steps=10" in output_text

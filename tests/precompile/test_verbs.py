@@ -1,7 +1,12 @@
 """`trainyard cache` as a user runs it, on almost empty caches."""
 
+import fcntl
 import json
+import os
+import shutil
+import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -10,6 +15,7 @@ from trainyard import devices
 from trainyard.cli.cache import app
 from trainyard.compile import inductor_cache
 from trainyard.core.errors import UserError
+from trainyard.devices.neuron.compile_cache import list_entries
 from trainyard.precompile.cache_entries import entry_hash
 from trainyard.precompile.precompile import RUNS_DIR
 
@@ -76,6 +82,68 @@ def test_ls_lists_the_cache_of_neuronx_cc(cache: Path, tmp_path: Path) -> None:
     assert "failed  MODULE_123+d41d8cd9  2.21.1" in output
 
 
+@pytest.fixture
+def neuron_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A neuronx-cc cache in use, with a compiled graph, a failed one and one with an old lock."""
+    root = tmp_path / "neuron"
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", str(root))
+    monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
+    graph = ["model.hlo_module.pb"]
+    for name, files in (
+        ("1", [*graph, "model.neff", "model.done"]),
+        ("2", [*graph, "model.log"]),
+        ("3", [*graph, "model.hlo_module.pb.lock"]),
+    ):
+        entry = root / "neuronxcc-2.21.1" / f"MODULE_{name}{uuid4().hex}+abcd0123"
+        entry.mkdir(parents=True)
+        for file in files:
+            (entry / file).write_text("x")
+            os.utime(entry / file, (time.time() - 7200,) * 2)
+    return root
+
+
+def entry_states(root: Path) -> list[str]:
+    return sorted(entry.state for entry in list_entries(root))
+
+
+def test_verbs_care_for_the_neuronx_cc_cache_in_use(neuron_cache: Path) -> None:
+    """Without an option they find the cache that NEURON_COMPILE_CACHE_URL names, as neuronx-cc does."""
+    assert f"{neuron_cache}: 1 locks removed" in call("clear-locks", "--device", "cpu").output
+    assert entry_states(neuron_cache) == ["empty", "failed", "success"]
+    result = call("verify", "--device", "cpu")
+    assert exit_code(result) == 1
+    assert "failed, and will not be retried" in result.output
+    assert exit_code(call("verify", "--device", "cpu", "--remove")) == 0
+    assert entry_states(neuron_cache) == ["empty", "success"]
+    assert exit_code(call("verify", "--device", "cpu")) == 0
+
+
+def test_clear_locks_and_verify_need_no_inductor_cache(neuron_cache: Path, cache: Path) -> None:
+    """On trn1 nothing is compiled by inductor."""
+    shutil.rmtree(cache)
+    assert "1 locks removed" in call("clear-locks", "--device", "cpu").output
+    assert exit_code(call("verify", "--device", "cpu")) == 1
+
+
+def test_clean_removes_a_neuronx_cc_cache_only_if_named(neuron_cache: Path, cache: Path) -> None:
+    """Others may share it, and compiling it again takes hours."""
+    (lock,) = neuron_cache.rglob("*.lock")
+    with lock.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="a compiler is running"):
+            call("clean", "--neuron", str(neuron_cache))
+    for args, message in (
+        (["clean", "--neuron", str(neuron_cache), "--others"], "without --others"),
+        (["clean", "--neuron", str(neuron_cache / "none")], "no such directory"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call(*args)
+    assert len(entry_states(neuron_cache)) == 3
+    assert "removed 3 graphs" in call("clean", "--neuron", str(neuron_cache)).output
+    assert entry_states(neuron_cache) == []
+    assert cache.exists()
+
+
 def test_verify_and_remove_damaged_files(cache: Path) -> None:
     assert exit_code(call("verify", "--device", "cpu")) == 0
     (entry,) = cache.glob("fxgraph/*/*/*")
@@ -131,8 +199,6 @@ def test_clean_others_keeps_this_toolchain(cache: Path) -> None:
 
 
 def test_clean_refuses_while_compiling(cache: Path) -> None:
-    import fcntl
-
     with (cache / "locks" / "a.lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="a compiler is running"):

@@ -25,15 +25,14 @@ VERIFY_QUIET_S = 2.0
 """Seconds before `cache verify` reports progress."""
 
 DeviceOption = Annotated[str, Option("--device", help="Toolchain: cpu, cuda or auto.")]
+NeuronOption = Annotated[
+    Path | None,
+    Option("--neuron", metavar="DIR", help="neuronx-cc cache (trn1). Default: the one in use on this machine, if any."),
+]
 
 
 @app.command("ls")
-def ls(
-    device: DeviceOption = "auto",
-    neuron: Annotated[
-        Path | None, Option("--neuron", metavar="DIR", help="Also list a neuronx-cc cache in this directory.")
-    ] = None,
-) -> None:
+def ls(device: DeviceOption = "auto", neuron: NeuronOption = None) -> None:
     """List compiled graphs: last use, size, compile time and name.
 
     Examples:
@@ -57,8 +56,7 @@ def ls(
     if not directories:
         print(f"{inductor_cache.cache_root()}: nothing compiled yet")
     _print_filesystem_note()
-    root = neuron or Path(compile_cache.cache_location())
-    if neuron or root.is_dir():
+    if root := _neuron_directory(neuron):
         entries = compile_cache.list_entries(root)
         print(f"{root}: {len(entries)} neuronx-cc graphs")
         for entry in entries:
@@ -70,8 +68,10 @@ def ls(
 def verify(
     device: DeviceOption = "auto",
     remove: Annotated[bool, Option("--remove", help="Remove damaged entries; they will be compiled again.")] = False,
+    neuron: NeuronOption = None,
 ) -> int:
-    """Find damaged entries: truncated libraries, and entries whose content does not match their name.
+    """Find damaged entries: truncated libraries, entries whose content does not match their name, and failed or
+    truncated graphs of neuronx-cc.
 
     Examples:
 
@@ -79,20 +79,32 @@ def verify(
 
       trainyard cache verify --remove
     """
-    directory = _existing_cache_dir(device)
-    start = time.monotonic()
+    root = _neuron_directory(neuron)
+    directory = _existing_cache_dir(device, required=root is None)
+    start, found = time.monotonic(), 0
 
     def on_file(count: int) -> None:
         if time.monotonic() - start > VERIFY_QUIET_S and count % 1000 == 0:
             print(f"{count} files ...", flush=True)
 
-    damaged = cache_entries.find_damage(directory, on_file)
-    for path, reason in damaged.items():
-        print(f"{path}: {reason}{', removed' if remove else ''}")
-        if remove:
+    def print_damage(where: Path, damaged: dict[Path, str]) -> None:
+        for path, reason in damaged.items():
+            print(f"{path}: {reason}{', removed' if remove else ''}")
+        print(f"{where}: {len(damaged)} damaged" + ("" if remove or not damaged else "; --remove removes them"))
+
+    if directory:
+        damaged = cache_entries.find_damage(directory, on_file)
+        for path in damaged if remove else ():
             cache_entries.remove_atomically(path)
-    print(f"{directory}: {len(damaged)} damaged" + ("" if remove or not damaged else "; --remove removes them"))
-    return 1 if damaged and not remove else 0
+        print_damage(directory, damaged)
+        found += len(damaged)
+    if root:
+        entries = compile_cache.damaged_entries(compile_cache.list_entries(root))
+        if remove:
+            entries = compile_cache.remove_entries(entries)
+        print_damage(root, {entry.path: ", ".join(compile_cache.entry_problems(entry)) for entry in entries})
+        found += len(entries)
+    return 1 if found and not remove else 0
 
 
 @app.command("clean")
@@ -101,6 +113,9 @@ def clean(
     others: Annotated[bool, Option("--others", help="Remove only the code of other toolchains.")] = False,
     to: Annotated[
         float | None, Option("--to", min=0, metavar="GIB", help="Remove the least recently used code until GIB remain.")
+    ] = None,
+    neuron: Annotated[
+        Path | None, Option("--neuron", metavar="DIR", help="Remove the graphs of this neuronx-cc cache instead.")
     ] = None,
     force: Annotated[bool, Option("--force", help="Also remove directories in which a compiler runs.")] = False,
 ) -> None:
@@ -111,11 +126,17 @@ def clean(
       trainyard cache clean --others
 
       trainyard cache clean --to 10
+
+      trainyard cache clean --neuron /var/tmp/neuron-compile-cache
     """
     root = inductor_cache.cache_root()
+    if neuron:
+        if others or to is not None:
+            raise UserError("--neuron: removes all graphs of that cache; use it without --others and --to")
+        return _clean_neuron_cache(_neuron_directory(neuron) or neuron, force)
     if to is not None:
         print(f"{root}: removed {inductor_cache.trim(root, int(to * GIB)) / MIB:,.1f} MiB")
-        return
+        return None
     own = inductor_cache.cache_dir(devices.select(device))
     directories = [directory for directory in _cache_directories(own) if not others or directory != own]
     for directory in directories:
@@ -127,19 +148,43 @@ def clean(
         print(f"{directory}: removed {size / MIB:,.1f} MiB")
     if not directories:
         print(f"{root}: nothing to remove")
+    return None
+
+
+def _clean_neuron_cache(root: Path, force: bool) -> None:
+    entries = compile_cache.list_entries(root)
+    if not force and any(map(compile_cache.is_being_compiled, entries)):
+        raise UserError(f"{root}: a compiler is running; wait for it, or use --force")
+    removed = compile_cache.remove_entries(entries, force=force)
+    size = sum(entry.size_bytes for entry in removed)
+    print(f"{root}: removed {len(removed)} graphs, {size / MIB:,.1f} MiB")
 
 
 @app.command("clear-locks")
-def clear_locks(device: DeviceOption = "auto") -> None:
+def clear_locks(
+    device: DeviceOption = "auto",
+    neuron: NeuronOption = None,
+    minutes: Annotated[
+        float, Option("--minutes", min=0, help="Least age of a neuronx-cc lock: other hosts may hold it unseen.")
+    ] = 60,
+) -> None:
     """Remove locks that no process holds.
 
-    Example:
+    Examples:
 
       trainyard cache clear-locks
+
+      trainyard cache clear-locks --neuron /var/tmp/neuron-compile-cache --minutes 10
     """
-    directory = _existing_cache_dir(device)
-    removed, active = cache_entries.clear_locks(directory), cache_entries.active_locks(directory)
-    print(f"{directory}: {removed} locks removed" + (f", {len(active)} in use" if active else ""))
+    root = _neuron_directory(neuron)
+    if directory := _existing_cache_dir(device, required=root is None):
+        removed, active = cache_entries.clear_locks(directory), cache_entries.active_locks(directory)
+        print(f"{directory}: {removed} locks removed" + (f", {len(active)} in use" if active else ""))
+    if root:
+        cleared = compile_cache.clear_locks(compile_cache.list_entries(root), minutes)
+        left = sum(len(entry.locks) for entry in compile_cache.list_entries(root))
+        in_use = f", {left} in use or younger than {minutes:g} minutes" if left else ""
+        print(f"{root}: {len(cleared)} locks removed{in_use}")
 
 
 @app.command("pack")
@@ -159,6 +204,7 @@ def pack(
       trainyard cache pack my-run.tar --run my-run
     """
     directory = _existing_cache_dir(device)
+    assert directory is not None
     if target.exists():
         raise UserError(f"{target}: already exists; name a new file")
     if not target.absolute().parent.is_dir():
@@ -209,11 +255,19 @@ def _cache_directories(own: Path) -> list[Path]:
     return directories if own in directories or not own.exists() else [*directories, own]
 
 
-def _existing_cache_dir(device: str) -> Path:
+def _existing_cache_dir(device: str, required: bool = True) -> Path | None:
     directory = inductor_cache.cache_dir(devices.select(device))
-    if not directory.is_dir():
+    if not directory.is_dir() and required:
         raise UserError(f"{directory}: nothing compiled yet; run trainyard precompile FILE")
-    return directory
+    return directory if directory.is_dir() else None
+
+
+def _neuron_directory(directory: Path | None) -> Path | None:
+    """The named neuronx-cc cache, or the one in use if it is a directory of this machine."""
+    if directory and not directory.is_dir():
+        raise UserError(f"--neuron {directory}: no such directory")
+    root = directory or Path(compile_cache.cache_location())
+    return root if root.is_dir() else None
 
 
 def _print_filesystem_note() -> None:

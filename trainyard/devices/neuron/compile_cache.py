@@ -138,6 +138,11 @@ def entry_problems(entry: NeuronCacheEntry) -> list[str]:
     return [text for text, wrong in checks.items() if wrong]
 
 
+def damaged_entries(entries: Iterable[NeuronCacheEntry]) -> list[NeuronCacheEntry]:
+    """Entries with a problem other than a lock, which `clear_locks` removes, and not being compiled now."""
+    return [entry for entry in entries if set(entry_problems(entry)) - {"locked"} and not is_being_compiled(entry)]
+
+
 def running_commands() -> list[str]:
     """Command lines of all processes on this host."""
     return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
@@ -165,16 +170,22 @@ def clear_locks(
     return removed
 
 
-def remove_failed(
-    entries: Iterable[NeuronCacheEntry], running: Callable[[], list[str]] = running_commands
+def remove_entries(
+    entries: Iterable[NeuronCacheEntry],
+    running: Callable[[], list[str]] = running_commands,
+    force: bool = False,
 ) -> list[NeuronCacheEntry]:
-    """Remove entries with a cached failure, so that their graphs are compiled again, except those being compiled now.
-    Returns the removed ones."""
-    failed = [entry for entry in entries if entry.state == "failed"]
-    removed = [entry for entry in failed if stale_locks(entry, 0, running) == entry.locks]
+    """Remove entries, without `force` only those not being compiled now. Returns the removed ones: their graphs will be
+    compiled again."""
+    removed = [entry for entry in entries if force or not is_being_compiled(entry, running)]
     for entry in removed:
         _remove(entry.path)
     return removed
+
+
+def is_being_compiled(entry: NeuronCacheEntry, running: Callable[[], list[str]] = running_commands) -> bool:
+    """True if a process on this host holds a lock of the entry or names it on its command line."""
+    return bool(entry.locks) and stale_locks(entry, 0, running) != entry.locks
 
 
 def _remove(path: Path) -> None:

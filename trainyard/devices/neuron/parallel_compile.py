@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.devices.neuron.compile_cache import cache_location, clear_locks, list_entries, remove_entries
 
 TOOL = "neuron_parallel_compile"
 TRACE_STEPS = 10
@@ -90,11 +91,23 @@ def precompile(
     on_line: Callable[[str], None] = lambda line: None,
 ) -> NeuronCompileReport:
     """Collect the graphs of `run` and compile them; `on_line` receives each output line of both commands."""
+    repair_cache(environ, on_line)
     exit_code, output = run_command(collect_command(run), environ, on_line)
     if exit_code:
         last = (output.strip().splitlines() or ["no output"])[-1]
         raise RunStopped(f"collecting graphs: exit code {exit_code}; {last}")
     return parse_report(run_command(compile_command(workers), environ, on_line)[1])
+
+
+def repair_cache(environ: Mapping[str, str], on_line: Callable[[str], None]) -> None:
+    """Remove what earlier runs left and the tool would wait for or skip: stale locks, and cached failures."""
+    location = cache_location(environ)
+    if "://" in location:
+        return
+    if locks := clear_locks(list_entries(location)):
+        on_line(f"{location}: {len(locks)} stale locks removed")
+    if failed := remove_entries(entry for entry in list_entries(location) if entry.state == "failed"):
+        on_line(f"{location}: {len(failed)} failed graphs removed, to be compiled again")
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None]) -> tuple[int, str]:
