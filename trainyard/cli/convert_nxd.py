@@ -64,6 +64,8 @@ def convert_nxd(context: typer.Context) -> int:
         if not flags.model_style:
             del hints["style"]  # the files reveal it
         opened = open_weights(flags.input_dir, model, hints)
+        for note in opened.notes:
+            print(f"note: {note}")
         _write_full_state(opened, flags.output_dir)
     return 0
 
@@ -79,7 +81,7 @@ def build_parser() -> ConverterArgumentParser:
 
     flag("input_dir", "file or directory with weights; for NxD checkpoints, the model directory", type=Path)
     flag("output_dir", "new output directory", type=Path, required=True)
-    flag("hw_backend", "order of repeated kv heads", choices=("trn1", "trn2"), required=True)
+    flag("hw_backend", "order of repeated kv heads", choices=("trn1", "trn2"), default="trn1")
     flag("config", "Hugging Face config.json", type=Path)
     flag("model_key", "key of the weights in a file", default="model")
     for name, description in (

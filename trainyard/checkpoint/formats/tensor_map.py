@@ -144,14 +144,19 @@ def _stored_slices(tensors: TensorPairs) -> Iterator[_StoredSlice]:
 class ShardedWeights:
     """A WeightSource whose unfused tensors are spread over the stored tensors of several files.
 
-    Where several stored tensors hold the same slice (replicas), the first one is read.
+    Where several stored tensors hold the same elements (replicas), the first one is read. The replicas of unfused
+    tensors that `must_agree` selects by name are all read, and must have the same bits.
     """
 
     notes: tuple[str, ...] = ()
     """Assumptions made to read them, for the user."""
+    location = "checkpoint"
+    """Names the files in error messages."""
 
-    def __init__(self, model: models.AnyModelConfig, tensors: TensorPairs) -> None:
-        self.model = model
+    def __init__(
+        self, model: models.AnyModelConfig, tensors: TensorPairs, must_agree: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self.model, self._must_agree = model, must_agree
         self._slices: dict[str, list[_StoredSlice]] = {}
         for stored in _stored_slices(tensors):
             self._slices.setdefault(stored.piece.name, []).append(stored)
@@ -164,14 +169,19 @@ class ShardedWeights:
     def read(self, piece: TensorSlice) -> Tensor:
         if not piece.numel:
             return torch.empty(piece.sizes, dtype=self.dtype(piece.name))
-        dim, out = self._slices[piece.name][0].stored.dim, []
+        dim, out, remaining = self._slices[piece.name][0].stored.dim, [], piece
         stop = piece.offsets[dim] + piece.sizes[dim]
         for stored in self._slices[piece.name]:
-            if overlap := piece.intersect(stored.piece):
+            if overlap := remaining.intersect(stored.piece):
                 out.append(stored.read(overlap))
-                piece = piece.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)  # what remains to be read
-        assert not piece.numel, piece
-        return out[0] if len(out) == 1 else torch.cat(out, dim)
+                remaining = remaining.narrow(dim, overlap.offsets[dim] + overlap.sizes[dim], stop)
+        assert not remaining.numel, remaining
+        tensor = out[0] if len(out) == 1 else torch.cat(out, dim)
+        for stored in self._slices[piece.name] if self._must_agree(piece.name) else ():
+            overlap = piece.intersect(stored.piece)
+            if overlap and not _same_bits(tensor[overlap.to_index(piece.offsets)], stored.read(overlap)):
+                raise UserError(f"{self.location}: {different_copies(stored.stored.name)}")
+        return tensor
 
     def _sort_and_check_coverage(self, name: str, tensor: TensorSlice) -> None:
         if name not in self._slices:
@@ -187,15 +197,25 @@ class ShardedWeights:
 
 
 def find_mismatched_copy(tensors: TensorPairs) -> str | None:
-    """The name of the first tensor that holds a slice with other bits than an earlier tensor with the same slice."""
-    seen: dict[TensorSlice, _StoredSlice] = {}
+    """The name of the first tensor that holds elements with other bits than an earlier tensor with the same ones."""
+    seen: dict[str, list[_StoredSlice]] = {}
     for stored in _stored_slices(tensors):
-        first = seen.setdefault(stored.piece, stored)
-        if first is not stored:
-            a, b = (copy.read(stored.piece).contiguous() for copy in (first, stored))
-            if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-                return stored.stored.name
+        earlier = seen.setdefault(stored.piece.name, [])
+        overlaps = [(other, overlap) for other in earlier if (overlap := stored.piece.intersect(other.piece))]
+        if not all(_same_bits(other.read(overlap), stored.read(overlap)) for other, overlap in overlaps):
+            return stored.stored.name
+        if all(overlap != stored.piece for _, overlap in overlaps):
+            earlier.append(stored)
     return None
+
+
+def different_copies(name: str) -> str:
+    """The error message for what find_mismatched_copy returns."""
+    return f"the copies in {name} differ between ranks; its files belong to several checkpoints, or one is corrupt"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def tp_rank_values(weights: WeightSource, tp: int = 1, rank: int = 0) -> models.ParameterValues:

@@ -108,23 +108,28 @@ def open_nxd(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None
             has_head = head in files[rank] or not llama.tie_embeddings
             yield rank, [stored for stored in tensors if stored.name != head or has_head]
 
-    def copies_agree(candidate: NxdLayout, layer: int) -> bool:
+    def mismatched_copy(candidate: NxdLayout, layer: int) -> str | None:
         (pp,) = (pp for pp in range(candidate.pp) if layer in nxd_layout.pp_rank_layers(llama, candidate, pp))
         sharded = nxd_layout.qkv_tensors(llama, candidate, layer)
-        return not find_mismatched_copy(
+        return find_mismatched_copy(
             (stored, files[pp, tp][stored.name]) for shards in sharded for tp, stored in enumerate(shards)
         )
 
     for rank, expected in stored_tensors():
         by_name = {stored.name: stored for stored in expected}
         check_tensors(f"{nxd_files.files[rank]}:", by_name, files[rank], IGNORED_BUFFERS.search)
-    layout = infer_kv_order(root, llama, layout, hints, copies_agree)
+    try:
+        layout, note = infer_kv_order(llama, layout, hints.get("kv_order"), mismatched_copy)
+    except UserError as error:
+        raise UserError(f"{root}: {error}") from None
     tensors = [(stored, files[rank][stored.name]) for rank, on_rank in stored_tensors() for stored in on_rank]
     if llama.tie_embeddings and find_mismatched_copy(pair for pair in tensors if pair[0].name in (embedding, head)):
         raise UserError(f"{root}: the copies of {head} differ; model.tie_embeddings=true does not fit")
-    weights = NxdWeights(llama, tensors)
+    weights = NxdWeights(llama, tensors, nxd_layout.is_key_or_value)
     weights.layout, weights.files, weights.rank_tensors = layout, nxd_files, files
-    weights.notes = tuple(f"skipping {tag}: its save never finished" for tag in nxd_files.unfinished_tags)
+    weights.location = root
+    skipped = (f"skipping {tag}: its save never finished" for tag in nxd_files.unfinished_tags)
+    weights.notes = (*skipped, *([f"{root}: {note}"] if note else []))
     return weights
 
 

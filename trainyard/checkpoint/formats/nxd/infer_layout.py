@@ -21,6 +21,7 @@ from trainyard.checkpoint.formats.nxd.layout import (
     valid_kv_multipliers,
 )
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NameStyle, NameTable
+from trainyard.checkpoint.formats.tensor_map import different_copies
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 
@@ -28,8 +29,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors in a file, or in a layer, by name."""
 LayoutHints = Mapping[str, Any]
 """Fields of NxdLayout that the user specified."""
-CopiesAgree = Callable[[NxdLayout, int], bool]
-"""Returns True if, at this layout, all replicas of the key and value heads of this layer are equal."""
+MismatchedCopy = Callable[[NxdLayout, int], str | None]
+"""Returns a tensor of this layer with a replica of a key or value head that, at this layout, differs from another."""
 
 VOCAB_PADDING_PER_RANK = 128
 """Megatron pads the vocabulary to a multiple of 128 rows per rank. With more padding, it is another vocabulary."""
@@ -58,38 +59,44 @@ def infer_layout(model: LlamaConfig, ranks: Mapping[PpTpRank, Shapes], hints: La
 
 
 def infer_kv_order(
-    path: str, model: LlamaConfig, layout: NxdLayout, hints: LayoutHints, copies_agree: CopiesAgree
-) -> NxdLayout:
-    """Return the layout with the order of replicated heads, found by comparing replicas layer by layer."""
+    model: LlamaConfig, layout: NxdLayout, hint: KvOrder | None, mismatched_copy: MismatchedCopy
+) -> tuple[NxdLayout, str | None]:
+    """Return the layout with the order of replicated heads, found by comparing replicas layer by layer, and a note for
+    the user if it is not certain. The caller adds the path to the errors."""
     orders: tuple[KvOrder, ...] = ("trn1", "trn2")
     candidates = {order: replace(layout, kv_order=order) for order in orders}
-    candidates = {
-        order: candidate
-        for order, candidate in candidates.items()
-        if candidate.kv_multiplier in valid_kv_multipliers(model, candidate)
-    }
-    hint: KvOrder | None = hints.get("kv_order")
-    heads = [[kv_slots(model, candidate, rank) for rank in range(layout.tp)] for candidate in candidates.values()]
-    if len(heads) == 2 and heads[0] == heads[1]:
-        return candidates[hint or "trn1"]
-    for layer in range(model.layers if len(candidates) > 1 else 0):
-        fitting = [order for order, candidate in candidates.items() if copies_agree(candidate, layer)]
+    slots = [[kv_slots(model, candidate, rank) for rank in range(layout.tp)] for candidate in candidates.values()]
+    if slots[0] == slots[1]:  # one replica, or one head
+        return candidates[hint or "trn1"], None
+    if layout.kv_multiplier not in valid_kv_multipliers(model, candidates["trn2"]):
+        del candidates["trn2"]
+    fitting = list(candidates)
+    for layer in range(model.layers):
+        mismatched = {order: mismatched_copy(candidates[order], layer) for order in candidates}
+        fitting = [order for order in candidates if mismatched[order] is None]
+        if not fitting:
+            raise UserError(different_copies(str(mismatched["trn1"])))
         if len(fitting) == 1:
-            candidates = {fitting[0]: candidates[fitting[0]]}
-        if len(fitting) < 2:
             break
-    if len(candidates) == 1:
-        (order,) = candidates
-        if hint not in (None, order):
-            # NxD's reference converter for trn2 replicates keys in trn1's order but does not permute the queries.
+    if len(fitting) == 2:
+        if hint is None:
             raise UserError(
-                f"{path}: hw_backend={hint} was given, but its kv heads are in {order} order; omit it, or convert "
-                "again from the source if the checkpoint came from NxD's reference converter"
+                "its kv heads do not show whether the order is trn1 or trn2; pass --source-layout kv_order=trn1 or "
+                "trn2 (convert-nxd: --hw_backend)"
             )
-        return candidates[order]
+        return candidates[hint], None
+    (order,) = fitting
+    if order == hint:
+        return candidates[order], None
     if hint is None:
-        raise UserError(f"{path}: its kv heads do not show whether the order is trn1 or trn2; pass --hw_backend")
-    return candidates[hint]
+        note = f"kv_order={order}, inferred from the replicas of its kv heads"
+        if order == "trn1":  # the queries of trn1 and trn2_converter differ, the keys and values do not
+            note += "; pass --source-layout kv_order=trn2 if NxD's converter wrote it with --hw_backend trn2"
+        return candidates[order], note
+    if hint == "trn1":
+        raise UserError("hw_backend=trn1 was given, but its kv heads are in trn2 order; omit it")
+    note = "its kv heads are in trn1 order and its query heads in place, as NxD's converter writes them for trn2"
+    return replace(layout, kv_order="trn2_converter"), note
 
 
 def _infer_style(shapes: Shapes) -> NameStyle:

@@ -5,6 +5,9 @@ all of that. The subtle part is key and value heads. If there are fewer of them 
 of two orders: `trn1` repeats all heads as a block (rank r has head r % heads) and permutes the query heads and the
 columns of the output projection accordingly; `trn2` puts the replicas of a head on adjacent ranks and leaves the query
 heads in place. One function (`kv_slots`) covers both, so that queries always stay with their keys.
+
+What NxD's own converter writes for trn2 is a third order, which is only read: heads repeated as a block, as for trn1,
+but query heads in place. NxD's model then attends to other heads than the model that was converted.
 """
 
 from collections.abc import Iterator
@@ -38,7 +41,8 @@ class NxdLayout:
     qkv: QkvKind = "separate"
     gate_up: bool = True
     """Gate and up projections are fused in one matrix."""
-    kv_order: KvOrder = "trn1"
+    kv_order: KvOrder | Literal["trn2_converter"] = "trn1"
+    """Order of replicated heads. trn2_converter: that of NxD's own converter for trn2, which is only read."""
     style: NameStyle = "hf"
     by_head: bool = True
     """Megatron style: fused matrices are interleaved head by head, as NxDT's model expects. False: one matrix follows
@@ -106,10 +110,15 @@ def kv_slots(model: LlamaConfig, layout: NxdLayout, tp_rank: int) -> list[tuple[
     slots_per_rank, queries = kv * replicas // layout.tp, model.heads // (kv * replicas)
     out = []
     for slot in range(tp_rank * slots_per_rank, (tp_rank + 1) * slots_per_rank):
-        head, replica = (slot % kv, slot // kv) if layout.kv_order == "trn1" else (slot // replicas, slot % replicas)
-        first = (head * replicas + replica) * queries
+        head = slot // replicas if layout.kv_order == "trn2" else slot % kv
+        first = ((head * replicas + slot // kv) if layout.kv_order == "trn1" else slot) * queries
         out.append((head, range(first, first + queries)))
     return out
+
+
+def is_key_or_value(name: str) -> bool:
+    """True for the unfused tensors whose rows NxD replicates."""
+    return name.endswith((".attention.k.weight", ".attention.v.weight"))
 
 
 def stage_cuts(model: LlamaConfig, layout: NxdLayout) -> tuple[int, ...]:
@@ -173,7 +182,7 @@ def valid_kv_multipliers(model: LlamaConfig, layout: NxdLayout) -> list[int]:
         and model.num_kv_heads * replicas % layout.tp == 0
         and layout.tp % replicas == 0
         # NxD sums gradients over ranks that hold the same heads; on trn2 these are adjacent ranks.
-        and (replicas == 1 or layout.kv_order == "trn1" or model.num_kv_heads * replicas == layout.tp)
+        and (replicas == 1 or layout.kv_order != "trn2" or model.num_kv_heads * replicas == layout.tp)
     ]
 
 

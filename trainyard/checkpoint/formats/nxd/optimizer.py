@@ -19,7 +19,7 @@ import torch
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd.files import open_nxd
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints
-from trainyard.checkpoint.formats.nxd.layout import rank_tensors, require_llama
+from trainyard.checkpoint.formats.nxd.layout import is_key_or_value, rank_tensors, require_llama
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
 from trainyard.checkpoint.formats.nxd.optimizer_files import (
     MASTER_WEIGHTS_KEY,
@@ -71,7 +71,9 @@ def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None 
         if tensor.name in parameters[rank]
     ]
     sources: dict[str, ShardedWeights] = {
-        kind: ShardedWeights(llama, ((tensor, named[rank][kind][tensor.name]) for rank, tensor in stored))
+        kind: ShardedWeights(
+            llama, ((tensor, named[rank][kind][tensor.name]) for rank, tensor in stored), is_key_or_value
+        )
         for kind in all_shards[0].tensors
     }
     dtypes = dict.fromkeys(sources, torch.float32)
