@@ -110,6 +110,36 @@ def test_no_file_leaves_the_cache(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.rglob("out"))
 
 
+@pytest.mark.parametrize(
+    "names",
+    [["a", "a/b"], ["a/b", "a"], ["n" * 300], ["/".join(["deep"] * 300)], ["a//b"], ["\ud800"], ["caf\u00e9"]],
+    ids=["file and directory", "directory and file", "long name", "long path", "two forms", "no text", "not ASCII"],
+)
+def test_names_that_are_no_files_are_one_line_errors(tmp_path: Path, names: list[str]) -> None:
+    """Guards against tracebacks of the file system, and against a cache of which a part was unpacked."""
+    members = {name.encode(errors="replace").decode(): b"x" for name in names}
+    with pytest.raises(UserError, match=r"a\.tar: .*; refusing to unpack$") as error:
+        unpack(forged_archive(tmp_path / "a.tar", members, dict.fromkeys(names, b"x")), tmp_path / "to")
+    assert len(str(error.value)) < 200 + len(str(tmp_path))
+    assert read(tmp_path / "to") == {}
+
+
+def test_what_the_file_system_refuses_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "to" / "a").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot be unpacked to .*: .*directory"):
+        unpack(forged_archive(tmp_path / "a.tar", {"a": b"x"}), tmp_path / "to")
+
+
+def test_deeply_nested_manifest_is_unreadable(tmp_path: Path) -> None:
+    text = b"[" * 200_000
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        info = tarfile.TarInfo(MANIFEST)
+        info.size = len(text)
+        tar.addfile(info, io.BytesIO(text))
+    with pytest.raises(UserError, match="unreadable manifest"):
+        unpack(tmp_path / "a.tar", tmp_path / "to")
+
+
 def test_links_and_unlisted_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not in the manifest"):
         unpack(forged_archive(tmp_path / "a.tar", {"a": b""}, link="/etc/passwd"), tmp_path / "to")

@@ -29,6 +29,8 @@ INDEX_DIRS = ("fxgraph", "aotautograd", "runs")
 """Indexes are moved into place last, after the files they refer to."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Larger manifests are rejected."""
+MAX_NAME_LENGTH, MAX_PATH_LENGTH = 255, 1024
+"""Longest file name, which is Linux's, and longest path in an archive. torch names its files in ASCII."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def unpack_cache(
                     (Path(staging) / name).replace(cache_dir / name)
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{source}: not an archive, or truncated ({one_line(error)}); pack it again") from None
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{source}: cannot be unpacked to {cache_dir}: {one_line(error)}") from None
     return contents
 
 
@@ -104,12 +106,17 @@ def _read_manifest(tar: tarfile.TarFile, source: Path) -> ArchiveContents:
             raise UserError(f"{source}: archive format {manifest['format']}; this version reads {FORMAT_VERSION}")
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         archived_fingerprint = {str(name): str(value) for name, value in manifest["fingerprint"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{source}: unreadable manifest ({one_line(error)}); pack it again") from None
+    directories = {str(parent) for name in files for parent in PurePosixPath(name).parents}
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name or "\0" in name:
             raise UserError(f"{source}: {name!r} would leave the cache; refusing to unpack")
+        if not name.isascii() or max(map(len, path.parts)) > MAX_NAME_LENGTH or len(name) > MAX_PATH_LENGTH:
+            raise UserError(f"{source}: {name[:40]!r}...: not ASCII, or too long for a file; refusing to unpack")
+        if name in directories or str(path) != name:
+            raise UserError(f"{source}: {name!r} is a directory too, or not its shortest form; refusing to unpack")
     return ArchiveContents(archived_fingerprint, files)
 
 
