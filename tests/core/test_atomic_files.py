@@ -1,10 +1,13 @@
 """Atomic files and directories: complete under their final name, or absent."""
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from trainyard.core.atomic_files import atomic_directory, atomic_file, atomic_write_text
+from trainyard.core.atomic_files import atomic_directory, atomic_file, atomic_write_text, fsync_directory
 
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
@@ -46,3 +49,55 @@ def test_a_directory_replaces_the_old_one_only_if_the_block_succeeds(tmp_path: P
             assert [entry.name for entry in path.iterdir()] == ["first"]
     assert [entry.name for entry in path.iterdir()] == ["third"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def replace_and_die(path: Path, renames: int) -> None:
+    """Replace a directory, and kill this process before the given number of renames."""
+    rename, done = os.rename, 0
+
+    def rename_or_die(*args: str) -> None:
+        nonlocal done
+        if done == renames:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += 1
+        rename(*args)
+
+    os.rename = rename_or_die  # type: ignore[assignment]
+    with atomic_directory(path) as temporary:
+        (temporary / "new").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("renames", "content"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_kill_while_a_directory_is_replaced_loses_nothing(renames: int, content: str, tmp_path: Path) -> None:
+    """Guards against removing the old directory before the new one has its name."""
+    path = tmp_path / "out"
+    with atomic_directory(path) as temporary:
+        (temporary / "old").touch()
+    process = multiprocessing.get_context("fork").Process(target=replace_and_die, args=(path, renames))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    existing = path if path.exists() else tmp_path / ".out.old"
+    assert [entry.name for entry in existing.iterdir()] == [content]
+
+    def fail() -> None:
+        with atomic_directory(path):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert [entry.name for entry in path.iterdir()] == [content]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that cannot fsync directories")
+def test_directories_of_file_systems_without_directory_fsync() -> None:
+    """procfs answers fsync of a directory with EINVAL, as some network file systems do."""
+    handle = os.open("/proc", os.O_RDONLY)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.fsync(handle)
+    os.close(handle)
+    fsync_directory(Path("/proc"))
+    with pytest.raises(FileNotFoundError):
+        fsync_directory(Path("/proc/no such directory"))

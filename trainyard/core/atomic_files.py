@@ -1,5 +1,6 @@
 """Atomic files and directories: nothing half-written ever appears under a final name."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -36,27 +37,41 @@ def atomic_write_text(path: Path, text: str) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Create a temporary directory that replaces `path` if the block succeeds; delete it otherwise.
 
-    The block itself must fsync the files it writes there.
+    The block itself must fsync the files it writes there. An existing `path` is renamed, and removed only after the new
+    directory has its name; after a crash in between, the next call gives it its name back.
     """
     path = path.absolute()
-    temporary = path.with_name(f".{path.name}.part")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("part", "old"))
+    if old.exists() and not path.exists():
+        old.rename(path)
+    for leftover in (temporary, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         fsync_directory(temporary)
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        if path.exists():
+            path.rename(old)
+        try:
+            temporary.rename(path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def fsync_directory(path: Path) -> None:
-    """Flush a directory's entries to disk, which makes renames in it durable."""
+    """Flush a directory's entries to disk, which makes renames in it durable. Some file systems cannot do that."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)

@@ -230,7 +230,7 @@ def test_a_hint_is_needed_if_replicas_do_not_show_the_order(tmp_path: Path) -> N
 def test_kv_heads_in_trn2_order_are_not_read_as_trn1(tmp_path: Path) -> None:
     weights = RandomWeights(llama(**GQA))
     out = write(tmp_path / "out", weights, NxdLayout(tp=4, kv_multiplier=2, qkv="qkv_linear", kv_order="trn2"))
-    with pytest.raises(UserError, match="hw_backend=trn1 was given, but its kv heads are in trn2 order"):
+    with pytest.raises(UserError, match="its kv heads are in trn2 order, not trn1; pass --source-layout kv_order=trn2"):
         open_nxd(out, weights.model, {"kv_order": "trn1"})
     assert open_nxd(out, weights.model).notes == (
         f"{out / 'model'}: kv_order=trn2, inferred from the replicas of its kv heads",

@@ -193,6 +193,7 @@ PICKLES = {
     "a list as a key": (b"}]Ns.", "used as a key"),
     "a key that collides": (b"}\x8a\x09" + (2**64).to_bytes(9, "little") + b"Ns.", "used as a key"),
     "a deep list": (b"]" * 100_000 + b"a" * 99_999 + b".", "nested more than"),
+    "millions of marks": (b"(" * 5_000_000 + b".", "more than 1000 nested marks"),
     "a cycle": (b"]q\x00h\x00a.", "nested more than"),
     "a function that unfolds": (b")" + b"2\x86" * 100 + b")R.", "call of a tuple"),
     "a name that unfolds": (b"N)" + b"2\x86" * 100 + b"\x93.", "invalid global name"),
@@ -218,6 +219,24 @@ def test_invalid_pickles(name: str, tmp_path: Path) -> None:
     refused(write_archive(tmp_path / "a.pt", PICKLES[name][0]), PICKLES[name][1])
     assert time.monotonic() - start < 10
     assert allowed == ALLOWED_GLOBALS
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pickled", [b"]" * 5_000_000 + b"a" * 4_999_999 + b".", b")" + b"\x85" * 9_000_000 + b"."])
+def test_millions_of_nested_containers_take_seconds(pickled: bytes, tmp_path: Path) -> None:
+    path, start = write_archive(tmp_path / "a.pt", pickled), time.process_time()
+    refused(path, "more than 4000000 opcodes")
+    assert time.process_time() - start < 30
+
+
+def test_a_tensor_reference_without_tid_is_refused(tmp_path: Path) -> None:
+    """A reference of torch-xla gets its state after it was created, or never in a hostile file."""
+    reference = b"ctorch_xla.utils.serialization\nTensorReference\n)\x81"
+    path = write_archive(tmp_path / "a.pt", b"}U\x01a" + reference + b"s.")
+    refused(path, "a tensor reference has no tid")
+    for attribute in ("shape", "dtype"):
+        with pytest.raises(UserError, match="no tid"):
+            getattr(open_torch_file(path)["a"], attribute)
 
 
 def test_unfolding_values_and_huge_lengths_use_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ elements and unfold to more values than fit in memory, a key whose hash takes ye
 million times.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pickletools import genops
@@ -17,12 +18,14 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-MAX_VALUES = 10_000_000
-"""Maximum opcodes of a pickle, and maximum values in its object, counted as a tree."""
+MAX_VALUES = 4_000_000
+"""Maximum opcodes of a pickle, and maximum values in its object, counted as a tree: a few seconds."""
 MAX_COPIED_BYTES = 2**31
 """Maximum bytes that calls may copy; a value in a container counts as 64."""
 MAX_DEPTH = 100
 """Maximum nesting of containers."""
+MAX_MARKS = 10 * MAX_DEPTH
+"""Maximum nesting of marks. A pickle has at most a few of them for each level of containers."""
 _MAX_KEY_ITEMS = 16
 """Maximum values in a tuple that is a dict key."""
 
@@ -109,14 +112,20 @@ def unpickle(stream: IO[bytes], rules: UnpickleRules) -> Any:
     what `find_global` raises.
     """
     vm = _PickleVm(rules)
-    for i, (opcode, argument, _) in enumerate(genops(stream)):
-        if i == MAX_VALUES:
-            raise ValueError(f"more than {i} opcodes in a pickle")
-        if opcode.name in _PUSHED_VALUES:
-            value = _PUSHED_VALUES[opcode.name](vm, argument)
-            vm.stack.append(value)  # the value may have come with another stack
-        else:
-            _ACTIONS[opcode.name](vm, argument)
+    collected = gc.isenabled()
+    gc.disable()  # it would take most of the time if there are millions of containers
+    try:
+        for i, (opcode, argument, _) in enumerate(genops(stream)):
+            if i == MAX_VALUES:
+                raise ValueError(f"more than {i} opcodes in a pickle")
+            if push := _PUSHED_VALUES.get(opcode.name):
+                value = push(vm, argument)
+                vm.stack.append(value)  # the value may have come with another stack
+            else:
+                _ACTIONS[opcode.name](vm, argument)
+    finally:
+        if collected:
+            gc.enable()
     (value,) = vm.stack
     check_bounds(value)
     return value
@@ -139,6 +148,8 @@ class _PickleVm:
         return items
 
     def mark(self) -> None:
+        if len(self.outer_stacks) == MAX_MARKS:
+            raise ValueError(f"more than {MAX_MARKS} nested marks")
         self.outer_stacks.append(self.stack)
         self.stack = []
 

@@ -39,8 +39,10 @@ _DATA_ERRORS = ValueError, LookupError, TypeError, AttributeError, ArithmeticErr
 _ZIP_ERRORS = zipfile.BadZipFile, struct.error, zlib.error
 
 
-def open_torch_file(path: Path, *, allow_stubs: bool = False) -> Any:
+def open_torch_file(path: Path, *, allow_stubs: bool = False, span: tuple[int, int] | None = None) -> Any:
     """Return the object in the file, with a LazyTensor for each tensor.
+
+    `span` is the range of bytes [start, stop) of the file if `path` holds several, one after the other.
 
     Containers become plain ones (an OrderedDict or argparse's Namespace is a dict), numpy scalars plain numbers.
     An unknown class or function is refused. With `allow_stubs`, it becomes a StubObject with its name: for files that
@@ -48,8 +50,8 @@ def open_torch_file(path: Path, *, allow_stubs: bool = False) -> Any:
     """
     try:
         file = MappedFile(path)
-        with _CappedFile(path) as stream:
-            read = _read_zip if stream.read(4) == b"PK\3\4" else _read_legacy
+        with _CappedFile(path, span) as stream:
+            read = _read_zip if stream.read(4) == b"PK\3\4" or span else _read_legacy
             return read(file, stream, partial(_find_global, path, cache(partial(_tensor_info, path)), allow_stubs))
     except UserError:
         raise
@@ -86,14 +88,27 @@ def _find_global(path: Path, info: TensorInfo, allow_stubs: bool, module: str, n
 
 
 class _CappedFile(io.FileIO):
-    """A file that limits each read to the maximum size of a zip directory, whatever lengths the file claims."""
+    """A file, or a range of bytes of it, whose reads are limited to the maximum size of a zip directory, whatever
+    lengths the file claims."""
+
+    def __init__(self, path: Path, span: tuple[int, int] | None = None) -> None:
+        super().__init__(path)
+        self.start, self.stop = span or (0, os.fstat(self.fileno()).st_size)
+        self.seek(0)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        origin = {os.SEEK_SET: self.start, os.SEEK_END: self.stop}.get(whence)
+        return super().seek(super().tell() + offset if origin is None else origin + offset) - self.start
+
+    def tell(self) -> int:
+        return super().tell() - self.start
 
     def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or size < 0:
-            size = os.fstat(self.fileno()).st_size - self.tell()
+        remaining = max(self.stop - self.start - self.tell(), 0)
+        size = remaining if size is None or size < 0 else size
         if size > _MAX_DIRECTORY_BYTES:
             raise ValueError(f"zip directory of {size} bytes")
-        return super().read(size)
+        return super().read(min(size, remaining))
 
 
 def _read_zip(file: MappedFile, stream: _CappedFile, find_global: FindGlobal) -> Any:
@@ -119,9 +134,10 @@ def _read_zip(file: MappedFile, stream: _CappedFile, find_global: FindGlobal) ->
             position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
         header = signature, local_name, position
         is_valid = header == (b"PK\3\4", record.orig_filename.encode(), extra_length)
-        if not is_valid or stream.tell() + record.file_size > file.size:
+        start = stream.start + stream.tell()
+        if not is_valid or start + record.file_size > min(stream.stop, file.size):
             raise ValueError(f"record {name!a:.100} is not at its position")
-        return stream.tell(), record.file_size
+        return start, record.file_size
 
     def content(name: str) -> bytes:
         start, size = locate(name)
@@ -207,12 +223,22 @@ class _ReferencedTensor(LazyTensor):
 
     def __init__(self, path: Path, info: TensorInfo) -> None:
         self._references, self._info = path, info
-        self._state: dict[Any, Any] = {}
+        self._given_state: dict[Any, Any] | None = None
 
     def set_state(self, state: Any) -> None:
         if type(state) is not dict or type(state.get("tid")) is not int or state["tid"] < 0:
             raise ValueError("invalid tensor reference")
-        self._state, self._path = state, Path(f"{self._references}.tensors") / f"tensor_{state['tid']}.pt"
+        self._given_state = state
+
+    @property
+    def _state(self) -> dict[Any, Any]:
+        if self._given_state is None:
+            raise UserError(f"{self._references}: corrupt, or not a file of torch.save: a tensor reference has no tid")
+        return self._given_state
+
+    @property
+    def _path(self) -> Path:
+        return Path(f"{self._references}.tensors") / f"tensor_{self._state['tid']}.pt"
 
     @cached_property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # an attribute that is computed when first used

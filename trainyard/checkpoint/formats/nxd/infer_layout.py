@@ -94,7 +94,9 @@ def infer_kv_order(
             note += "; pass --source-layout kv_order=trn2 if NxD's converter wrote it with --hw_backend trn2"
         return candidates[order], note
     if hint == "trn1":
-        raise UserError("hw_backend=trn1 was given, but its kv heads are in trn2 order; omit it")
+        raise UserError(
+            "its kv heads are in trn2 order, not trn1; pass --source-layout kv_order=trn2 (convert-nxd: --hw_backend)"
+        )
     note = "its kv heads are in trn1 order and its query heads in place, as NxD's converter writes them for trn2"
     return replace(layout, kv_order="trn2_converter"), note
 
