@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from trainyard import devices
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.devices.neuron.device import NeuronDevice, missing_requirement
 from trainyard.devices.neuron.environment import (
-    LaunchInfo,
     merge_env,
     native_environment,
-    read_launch_info,
     resolve_lnc,
     visible_core,
 )
@@ -81,29 +80,9 @@ def test_installed_version() -> None:
     assert reason >= (2, 11)
 
 
-@pytest.mark.parametrize(
-    ("environ", "launch"),
-    [
-        ({}, LaunchInfo()),
-        (
-            {"RANK": "65", "WORLD_SIZE": "128", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "64", "MASTER_PORT": "41000"},
-            LaunchInfo(65, 128, 1, 64, "localhost", 41000),
-        ),
-        ({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, LaunchInfo(3, 4, 3, 4)),
-    ],
-)
-def test_launch_info_from_the_environment(environ: dict[str, str], launch: LaunchInfo) -> None:
-    assert read_launch_info(environ) == launch
-
-
 @pytest.mark.parametrize(("ranks", "local", "hosts"), [(1, 1, 1), (64, 64, 1), (128, 64, 2), (65, 64, 2)])
 def test_hosts(ranks: int, local: int, hosts: int) -> None:
-    assert LaunchInfo(world_size=ranks, local_world_size=local).hosts == hosts
-
-
-def test_launch_variables_must_be_numbers() -> None:
-    with pytest.raises(UserError, match="WORLD_SIZE=many: must be a number"):
-        read_launch_info({"WORLD_SIZE": "many"})
+    assert World(size=ranks, local_size=local).hosts == hosts
 
 
 @pytest.mark.parametrize(
@@ -169,20 +148,20 @@ def test_ranks_divide_the_visible_cores(first: int, count: int) -> None:
 
 
 def test_native_environment() -> None:
-    one_host = native_environment(2, LaunchInfo(local_rank=3, local_world_size=4, world_size=4), "/cache")
+    one_host = native_environment(2, World(3, 4, 3, 4), "/cache")
     assert one_host["NEURON_LOGICAL_NC_CONFIG"] == "2"
     assert one_host["NEURON_RT_VISIBLE_CORES"] == "3"
     assert one_host["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/cache"
     assert int(one_host["NEURON_RT_EXEC_TIMEOUT"]) > 30
     assert not [name for name in one_host if name.startswith("FI_")]
-    two_hosts = native_environment(2, LaunchInfo(world_size=128, local_world_size=64), "/cache")
+    two_hosts = native_environment(2, World(size=128, local_size=64), "/cache")
     assert two_hosts["FI_PROVIDER"] == "efa"
     assert two_hosts["FI_EFA_USE_DEVICE_RDMA"] == "1"
     assert "NEURON_RT_ROOT_COMM_ID" not in two_hosts, "ranks find the root address through their store"
 
 
 def test_user_settings_win() -> None:
-    defaults = native_environment(2, LaunchInfo(), "/ours")
+    defaults = native_environment(2, World(), "/ours")
     user_env = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/mine", "NEURON_RT_EXEC_TIMEOUT": "99"}
     changes = merge_env(defaults, user_env)
     assert not changes.keys() & user_env.keys()
@@ -208,12 +187,12 @@ def test_device_properties() -> None:
 def test_prepare_rejects_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     device = NeuronDevice(TrainiumInstance("trn2", 1, "trn2.3xlarge"))
     with pytest.raises(UserError, match="local rank 4: this machine has 4 cores, one per rank"):
-        device.prepare(False, 4, "bf16")
+        device.prepare(False, World(4, 8, 4, 8), "bf16")
     with pytest.raises(UserError, match=r"precision\.kind=fp8: not on Trainium.*nearest: bf16"):
-        device.prepare(False, 0, "fp8")
+        device.prepare(False, World(), "fp8")
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     with pytest.raises(UserError, match=r"conflicts with device\.lnc=2"):
-        device.prepare(False, 0, "bf16", 2)
+        device.prepare(False, World(), "bf16", 2)
 
 
 @pytest.mark.parametrize("value", [0, 3])

@@ -5,9 +5,9 @@ import torch
 
 from trainyard import devices
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.devices.neuron.environment import (
     PRECISION_FLAGS,
-    LaunchInfo,
     compiler_flags,
     merge_env,
     root_comm_id,
@@ -47,7 +47,7 @@ def test_selecting_it_by_name_says_what_to_install(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("precision", PRECISION_FLAGS)
 def test_dtypes_are_not_changed(precision: str) -> None:
     """Neither the compiler nor torch_xla downcasts fp32 tensors, and the hardware does not round stochastically."""
-    variables = xla_environment("trn1", 1, precision, LaunchInfo(), "/cache")
+    variables = xla_environment("trn1", 1, precision, World(), "/cache")
     assert variables["XLA_USE_BF16"] == variables["XLA_DOWNCAST_BF16"] == "0"
     assert variables["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "0"
     flags = variables["NEURON_CC_FLAGS"].split()
@@ -71,8 +71,8 @@ def test_compiler_flags_by_generation(generation: str, lnc: int, expected_flag: 
 
 
 def test_xla_environment() -> None:
-    launch = LaunchInfo(33, 64, 1, 32, "10.0.0.1", 41000)
-    variables = xla_environment("trn1", 1, "bf16", launch, "/cache")
+    world = World(33, 64, 1, 32, "10.0.0.1", 41000)
+    variables = xla_environment("trn1", 1, "bf16", world, "/cache")
     assert variables["PJRT_DEVICE"] == "NEURON"
     assert variables["NEURON_PJRT_WORLD_SIZE"] == "64"
     assert variables["NEURON_PJRT_PROCESS_INDEX"] == "33"
@@ -81,7 +81,7 @@ def test_xla_environment() -> None:
     assert variables["NEURON_RT_ROOT_COMM_ID"] == "10.0.0.1:41001"
     assert variables["FI_PROVIDER"] == "efa"
     assert variables["NEURON_COMPILE_CACHE_URL"] == "/cache"
-    single = xla_environment("trn1", 1, "bf16", LaunchInfo(), "/cache")
+    single = xla_environment("trn1", 1, "bf16", World(), "/cache")
     assert not single.keys() & {"NEURON_RT_ROOT_COMM_ID", "FI_PROVIDER", "NEURON_LOGICAL_NC_CONFIG"}
 
 
@@ -89,7 +89,7 @@ def test_xla_environment() -> None:
     ("master", "address"), [("host", "host:7001"), ("fe80::1:2", "[fe80::1:2]:7001"), ("[fe80::1]", "[fe80::1]:7001")]
 )
 def test_root_address_uses_the_next_port(master: str, address: str) -> None:
-    assert root_comm_id(LaunchInfo(world_size=2, master_addr=master, master_port=7000)) == address
+    assert root_comm_id(World(size=2, master_addr=master, master_port=7000)) == address
 
 
 def test_user_compiler_flags_win() -> None:
@@ -107,12 +107,10 @@ def test_user_compiler_flags_win() -> None:
 
 def test_merge_env_is_idempotent() -> None:
     """Two Trainers in one process set the same variables."""
-    defaults = xla_environment(
-        "trn1", 1, "bf16", LaunchInfo(local_rank=3, local_world_size=32, world_size=32), "/cache"
-    )
+    defaults = xla_environment("trn1", 1, "bf16", World(3, 32, 3, 32), "/cache")
     first = merge_env(defaults, {})
     again = merge_env(
-        xla_environment("trn1", 1, "bf16", LaunchInfo(local_rank=3, local_world_size=32, world_size=32), "/cache", "3"),
+        xla_environment("trn1", 1, "bf16", World(3, 32, 3, 32), "/cache", "3"),
         first,
     )
     assert first | again == first
@@ -133,7 +131,7 @@ def test_device_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not device.supports_group(range(4)), "four consecutive cores"
     assert device.compile_options() is None, "torch_xla compiles everything"
     with pytest.raises(UserError, match="local rank 32: this machine has 32 cores"):
-        device.prepare(False, 32, "bf16")
+        device.prepare(False, World(32, 64, 32, 64), "bf16")
 
 
 def test_other_pjrt_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +141,3 @@ def test_other_pjrt_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.peak_throughput(torch.bfloat16) is None
     assert device.rank_order(4, 32) is None
     assert device.supports_group(range(3))
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="PJRT_DEVICE=CPU: 4 processes cannot communicate; nearest: one rank"):
-        device.prepare(False)

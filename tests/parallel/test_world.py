@@ -1,22 +1,21 @@
-"""World: read from the launcher's variables by commands, passed explicitly everywhere else."""
+"""The ranks of a run: a World that is passed explicitly, and how real ranks meet."""
+
+import os
+from datetime import timedelta
+from threading import Thread
+from unittest.mock import patch
 
 import pytest
 
 from tests.support import configs
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.devices.cpu import CpuDevice
 from trainyard.dryrun.dry_run import dry_run
+from trainyard.launch.launcher import reserved_port
+from trainyard.parallel import rendezvous
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.world import World
-
-
-def test_the_launchers_variables() -> None:
-    assert World.from_environment({}) == World(0, 1, 0, 1)
-    variables = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
-    assert World.from_environment(variables) == World(9, 16, 1, 8)
-    with pytest.raises(UserError, match=r"RANK=x WORLD_SIZE=2 .*: must be integers"):
-        World.from_environment({"RANK": "x", "WORLD_SIZE": "2"})
 
 
 def test_an_explicit_world_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +34,36 @@ def test_dry_runs_of_several_ranks_in_one_process() -> None:
     assert [mesh.coords for mesh in meshes] == [Layout(tp=2, dp=2).coords(rank) for rank in (0, 3, 1)]
     assert [mesh.tp.ranks for mesh in meshes] == [(0, 1), (2, 3), (0, 1)]
     assert [mesh.dp_cp.ranks for mesh in meshes] == [(0, 2), (1, 3), (1, 3)]
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """A free port, and a wait of a second for the other ranks instead of ten minutes."""
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
+    with patch.dict(os.environ), reserved_port() as port:
+        yield port
+
+
+def test_a_rank_that_never_starts_ends_the_wait_with_one_line(port: int) -> None:
+    with pytest.raises(UserError, match=rf"MASTER_PORT={port}: rank 0 of 2 cannot meet the others: .*1/2 clients"):
+        rendezvous.meet_all_ranks(World(0, 2, 0, 2, "127.0.0.1", port))
+
+
+def test_an_address_without_rank_0_ends_the_wait_with_one_line(port: int) -> None:
+    with pytest.raises(UserError, match=rf"MASTER_PORT={port}: rank 1 of 2 cannot meet the others: .*") as caught:
+        rendezvous.meet_all_ranks(World(1, 2, 1, 2, "127.0.0.1", port))
+    assert "\n" not in str(caught.value)
+
+
+def test_two_processes_with_one_rank_are_an_error(port: int) -> None:
+    """Two runs that share a port, or a wrong RANK: the second process would take part in the wrong run."""
+    worlds = [World(rank, 2, rank, 2, "127.0.0.1", port) for rank in range(2)]
+    stores = []
+    threads = [Thread(target=lambda world=world: stores.append(rendezvous.meet_all_ranks(world))) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 2
+    with pytest.raises(UserError, match="another process is rank 1 too"):
+        rendezvous.meet_all_ranks(worlds[1])

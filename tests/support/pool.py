@@ -118,6 +118,7 @@ def _serve(pipe: Connection, crash_log: str) -> None:
             "RANK": str(rank),
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }

@@ -12,12 +12,12 @@ import torch_xla
 import torch_xla.runtime as xla_runtime
 from torch_xla._internal import pjrt
 
+from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel.layout import AxisName, Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
-from trainyard.parallel.world import World
 
 T = TypeVar("T")
 VARIABLES = {

@@ -11,10 +11,10 @@ from tests.support import configs
 from tests.xla.replicas import Replica, run_replicas
 from trainyard.config.schema import Config
 from trainyard.core import counter_rng
+from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.xla_device import XlaDevice
-from trainyard.parallel.world import World
 from trainyard.train.trainer import Trainer
 
 STEPS = 5

@@ -15,10 +15,11 @@ from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
+from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
-from trainyard.parallel.world import World
 from trainyard.plan.fit_check import check_fits
 from trainyard.train.records import RunSummary
 from trainyard.train.trainer import Trainer
@@ -50,11 +51,15 @@ def train(
     if "=" in source:  # only overrides were given
         source, override_list = DEFAULT_RECIPE, [source, *override_list]
     world = World.from_environment()
-    is_rank = "RANK" in os.environ
-    prints = world.rank == 0 and (is_rank or nproc == 1)  # exactly one process of the run prints notes
-    ranks = world.size if is_rank else nproc
+    if nproc > 1 and world.size > 1:
+        raise UserError(
+            f"--nproc {nproc}: this process is rank {world.rank} of {world.size} already; start one process per rank "
+            f"and omit --nproc (srun --ntasks-per-node {nproc})"
+        )
+    prints = world.rank == 0 and nproc == 1  # exactly one process of the run prints notes
+    ranks = max(world.size, nproc)
     config = load_run_config(source, override_list, smoke, ranks, None if prints else lambda line: None)
-    if nproc > 1 and not is_rank:
+    if nproc > 1:
         Layout.from_config(config, nproc)  # report an impossible layout before any process starts
         environment = devices.select(config.device.name).rank_environment()
         return launch(["train", source, *override_list, *(["--smoke"] if smoke else [])], nproc, environment)
@@ -92,6 +97,9 @@ def print_run_header(console: Console, trainer: Trainer) -> None:
         print_line(console, f"{layout.world_size} ranks: {layout.describe()}")
     if config.layout.ranks and config.layout.ranks != layout.world_size:
         console.print(f"note: the file is meant for {config.layout.ranks} ranks; this run has {layout.world_size}")
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if layout.world_size == 1 and tasks != "1":
+        print_line(console, f"note: SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone")
 
 
 def summary_lines(summary: RunSummary) -> list[str]:

@@ -21,6 +21,7 @@ from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.world import World
 from trainyard.dryrun.dry_run import SYNTHETIC_DATA
 from trainyard.tune.search import TuneSearch, run_search
 from trainyard.tune.search_space import KEY_MICRO_BATCH, SearchSpace
@@ -59,7 +60,7 @@ def tune(
       trainyard tune llama2-7b --smoke
     """
     override_list = list(overrides or [])
-    if "RANK" in os.environ:
+    if World.from_environment().size > 1:
         raise UserError("tune: starts the ranks of its trials; run it once with --nproc, not as a rank")
     config = load_run_config(source, override_list, smoke, nproc)
     fixed_keys = {override.partition("=")[0] for override in override_list}

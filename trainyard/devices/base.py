@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from trainyard.core.world import ONE_RANK, World
 from trainyard.kernels.reference import Kernels
 
 
@@ -62,6 +63,8 @@ class Device(ABC):
     name: str
     process_group_backend: str
     """Backend name for torch.distributed."""
+    carries_objects = True
+    """False if pickled objects need a group of the host (gloo): the backend traces its tensors, or casts their bits."""
     synchronous: bool
     """True if work is complete when a call returns (there is no queue)."""
     max_logits_bytes: int
@@ -133,9 +136,14 @@ class Device(ABC):
         return {}
 
     def prepare(
-        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+        self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
         """Apply process-wide settings before the first use. `lnc` is the number of physical NeuronCores per rank."""
+        return
+
+    def join_world(self, world: World) -> None:
+        """Make the device's own collectives span all ranks, or raise UserError. Called once the process group
+        exists."""
         return
 
     def architecture(self) -> str:

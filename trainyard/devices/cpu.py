@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from trainyard import compat
+from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import Device, PeakThroughput
 from trainyard.kernels import bf16_cpu
 
@@ -27,9 +28,9 @@ class CpuDevice(Device):
         return None
 
     def prepare(
-        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+        self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        super().prepare(deterministic, local_rank, precision, lnc)
+        super().prepare(deterministic, world, precision, lnc)
         if precision != "fp32" and not compat.has_fast_bf16_matmul():
             bf16_cpu.install()
 

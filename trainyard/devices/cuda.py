@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainyard.core.errors import UserError
+from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import PeakThroughput, StreamDevice
 from trainyard.kernels.reference import Kernels
 
@@ -31,6 +32,17 @@ SDPA_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 """In order of speed."""
+
+
+def device_index(local_rank: int, visible: int, environ: Mapping[str, str]) -> int:
+    """The GPU of a rank among the `visible` ones. Slurm can bind a task to its own GPUs and hide the others of the
+    node (srun --gpus-per-task): there, each rank takes the first."""
+    if local_rank < visible:
+        return local_rank
+    on_node = environ.get("SLURM_GPUS_ON_NODE", "0")
+    if not on_node.isdigit() or not 0 < visible < int(on_node):
+        raise UserError(f"local rank {local_rank}: this machine has {visible} GPUs, one per rank")
+    return 0
 
 
 class CudaDevice(StreamDevice):
@@ -73,13 +85,12 @@ class CudaDevice(StreamDevice):
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
     def prepare(
-        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+        self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        if local_rank >= self.max_local_ranks():
-            raise UserError(f"local rank {local_rank}: this machine has {self.max_local_ranks()} GPUs, one per rank")
+        index = device_index(world.local_rank, self.max_local_ranks(), os.environ)
         # Read at the first allocation: segments grow, so that fragmentation does not exhaust memory with large models.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(index)
         # The fastest attention backward kernels add in no fixed order. cuBLAS reads its variable at first use.
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -50,5 +50,9 @@ def as_fake(device: Device, compile_backend: Callable[..., Any]) -> Device:
     """The same device, with the same properties, for one rank of a fake world on fake tensors. `compile_backend` is the
     torch.compile backend that traces its graphs."""
     backends = ",".join(f"{name}:fake" for name in sorted({device.name, CpuDevice.name}))
-    attributes = {"process_group_backend": backends, "compile_backend": staticmethod(compile_backend)}
+    attributes = {
+        "process_group_backend": backends,
+        "carries_objects": True,
+        "compile_backend": staticmethod(compile_backend),
+    }
     return type("FakeDevice", (_FakeDevice, type(device)), attributes)()

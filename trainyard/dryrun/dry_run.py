@@ -13,8 +13,8 @@ import torch
 from trainyard import compat, devices, models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.core.world import World
 from trainyard.parallel.mesh import shutdown_distributed
-from trainyard.parallel.world import World
 from trainyard.train.trainer import Trainer
 
 SYNTHETIC_DATA: dict[str, object] = {

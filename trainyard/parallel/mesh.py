@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from trainyard import compat
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.parallel.layout import AxisName, Layout
 from trainyard.parallel.process_group import Group, NestedGroup
-from trainyard.parallel.world import World
+from trainyard.parallel.rendezvous import meet_all_ranks
 
 T = TypeVar("T")
 SINGLE_RANK = Group()
@@ -43,6 +44,8 @@ class Mesh:
     """The global rank at each index of the layout."""
     tied_embedding: Group = SINGLE_RANK
     """The first and last pipeline ranks, which both hold a tied embedding; for other ranks a group of one."""
+    object_group: dist.ProcessGroup | None = None
+    """A gloo group of all ranks for pickled objects; None if the device's process group carries them."""
 
     @property
     def coords(self) -> dict[AxisName, int]:
@@ -54,8 +57,10 @@ class Mesh:
         if world.size == 1:
             return cls(layout, local_rank=world.local_rank)
         if not dist.is_initialized():
-            backend = device.process_group_backend
-            dist.init_process_group(backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size)
+            store, backend = meet_all_ranks(world), device.process_group_backend
+            store.set_timeout(TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
+            device.join_world(world)
         order = rank_order or list(range(world.size))
 
         def create_group(members_by_group: list[list[int]], name: str = "", sort: bool = False) -> Group:
@@ -106,6 +111,7 @@ class Mesh:
             tied_embedding=create_group(
                 [[members[0], members[last_pp_rank]] for members in layout.groups("pp")] if last_pp_rank else []
             ),
+            object_group=None if device.carries_objects else dist.new_group(backend="gloo", timeout=TIMEOUT),
         )
 
     def broadcast_object(self, make: Callable[[], T], device: Device) -> T:
@@ -113,7 +119,8 @@ class Mesh:
         if self.world.size == 1:
             return make()
         objects: list[Any] = [make() if self.layout_rank == 0 else None]
-        dist.broadcast_object_list(objects, src=self.rank_order[0], device=device.torch_device)
+        handle = None if self.object_group else device.torch_device
+        dist.broadcast_object_list(objects, src=self.rank_order[0], group=self.object_group, device=handle)
         return objects[0]
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -121,7 +128,7 @@ class Mesh:
         if self.world.size == 1:
             return [value]
         values: list[Any] = [None] * self.world.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.object_group)
         return [values[rank] for rank in self.rank_order]
 
 

@@ -15,6 +15,7 @@ from trainyard.checkpoint.registry import open_weights
 from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.kernels.fp8_linear import Fp8Options
@@ -28,7 +29,6 @@ from trainyard.parallel.context_parallel import ContextAxis
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
-from trainyard.parallel.world import World
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import Metric
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def build_device(config: Config, world: World, device: devices.Device | None = None) -> devices.Device:
     """The device of config.device.name (or the given one), prepared for this run."""
     device = device or devices.select(config.device.name)
-    device.prepare(config.device.deterministic, world.local_rank, config.precision.kind, config.device.lnc)
+    device.prepare(config.device.deterministic, world, config.precision.kind, config.device.lnc)
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     return device

@@ -21,10 +21,10 @@ from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.world import World
 from trainyard.metrics.writers import MetricsWriter, create_run_directory
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.world import World
 from trainyard.train import build
 from trainyard.train.callbacks import Callback
 from trainyard.train.checkpointing.resume import check_compatible, find_resume_point, load_state

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import CompileOptions, StreamDevice
 from trainyard.devices.neuron.environment import CORES_VARIABLE, merge_env, native_environment
 from trainyard.devices.neuron.instance import PLATFORM_VARIABLE, TrainiumInstance, detect_instance, installed_version
@@ -67,10 +68,10 @@ class NeuronDevice(TrainiumDevice, StreamDevice):
         return f"{self.generation}, LNC {self.lnc}"
 
     def prepare(
-        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+        self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        launch = self.prepare_rank(local_rank, precision, lnc)
-        environment = native_environment(self.lnc, launch, str(neff_cache_dir()), os.environ.get(CORES_VARIABLE))
+        self.check_rank(world, precision, lnc)
+        environment = native_environment(self.lnc, world, str(neff_cache_dir()), os.environ.get(CORES_VARIABLE))
         os.environ |= merge_env(environment, os.environ)
 
     def compile_options(self) -> CompileOptions:

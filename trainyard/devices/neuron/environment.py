@@ -4,9 +4,9 @@ The user's settings win (`merge_env`); contradictions are one-line errors. docs/
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.devices.neuron.topology import LNC_CHOICES, check_lnc
 
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
@@ -40,37 +40,7 @@ PRECISION_FLAGS = {
 """Compiler flags by precision.kind: dtypes stay as given, and bf16 products accumulate in fp32."""
 
 
-class LaunchInfo(NamedTuple):
-    """This process's position among all ranks, from the launcher's environment variables."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    """Ranks on this host."""
-    master_addr: str = "localhost"
-    master_port: int = 0
-    """Rendezvous port; 0 if there is none."""
-
-    @property
-    def hosts(self) -> int:
-        return -(-self.world_size // self.local_world_size)
-
-
-def read_launch_info(environ: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, which `trainyard` sets too. Without LOCAL_WORLD_SIZE, all ranks are on one host."""
-    world_size = _read_int(environ, "WORLD_SIZE", 1)
-    return LaunchInfo(
-        rank=_read_int(environ, "RANK"),
-        world_size=world_size,
-        local_rank=_read_int(environ, "LOCAL_RANK"),
-        local_world_size=max(_read_int(environ, "LOCAL_WORLD_SIZE", world_size), 1),
-        master_addr=environ.get("MASTER_ADDR", "localhost"),
-        master_port=_read_int(environ, "MASTER_PORT"),
-    )
-
-
-def _read_int(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, str(default))
     if not value.isdigit():
         raise UserError(f"{name}={value}: must be a number")
@@ -112,16 +82,16 @@ def _parse_core_list(visible: str) -> list[int]:
     return cores
 
 
-def _common_environment(launch: LaunchInfo, visible: str | None) -> dict[str, str]:
+def _common_environment(world: World, visible: str | None) -> dict[str, str]:
     """Variables that both runtimes read."""
-    efa = EFA_ENV if launch.hosts > 1 else {}
-    return RUNTIME_ENV | efa | {CORES_VARIABLE: visible_core(visible, launch.local_rank, launch.local_world_size)}
+    efa = EFA_ENV if world.hosts > 1 else {}
+    return RUNTIME_ENV | efa | {CORES_VARIABLE: visible_core(visible, world.local_rank, world.local_size)}
 
 
-def native_environment(lnc: int, launch: LaunchInfo, cache: str, visible: str | None = None) -> dict[str, str]:
+def native_environment(lnc: int, world: World, cache: str, visible: str | None = None) -> dict[str, str]:
     """Variables for torch-neuronx 2.13 and later, which finds its root address through the ranks' store."""
     return {
-        **_common_environment(launch, visible),
+        **_common_environment(world, visible),
         LNC_VARIABLE: str(lnc),
         "TORCH_NEURONX_NEFF_CACHE_DIR": cache,  # default: /tmp; its locks stay in /tmp, on a local disk
         "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1",  # a graph that does not compile is an error instead of slow
@@ -129,24 +99,24 @@ def native_environment(lnc: int, launch: LaunchInfo, cache: str, visible: str | 
 
 
 def xla_environment(
-    generation: str, lnc: int, precision: str, launch: LaunchInfo, cache: str, visible: str | None = None
+    generation: str, lnc: int, precision: str, world: World, cache: str, visible: str | None = None
 ) -> dict[str, str]:
     """Variables for torch_xla with torch-neuronx up to 2.9, which configures its client for ranks only under
     torchrun."""
     variables = {
-        **_common_environment(launch, visible),
+        **_common_environment(world, visible),
         **XLA_ENV,
         "NEURON_COMPILE_CACHE_URL": cache,
         FLAGS_VARIABLE: " ".join(compiler_flags(generation, lnc, precision)),
-        "NEURON_PJRT_WORLD_SIZE": str(launch.world_size),
-        "NEURON_PJRT_PROCESS_INDEX": str(launch.rank),
-        "PJRT_LOCAL_PROCESS_COUNT": str(launch.local_world_size),
-        "PJRT_LOCAL_PROCESS_RANK": str(launch.local_rank),
+        "NEURON_PJRT_WORLD_SIZE": str(world.size),
+        "NEURON_PJRT_PROCESS_INDEX": str(world.rank),
+        "PJRT_LOCAL_PROCESS_COUNT": str(world.local_size),
+        "PJRT_LOCAL_PROCESS_RANK": str(world.local_rank),
     }
     if len(LNC_CHOICES[generation]) > 1:
         variables[LNC_VARIABLE] = str(lnc)
-    if launch.world_size > 1 and launch.master_port:
-        variables["NEURON_RT_ROOT_COMM_ID"] = root_comm_id(launch)
+    if world.master_port:
+        variables["NEURON_RT_ROOT_COMM_ID"] = root_comm_id(world)
     return variables
 
 
@@ -161,12 +131,12 @@ def compiler_flags(generation: str, lnc: int, precision: str) -> list[str]:
     ]
 
 
-def root_comm_id(launch: LaunchInfo) -> str:
+def root_comm_id(world: World) -> str:
     """Address next to the rendezvous port: the package's default is one fixed port for all runs of a host."""
-    host = launch.master_addr
+    host = world.master_addr
     if ":" in host and not host.startswith("["):  # a bare IPv6 address
         host = f"[{host}]"
-    return f"{host}:{launch.master_port + 1}"
+    return f"{host}:{world.master_port + 1}"
 
 
 def check_precision(precision: str) -> None:

@@ -6,15 +6,9 @@ from collections.abc import Sequence
 import torch
 
 from trainyard.core.errors import UserError
+from trainyard.core.world import World
 from trainyard.devices.base import Device, PeakThroughput
-from trainyard.devices.neuron.environment import (
-    PROCESS_START_ENV,
-    LaunchInfo,
-    check_precision,
-    merge_env,
-    read_launch_info,
-    resolve_lnc,
-)
+from trainyard.devices.neuron.environment import PROCESS_START_ENV, check_precision, merge_env, resolve_lnc
 from trainyard.devices.neuron.instance import TrainiumInstance, detect_instance
 from trainyard.devices.neuron.topology import CHIPS, group_problem, rank_flops, rank_memory_bytes, rank_order
 
@@ -37,6 +31,7 @@ class TrainiumTopology(Device):
 
 class TrainiumDevice(TrainiumTopology):
     synchronous = False
+    carries_objects = False  # the chip has 32-bit integers, and XLA would compile a graph for each size
     max_logits_bytes = 1 << 28
     decomposes_attention = True
     memory_model = "trainium"
@@ -66,12 +61,11 @@ class TrainiumDevice(TrainiumTopology):
     def rank_environment(self) -> dict[str, str]:
         return merge_env(PROCESS_START_ENV, os.environ)
 
-    def prepare_rank(self, local_rank: int, precision: str, lnc: int | None) -> LaunchInfo:
-        """Check the settings of a rank and return its position among all ranks."""
+    def check_rank(self, world: World, precision: str, lnc: int | None) -> None:
+        """Check the settings of a rank, and choose the LNC."""
         if self.generation:
             check_precision(precision)
             self.lnc = resolve_lnc(self.generation, lnc, os.environ)
             cores = self.max_local_ranks()
-            if local_rank >= cores:
-                raise UserError(f"local rank {local_rank}: this machine has {cores} cores, one per rank")
-        return read_launch_info(os.environ)._replace(local_rank=local_rank)
+            if world.local_rank >= cores:
+                raise UserError(f"local rank {world.local_rank}: this machine has {cores} cores, one per rank")

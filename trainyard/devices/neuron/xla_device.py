@@ -15,6 +15,7 @@ import torch
 
 from trainyard import compat
 from trainyard.core.errors import UserError
+from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import HostCopy
 from trainyard.devices.cpu import CpuDevice
 from trainyard.devices.neuron.compile_cache import cache_location
@@ -74,23 +75,30 @@ class XlaDevice(TrainiumDevice):
         return XlaCollectives(groups)
 
     def prepare(
-        self, deterministic: bool, local_rank: int = 0, precision: str = "fp32", lnc: int | None = None
+        self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
-        launch = self.prepare_rank(local_rank, precision, lnc)
+        self.check_rank(world, precision, lnc)
         if self.generation:
             cache, cores = cache_location(os.environ), os.environ.get(CORES_VARIABLE)
-            environment = xla_environment(self.generation, self.lnc, precision, launch, cache, cores)
+            environment = xla_environment(self.generation, self.lnc, precision, world, cache, cores)
             os.environ |= merge_env(environment, os.environ)
-        elif launch.world_size > 1:
-            raise UserError(
-                f"{PJRT_VARIABLE}={os.environ.get(PJRT_VARIABLE)}: {launch.world_size} processes cannot communicate; "
-                "nearest: one rank"
-            )
         _module("distributed.xla_backend")  # registers the process group backend
         # With the cache, scalars that happen to be equal on one rank would share a graph input, and graphs would
         # differ.
         _module()._XLAC._set_xla_enable_device_data_cache(False)
         compat.register_device_module(self.name)
+
+    def join_world(self, world: World) -> None:
+        """Tell torch_xla that all devices hold replicas. Without that it omits every all-reduce, and ranks would train
+        separate models: joining the process group does it only under torchrun, with init_method="xla://"."""
+        xla_model, runtime = _module("core.xla_model"), _module("runtime")
+        xla_model.set_replication(self.torch_device, xla_model.get_xla_supported_devices())
+        rank, size = runtime.global_ordinal(), runtime.world_size()
+        if (rank, size) != (world.rank, world.size):
+            raise UserError(
+                f"device.name=xla: this process is rank {world.rank} of {world.size}, but torch_xla sees device {rank} "
+                f"of {size} ({PJRT_VARIABLE}={os.environ.get(PJRT_VARIABLE)}): collectives would not reach all ranks"
+            )
 
     def compile_options(self) -> None:
         return None
