@@ -36,7 +36,6 @@ def test_written_documents_are_read_back(documents: list[list[list[int]]], dtype
         assert [data.sequence(index).tolist() for index in range(len(data))] == sequences
         assert np.diff(data.document_bounds).tolist() == [len(document) for document in documents]
         assert data.dtype == dtype
-        assert data.contiguous is True
         assert sorted(path.name for path in Path(directory).iterdir()) == ["x.bin", "x.idx"]
 
 
@@ -101,17 +100,19 @@ def overwrite(offset: int, form: str, value: int) -> Callable[[bytes], bytes]:
         ("idx", overwrite(17, "<B", 6), "dtype code 6"),
         ("idx", overwrite(17, "<B", 200), "dtype code 200"),
         ("idx", overwrite(18, "<Q", 2**63), "take"),
-        ("idx", overwrite(34, "<i", -1), "sequence 0 is "),
-        ("idx", overwrite(34, "<i", 2**31 - 1), "sequence 0 is "),
-        ("idx", overwrite(58, "<q", 7), "not multiples of 2"),
-        ("idx", overwrite(58, "<q", -4), "sequence 1 is "),
-        ("idx", overwrite(58, "<q", 2**62), "sequence 1 is "),
+        ("idx", overwrite(34, "<i", -1), "sequence 0 has -1 tokens"),
+        ("idx", overwrite(34, "<i", 2**31 - 1), "sequence 1 starts at byte 6, the previous one ends at 4294967294"),
+        ("idx", overwrite(46, "<i", 5), "10 tokens, but by the index 11"),
+        ("idx", overwrite(58, "<q", 7), "sequence 1 starts at byte 7, the previous one ends at 6"),
+        ("idx", overwrite(58, "<q", -4), "sequence 1 starts at byte -4"),
+        ("idx", overwrite(58, "<q", 2**62), "sequence 1 starts at byte 4611686018427387904"),
         ("idx", overwrite(82, "<q", 1), "do not increase from 0 to 4"),
         ("idx", overwrite(90, "<q", 9), "do not increase from 0 to 4"),
         ("idx", overwrite(114, "<q", 3), "do not increase from 0 to 4"),
         ("bin", lambda data: data[:-1], "not a whole number of uint16 tokens"),
-        ("bin", lambda data: data[:-2], "sequence 3 is 6 to 10"),
-        ("bin", lambda data: b"", "sequence 0 is "),
+        ("bin", lambda data: data[:-2], "9 tokens, but by the index 10; truncated"),
+        ("bin", lambda data: data + b"12", "11 tokens, but by the index 10"),
+        ("bin", lambda data: b"", "0 tokens, but by the index 10"),
     ],
 )
 def test_invalid_files_are_refused(tmp_path: Path, file: str, edit: Callable[[bytes], bytes], message: str) -> None:
@@ -136,17 +137,26 @@ def test_offset_whose_end_overflows_is_refused(tmp_path: Path) -> None:
     write_documents(tmp_path / "x", BASE, "uint8")
     path = tmp_path / "x.idx"
     path.write_bytes(overwrite(58, "<q", 2**63 - 1)(path.read_bytes()))
-    with pytest.raises(UserError, match="sequence 1 is "):
+    with pytest.raises(UserError, match="sequence 1 starts at byte 9223372036854775807"):
         MegatronTokens(tmp_path / "x")
 
 
-def test_sequences_may_be_in_any_order(tmp_path: Path) -> None:
-    write_documents(tmp_path / "x", BASE)
-    path = tmp_path / "x.idx"
-    path.write_bytes(overwrite(58, "<q", 0)(path.read_bytes()))
-    data = MegatronTokens(tmp_path / "x")
-    assert data.sequence(1).tolist() == [1, 2]
-    assert data.contiguous is False
+@given(st.integers(0, 7), st.integers(-(2**31), 2**31 - 1))
+@examples(60)
+def test_one_overwritten_integer_is_refused_when_opening(number: int, value: int) -> None:
+    """Lengths and offsets determine each other, so no single wrong one may reach training as other samples."""
+    with TemporaryDirectory() as directory:
+        write_documents(Path(directory) / "x", BASE)
+        path = Path(directory) / "x.idx"
+        before = path.read_bytes()
+        offset, form = (34 + 4 * number, "<i") if number < 4 else (50 + 8 * (number - 4), "<q")
+        path.write_bytes(after := overwrite(offset, form, value)(before))
+        if after == before:
+            assert len(MegatronTokens(path)) == 4
+        else:
+            with pytest.raises(UserError, match=r"x\.(idx|bin): ") as caught:
+                MegatronTokens(path)
+            assert_one_line(caught.value)
 
 
 def test_multimodal_index_has_one_more_byte_per_sequence(tmp_path: Path) -> None:

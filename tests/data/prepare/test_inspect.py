@@ -108,11 +108,10 @@ def test_invalid_token_files(tmp_path: Path) -> None:
     assert_refused("token -2 at 1", tmp_path / "n")
     index = (tmp_path / "x.idx").read_bytes()
     (tmp_path / "x.idx").write_bytes(index[:50] + np.array([4], "<i8").tobytes() + index[58:])
-    assert inspect(prefix).facts["contiguous"] is False
-    assert_refused("sequence 1 does not start where the previous one ends", prefix)
+    assert_refused("sequence 1 starts at byte 4, the previous one ends at 12", prefix)
     (tmp_path / "x.idx").write_bytes(index)
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes() + bytes(4))
-    assert_refused("tokens after the last", prefix)
+    assert_refused("6 tokens, but by the index 5", prefix)
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-8])
     assert_refused("truncated", prefix, InspectOptions())
 
@@ -233,7 +232,6 @@ def test_json_output(tmp_path: Path) -> None:
     reports = json.loads(out)["files"]
     assert [report["path"] for report in reports] == [str(path) for path in paths]
     assert reports[0]["samples"] == [{"from": "document 0", "tokens": [72, 105, 256], "text": "Hi"}]
-    assert reports[0]["contiguous"] is True
     assert reports[0]["lengths"]["tokens per document"]["longest"] == 3
     assert reports[1]["tokens"] == 2
     assert reports[3]["samples"] == [{"from": "document 0", "text": "🤖"}]

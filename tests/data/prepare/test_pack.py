@@ -25,7 +25,6 @@ from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import ArrowDataset
 from trainyard.data.formats.documents import UnreadableRecord
-from trainyard.data.formats.megatron_bin import MegatronTokens
 from trainyard.data.loading.demo_corpus import make_stories
 from trainyard.data.prepare import pack as packing
 from trainyard.data.prepare.pack import PackCounts, PackOptions, chunks_from_text, chunks_from_tokens, write_blocks
@@ -137,17 +136,6 @@ def test_packed_blocks_are_read_for_training(tmp_path: Path) -> None:
     assert sample["labels"].tolist() == [[6, 7, 3, -100], [3, 9, 10, -100], [12, 13, 3, -100]]
     assert sample["document_ids"].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
     assert sample["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 3]]
-
-
-def test_sequences_are_packed_in_index_order(tmp_path: Path) -> None:
-    write_documents(tmp_path / "x", [[[1, 2]], [[4, 5]]])
-    index = bytearray((tmp_path / "x.idx").read_bytes())
-    index[42:58] = np.array([4, 0], "<i8").tobytes()  # exchange the two byte offsets
-    (tmp_path / "x.idx").write_bytes(index)
-    write_blocks(
-        chunks_from_tokens(MegatronTokens(tmp_path / "x"), 3), tmp_path / "out", PackOptions(3), False, ignore, ignore
-    )
-    assert load_columns(tmp_path / "out")["input_ids"] == [[4, 5, 3], [1, 2, 3]]
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("int32", -1), ("int64", 2**31), ("int64", -(2**40)), ("uint16", 300)])

@@ -4,7 +4,9 @@
           N sequence lengths (i32), N byte offsets (i64), D document entries (i64): the first sequence of each
           document, and N
 
-A sequence is a document or a sentence of one. Every value of an index is checked against the files before it is used.
+A sequence is a document or a sentence of one. Sequences follow each other without gaps, as every known writer leaves
+them, so lengths, offsets and the size of PREFIX.bin determine each other: opening compares them, and a damaged index is
+never read.
 """
 
 import os
@@ -29,6 +31,7 @@ UINT16_VOCAB_LIMIT = 65500
 """Megatron stores tokens of vocabularies below this size as uint16."""
 
 TEMPORARY_SUFFIXES = (".bin", ".idx", ".sizes", ".documents")
+CHECKED_SEQUENCES = 1 << 20
 COPY_BYTES = 4 << 20
 """Bytes of sequence lengths that are converted to offsets at a time."""
 
@@ -56,7 +59,7 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 class MegatronTokens:
-    """Token sequences in a pair of memory-mapped files. Opening reads the index; tokens are read on access."""
+    """Token sequences in a pair of memory-mapped files. Opening checks the index; tokens are read on access."""
 
     def __init__(self, path: Path) -> None:
         self.prefix = prefix_of(path)
@@ -64,7 +67,7 @@ class MegatronTokens:
         for file in (index_path, token_path):
             if not file.is_file():
                 raise UserError(f"{file}: no such file; token files are a pair PREFIX.bin and PREFIX.idx")
-        self.dtype, self.sequence_lengths, self.sequence_starts, self.document_bounds = _read_index(index_path)
+        self.dtype, self.sequence_lengths, offsets, self.document_bounds = _read_index(index_path)
         num_bytes = token_path.stat().st_size
         if num_bytes % self.dtype.itemsize:
             raise UserError(
@@ -72,30 +75,23 @@ class MegatronTokens:
             )
         self.tokens: Tokens = np.memmap(token_path, self.dtype, "r") if num_bytes else np.zeros(0, self.dtype)
         """All tokens of the .bin file."""
-        _validate(index_path, token_path, self)
+        self.sequence_bounds = np.zeros(len(self) + 1, np.int64)
+        """Where each sequence starts in `tokens`, and where the last ends."""
+        np.cumsum(self.sequence_lengths, out=self.sequence_bounds[1:])
+        _check_sequences(index_path, token_path, self, offsets)
+        _check_documents(index_path, self)
 
     def __len__(self) -> int:
         """Number of sequences."""
         return len(self.sequence_lengths)
 
     def sequence(self, index: int) -> Tokens:
-        start = self.sequence_starts[index]
-        return self.tokens[start : start + self.sequence_lengths[index]]
-
-    def sequence_bounds(self) -> NDArray[np.int64]:
-        """Where each sequence would start if they followed each other without gaps, and where the last would end."""
-        return np.concatenate((np.zeros(1, np.int64), np.cumsum(self.sequence_lengths, dtype=np.int64)))
-
-    @property
-    def contiguous(self) -> bool:
-        """True if the sequences follow each other without gaps, as every known writer leaves them."""
-        bounds = self.sequence_bounds()
-        complete = not len(self) or bounds[-1] == len(self.tokens)
-        return bool(complete and np.array_equal(self.sequence_starts, bounds[:-1]))
+        start, end = self.sequence_bounds[index : index + 2]
+        return self.tokens[start:end]
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Token dtype, sequence lengths, sequence starts (in tokens) and document bounds (in sequences)."""
+    """Token dtype, sequence lengths, sequence offsets (in bytes) and document bounds (in sequences)."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(INDEX_HEADER.size)
@@ -122,29 +118,32 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
     offsets = np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences)
     documents = np.frombuffer(content, "<i8", num_entries, start + 12 * num_sequences)
     dtype = np.dtype(TOKEN_DTYPES[code]).newbyteorder("<")
-    if (offsets % dtype.itemsize).any():
-        raise UserError(f"{path}: offsets that are not multiples of {dtype.itemsize}, the bytes of a token")
-    return dtype, lengths, offsets // dtype.itemsize, documents
+    return dtype, lengths, offsets, documents
 
 
-def _validate(index_path: Path, token_path: Path, data: MegatronTokens) -> None:
-    if not len(data):
-        if data.document_bounds.any():
-            raise UserError(f"{index_path}: documents with sequences, but no sequences")
-        return
-    lengths, starts, num_tokens = data.sequence_lengths, data.sequence_starts, len(data.tokens)
-    ends = starts + lengths
-    # `ends` overflows to a negative value beyond 63 bits.
-    invalid = (lengths < 0) | (starts < 0) | (ends > num_tokens) | (ends < 0)
-    if invalid.any():
-        index = int(invalid.argmax())
+def _check_sequences(index_path: Path, token_path: Path, data: MegatronTokens, offsets: NDArray[np.int64]) -> None:
+    """Raise UserError unless the sequences follow each other from the first to the last token."""
+    lengths, bounds, num_tokens = data.sequence_lengths, data.sequence_bounds, len(data.tokens)
+    for start in range(0, len(data), CHECKED_SEQUENCES):  # in blocks, for a small amount of memory
+        block = slice(start, start + CHECKED_SEQUENCES)
+        invalid = (lengths[block] < 0) | (offsets[block] != bounds[:-1][block] * data.dtype.itemsize)
+        if invalid.any():
+            index = start + int(invalid.argmax())
+            problem = f"sequence {index} has {lengths[index]} tokens"
+            if lengths[index] >= 0:
+                expected = bounds[index] * data.dtype.itemsize
+                problem = f"sequence {index} starts at byte {offsets[index]}, the previous one ends at {expected}"
+            raise UserError(f"{index_path}: {problem}; the index is damaged")
+    if bounds[-1] != num_tokens:
         raise UserError(
-            f"{token_path}: {num_tokens} tokens, but by the index sequence {index} is {starts[index]} to "
-            f"{ends[index]}; truncated, or from another index"
+            f"{token_path}: {num_tokens} tokens, but by the index {bounds[-1]}; truncated, or from another index"
         )
+
+
+def _check_documents(index_path: Path, data: MegatronTokens) -> None:
     bounds = data.document_bounds
-    increasing = (np.diff(bounds) >= 0).all() if len(bounds) else False
-    if not increasing or bounds[0] != 0 or bounds[-1] != len(data):
+    ends_match = len(bounds) and bounds[0] == 0 and bounds[-1] == len(data)
+    if not (ends_match and (bounds[1:] >= bounds[:-1]).all()) and (len(data) or len(bounds)):
         raise UserError(
             f"{index_path}: document entries do not increase from 0 to {len(data)}, the number of sequences"
         )

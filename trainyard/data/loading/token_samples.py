@@ -79,14 +79,10 @@ class ReorderedTokens:
 
 
 def token_stream(token_files: MegatronTokens, sequences: range) -> TokenStream:
-    """A range of sequences in the order of their index, read from the file without copies where possible."""
-    if not token_files.contiguous:
-        return ReorderedTokens(token_files, np.arange(sequences.start, sequences.stop, dtype=np.int32))
-    starts = token_files.sequence_starts[sequences.start : sequences.stop]
-    if not len(starts):
-        return ContiguousTokens(str(token_files.prefix), token_files.tokens[:0], starts)
-    end = int(starts[-1]) + int(token_files.sequence_lengths[sequences.stop - 1])
-    return ContiguousTokens(str(token_files.prefix), token_files.tokens[int(starts[0]) : end], starts - starts[0])
+    """A range of sequences in the order of their index, read from the file without copies."""
+    bounds = token_files.sequence_bounds[sequences.start : sequences.stop + 1]
+    tokens = token_files.tokens[bounds[0] : bounds[-1]]
+    return ContiguousTokens(str(token_files.prefix), tokens, bounds[:-1] - bounds[0])
 
 
 class TokenSamples:

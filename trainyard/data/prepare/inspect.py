@@ -66,7 +66,7 @@ def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -
 def _inspect_megatron(prefix: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     data = MegatronTokens(prefix)
     report = InspectReport(str(prefix), "token files (.bin and .idx)")
-    lengths = np.diff(data.sequence_bounds()[data.document_bounds])
+    lengths = np.diff(data.sequence_bounds[data.document_bounds])
     report.facts = {
         "dtype": data.dtype.name,
         "documents": len(lengths),
@@ -74,7 +74,6 @@ def _inspect_megatron(prefix: Path, options: InspectOptions, on_progress: OnProg
         "sequences": len(data),
         "tokens": int(data.sequence_lengths.sum(dtype=np.int64)),
         "bytes": sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
-        "contiguous": data.contiguous,
     }
     by_document, by_sequence = LengthStats(), LengthStats()
     by_document.add(lengths)
@@ -95,14 +94,7 @@ def _inspect_megatron(prefix: Path, options: InspectOptions, on_progress: OnProg
 
 
 def _check_megatron(data: MegatronTokens, options: InspectOptions, on_progress: OnProgress) -> dict[str, Any]:
-    bounds = data.sequence_bounds()
-    if not data.contiguous:
-        misplaced = np.flatnonzero(data.sequence_starts != bounds[:-1])
-        problem = "tokens after the last sequence"
-        if len(misplaced):
-            problem = f"sequence {misplaced[0]} does not start where the previous one ends"
-        raise UserError(f"{data.prefix}.idx: {problem}; the two files do not belong together, or are damaged")
-    last_tokens = np.unique(bounds[data.document_bounds])[1:] - 1
+    last_tokens = np.unique(data.sequence_bounds[data.document_bounds])[1:] - 1
     end_counts: Counter[int] = Counter()
     for start in range(0, len(data.tokens), ELEMENTS_PER_READ):
         tokens = data.tokens[start : start + ELEMENTS_PER_READ]

@@ -107,7 +107,7 @@ def chunks_from_tokens(
 
 def _document_bounds(token_files: MegatronTokens) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Start and end of each non-empty document in the stream of all sequences."""
-    bounds = np.unique(token_files.sequence_bounds()[token_files.document_bounds])
+    bounds = np.unique(token_files.sequence_bounds[token_files.document_bounds])
     return bounds[:-1], bounds[1:]
 
 
