@@ -49,6 +49,7 @@ def test_reference_script_matches_the_recipe() -> None:
         assert getattr(config, section) == getattr(recipe, section), section
     assert config.model == recipe.model.model_copy(update={"ffn": 16384})
     assert (config.data.paths, config.data.seq_len) == (recipe.data.paths, recipe.data.seq_len)
+    assert config.data.order == "megatron-2023"  # the script has --data-impl
     checkpoint = config.checkpoint
     assert (checkpoint.every, checkpoint.keep, checkpoint.directory) == (2000, 1, "32_layer_chkpt_16")
     assert config.evaluate.every == 0  # --split 100,0,0 holds out no samples

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainyard.config.smoke import smoke_config
 from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
+from trainyard.plan.hardware.spec import needed_hardware, parse_hardware
 from trainyard.train.trainer import Trainer
 
 HERE = Path(__file__).parent / "nxdt"
@@ -107,6 +109,14 @@ def test_dense_example_imports_with_its_layout(name: str) -> None:
     assert (layout.tp, layout.pp, layout.cp, layout.dp) == DENSE[name][1]
     assert layout.micro_batches * layout.dp * config.train.micro_batch == config.train.global_batch
     assert models.family_of(config.model).blueprint(config.model).parameter_count() == DENSE[name][0]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_hardware_comes_from_devices_and_nodes(name: str) -> None:
+    """`plan` of an imported file used this CPU, because the file named no hardware."""
+    config = load(HERE / f"{name}.yaml", warn=ignore_warning)
+    assert re.fullmatch(r"\d+ x trn\S+xlarge", config.hardware)
+    assert parse_hardware(needed_hardware(config)).ranks == config.layout.ranks
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -255,10 +265,13 @@ def test_keys_map_to_ours(changes: dict[str, object], expected: dict[str, object
 
 
 MEGATRON = [
-    ({"data__data_prefix": "/d/one"}, {"paths": ("/d/one",), "weights": (), "order": "megatron", "split": "980,10,10"}),
+    (
+        {"data__data_prefix": "/d/one"},
+        {"paths": ("/d/one",), "weights": (), "order": "megatron-2023", "split": "980,10,10"},
+    ),
     (
         {"data__data_prefix": [0.3, "/a", 0.7, "/b"]},
-        {"paths": ("/a", "/b"), "weights": (0.3, 0.7), "order": "megatron"},
+        {"paths": ("/a", "/b"), "weights": (0.3, 0.7), "order": "megatron-2023"},
     ),
     ({"data__data_prefix": {"train": [1.0, "/a"], "validation": ["/b"]}}, {"paths": ("/a",), "split": None}),
     ({"data__dataloader_type": "cyclic"}, {"order": "shuffled"}),

@@ -18,8 +18,9 @@ class DataSection(Section):
     """Files or globs; for source=tokens, names without .bin. Default: a small built-in text (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
     """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
-    order: Literal["shuffled", "megatron"] = "shuffled"
-    """shuffled: by train.seed and step, without index files; megatron: the order of Megatron-LM (source=tokens)."""
+    order: Literal["shuffled", "megatron", "megatron-2023"] = "shuffled"
+    """shuffled: by train.seed and step, without index files; megatron: the order of megatron-core 0.12 and later;
+    megatron-2023: that of Megatron-LM until 2023, AWS's reference for Trainium and NeMo 1 (source=tokens)."""
     split: str | None = None
     """Documents for training, validation and test, such as 980,10,10 (source=tokens)."""
     mask_eod_loss: bool = False
@@ -60,8 +61,8 @@ class DataSection(Section):
                 raise ValueError(f"{key}: requires source=tokens; found source={self.source}")
         if self.split and self.validation_fraction:
             raise ValueError("split and validation_fraction: both hold out samples; set only one")
-        if self.validation_fraction and self.order == "megatron":
-            raise ValueError("validation_fraction: order=megatron holds out documents; nearest: split=980,10,10")
+        if self.validation_fraction and self.order != "shuffled":
+            raise ValueError(f"validation_fraction: order={self.order} holds out documents; nearest: split=980,10,10")
         if self.mask_eod_loss and self.source not in ("text", "tokens"):
             raise ValueError(f"mask_eod_loss: requires source=text or tokens; found source={self.source}")
         return self

@@ -242,6 +242,10 @@ class Config(Section):
             )
         if data.seq_len > model.max_positions:
             raise ValueError(
+        if data.order != "shuffled" and train.seed >= 2**32:
+            raise ValueError(
+                f"train.seed={train.seed}: data.order={data.order} uses seeds of 32 bits; nearest: {2**32 - 1}"
+            )
                 f"data.seq_len={data.seq_len}: longer than model.max_positions={model.max_positions}; "
                 f"nearest: {model.max_positions}"
             )

@@ -89,7 +89,7 @@ def _data_problems(config: Config) -> Iterator[PlanProblem]:
         )
         return
     needed = config.train.steps * config.train.global_batch
-    if config.data.order != "megatron" and not config.data.weights and needed > samples:
+    if config.data.order == "shuffled" and not config.data.weights and needed > samples:
         epochs = f"{needed:,} samples needed, data.paths has {samples:,}: {needed / samples:.1f} epochs"
         steps = max(samples // config.train.global_batch, 1)
         yield PlanProblem(f"data: {epochs}; one epoch is train.steps={steps}", False)

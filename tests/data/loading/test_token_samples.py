@@ -127,14 +127,14 @@ def test_megatron_order_separates_a_short_last_epoch(tmp_path: Path) -> None:
     ],
 )
 def test_document_split_is_that_of_megatron(split: str, ends: tuple[int, int, int]) -> None:
-    train, valid, test = split_documents(split, 100)
+    train, valid, test = split_documents(split, 100, "megatron")
     assert (train.stop, valid.stop, test.stop) == ends
     assert (train.start, valid.start, test.start) == (0, *ends[:2])
 
 
 def test_split_holds_out_documents_for_validation(tmp_path: Path) -> None:
     write_counting_documents(tmp_path / "x", [30] * 20)
-    for order in ("shuffled", "megatron"):
+    for order in ("shuffled", "megatron", "megatron-2023"):
         train, validation, _ = build_datasets(token_config(tmp_path / "x", split="8,2,0", order=order))
         assert validation is not None
         assert train.samples(np.arange(min(len(train), 40)))["tokens"].max() < 16 * 30

@@ -29,10 +29,13 @@ def vocab_size(files: list[str | None], tokenizer: str | None) -> int | None:
     return next((size for size in sizes if size), GPT2_VOCAB if tokenizer == GPT2_TOKENIZER else None)
 
 
-def token_data(key: str, blend: object, cyclic: bool, split: str | None, resets: Mapping[str, bool]) -> ConfigKeys:
+def token_data(
+    key: str, blend: object, order: str, cyclic: bool, split: str | None, resets: Mapping[str, bool]
+) -> ConfigKeys:
     """Return our keys for .bin and .idx files.
 
-    `blend` is the value of `key`; `resets` says whether positions and masks restart in each document.
+    `blend` is the value of `key`; `order` the sample order of that system (data.order); `resets` says whether positions
+    and masks restart in each document.
     """
     if len(set(resets.values())) > 1:
         raise UserError(f"{' and '.join(resets)}: supported only together (data.document_mask); nearest: both")
@@ -41,7 +44,7 @@ def token_data(key: str, blend: object, cyclic: bool, split: str | None, resets:
         "data.source": "tokens",
         "data.paths": paths,
         "data.weights": weights,
-        "data.order": "shuffled" if cyclic or (len(paths) > 1 and not weights) else "megatron",
+        "data.order": "shuffled" if cyclic or (len(paths) > 1 and not weights) else order,
         "data.split": split,
         "data.document_mask": all(resets.values()),
     }

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,13 @@ from trainyard.data.formats.megatron_bin import MegatronTokens
 from trainyard.data.loading.blend import BlendedDataset
 from trainyard.data.loading.dataset import CombinedDataset, Dataset, concatenate, subset
 from trainyard.data.loading.demo_corpus import make_stories
-from trainyard.data.loading.megatron_order import MegatronOrderDataset, blend_indices, split_documents
+from trainyard.data.loading.megatron_order import (
+    MAX_DATASETS,
+    MegatronOrderDataset,
+    blend_indices,
+    blend_sizes,
+    split_documents,
+)
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
 from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
@@ -25,8 +30,6 @@ from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
 logger = logging.getLogger(__name__)
 
 DEMO_DOCUMENTS = 1500
-BLEND_MARGIN = 1.005
-"""Megatron prepares this many times the samples of each blended dataset, in case rounding takes some."""
 
 
 class TrainValidDatasets(NamedTuple):
@@ -38,7 +41,7 @@ class TrainValidDatasets(NamedTuple):
 
 def build_datasets(config: Config) -> TrainValidDatasets:
     data = config.data
-    if data.source == "tokens" and data.order == "megatron":
+    if data.source == "tokens" and data.order != "shuffled":
         return _build_in_megatron_order(config)
     trains: list[Dataset] = []
     validations: list[Dataset] = []
@@ -68,7 +71,7 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
     if data.source == "hdf5":
         from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
 
-        pairs = BertHdf5Dataset(_match_files(paths), data.seq_len, data.max_predictions)
+        pairs = BertHdf5Dataset(match_files(paths), data.seq_len, data.max_predictions)
         if pairs.vocab_size > model.vocab:
             raise UserError(
                 f"{', '.join(paths)}: contains token {pairs.vocab_size - 1}, but model.vocab={model.vocab}; the "
@@ -78,18 +81,18 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
     if data.source == "arrow":
         from trainyard.data.formats.arrow_dataset import ArrowDataset
 
-        directories = _match_files(paths, directories=True)
+        directories = match_files(paths, directories=True)
         return ArrowDataset(directories, data.seq_len, data.document_mask, model.vocab), None
     if data.source == "text":
         stream = read_text(config, paths)
         return TokenSamples(stream, data.seq_len, model.vocab, data.document_mask, data.mask_eod_loss), None
     trains: list[Dataset] = []
     validations: list[Dataset] = []
-    for prefix in _token_prefixes(paths):
+    for prefix in token_prefixes(paths):
         token_files = MegatronTokens(prefix)
         train, validation = range(len(token_files)), range(0)
         if data.split:
-            train, validation, _ = split_documents(data.split, len(token_files))
+            train, validation, _ = split_documents(data.split, len(token_files), data.order)
         trains += _token_samples(config, token_files, train)
         validations += _token_samples(config, token_files, validation)
     return concatenate(trains), concatenate(validations) if validations else None
@@ -105,25 +108,33 @@ def _token_samples(config: Config, token_files: MegatronTokens, sequences: range
 def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
     """The samples that Megatron trains on for this number of steps and train.seed."""
     data, train = config.data, config.train
-    prefixes = _token_prefixes(data.paths)
-    weights = [weight / sum(data.weights) for weight in data.weights] if data.weights else [1.0]
-    if len(prefixes) != len(weights):
+    prefixes = token_prefixes(data.paths)
+    if len(prefixes) != (len(data.weights) or 1):
         raise UserError(
-            f"data.paths: {len(prefixes)} datasets; data.order=megatron needs exactly one, or data.weights for each"
+            f"data.paths: {len(prefixes)} datasets; data.order={data.order} needs exactly one, or data.weights for each"
+        )
+    if len(prefixes) > (limit := MAX_DATASETS[data.order]):
+        raise UserError(
+            f"data.paths: {len(prefixes)} datasets; Megatron blends at most {limit} with data.order={data.order}"
         )
     total = train.steps * train.global_batch
-    trains: list[Dataset] = []
+    sizes = blend_sizes(data.weights, total, data.order) if data.weights else [total]
+    trains: list[MegatronOrderDataset] = []
     validations: list[Dataset] = []
-    for prefix, weight in zip(prefixes, weights, strict=True):
+    for prefix, num_samples in zip(prefixes, sizes, strict=True):
         token_files = MegatronTokens(prefix)
-        num_samples = total if len(prefixes) == 1 else ceil(ceil(total * weight) * BLEND_MARGIN)
-        train_documents, validation_documents, _ = split_documents(data.split or "1,0,0", len(token_files))
+        documents = split_documents(data.split or "1,0,0", len(token_files), data.order)
         sampling = data.seq_len, train.seed, config.model.vocab, data.document_mask, data.mask_eod_loss
-        trains.append(MegatronOrderDataset(token_files, train_documents, num_samples, *sampling))
-        validations += _token_samples(config, token_files, validation_documents)
-    dataset = trains[0]
-    if len(trains) > 1:
-        dataset_indices, sample_indices = blend_indices(weights, total)
+        trains.append(MegatronOrderDataset(token_files, documents[0], num_samples, *sampling))
+        validations += _token_samples(config, token_files, documents[1])
+    dataset: Dataset = trains[0]
+    if data.weights:
+        dataset_indices, sample_indices = blend_indices(data.weights, total, data.order)
+        for number, count in enumerate(np.bincount(dataset_indices).tolist()):
+            if count > (available := trains[number].num_available):
+                raise UserError(
+                    f"data.weights: the blend needs {count} samples of {prefixes[number]}, Megatron has {available}"
+                )
         dataset = CombinedDataset(trains, total, lambda i: (dataset_indices[i].astype(np.int64), sample_indices[i]))
     return TrainValidDatasets(dataset, concatenate(validations) if validations else None, False)
 
@@ -149,7 +160,7 @@ def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
         if data.tokenizer != "bytes":
             raise UserError("data.paths: missing; set it to text files (or data.tokenizer=bytes for the built-in text)")
         add(make_stories(DEMO_DOCUMENTS))
-    for path in _match_files(paths, directories=True):
+    for path in match_files(paths, directories=True):
         logger.info("reading %s", path)
         for input_slice in _text_slices(path):
             texts, unreadable = documents.read_documents(input_slice, ["text"])
@@ -172,7 +183,7 @@ def tokenizer_spec(config: Config) -> TokenizerSpec:
     return TokenizerSpec(data.tokenizer, data.vocab_file, data.merges_file, data.end_of_text)
 
 
-def _token_prefixes(paths: Sequence[str]) -> list[Path]:
+def token_prefixes(paths: Sequence[str]) -> list[Path]:
     """PREFIX of each PREFIX.bin and PREFIX.idx, from names with or without the suffix, or globs of them."""
     prefixes: list[Path] = []
     for pattern in paths:
@@ -184,7 +195,7 @@ def _token_prefixes(paths: Sequence[str]) -> list[Path]:
     return prefixes
 
 
-def _match_files(paths: Sequence[str], directories: bool = False) -> list[Path]:
+def match_files(paths: Sequence[str], directories: bool = False) -> list[Path]:
     files: list[Path] = []
     for pattern in paths:
         matches = [path for path in match_paths(pattern) if path.is_file() or (directories and path.is_dir())]

@@ -4,6 +4,7 @@
 unchanged are not repeated here.
 """
 
+import re
 from math import ceil
 from typing import Any
 
@@ -28,6 +29,7 @@ REQUIRED_VALUES: dict[str, dict[str, object]] = {
     },
 }
 """Values of flags by model family."""
+MOCK_VALIDATION_FRACTION = 0.05
 DECAY_STYLES = ("cosine", "linear", "constant", "WSD")
 
 
@@ -141,11 +143,9 @@ def precision_keys(flags: Flags, xla_bf16: bool, warnings: list[str]) -> ConfigK
     fp8 = "hybrid" if flags.get("fp8-hybrid") else flags.get("fp8-format")
     if fp8 not in (None, "hybrid"):
         raise UserError(f"--fp8-format={format_value(fp8)}: our gradients are e5m2 or bf16; nearest: hybrid")
-    if fp8:
-        return {"precision.kind": "fp8"}
-    if flags.get("bf16"):
-        reduce_bf16 = flags.get("grad-reduce-in-bf16")
-        return {"precision.kind": "bf16"} | ({"precision.reduce_dtype": "bf16"} if reduce_bf16 else {})
+    if fp8 or flags.get("bf16"):
+        reduce_dtype = {"precision.reduce_dtype": "bf16"} if flags.get("grad-reduce-in-bf16") else {}
+        return {"precision.kind": "fp8" if fp8 else "bf16"} | reduce_dtype
     if xla_bf16:
         warnings.append("XLA_USE_BF16=1: imported as bf16 weights with stochastic rounding, its meaning on Trainium")
         fp32_grads = flags.get("accumulate-allreduce-grads-in-fp32")
@@ -190,14 +190,16 @@ def data_keys(flags: Flags) -> ConfigKeys:
     seq_len = _seq_len(flags)
     if seq_len is None:
         raise UserError("--seq-length: missing; needed: tokens per sample")
-    split = flags.get("split", "969,30,1").replace(" ", "")
+    split = ",".join(re.findall(r"[.\d]+", flags.get("split", "969,30,1")))  # it may be quoted twice
     cyclic = flags.get("dataloader-type", "single") != "single"
     resets = {f"--{name}": bool(flags.get(name)) for name in ("reset-position-ids", "reset-attention-mask")}
-    keys = {
-        "data.seq_len": seq_len,
-        **token_data("--data-path", flags.get("data-path") or None, cyclic, split, resets),
-        "data.mask_eod_loss": bool(flags.get("eod-mask-loss")),
-    }
+    keys: ConfigKeys = {"data.seq_len": seq_len}
+    if flags.get("mock-data"):
+        keys |= {"data.source": "synthetic", "data.validation_fraction": MOCK_VALIDATION_FRACTION}
+    else:
+        order = "megatron-2023" if "data-impl" in flags else "megatron"  # --data-impl went when the order changed
+        keys |= token_data("--data-path", flags.get("data-path") or None, order, cyclic, split, resets)
+        keys["data.mask_eod_loss"] = bool(flags.get("eod-mask-loss"))
     if tokenizer := flags.get("tokenizer-model"):
         keys["data.tokenizer"] = tokenizer
     keys |= gpt2_tokenizer(flags.get("vocab-file"), flags.get("merge-file"))

@@ -53,7 +53,7 @@ def _megatron_data(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     loader = keys.get("data.dataloader_type") or "single"
     resets = {name: bool(keys.get(name)) for name in ("data.reset_position_ids", "data.reset_attention_mask")}
     blend = [prefix] if isinstance(prefix, str) else prefix
-    data = token_data("data.data_prefix", blend, loader == "cyclic", split, resets)
+    data = token_data("data.data_prefix", blend, "megatron-2023", loader == "cyclic", split, resets)
     check_choice("data.dataloader_type", loader, ("single", "cyclic"), "single")
     return data | {"data.mask_eod_loss": bool(keys.get("data.eod_mask_loss")), **_tokenizer(keys)}
 
