@@ -75,7 +75,7 @@ class Trainer:
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
         self.directory, resumed = find_resume_point(config, mesh, device)
         if resumed:
-            check_compatible(resumed, config)
+            check_compatible(resumed, config, mesh, device)
         compile_fn = make_compile_fn(config.compile, device, world.local_rank)
         kernels = device.kernels(fused=config.device.kernels == "fused")
         self.loss_fn = build.build_loss(config, loss, kernels, compile_fn, device)

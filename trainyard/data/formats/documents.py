@@ -82,7 +82,7 @@ def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
 
 def total_bytes(paths: Sequence[Path]) -> int:
     """Size of all inputs on disk."""
-    return sum(file.stat().st_size for path in paths for file in (_arrow_files(path) if path.is_dir() else [path]))
+    return sum(file.stat().st_size for path in paths for file in (arrow_files(path) if path.is_dir() else [path]))
 
 
 def input_slices(paths: Sequence[Path]) -> Iterator[InputSlice]:
@@ -93,7 +93,7 @@ def input_slices(paths: Sequence[Path]) -> Iterator[InputSlice]:
         elif kind == "parquet":
             yield from _row_groups(path)
         elif kind == "arrow":
-            for file in _arrow_files(path):
+            for file in arrow_files(path):
                 yield from _record_batches(file)
         elif path.suffix in COMPRESSION_BY_SUFFIX:
             yield from _decompressed_lines(path)
@@ -128,7 +128,7 @@ def line_number(input_slice: InputSlice, offset: int) -> int:
 
 def _file_kind(path: Path) -> str:
     if path.is_dir():
-        if not _arrow_files(path):
+        if not arrow_files(path):
             raise UserError(
                 f"{path}: a directory without data-*.arrow of the datasets library; supported: {SUPPORTED_INPUTS}"
             )
@@ -189,7 +189,7 @@ def _row_groups(path: Path) -> Iterator[InputSlice]:
         yield InputSlice(path, "parquet", group, path.stat().st_size // num_groups)
 
 
-def _arrow_files(path: Path) -> list[Path]:
+def arrow_files(path: Path) -> list[Path]:
     """Data files of a saved dataset, or of all its splits."""
     return sorted(path.glob("data-*.arrow")) or sorted(path.glob("*/data-*.arrow"))
 

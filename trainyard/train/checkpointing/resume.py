@@ -25,6 +25,7 @@ UNREPORTED_KEYS = ("train.steps", "train.micro_batch")
 """Keys that may change without a note."""
 logger = logging.getLogger(__name__)
 
+from trainyard.train.checkpointing.data_check import check_data
 
 def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpoint | None:
     """Open the checkpoint at `location`, or the latest valid one in that directory. Invalid ones are logged and
@@ -92,7 +93,7 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     optimizer.publish_weights()
 
 
-def check_compatible(checkpoint: Checkpoint, config: Config) -> None:
+def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
     """Raise UserError if the run cannot resume from this checkpoint; log other differences of the configuration."""
     if difference := first_model_difference(checkpoint.config.model, config.model):
         key, saved, current = difference
@@ -108,7 +109,7 @@ def check_compatible(checkpoint: Checkpoint, config: Config) -> None:
                 f"{key}={current}: the checkpoint has no second moment for the matrices that muon has updated; "
                 "nearest: muon, or checkpoint.weights_only=true"
             )
-        if key not in UNREPORTED_KEYS:
+        if key not in UNREPORTED_KEYS or (key == "train.steps" and config.data.order != "shuffled"):
             logger.warning("note: %s was %s when the checkpoint was written, and is %s", key, saved, current)
     if checkpoint.step > config.train.steps:
         raise UserError(f"train.steps={config.train.steps}: the checkpoint is already at step {checkpoint.step}")
@@ -142,3 +143,4 @@ def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str
         if isinstance(problem, StorageUnavailable):
             raise problem  # it may be valid: do not resume from an older one
     return None, str(problems[0])
+    check_data(checkpoint, config, mesh, device)

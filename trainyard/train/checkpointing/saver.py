@@ -23,10 +23,12 @@ from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.devices import Device
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing import rng_state
+from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY
 from trainyard.train.checkpointing.pending_save import PendingSave, error_line
 from trainyard.train.optim.gather_full import slice_view
 from trainyard.train.optim.optimizer import Optimizer
@@ -76,6 +78,8 @@ class Saver:
     @cached_property
     def slice_table(self) -> checkpoint.ShardTable:
         """What every rank writes. Takes seconds to compute for thousands of ranks."""
+        self.data_files = fingerprint_files(self.config.data) if self.mesh.layout_rank == 0 else {}
+        """Only the first rank writes the manifest."""
         return checkpoint.build_shard_table(self.blueprint, self.mesh.layout)
 
     @property
@@ -117,6 +121,7 @@ class Saver:
         metadata = checkpoint.build_manifest(self.config, dtypes, counters)
         save = PendingSave(step, self.storage / checkpoint.step_directory(step), metadata, started_at)
         if self.mesh.layout_rank == 0:
+        counters |= {FINGERPRINTS_KEY: self.data_files}
             try:
                 self._prepare_directory(step)
             except Exception as error:

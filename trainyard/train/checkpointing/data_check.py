@@ -1,0 +1,57 @@
+"""Data of a resumed run: its files and its sample order must be those of the run that wrote the checkpoint."""
+
+import logging
+
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
+from trainyard.devices import Device
+from trainyard.parallel.mesh import Mesh
+
+FINGERPRINTS_KEY = "data_files"
+"""Key of the manifest. Checkpoints of earlier versions do not have it."""
+ACCEPT = "checkpoint.accept_changed_data=true"
+logger = logging.getLogger(__name__)
+
+
+def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
+    """Raise UserError if the rest of the run would see other samples than planned when the checkpoint was written."""
+    manifest, before, now = checkpoint.manifest, checkpoint.config.data, config.data
+    if manifest.get("converted"):
+        return
+    problem = None
+    if FINGERPRINTS_KEY not in manifest:
+        problem = _changed_order(before.order, now.order, bool(now.weights))
+    elif (before.source, before.paths) == (now.source, now.paths):  # other paths are a note of check_compatible
+        files = mesh.broadcast_object(lambda: fingerprint_files(now), device)
+        problem = _changed_file(manifest[FINGERPRINTS_KEY], files)
+    if problem and not config.checkpoint.accept_changed_data:
+        raise UserError(f"{problem}, or {ACCEPT}")
+    if problem:
+        logger.warning("note: %s", problem)
+
+
+def _changed_order(before: str, now: str, blended: bool) -> str | None:
+    """Earlier versions called Megatron's order of 2023 `megatron` and had other blends."""
+    if before != "megatron":
+        return None
+    if now == "megatron":
+        return f"data.order={now}: the checkpoint was written when this was the order of 2023; nearest: megatron-2023"
+    if now == "megatron-2023" and blended:
+        return "data.weights: the checkpoint was written with blends other than Megatron's; nearest: start a new run"
+    return None
+
+
+def _changed_file(before: Fingerprints, now: Fingerprints) -> str | None:
+    hint = "nearest: restore it"
+    for path, (size, _) in before.items():
+        if path not in now:
+            return f"{path}: the checkpoint was written with this file, data.paths does not find it now; {hint}"
+        if now[path] != before[path]:
+            new_size = now[path][0]
+            change = f"{size:,} bytes then, {new_size:,} now" if new_size != size else f"the same {size:,} bytes"
+            return f"{path}: its contents changed since the checkpoint was written ({change}); {hint}"
+    if added := [path for path in now if path not in before]:
+        return f"{added[0]}: added since the checkpoint was written; nearest: remove it"
+    return None
