@@ -240,12 +240,12 @@ class Config(Section):
                 f"train.global_batch={train.global_batch}: not a multiple of train.micro_batch={train.micro_batch}; "
                 f"nearest: {nearest_multiples(train.global_batch, train.micro_batch)}"
             )
-        if data.seq_len > model.max_positions:
-            raise ValueError(
         if data.order != "shuffled" and train.seed >= 2**32:
             raise ValueError(
                 f"train.seed={train.seed}: data.order={data.order} uses seeds of 32 bits; nearest: {2**32 - 1}"
             )
+        if data.seq_len > model.max_positions:
+            raise ValueError(
                 f"data.seq_len={data.seq_len}: longer than model.max_positions={model.max_positions}; "
                 f"nearest: {model.max_positions}"
             )

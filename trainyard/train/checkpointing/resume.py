@@ -17,6 +17,7 @@ from trainyard.devices import Device
 from trainyard.metrics.writers import latest_run_directory
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
+from trainyard.train.checkpointing.data_check import check_data
 from trainyard.train.optim.optimizer import Optimizer
 
 COMPARED_SECTIONS = ("data", "train", "optimizer", "schedule", "precision")
@@ -25,7 +26,6 @@ UNREPORTED_KEYS = ("train.steps", "train.micro_batch")
 """Keys that may change without a note."""
 logger = logging.getLogger(__name__)
 
-from trainyard.train.checkpointing.data_check import check_data
 
 def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpoint | None:
     """Open the checkpoint at `location`, or the latest valid one in that directory. Invalid ones are logged and
@@ -95,6 +95,7 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
 
 def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
     """Raise UserError if the run cannot resume from this checkpoint; log other differences of the configuration."""
+    check_data(checkpoint, config, mesh, device)
     if difference := first_model_difference(checkpoint.config.model, config.model):
         key, saved, current = difference
         raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}")
@@ -143,4 +144,3 @@ def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str
         if isinstance(problem, StorageUnavailable):
             raise problem  # it may be valid: do not resume from an older one
     return None, str(problems[0])
-    check_data(checkpoint, config, mesh, device)

@@ -74,12 +74,12 @@ class Saver:
         """Ranks of a host stage and write in turns, to bound its host memory."""
         self.write_turns = max(self.mesh.all_gather_object(self.write_turn)) + 1
         self.state_buffers = self.optimizer.state.moments()
+        self.data_files = fingerprint_files(self.config.data) if self.mesh.layout_rank == 0 else {}
+        """Only the first rank writes the manifest."""
 
     @cached_property
     def slice_table(self) -> checkpoint.ShardTable:
         """What every rank writes. Takes seconds to compute for thousands of ranks."""
-        self.data_files = fingerprint_files(self.config.data) if self.mesh.layout_rank == 0 else {}
-        """Only the first rank writes the manifest."""
         return checkpoint.build_shard_table(self.blueprint, self.mesh.layout)
 
     @property
@@ -117,11 +117,11 @@ class Saver:
             self._wait()  # the previous save took longer than the interval between two saves
         self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
         counters = {"step": step, "consumed_samples": step * self.config.train.global_batch}
+        counters |= {FINGERPRINTS_KEY: self.data_files}
         dtypes = {kind: buffer.dtype for kind, buffer in self.state_buffers.items()}
         metadata = checkpoint.build_manifest(self.config, dtypes, counters)
         save = PendingSave(step, self.storage / checkpoint.step_directory(step), metadata, started_at)
         if self.mesh.layout_rank == 0:
-        counters |= {FINGERPRINTS_KEY: self.data_files}
             try:
                 self._prepare_directory(step)
             except Exception as error:
