@@ -58,6 +58,11 @@ PLANTS = {
     "item": ("x = x * x.sum().item()", "host", "aten._local_scalar_dense"),
     "branch": ("x = x * 2 if (labels == 5).any() else x", "host", "aten._local_scalar_dense"),
     "to host": ("x = x + float(x.detach().cpu().numpy().sum())", "host", "-> host float32[2, 16, 32]"),
+    "print": ("print(x)", "host", "python.print(float32[2, 16, 32])"),
+    "format": ("text = f'{x.sum()}'", "host", "python.print(float32[])"),
+    "rand": ("x = x + torch.rand(32, device=x.device)", "random", "aten.rand"),
+    "dropout": ("x = torch.nn.functional.dropout(x, 0.1)", "random", "aten.bernoulli"),
+    "noise": ("x = x + torch.randn_like(x)", "random", "aten.randn_like"),
     "equal": ("same = torch.equal(labels, labels.clone())", "host", "aten.equal"),
     "custom backward": ("x = SortInBackward.apply(x)", "operators", "in the backward pass of this line, aten.sort"),
 }

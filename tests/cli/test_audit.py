@@ -39,6 +39,15 @@ def test_violation_in_a_custom_loss_has_its_line_and_exit_code_1(tmp_path: Path,
     assert report["stages"][0]["peak_bytes"] > report["stages"][0]["steady_bytes"] > 0
 
 
+def test_smoke_audits_a_small_version_of_a_recipe(tmp_path: Path, cli: ForkServer) -> None:
+    """As for `train`: seconds instead of minutes, for a first look at an own loss. The named layout is kept."""
+    arguments = ["audit", "llama3-70b", "--smoke", "layout.tp=8", "layout.pp=1", "layout.ranks=32"]
+    done = cli.run([*arguments, "--workers", "1"], cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "32 ranks of trn1, LNC 1, 16 GiB per rank: tensor 8 x pipeline 1" in done.stdout
+    assert done.stdout.splitlines()[-1] == "clean"
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -16,12 +16,13 @@ from trainyard.audit.unsupported_ops import (
 )
 from trainyard.core.constants import GIB
 from trainyard.devices.neuron.topology import group_problem
-from trainyard.dryrun.op_trace import RankTrace, TracedOp
+from trainyard.dryrun.op_trace import PRINT_OP, RankTrace, TracedOp
 
 HOST_READ_FILES = ("trainyard/train/evaluate.py", "trainyard/train/trainer.py")
 """Files that must read values from the device, between graphs."""
 PIPELINE_FILE = "trainyard/parallel/pipeline.py"
 """In the first step torch's pipeline schedules exchange shapes with the neighbors."""
+RANDOM_FIX = "trainyard.core.counter_rng: numbers that are a function of seed, step and position"
 COLLECTIVE_OPS = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -69,7 +70,16 @@ def check_operators(trace: RankTrace, generation: str) -> Iterator[Violation]:
             fix = "torch.where, or multiplication by a mask"
             yield violation("shapes", "the shape of the result depends on values", fix)
         if op.reads_to_host and not _host_read_allowed(op, index in later):
-            yield violation("host", "the host waits for a value", "keep it a tensor: torch.where instead of if")
+            printed = op.name == PRINT_OP
+            fix = (
+                "print its shape, or return it as a metric"
+                if printed
+                else "keep it a tensor: torch.where instead of if"
+            )
+            yield violation("host", "the host waits for a value", fix)
+        if op.draws_random_numbers:
+            reason = "torch's own random numbers: another layout or a resumed run draws others"
+            yield violation("random", reason, RANDOM_FIX)
 
 
 def _host_read_allowed(op: TracedOp, later: bool) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.markup import escape
 from typer import Option
 
 from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.options import AsJson, ConfigSource, Overrides, Workers, worker_count
+from trainyard.cli.options import AsJson, ConfigSource, Overrides, Smoke, Workers, worker_count
 from trainyard.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 GENERATIONS = ("trn1", "trn2", "trn3")
+AXES = ("tp", "pp", "cp")
 
 
 def audit(
@@ -26,27 +28,31 @@ def audit(
     hardware: Annotated[
         str | None, Option("--hardware", help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1.")
     ] = None,
+    smoke: Smoke = False,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> int:
     """Check a run against Trainium's rules, at full size, without weights and without a Trainium.
 
     Traces complete training steps of every pipeline stage and checks for: static shapes, supported operators and
-    dtypes, int32 indices, no host synchronization, supported process groups, one graph for all ranks of a stage, no
-    recompiles, and memory. Prints each violation with its source line; the exit code is 1 if there is one.
+    dtypes, int32 indices, no host synchronization (print included), no random numbers of torch, supported process
+    groups, one graph for all ranks of a stage, no recompiles, and memory. Prints each violation with its source line;
+    the exit code is 1 if there is one.
 
     Examples:
 
       trainyard audit llama3-70b
 
       trainyard audit my.yaml layout.tp=8 layout.ranks=64 --hardware trn2
+
+      trainyard audit my.yaml --smoke train.loss=mine:loss
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch, which warns about every group
     from trainyard.audit.audit import audit as audit_run
-    from trainyard.config.load import load
+    from trainyard.cli.run_config import load_run_config
     from trainyard.devices.neuron.topology import LNC_CHOICES, check_lnc
 
-    config = load(source, overrides or [])
+    config = load_run_config(source, list(overrides or []), smoke, _named_ranks(overrides or []))
     generation = hardware or next((name for name in GENERATIONS if name in config.hardware), GENERATIONS[0])
     if generation not in GENERATIONS:
         raise UserError(f"--hardware {generation}: unknown; known: {', '.join(GENERATIONS)}")
@@ -59,6 +65,13 @@ def audit(
     else:
         print_report(report)
     return 1 if report.violations else 0
+
+
+def _named_ranks(overrides: list[str]) -> int:
+    """Ranks of a smoke trial: layout.ranks, or the product of the named axes. What is no number `load` reports."""
+    sizes = dict(override.partition("=")[::2] for override in overrides)
+    axes = [sizes["layout.ranks"]] if "layout.ranks" in sizes else [sizes.get(f"layout.{axis}", "1") for axis in AXES]
+    return prod(int(size) for size in axes if size.isdecimal() and int(size))
 
 
 def print_report(report: "AuditReport") -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,18 @@ from trainyard.parallel.mesh import Mesh
 
 MESH_GROUPS = ("tp", "cp", "pp", "dp_cp", "dp_cp_tp", "world", "kv_replicas", "tied_embedding")
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+PRINT_OP = "python.print"
+"""Name of the conversion of a tensor to text in a trace."""
 HOST_TO_DEVICE_OPS = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+
+
+class PrintFunction:
+    """Stands for the conversion of a tensor to text, which reads its values and is no operator of torch."""
+
+    tags = (torch.Tag.data_dependent_output,)
+
+    def __str__(self) -> str:
+        return PRINT_OP
 
 
 class TensorInfo(NamedTuple):
@@ -62,6 +74,8 @@ class TracedOp:
     """The shape of the result depends on values."""
     reads_to_host: bool
     """The host waits for a value."""
+    draws_random_numbers: bool
+    """torch's own random numbers."""
     group: str | None
     """The process group of a collective."""
 
@@ -136,6 +150,20 @@ class OpRecorder(compat.DispatchMode):  # type: ignore[no-untyped-call]
             self.trace.peak_bytes, self.trace.steady_bytes = self.live.peak, self.live.current
             self.trace.peak_location = str(self.live.peak_location)
 
+    @contextmanager
+    def record_prints(self) -> Iterator[None]:
+        """Record conversions of tensors to text, by print, f-strings or repr."""
+        function, to_text = PrintFunction(), Tensor.__repr__
+
+        def record(tensor: Tensor, **options: Any) -> str:
+            if tensor.device.type == self.device.type and type(tensor) in PLAIN_TENSOR_TYPES:
+                source = self.locator.locate(sys._getframe(1))
+                self._record_op(function, [self._describe_argument(tensor)], None, source, on_device=True)
+            return to_text(tensor, **options)
+
+        with patch.object(Tensor, "__repr__", record):
+            yield
+
     def begin_forward(self) -> None:
         """The forward pass of a model begins."""
         self.forward_starts.append(len(self.phase_ops or ()))
@@ -189,6 +217,7 @@ class OpRecorder(compat.DispatchMode):  # type: ignore[no-untyped-call]
                 dynamic_shape=torch.Tag.dynamic_output_shape in function.tags
                 and _depends_on_values(function, arguments),
                 reads_to_host=copies_to_host or torch.Tag.data_dependent_output in function.tags,
+                draws_random_numbers=torch.Tag.nondeterministic_seeded in function.tags,
                 group=next((argument.text for argument in arguments if argument.text in self.trace.groups), None),
             )
             self.trace.operations.append(op)

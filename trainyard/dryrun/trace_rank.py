@@ -25,7 +25,7 @@ def trace_rank(
         for model in trainer.models:
             model.train()
         try:
-            with recorder:
+            with recorder, recorder.record_prints():
                 for step in range(1, steps + 1):
                     batch = trainer.loader.batch(step - 1, trainer.batch_slice)
                     with recorder.phase(f"step {step}"):
