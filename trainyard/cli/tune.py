@@ -14,8 +14,8 @@ from typer import Option
 
 from trainyard.cli.console import print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
+from trainyard.cli.run_config import load_run_config
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.cli.train import load_run_config
 from trainyard.cli.tune_console import TuneTable, file_header, trials_table
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
@@ -23,7 +23,7 @@ from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import World
 from trainyard.dryrun.dry_run import SYNTHETIC_DATA
-from trainyard.tune.search import TuneSearch, run_search
+from trainyard.tune.search import MAX_DRIFT, TuneSearch, run_search
 from trainyard.tune.search_space import KEY_MICRO_BATCH, SearchSpace
 from trainyard.tune.trial import Choice, Trial, trial_from_process
 from trainyard.tune.trial_process import run_with_timeout
@@ -47,7 +47,7 @@ def tune(
 
     Each trial is a short run: the unchanged file, then compile.enabled, larger and smaller train.micro_batch,
     recompute, device.attention, compile.mode and compile.cuda_graphs. A faster setting is kept for the following
-    trials. A key named on the command line stays fixed.
+    trials. At the end the unchanged file is measured again. A key named on the command line stays fixed.
 
     Examples:
 
@@ -118,7 +118,11 @@ def tune(
         print_line(console, "interrupted: not everything was tried")
     elif not complete:
         print_line(console, "budget spent: increase --budget MINUTES")
-    baseline = search.trials[0].tokens_per_second
+    file_speeds = search.file_speeds or [0.0]
+    if max(file_speeds) > MAX_DRIFT * min(file_speeds):
+        speeds = " and ".join(f"{speed:,.0f}" for speed in file_speeds)
+        print_line(console, f"note: the unchanged file ran at {speeds} tokens/s: leave the machine idle and tune again")
+    baseline = max(file_speeds)
     ratio = f", {search.best_speed / baseline:.2f} times the speed of the file" if baseline and best else ""
     print_line(console, f"fastest: {' '.join(best) or 'the unchanged file'}{ratio}")
     micro_batch = search.best_choice[KEY_MICRO_BATCH]

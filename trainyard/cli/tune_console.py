@@ -54,14 +54,15 @@ class TuneTable:
 
 def trial_cells(search: TuneSearch, trial: Trial) -> list[str]:
     """Return the cells of a trial, one per column."""
-    finished = trial in search.trials
+    number = next((index for index, other in enumerate(search.trials) if other is trial), len(search.trials))
+    finished = number < len(search.trials)
     trials = search.trials if finished else [*search.trials, trial]
     baseline, speed, state = trials[0].tokens_per_second, trial.tokens_per_second, trial.outcome
     if finished and speed and speed >= search.best_speed:
         state = "best" if trial.choice == search.best_choice else "gains under 1%"
     return [
-        str(trials.index(trial) + 1),
-        " ".join(search.space.overrides(trial.choice)) or "unchanged",
+        str(number + 1),
+        " ".join(search.space.overrides(trial.choice)) or ("unchanged again" if number else "unchanged"),
         f"{speed:,.0f} tokens/s" if speed else "",
         f"{speed / baseline:.2f}x" if speed and baseline else "",
         f"{trial.peak_bytes / 2**30:.2f} GiB" if trial.peak_bytes else "",
