@@ -422,9 +422,10 @@ def test_invalid_files_are_refused_in_one_line(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(2)}, file)
     refused(root, "not a Megatron checkpoint: has no model, only weights")
     (tmp_path / "d" / "iter_0000005").mkdir(parents=True)
-    (tmp_path / "d" / "iter_0000005" / ".metadata").touch()
+    for name in (".metadata", "common.pt"):
+        (tmp_path / "d" / "iter_0000005" / name).touch()
     (tmp_path / "d" / "latest_checkpointed_iteration.txt").write_text("5")
-    refused(tmp_path / "d", r"a distributed checkpoint \(torch_dist\)")
+    refused(tmp_path / "d", "common.pt: corrupt, or not a file of torch.save")
     for wrong in (intact[: len(intact) // 2], b"not a zip file", b""):
         file.write_bytes(wrong)
         refused(root, "model_optim_rng.pt: ")

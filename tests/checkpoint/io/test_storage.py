@@ -4,7 +4,6 @@ The S3 side is a real server that speaks S3, on the loopback.
 """
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.native.saved_runs import run_training, verified_steps
 from tests.support import configs
 from tests.support.examples import examples
+from tests.support.s3_server import s3_server
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import UserError
 
@@ -41,20 +41,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The URL of an S3 server with a bucket named yard, configured in fsspec as a user would."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    address, port = server.get_host_and_port()
-    url = f"http://{address}:{port}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": url, "key": "fake", "secret": "fake"})
-        fsspec.core.url_to_fs("s3://yard")[0].mkdir("yard")
+    with s3_server() as url:
         yield url
-        server.stop()
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @pytest.fixture

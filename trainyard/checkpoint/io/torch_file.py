@@ -51,7 +51,10 @@ def open_torch_file(path: Path, *, allow_stubs: bool = False, span: tuple[int, i
     try:
         file = MappedFile(path)
         with _CappedFile(path, span) as stream:
-            read = _read_zip if stream.read(4) == b"PK\3\4" or span else _read_legacy
+            is_zip = stream.read(4) == b"PK\3\4"
+            if span and (not is_zip or span[1] > file.size):
+                raise ValueError(f"bytes {span[0]} to {span[1]} are not one")
+            read = _read_zip if is_zip else _read_legacy
             return read(file, stream, partial(_find_global, path, cache(partial(_tensor_info, path)), allow_stubs))
     except UserError:
         raise

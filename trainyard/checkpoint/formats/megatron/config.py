@@ -58,6 +58,8 @@ def infer_model(
     try:
         rows, hidden = _matrix_shape(shapes, "word_embeddings.weight")
         width = _matrix_shape(shapes, "layers.0.mlp.dense_h_to_4h.weight")[0] * tp
+        if "layers.0.mlp.dense_h_to_4h_2.weight" in shapes:
+            width *= 2  # gate and up are separate
         common = {
             "family": family,
             "vocab": rows * tp,

@@ -1,7 +1,8 @@
 """Finds the files of a Megatron checkpoint and reads the tensors and arguments of each.
 
 The root has a directory per iteration, with a directory per rank, and a text file that names the last complete
-iteration. nemo-megatron uses other directory names and another dict structure; both are supported.
+iteration. nemo-megatron uses other directory names and another dict structure; both are supported. A distributed
+checkpoint (torch_dist, the default of Megatron Core) has no ranks: its directory counts as one file.
 """
 
 import re
@@ -11,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from trainyard.checkpoint.formats.megatron.dist import is_distributed, read_distributed
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.core.errors import UserError
 
@@ -67,6 +69,8 @@ def find_megatron(path: str | Path) -> MegatronFiles | None:
         return MegatronFiles({(0, 0): path}, 1, 1) if path.name in CHECKPOINT_FILES else None
     if not path.is_dir():
         return None
+    if is_distributed(path):
+        return MegatronFiles({(0, 0): path}, 1, 1)
     for name in CHECKPOINT_FILES:
         if (path / name).is_file():
             return find_megatron(path / name)
@@ -99,11 +103,8 @@ def _latest_iteration(root: Path) -> MegatronFiles | None:
     if text is None and not iterations:
         return None
     named = root / (f"iter_{int(text):07d}" if text and text.isdecimal() else "release")
-    if named.is_dir():
-        if (named / ".metadata").is_file():
-            raise UserError(f"{named}: a distributed checkpoint (torch_dist); save it with --ckpt-format torch")
-        if files := find_megatron(named):
-            return files
+    if named.is_dir() and (files := find_megatron(named)):
+        return files
     problem = f"{root / LATEST_FILE}: " + ("no such file" if text is None else f"names {text}, which does not exist")
     for directory in iterations:
         try:
@@ -117,7 +118,8 @@ def _latest_iteration(root: Path) -> MegatronFiles | None:
 
 
 def open_rank_file(path: Path) -> MegatronRankFile:
-    state = open_torch_file(path, allow_stubs=True)  # upstream's arguments contain Megatron classes
+    # Stubs, because upstream's arguments contain Megatron classes.
+    state = read_distributed(path) if path.is_dir() else open_torch_file(path, allow_stubs=True)
     if not isinstance(state, dict):
         raise UserError(f"{path}: not a Megatron checkpoint: expected a dict, found a {type(state).__name__}")
     virtual_stages = sorted((key for key in state if re.fullmatch(r"model\d+", str(key))), key=lambda key: int(key[5:]))

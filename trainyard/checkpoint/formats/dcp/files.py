@@ -1,0 +1,159 @@
+"""Reads and writes directories of torch.distributed.checkpoint (DCP), such as torchtitan's.
+
+A directory may hold more than the model (optimizer, data loader); its weights may be at the top level or under a
+prefix such as `model.`. It stores no model configuration.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from trainyard import models
+from trainyard.checkpoint.formats import hf
+from trainyard.checkpoint.formats.dcp.metadata import METADATA_FILE, DcpTensor, read_dcp_tensors
+from trainyard.checkpoint.formats.dcp.names import (
+    ROTATED_NAME,
+    DcpNames,
+    RotaryRows,
+    dcp_tensors,
+    earlier_name,
+    torchtitan_rows,
+)
+from trainyard.checkpoint.formats.tensor_map import (
+    ShardedWeights,
+    StoredTensor,
+    WeightSource,
+    assemble,
+    check_tensors,
+    find_mismatched_copy,
+)
+from trainyard.checkpoint.io.async_io import background_fsync, prefetch
+from trainyard.checkpoint.io.lazy_tensor import LazyTensor
+from trainyard.compat.checkpoint import DcpPlace, encode_dcp_metadata
+from trainyard.config.model_schema import LlamaConfig
+from trainyard.core.atomic_files import atomic_directory, atomic_file
+from trainyard.core.errors import UserError
+
+STEP_DIRECTORY = re.compile(r"step-(\d+)")
+MAX_FILE_BYTES = 5 * 10**9
+"""Size at which the next file begins. A tensor is never split."""
+
+
+def find_dcp(path: str | Path) -> Path | None:
+    """The directory at `path`, or the latest one of a torchtitan run. None: not a DCP checkpoint."""
+    path = Path(path).expanduser()
+    if (path / METADATA_FILE).is_file():
+        return path
+    steps = {}
+    for directory in (*path.glob("step-*"), *path.glob("checkpoint/step-*")):
+        if (match := STEP_DIRECTORY.fullmatch(directory.name)) and (directory / METADATA_FILE).is_file():
+            steps[int(match[1])] = directory
+    return steps[max(steps)] if steps else None
+
+
+def open_dcp(path: str | Path, model: models.AnyModelConfig) -> ShardedWeights:
+    """Open the weights at `path`, which have the names of Hugging Face or of torchtitan."""
+    directory = find_dcp(path)
+    if directory is None:
+        raise UserError(f"{path}: not a checkpoint of torch.distributed.checkpoint; expected a file {METADATA_FILE}")
+    tensors = read_dcp_tensors(directory)
+    styles: tuple[DcpNames, ...] = ("hf", "torchtitan") if isinstance(model, LlamaConfig) else ("hf",)
+    expected = {names: {stored.name: stored for stored in dcp_tensors(model, names)} for names in styles}
+    anchors = {names: next(iter(expected[names])) for names in styles}  # the embedding
+    for names, anchor in anchors.items():
+        prefixes = [key.removesuffix(anchor) for key in tensors if key == anchor or key.endswith(f".{anchor}")]
+        if prefixes:
+            selected, notes = _select_model(tensors, min(prefixes, key=len), expected[names])
+            if names == "torchtitan" and isinstance(model, LlamaConfig):
+                weights = _open_torchtitan(model, selected)
+            else:
+                weights = hf.weights_from_tensors(model, selected)
+            weights.notes = (*([f"reading {directory}"] if directory != Path(path).expanduser() else ()), *notes)
+            return weights
+    found = f"it has {', '.join(list(tensors)[:3])}, ..." if tensors else "it has no tensors"
+    raise UserError(f"{directory}: no tensor is called {' or '.join(anchors.values())}; {found}")
+
+
+def _select_model(
+    tensors: Mapping[str, DcpTensor], prefix: str, expected: Iterable[str]
+) -> tuple[dict[str, LazyTensor], list[str]]:
+    """The tensors of the model, without the prefix of their names, and a note that names what else there is."""
+    modules = {name.partition(".")[0] for name in (*expected, *map(earlier_name, expected))}
+    selected: dict[str, LazyTensor] = {}
+    others: dict[str, int] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(prefix)
+        module = name.partition(".")[0]
+        if key.startswith(prefix) and module in modules:
+            tensor.check_complete()
+            selected[name] = tensor
+        else:
+            others[key.partition(".")[0]] = others.get(key.partition(".")[0], 0) + 1
+    return selected, [f"not read: {count} tensors of {name}" for name, count in others.items()]
+
+
+def _open_torchtitan(model: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
+    expected = {stored.name: stored for stored in dcp_tensors(model, "torchtitan")}
+    current_name = {earlier_name(name): name for name in expected}
+    tensors = {current_name.get(name, name): tensor for name, tensor in tensors.items()}
+    embedding, *_, head = expected
+    if model.tie_embeddings and head not in tensors:
+        del expected[head]
+    check_tensors("checkpoint", expected, tensors)
+    pairs: list[tuple[StoredTensor, LazyTensor]] = []
+    for name, stored in expected.items():
+        tensor = tensors[name]
+        pairs.append((stored, RotaryRows(tensor, model.head_size) if ROTATED_NAME.fullmatch(name) else tensor))
+    if model.tie_embeddings and find_mismatched_copy(pair for pair in pairs if pair[0].name in (embedding, head)):
+        raise UserError(f"checkpoint does not fit the model: {embedding} and {head} differ, but the model ties them")
+    return ShardedWeights(model, pairs)
+
+
+def write_dcp(
+    directory: Path,
+    weights: WeightSource,
+    names: DcpNames = "hf",
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+    write_extra_files: Callable[[Path], None] = lambda directory: None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a directory that dcp.load reads. `dtype` None keeps the dtypes of `weights`.
+
+    `write_extra_files` adds files to the directory before it gets its name.
+    """
+    model = weights.model
+    tensors = dcp_tensors(model, names)
+    producers = (partial(_assemble, stored, weights, dtype, names) for stored in tensors)
+    places: dict[str, DcpPlace] = {}
+    with atomic_directory(directory) as temporary:
+        with background_fsync() as close:
+            file: BinaryIO | None = None
+            for stored, tensor in zip(tensors, prefetch(producers), strict=True):
+                if file is None or file.tell() >= max_file_bytes:
+                    if file:
+                        close(file)
+                    file = (temporary / f"__0_{len({place.file for place in places.values()})}.distcp").open("wb")
+                start = file.tell()
+                torch.save(tensor, file)
+                name = Path(file.name).name
+                places[stored.name] = DcpPlace(name, start, file.tell() - start, tuple(tensor.shape), tensor.dtype)
+                progress(tensor.nbytes)
+            if file:
+                close(file)
+        write_extra_files(temporary)
+        with atomic_file(temporary / METADATA_FILE) as metadata_file:
+            metadata_file.write(encode_dcp_metadata(places))
+
+
+def _assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | None, names: DcpNames) -> Tensor:
+    tensor = assemble(stored, weights, dtype)
+    if names != "hf" and ROTATED_NAME.fullmatch(stored.name):
+        tensor = torchtitan_rows(tensor, weights.model.head_size)
+    # torch.save writes the whole storage that a tensor is a view of.
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

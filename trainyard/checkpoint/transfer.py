@@ -1,0 +1,207 @@
+"""Local copies for conversions from and to URLs: all formats are read from and written to local files.
+
+A source at a URL is downloaded, except for native checkpoints, which are read in place. A target at a URL is written to
+a temporary directory first and then uploaded; the file that makes a checkpoint complete comes last.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory, gettempdir
+
+from trainyard.checkpoint.io.storage import FsspecStorage, StorageUnavailable, open_storage
+from trainyard.checkpoint.registry import latest_checkpoint
+from trainyard.core.constants import GIB
+from trainyard.core.errors import UserError, one_line
+
+FINAL_FILES = ("config.json", "model.safetensors.index.json", ".metadata", "done", "complete.json")
+"""Files that readers look for first. They are uploaded last, in this order."""
+COPY_CHUNK_BYTES = 2**25
+NUM_STREAMS = 8
+"""Files that are copied at a time."""
+
+OnBytes = Callable[[int, int], None]
+"""Called with the bytes copied so far and their total."""
+
+
+def is_url(location: str) -> bool:
+    return "://" in location and not location.startswith("file://")
+
+
+@contextmanager
+def local_source(source: str, on_bytes: OnBytes) -> Iterator[str | Path]:
+    """Yield where to read a checkpoint from: its local path, a temporary copy, or the URL of a native checkpoint."""
+    if not is_url(source):
+        path = Path(source.removeprefix("file://")).expanduser()
+        check_links(path)
+        yield path
+        return
+    storage = open_storage(source)
+    assert isinstance(storage, FsspecStorage)
+    if latest_checkpoint(storage):
+        yield source
+        return
+    with TemporaryDirectory(prefix="trainyard-") as temporary:
+        yield _download(storage, Path(temporary), on_bytes)
+
+
+@contextmanager
+def local_target(target: str, on_bytes: OnBytes) -> Iterator[Path]:
+    """Yield the path of a new directory. If `target` is a URL, the directory is uploaded after the block."""
+    if not is_url(target):
+        yield Path(target.removeprefix("file://"))
+        return
+    storage = _writable_storage(target)
+    with TemporaryDirectory(prefix="trainyard-") as temporary:
+        directory = Path(temporary) / (PurePosixPath(storage.path).name or "checkpoint")
+        yield directory
+        _upload(directory, storage, on_bytes)
+
+
+def check_new_target(target: str) -> None:
+    """Refuse a target that exists and is not empty. Nothing is created."""
+    path = Path(target.removeprefix("file://")).expanduser()
+    exists = bool(open_storage(target).listdir()) or (not is_url(target) and path.is_file())
+    if exists:
+        raise UserError(f"{target}: already exists and is not empty; choose a new directory")
+
+
+def check_space(target: Path, needed: int) -> None:
+    """Refuse to write more bytes than are free."""
+    existing = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(f"{target}: needs {needed / GIB:,.1f} GiB, but only {free / GIB:,.1f} GiB are free")
+
+
+def check_links(source: Path) -> None:
+    """Refuse symbolic links in a directory that lead out of it, except those of the Hugging Face cache to its blobs."""
+    root = source.resolve()
+    for directory, subdirectories, files in os.walk(root):  # does not follow links to directories
+        for name in (*subdirectories, *files):
+            check_link(Path(directory, name), root)
+
+
+def check_link(path: Path, root: Path) -> None:
+    """Refuse `path` if it is a symbolic link that leads out of `root`."""
+    if not path.is_symlink():
+        return
+    try:
+        target, root = path.resolve(), root.resolve()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path}: not a readable link: {one_line(error)}") from None
+    allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    if not any(target.is_relative_to(directory) for directory in allowed):
+        raise UserError(f"{path}: a link to {target}, outside the checkpoint; replace it by a copy of the file")
+
+
+def _download(storage: FsspecStorage, directory: Path, on_bytes: OnBytes) -> Path:
+    """Copy a directory, or a single file, to a local directory. Returns the path of the copy."""
+    try:
+        found = storage.filesystem.find(storage.path, detail=True)
+    except Exception as error:
+        raise StorageUnavailable(f"{storage}: {type(error).__name__}: {one_line(error)}") from None
+    root = storage.path.strip("/")
+    sizes = {path.strip("/").removeprefix(root).strip("/"): int(info["size"] or 0) for path, info in found.items()}
+    if not sizes:
+        raise UserError(f"{storage}: no such file or directory")
+    if list(sizes) == [""]:  # a file
+        name = PurePosixPath(root).name
+        _copy_all({name: sizes[""]}, lambda name, report: _fetch(storage, "", directory / name, report), on_bytes)
+        return directory / name
+    if unsafe := next((name for name in sizes if {"", ".", ".."} & set(name.split("/"))), None):
+        raise UserError(f"{storage}: {unsafe!r} cannot be the name of a local file")
+    if (total := sum(sizes.values())) > (free := shutil.disk_usage(directory).free):
+        raise UserError(
+            f"{storage}: {total / GIB:,.1f} GiB, but only {free / GIB:,.1f} GiB are free in {gettempdir()}; set TMPDIR,"
+            " or name the directory of one checkpoint"
+        )
+    for name in sizes:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    _copy_all(sizes, lambda name, report: _fetch(storage, name, directory / name, report), on_bytes)
+    return directory
+
+
+def _fetch(storage: FsspecStorage, name: str, path: Path, report: Callable[[int], None]) -> None:
+    remote = f"{storage.path}/{name}" if name else storage.path
+    try:
+        with storage.filesystem.open(remote, "rb") as source, path.open("wb") as file:
+            while data := source.read(COPY_CHUNK_BYTES):
+                file.write(data)
+                report(len(data))
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
+        raise StorageUnavailable(f"{storage}/{name}: cannot be copied: {one_line(error)}") from None
+
+
+def _writable_storage(target: str) -> FsspecStorage:
+    """The empty storage at a URL, after a test file was written and removed."""
+    storage = open_storage(target)
+    assert isinstance(storage, FsspecStorage)
+    check_new_target(target)
+    try:
+        storage.mkdir()
+        with storage.write(".trainyard") as file:
+            file.write(b"\n")
+        storage.remove(".trainyard")
+    except Exception as error:
+        raise UserError(f"{target}: cannot be written: {one_line(error)}") from None
+    return storage
+
+
+def _upload(directory: Path, storage: FsspecStorage, on_bytes: OnBytes) -> None:
+    """Copy all files of a directory. If that fails, the files that were copied are removed again."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in paths}
+    final = [name for name in FINAL_FILES if name in sizes]
+
+    def send(name: str, report: Callable[[int], None]) -> None:
+        parent = storage
+        for part in PurePosixPath(name).parts[:-1]:
+            parent = parent / part
+        parent.mkdir()
+        with (directory / name).open("rb") as source, parent.write(PurePosixPath(name).name) as file:
+            while data := source.read(COPY_CHUNK_BYTES):
+                file.write(data)
+                report(len(data))
+
+    try:
+        done = _copy_all({name: size for name, size in sizes.items() if name not in final}, send, on_bytes)
+        for name in final:
+            done = _copy_all({name: sizes[name]}, send, on_bytes, done)
+    except BaseException as error:
+        with suppress(Exception):  # the first error is the one to report
+            for name in sizes:
+                storage.remove(name)
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            raise UserError(f"{storage}: cannot be written: {one_line(error)}") from None
+        raise
+
+
+def _copy_all(
+    sizes: dict[str, int], copy: Callable[[str, Callable[[int], None]], None], on_bytes: OnBytes, done: int = 0
+) -> int:
+    """Copy files in threads. Returns `done` and the bytes copied; `on_bytes` runs in the calling thread."""
+    total = done + sum(sizes.values())
+    counts = dict.fromkeys(sizes, 0)
+
+    def run(name: str) -> None:
+        def report(count: int) -> None:
+            counts[name] += count
+
+        copy(name, report)
+
+    pool = ThreadPoolExecutor(NUM_STREAMS)
+    try:
+        futures = [pool.submit(run, name) for name in sizes]
+        for future in futures:
+            future.result()
+            on_bytes(done + sum(counts.values()), total)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return total
