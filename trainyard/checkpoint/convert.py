@@ -20,7 +20,7 @@ from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource,
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_state, write_checkpoint
-from trainyard.checkpoint.registry import OpenedCheckpoint
+from trainyard.checkpoint.registry import OpenedCheckpoint, read_model_files
 from trainyard.config.load import parse
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.config.schema import Config
@@ -84,21 +84,18 @@ def convert_checkpoint(
 ) -> None:
     """Convert `opened`, whose path is `source`. `directory` must be new; it appears under its name when complete."""
     directory = resolve_new_directory(directory)
-    weights, source = opened.weights, source.expanduser()
-    candidates = [source]
-    if source.is_file() or source.name == "model":  # tokenizer files are in the directory above
-        candidates.append(source.parent)
-    tokenizer_source = next((path for path in candidates if hf.tokenizer_files(path)), None)
+    weights = opened.weights
+    model_files = read_model_files(weights, source)
     if target.format == "hf":
-        hf.write_hf(directory, weights, target.dtype, tokenizer_source=tokenizer_source, progress=progress)
+        hf.write_hf(directory, weights, target.dtype, model_files=model_files, progress=progress)
     elif target.format == "nxd":
         model = require_llama(weights.model, "--to hf")
         layout = complete_nxd_layout(model, target.layout)
         dtype = target.dtype or weights.dtype(next(iter(unfused_tensors(model))))
-        write_extra_files = partial(hf.write_model_files, model=model, dtype=dtype, tokenizer_source=tokenizer_source)
+        write_extra_files = partial(hf.write_model_files, model=model, dtype=dtype, model_files=model_files)
         write_nxd(directory, weights, layout, target.dtype, target.xser, progress, write_extra_files)
     else:
-        _write_native(directory, opened, target, progress)
+        _write_native(directory, opened, target, model_files, progress)
 
 
 def complete_nxd_layout(model: LlamaConfig, options: Mapping[str, Any]) -> NxdLayout:
@@ -122,7 +119,11 @@ def _source_state(opened: OpenedCheckpoint, target: ConversionTarget) -> Trainin
 
 
 def _write_native(
-    directory: Path, opened: OpenedCheckpoint, target: ConversionTarget, progress: ProgressCallback
+    directory: Path,
+    opened: OpenedCheckpoint,
+    target: ConversionTarget,
+    model_files: hf.ModelFiles,
+    progress: ProgressCallback,
 ) -> None:
     state = _source_state(opened, target)
     sizes = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, **target.layout}
@@ -133,7 +134,7 @@ def _write_native(
         counters["converted"] = True  # only the model section of its configuration is meaningful
     config = _target_config(opened.weights, sizes, ranks)
     with atomic_directory(directory) as temporary:
-        write_checkpoint(temporary, state, config, ranks, counters, progress)
+        write_checkpoint(temporary, state, config, ranks, counters, model_files, progress)
 
 
 def _target_config(weights: WeightSource, sizes: Mapping[str, Any], ranks: int) -> Config:

@@ -106,13 +106,28 @@ def latest_checkpoint(storage: Storage) -> Storage | None:
     return None
 
 
+def find_tokenizer_files(source: str | Path) -> list[Path]:
+    """The tokenizer files of a checkpoint of another format: in its directory, or in the one above its weights."""
+    source = Path(source).expanduser()
+    directories = (source, source.parent) if source.is_file() or source.name == "model" else (source,)
+    return next(filter(None, map(hf.tokenizer_files, directories)), [])
+
+
+def read_model_files(weights: WeightSource, source: str | Path) -> dict[str, bytes]:
+    """The files of the tokenizer, and others that belong to the model, of the checkpoint `weights` at `source`."""
+    if isinstance(weights, Checkpoint):
+        return weights.read_model_files()
+    files = find_tokenizer_files(source)
+    return hf.read_model_files(files[0].parent) if files else {}
+
+
 def first_model_difference(
     model_a: models.AnyModelConfig, model_b: models.AnyModelConfig
 ) -> tuple[str, Any, Any] | None:
     """The first key that makes two models differ in weights or logits, and its two values.
 
-    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices) do not
-    count.
+    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices), or to text
+    only (special tokens), do not count.
     """
     a, b = (
         {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
@@ -120,8 +135,8 @@ def first_model_difference(
         for model in (model_a, model_b)
     )
     for key in a | b:
-        training_only = key.endswith("dropout") or key.startswith("fuse") or key in ("init_std", "scaled_init")
-        if not training_only and a.get(key) != b.get(key):
+        ignored = key.endswith(("dropout", "_token_id")) or key.startswith("fuse") or key in ("init_std", "scaled_init")
+        if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None
 

@@ -58,6 +58,9 @@ FORMATS = {
             "norm_eps": ("rms_norm_eps", 1e-6),
             "tie_embeddings": ("tie_word_embeddings", False),
             "init_std": ("initializer_range", 0.02),
+            "bos_token_id": ("bos_token_id", 1),
+            "eos_token_id": ("eos_token_id", 2),
+            "pad_token_id": ("pad_token_id", None),
         },
         {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
     ),
@@ -79,6 +82,9 @@ FORMATS = {
             "norm_eps": ("layer_norm_epsilon", 1e-5),
             "tie_embeddings": ("tie_word_embeddings", True),
             "init_std": ("initializer_range", 0.02),
+            "bos_token_id": ("bos_token_id", 50256),
+            "eos_token_id": ("eos_token_id", 50256),
+            "pad_token_id": ("pad_token_id", None),
         },
         {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
@@ -99,6 +105,9 @@ FORMATS = {
             "attention_dropout": ("attention_probs_dropout_prob", 0.1),
             "norm_eps": ("layer_norm_eps", 1e-12),
             "init_std": ("initializer_range", 0.02),
+            "bos_token_id": ("bos_token_id", None),
+            "eos_token_id": ("eos_token_id", None),
+            "pad_token_id": ("pad_token_id", 0),
         },
         {"position_embedding_type": "absolute", "is_decoder": False, "tie_word_embeddings": True},
     ),
@@ -132,7 +141,8 @@ def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
     except ValidationError as error:
         mistake = error.errors()[0]
         key = ".".join(map(str, mistake["loc"]))
-        raise UserError(f"{name}: {key}={mistake['input']}: {mistake['msg']}") from None
+        hf_key, _ = FORMATS[kind].keys.get(key, (key, None))
+        raise UserError(f"{name}: {hf_key}={mistake['input']}: {mistake['msg']}") from None
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
 
@@ -154,6 +164,8 @@ def to_hf(model: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         data[hf.keys["activation"][0]] = HF_GELU_NAMES[model.activation]
     if isinstance(model, BertConfig):
         data["intermediate_size"] = model.ffn_size
+    if model.eos_token_id and len(model.eos_token_id) == 1:
+        (data["eos_token_id"],) = model.eos_token_id
     return data | {"torch_dtype": dtype, "dtype": dtype}
 
 

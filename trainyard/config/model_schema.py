@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from trainyard.config.base import PositiveInt, Section, nearest_divisor, nearest_multiples
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
+TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
 
 
 class LinearRopeScaling(Section):
@@ -50,6 +51,12 @@ class _TransformerConfig(Section):
     """Divide the standard deviation of a block's two output projections by sqrt(2 * layers), as in GPT-2."""
     fuse_qkv: bool = True
     """Store query, key and value projections as one matrix: one GEMM instead of three."""
+    bos_token_id: int | None = None
+    """Token id that begins a text, for the exported config.json. Default: none."""
+    eos_token_id: TokenIds | None = None
+    """Token id, or several, that end a text, for the exported config.json. Default: none."""
+    pad_token_id: int | None = None
+    """Token id of padding, for the exported config.json. Default: none."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -147,6 +154,8 @@ class BertConfig(_TransformerConfig):
     """Epsilon added to the variance in LayerNorm."""
     scaled_init: bool = False
     """Divide the standard deviation of a block's two output projections by sqrt(2 * layers)."""
+    pad_token_id: int | None = 0
+    """Token id of padding, for the exported config.json."""
 
 
 ModelConfig = LlamaConfig | GptConfig | BertConfig

@@ -124,7 +124,10 @@ def initial_parameters(
         return shard_values(blueprint, weights, tp.size, tp.rank)
     if init_from:
         logger.info("reading weights from %s", init_from)
-        return tp_rank_values(open_weights(init_from, config.model).weights, tp.size, tp.rank)
+        opened = open_weights(init_from, config.model)
+        for note in opened.notes if mesh.layout_rank == 0 else ():
+            logger.warning("note: %s", note)
+        return tp_rank_values(opened.weights, tp.size, tp.rank)
     return initial_values(blueprint, config.train.seed, device.init_device, tp.size, tp.rank)
 
 

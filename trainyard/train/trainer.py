@@ -35,6 +35,7 @@ from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.losses import LossFunction
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
+from trainyard.train.model_files import run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
@@ -74,6 +75,8 @@ class Trainer:
         preflight(config, layout, device)
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
         self.directory, resumed = find_resume_point(config, mesh, device)
+        self.resumed = resumed
+        """The checkpoint that the run continues."""
         if resumed:
             check_compatible(resumed, config, mesh, device)
         compile_fn = make_compile_fn(config.compile, device, world.local_rank)
@@ -127,6 +130,7 @@ class Trainer:
         """Train until config.train.steps or a signal, and write the run directory."""
         config = self.config
         is_leader = self.mesh.layout_rank == 0
+        model_files = run_model_files(config, self.resumed) if is_leader else {}
         self.directory = self.directory or self.mesh.broadcast_object(
             lambda: create_run_directory(Path(config.log.directory).expanduser(), config.log.name), self.device
         )
@@ -135,7 +139,8 @@ class Trainer:
             self.writer = MetricsWriter(self.directory, config.log.tensorboard, self.completed_steps)
         if config.checkpoint.saving_enabled:
             storage = open_storage(config.checkpoint.directory or self.directory / "checkpoints")
-            self.saver = Saver(config, storage, self.blueprint, self.optimizer, self.device, self.mesh, self._on_saved)
+            state = (self.blueprint, self.optimizer, self.device, self.mesh)
+            self.saver = Saver(config, storage, *state, self._on_saved, model_files)
             self.saver.preflight()
         start = time.perf_counter()
         losses: list[float] = []
@@ -153,7 +158,7 @@ class Trainer:
                 if config.checkpoint.export_hf:
                     exported = self.directory / "model"
                     dtype = self.optimizer.state.compute_dtype
-                    save_hf(exported, config.model, self.full_parameter, dtype, is_writer=is_leader)
+                    save_hf(exported, config.model, self.full_parameter, dtype, is_leader, model_files)
             finally:
                 self.optimizer.wait_for_weights()
                 if self.writer:

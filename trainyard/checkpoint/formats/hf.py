@@ -5,8 +5,8 @@ directions stream one tensor at a time from mapped memory.
 """
 
 import json
+import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_t
 from trainyard.config.hf_config import from_hf as config_from_hf
 from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.core.atomic_files import atomic_directory
-from trainyard.core.errors import UserError
+from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.sharding import fused_index, fused_starts
 
@@ -43,6 +43,8 @@ TOKENIZER_FILES = re.compile(
     r"|generation_config\.json|chat_template.*)"
 )
 """Names of files that belong to the model whatever the format of its weights."""
+ModelFiles = Mapping[str, bytes]
+"""Contents of such files by name."""
 IGNORED_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|embeddings\.position_ids|attn\.(masked_)?bias)$")
 """Buffers that older versions of transformers saved and no model needs."""
 
@@ -131,15 +133,15 @@ def write_hf(
     weights: WeightSource,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer_source: Path | None = None,
+    model_files: ModelFiles | None = None,
     progress: Callable[[int], None] = lambda count: None,
     is_writer: bool = True,
     prefetch_reads: bool = True,
 ) -> None:
     """Write a directory that transformers' from_pretrained reads. It appears under its name only when complete.
 
-    `dtype` None keeps the dtypes of `weights`. `tokenizer_source` is a directory to copy tokenizer files from. If
-    reading weights is a collective operation, all ranks call this, one of them with `is_writer`, and without
+    `dtype` None keeps the dtypes of `weights`. `model_files` are those of the tokenizer and others to add. If reading
+    weights is a collective operation, all ranks call this, one of them with `is_writer`, and without
     `prefetch_reads`, which reads ahead in another thread.
     """
     tensors = stored_tensors(weights.model)
@@ -163,21 +165,29 @@ def write_hf(
         if len(files) > 1:
             file_of = {spec.name: name for name, specs_in_file in files.items() for spec in specs_in_file}
             index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": file_of}
-            _write_json(temporary / f"{SAFETENSORS_FILE}.index.json", index)
-        write_model_files(temporary, weights.model, dtypes[0], tokenizer_source)
+            _write_file(temporary / f"{SAFETENSORS_FILE}.index.json", _json_bytes(index))
+        write_model_files(temporary, weights.model, dtypes[0], model_files)
 
 
 def write_model_files(
-    directory: Path, model: models.AnyModelConfig, dtype: torch.dtype, tokenizer_source: Path | None = None
+    directory: Path, model: models.AnyModelConfig, dtype: torch.dtype, model_files: ModelFiles | None = None
 ) -> None:
-    """Write config.json, and copy the tokenizer from a directory that has one."""
-    _write_json(directory / "config.json", config_to_hf(model, str(dtype).removeprefix("torch.")))
-    for path in tokenizer_files(tokenizer_source) if tokenizer_source else ():
-        shutil.copyfile(path, directory / path.name)
+    """Write config.json and `model_files`."""
+    config = config_to_hf(model, str(dtype).removeprefix("torch."))
+    for name, data in {**(model_files or {}), "config.json": _json_bytes(config)}.items():
+        _write_file(directory / name, data)
+
+
+def read_model_files(directory: Path) -> dict[str, bytes]:
+    """The tokenizer files of a directory, and other files that belong to a model whatever the format of its weights."""
+    try:
+        return {path.name: path.read_bytes() for path in tokenizer_files(directory)}
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be read: {one_line(error)}") from None
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Tokenizer files and other files that belong to a model whatever the format of its weights."""
+    """The paths of the files that read_model_files reads."""
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     return [path for path in paths if TOKENIZER_FILES.fullmatch(path.name) and path.is_file()]
 
@@ -188,9 +198,11 @@ def save_hf(
     values: models.ParameterValues,
     dtype: torch.dtype = torch.float32,
     is_writer: bool = True,
+    model_files: ModelFiles | None = None,
 ) -> None:
     """Call `write_hf` with full parameters."""
-    write_hf(directory, InMemoryWeights(model, values, dtype), dtype, is_writer=is_writer, prefetch_reads=False)
+    weights = InMemoryWeights(model, values, dtype)
+    write_hf(directory, weights, dtype, model_files=model_files, is_writer=is_writer, prefetch_reads=False)
 
 
 def load_model(directory: str | Path, device: str = "auto") -> tuple[models.AnyModelConfig, nn.Module]:
@@ -241,5 +253,12 @@ def _group_into_files(specs: list[TensorSpec], max_shard_bytes: int) -> dict[str
     return {f"model-{i:05d}-of-{len(files):05d}.safetensors": group for i, group in enumerate(files, 1)}
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+def _json_bytes(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,6 +1,7 @@
 """The checkpoints of a run: lists, commits and removes them, and reads one at any layout.
 
     DIRECTORY/step_00000100/rank_00000.safetensors ...    one file per rank
+    DIRECTORY/step_00000100/tokenizer.json ...            files of the tokenizer, if it is known
     DIRECTORY/step_00000100/complete.json                 commit file, written last: contents of the files, run state
 
 A directory without `complete.json` is not a checkpoint. The commit file holds all that a reader needs, above all which
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trainyard import __version__, models
+from trainyard.checkpoint.formats.hf import TOKENIZER_FILES
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.io.storage import Storage
@@ -39,7 +41,7 @@ FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
 """State saved for every parameter, by the names in the files: master weights (or the weights if there are none),
 exp_avg and exp_avg_sq."""
-COUNTERS = ("step", "updates", "skipped", "consumed_samples", "data_files")
+COUNTERS = ("step", "updates", "skipped", "consumed_samples")
 STEP_DIRECTORY = re.compile(r"step_(\d{8,})")
 
 
@@ -115,8 +117,11 @@ def build_manifest(config: Config, dtypes: Mapping[str, torch.dtype], counters: 
     }
 
 
-def commit(storage: Storage, table: ShardTable, manifest: dict[str, Any]) -> int:
-    """Write the commit file once all shards exist. Returns the size of the checkpoint in bytes."""
+def commit(
+    storage: Storage, table: ShardTable, manifest: dict[str, Any], model_files: Mapping[str, bytes] | None = None
+) -> int:
+    """Write the files of the tokenizer and the commit file once all shards exist. Returns the size of the checkpoint in
+    bytes."""
     files: dict[str, Any] = {}
     for name, slices in table.items():
         size = storage.file_size(name)
@@ -125,7 +130,12 @@ def commit(storage: Storage, table: ShardTable, manifest: dict[str, Any]) -> int
                 f"{storage}/{name}: not visible on this host; checkpoint.directory must be shared by all hosts"
             )
         files[name] = {"bytes": size, "boxes": slices}
-    text = json.dumps({"format": FORMAT_VERSION, **manifest, "files": files})
+    checksums = {}
+    for name, data in (model_files or {}).items():
+        with storage.write(name) as file:
+            file.write(data)
+        checksums[name] = f"{zlib.crc32(data):08x}"
+    text = json.dumps({"format": FORMAT_VERSION, **manifest, "files": files, "model_files": checksums})
     with storage.write(COMMIT_FILE) as file:
         file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
     return sum(entry["bytes"] for entry in files.values())
@@ -208,6 +218,21 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         keys = (key for key in shard.entries if key.split(".")[0] not in STATE_KINDS)
         full = {key: TensorSlice.full(key, shard.entries[key].shape).to_index() for key in keys}
         return {key: shard.read(key, index) for key, index in full.items()}, shard.metadata
+
+    def read_model_files(self) -> dict[str, bytes]:
+        """The contents of the tokenizer's files by name, compared with their checksums."""
+        out: dict[str, bytes] = {}
+        for name, checksum in self.manifest.get("model_files", {}).items():
+            if not TOKENIZER_FILES.fullmatch(name):
+                raise CorruptCheckpoint(f"{self.storage}/{COMMIT_FILE}: corrupt: names a file {name!a}")
+            try:
+                with self.storage.open(name) as file:
+                    out[name] = bytes(file.read(0, file.size))
+            except OSError as error:
+                raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: {error.strerror or 'no such file'}") from None
+            if f"{zlib.crc32(out[name]):08x}" != checksum:
+                raise CorruptCheckpoint(f"{self.storage}/{name}: corrupt: its checksum differs")
+        return out
 
     def verify(self, files: list[str]) -> None:
         """Compare the sizes and checksums of these files with the commit file; the error names the first bad file."""

@@ -38,12 +38,13 @@ def write_checkpoint(
     config: Config,
     ranks: int,
     counters: Mapping[str, Any],
+    model_files: Mapping[str, bytes] | None = None,
     on_written: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write the files that `ranks` ranks of config.layout would write, and commit them. `directory` must be empty.
 
-    `counters` are the step, the number of updates and so on, for the commit file. `on_written` is called with the
-    bytes of each tensor.
+    `counters` are the step, the number of updates and so on, for the commit file; `model_files` those of the tokenizer.
+    `on_written` is called with the bytes of each tensor.
     """
     layout = Layout.from_config(config, ranks)
     blueprint = models.family_of(config.model).blueprint(config.model)
@@ -68,4 +69,4 @@ def write_checkpoint(
         for rank in range(layout.world_size):
             workers.submit(rank, partial(write, rank))
     manifest = checkpoint.build_manifest(config, state.dtypes, counters)
-    checkpoint.commit(storage, checkpoint.build_shard_table(blueprint, layout), manifest)
+    checkpoint.commit(storage, checkpoint.build_shard_table(blueprint, layout), manifest, model_files)

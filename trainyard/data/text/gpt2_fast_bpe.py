@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Fast
 from tokenizers import pre_tokenizers
 
+from trainyard.data.text.tokenizer import byte_to_char
+
 LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
 BATCH_CHARACTERS = 1 << 19
 """Characters encoded at a time. Larger batches repeat more words, smaller ones fit in the cache: 5.6 million tokens per
@@ -151,10 +153,3 @@ def _document_batches(documents: list[str]) -> Iterator[list[str]]:
         length += len(document)
     if batch:
         yield batch
-
-
-def byte_to_char() -> dict[int, str]:
-    """The printable character that stands for each byte in GPT-2's vocabulary."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + number) for number, byte in enumerate(rest)}

@@ -136,7 +136,8 @@ def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str
     except UserError as error:
         local_error = error
     problems = [problem for problem in mesh.all_gather_object(local_error) if problem]
-    if not problems:
+    if checkpoint and not problems:
+        checkpoint.all_verified = True
         return checkpoint, ""
     if checkpoint:
         checkpoint.close()

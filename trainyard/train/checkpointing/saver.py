@@ -9,7 +9,7 @@ communicates with another rank.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -53,6 +53,8 @@ class Saver:
     mesh: Mesh
     on_saved: Callable[[dict[str, Any]], None]
     """Called on every rank with the record of a committed checkpoint."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the tokenizer, which the first rank adds to each checkpoint."""
     current: PendingSave | None = None
     slices: list[LocalSlice] = field(init=False)
     """What this rank writes."""
@@ -232,7 +234,7 @@ class Saver:
 
     def _commit(self, save: PendingSave) -> None:
         manifest = {**save.metadata, "updates": int(save.update_count), "skipped": save.skip_counts.tolist()}
-        save.total_bytes = checkpoint.commit(save.storage, self.slice_table, manifest)
+        save.total_bytes = checkpoint.commit(save.storage, self.slice_table, manifest, self.model_files)
         try:
             checkpoint.prune_checkpoints(self.storage, save.step, self.config.checkpoint.keep)
         except Exception as error:

@@ -1,0 +1,40 @@
+"""Writes any tokenizer of this package as the files that transformers' AutoTokenizer reads."""
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers
+
+from trainyard.data.text.tokenizer import ByteTokenizer, FastTokenizer, TokenizerSpec, byte_to_char, load_tokenizer
+
+
+def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
+    """Contents by file name. A SentencePiece model has no such files: transformers reads the model itself."""
+    tokenizer = load_tokenizer(spec)
+    if isinstance(tokenizer, FastTokenizer):
+        fast = tokenizer.tokenizer
+    elif isinstance(tokenizer, ByteTokenizer):
+        fast = _byte_tokenizer()
+    else:
+        return {}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": fast.id_to_token(tokenizer.end_id)}
+    return {
+        "tokenizer.json": fast.to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json({**config, "clean_up_tokenization_spaces": False}),
+        "generation_config.json": _json({"eos_token_id": tokenizer.end_id}),
+    }
+
+
+def _byte_tokenizer() -> Fast:
+    """A byte-level BPE without merges, whose ids are the bytes, and then the token that ends a document."""
+    characters = bytes(range(256)).decode("latin-1").translate(byte_to_char())
+    fast = Fast(models.BPE({character: byte for byte, character in enumerate(characters)}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|endoftext|>"])
+    return fast
+
+
+def _json(data: dict[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,48 @@
+"""The tokenizer's files, which a run saves with its checkpoints and exports with its weights."""
+
+import logging
+from pathlib import Path
+
+from trainyard.checkpoint.formats.hf import read_model_files
+from trainyard.checkpoint.io.storage import open_storage
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoint
+from trainyard.config.schema import Config
+from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
+
+logger = logging.getLogger(__name__)
+
+
+def run_model_files(config: Config, resumed: Checkpoint | None) -> dict[str, bytes]:
+    """Contents by file name: those of data.tokenizer, or of the checkpoint from which the run resumes or starts.
+
+    Empty if the tokenizer is not known, as for tokens that were prepared elsewhere.
+    """
+    if config.data.source == "text" or config.data.tokenizer != "bytes":
+        files = _tokenizer_files(config)
+        if config.model.eos_token_id is not None:
+            files.pop("generation_config.json", None)  # config.json has the ids
+        return files
+    init_from = config.checkpoint.resume if config.checkpoint.weights_only else config.checkpoint.init_from
+    try:
+        if resumed:
+            return resumed.read_model_files()
+        if init_from and (latest := latest_checkpoint(open_storage(init_from))):
+            return Checkpoint(latest).read_model_files()
+    except CorruptCheckpoint as error:
+        logger.warning("continuing without the files of the tokenizer: %s", error)
+        return {}
+    found = find_tokenizer_files(init_from) if init_from else []
+    return read_model_files(found[0].parent) if found else {}
+
+
+def _tokenizer_files(config: Config) -> dict[str, bytes]:
+    """The files next to the tokenizer, such as its chat template, and those that are missing there."""
+    files = hf_tokenizer_files(tokenizer_spec(config))
+    path = Path(config.data.tokenizer).expanduser()
+    directory = path if path.is_dir() else path.parent
+    if path.is_dir() or path.name in ("tokenizer.json", "tokenizer.model"):
+        files |= read_model_files(directory)
+    return files
