@@ -5,9 +5,9 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's) or recipe name."
+CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's), run directory or recipe name."
 
-ConfigSource = Annotated[str, Argument(metavar="FILE|RECIPE", help=CONFIG_SOURCE_HELP)]
+ConfigSource = Annotated[str, Argument(metavar="FILE|RECIPE|RUN", help=CONFIG_SOURCE_HELP)]
 Overrides = Annotated[
     list[str] | None,
     Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),

@@ -9,9 +9,9 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A section of the configuration: strict types, unknown keys rejected, a docstring below each field."""
+    """A section of the configuration: strict types, finite numbers, no unknown keys, a docstring below each field."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from math import isfinite
 from typing import get_args
 
 from pydantic import ValidationError
@@ -16,6 +17,7 @@ from trainyard.config.yaml_io import format_value
 EXPECTED_TYPES = {
     "int": "a whole number",
     "float": "a number",
+    "finite": "a finite number",
     "bool": "true or false",
     "string": "text",
     "tuple": "a list",
@@ -122,7 +124,8 @@ def _nearest_value(section: type[Section] | None, key: str, value: object) -> st
     number_type = next((kind for kind in types if kind in (int, float)), None)
     if number_type and isinstance(value, str | float) and not isinstance(value, bool):
         try:
-            return format_value(number_type(float(value)))
+            if isfinite(number := float(value)):
+                return format_value(number_type(number))
         except (ValueError, OverflowError):
             pass
     if not field.is_required():

@@ -19,13 +19,16 @@ def recipe_names() -> list[str]:
 
 
 def find_config(source: str | Path) -> Path:
-    """Return the path of a configuration file, or of the recipe with that name."""
+    """Return the path of a configuration file, of the one in a run directory, or of the recipe with that name."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
     if str(source) in recipe_names():
         return recipes_directory() / f"{source}.yaml"
     if path.is_dir():
-        raise UserError(f"{source}: a directory, not a configuration file; recipes: {', '.join(recipe_names())}")
+        if (path / "config.yaml").is_file():
+            return path / "config.yaml"
+        names = ", ".join(recipe_names())
+        raise UserError(f"{source}: a directory without config.yaml, thus not of a run; recipes: {names}")
     nearest = difflib.get_close_matches(str(source), recipe_names(), 1, 0.0)
     raise UserError(f"{source}: no such file or recipe; nearest recipe: {nearest[0] if nearest else 'none'}")
