@@ -365,7 +365,9 @@ def test_all_checkpoints_are_invalid(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "step_00000001" / "complete.json").unlink()
     (tmp_path / "step_00000002" / "rank_00000.safetensors").unlink()
     lines: list[str] = []
-    no_checkpoint = r"^checkpoint.resume=.*: no valid checkpoint; nearest: auto, or none$"
+    no_checkpoint = (
+        r": every complete checkpoint is damaged; nearest: checkpoint\.resume=none, which starts from step 0$"
+    )
     with pytest.raises(UserError, match=no_checkpoint), captured_log(lines.append):
         Trainer(configure(tmp_path, checkpoint={"resume": str(tmp_path)}))
     assert [line.split(":")[0].rsplit("/", 1)[-1] for line in lines] == ["rank_00000.safetensors", "step_00000001"]

@@ -116,10 +116,6 @@ def main() -> None:
         _exit_with_error(str(error), 1)
     except (CommandInterrupted, KeyboardInterrupt):
         _exit_with_error("interrupted", 130)
-    except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
-            raise
-        _exit_with_error(f"{error.filename or 'a file'}: {error.strerror}", 1)
     else:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # Process group threads that outlive the interpreter sometimes abort it after all work is done.
@@ -130,7 +126,7 @@ def main() -> None:
 
 
 def _run_command() -> int:
-    """Run the command line and return its exit code. Translates click's exceptions into trainyard's."""
+    """Run the command line and return its exit code. Translates the exceptions of click and of a full disk."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except USAGE_ERROR as error:
@@ -140,6 +136,10 @@ def _run_command() -> int:
         raise UserError(f"{' '.join(message.split())} (see trainyard --help)") from None
     except typer.Abort:
         raise KeyboardInterrupt from None
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        raise RunStopped(f"{error.filename or 'a file'}: {error.strerror}") from None
     return code if isinstance(code, int) else 0
 
 

@@ -15,7 +15,7 @@ from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
-from trainyard.core.errors import UserError
+from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
@@ -28,7 +28,7 @@ DEFAULT_RECIPE = "tiny-llama"
 
 
 def train(
-    source: Annotated[str, Argument(metavar="[FILE|RECIPE]", help=CONFIG_SOURCE_HELP)] = DEFAULT_RECIPE,
+    source: Annotated[str, Argument(metavar="[FILE|RECIPE|RUN]", help=CONFIG_SOURCE_HELP)] = DEFAULT_RECIPE,
     overrides: Overrides = None,
     smoke: Smoke = False,
     nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
@@ -73,6 +73,8 @@ def train(
     for line in summary_lines(summary):
         print_line(console, line)
     shutdown_distributed()
+    if summary.last_step_skipped and not summary.interrupted:
+        raise RunStopped(f"step {summary.steps}: the last step was skipped, so the run did not succeed")
     return 130 if summary.interrupted else 0
 
 
@@ -104,12 +106,12 @@ def print_run_header(console: Console, trainer: Trainer) -> None:
 
 def summary_lines(summary: RunSummary) -> list[str]:
     """Return the closing lines of a run: result, output files, and the next command."""
-    status = "Stopped early" if summary.interrupted else "Done"
-    trained = summary.last_loss == summary.last_loss  # NaN if no step ran
+    trained = summary.last_loss is not None
+    status = "Stopped early" if summary.interrupted else "Failed" if summary.last_step_skipped else "Done"
     losses = f", loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if trained else ""
     skipped = f", {summary.skipped_steps} steps skipped" if summary.skipped_steps else ""
     lines = [f"{status}: {summary.steps} steps in {summary.seconds:.1f} s{losses}{skipped}"]
-    if not trained and not summary.interrupted:
+    if not trained and status == "Done":
         lines = [f"Nothing to do: all {summary.steps} steps are already complete. Increase train.steps to continue."]
     if summary.evaluation:
         lines.append("  evaluation   " + ", ".join(f"{k} {v:.4f}" for k, v in summary.evaluation.items()))
@@ -125,7 +127,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if summary.last_checkpoint:
         lines.append(f"  checkpoint   {summary.last_checkpoint}")
     if summary.interrupted and summary.last_checkpoint:
-        lines.append(f"Next: trainyard train {config} checkpoint.resume=auto   (resume)")
+        lines.append(f"Next: trainyard train {directory} checkpoint.resume={directory}   (resume)")
     else:
-        lines.append(f"Next: trainyard train {config} train.steps=...   (run again with changes)")
+        lines.append(f"Next: trainyard train {directory} train.steps=...   (run again with changes)")
     return lines

@@ -32,7 +32,8 @@ class TrainSection(Section):
     loss: FunctionPath | None = None
     """User loss, `module:function`: takes (output, batch), returns (sum, count). Default: the loss of the family."""
     max_skipped_steps: PositiveInt = 5
-    """Number of consecutive steps with a non-finite loss or gradient (each is skipped) after which the run stops."""
+    """Number of consecutive steps with a non-finite loss or gradient, or without a counted label (each is skipped),
+    after which the run stops."""
 
 
 class OptimizerSection(Section):

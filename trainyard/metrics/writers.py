@@ -1,37 +1,13 @@
-"""Run directories, and the metrics that a run writes there: metrics.jsonl (one JSON object per line) and TensorBoard
-files."""
+"""The metrics that a run writes to its directory: metrics.jsonl (one JSON object per line) and TensorBoard files."""
 
 import json
 import math
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.core.errors import UserError
-
-
-def create_run_directory(parent: Path, name: str) -> Path:
-    """Create a new run directory: NAME, or NAME-2, NAME-3, ... if it exists. Never touches an old run."""
-    number = 1
-    while True:
-        directory = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise UserError(f"log.directory={parent}: cannot be written: {error.strerror}") from None
-        else:
-            return directory
-
-
-def latest_run_directory(parent: Path, name: str) -> Path | None:
-    """The existing directory with the highest number among NAME, NAME-2, NAME-3, ..."""
-    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
-    directories = [path for path in parent.glob(f"{name}*") if path.is_dir()]
-    numbered = [(int(match[1] or 1), path) for path in directories if (match := pattern.fullmatch(path.name))]
-    return max(numbered)[1] if numbered else None
 
 
 class MetricsWriter:
@@ -50,7 +26,8 @@ class MetricsWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         values = {name: _to_json(value) for name, value in record.items()}
-        self.file.write(json.dumps(values) + "\n")
+        with self._named_errors():
+            self.file.write(json.dumps(values) + "\n")
         if self.tensorboard_directory and not self.tensorboard_writer:
             # The import takes two seconds, so it waits for the first record.
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -65,9 +42,19 @@ class MetricsWriter:
                     self.tensorboard_writer.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
-        self.file.close()
+        with self._named_errors():
+            self.file.close()
         if self.tensorboard_writer:
             self.tensorboard_writer.close()
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Add the name of the file to an error, which writing does not do, unlike opening."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.file.name
+            raise
 
 
 def _step_of_line(line: str) -> float:

@@ -115,12 +115,19 @@ class Mesh:
         )
 
     def broadcast_object(self, make: Callable[[], T], device: Device) -> T:
-        """Call `make` on the first rank of the layout and return its result on all ranks."""
+        """Call `make` on the first rank of the layout and return its result, or raise its UserError, on all ranks."""
         if self.world.size == 1:
             return make()
-        objects: list[Any] = [make() if self.layout_rank == 0 else None]
+        objects: list[Any] = [None]
+        if self.layout_rank == 0:
+            try:
+                objects = [make()]
+            except UserError as error:
+                objects = [error]
         handle = None if self.object_group else device.torch_device
         dist.broadcast_object_list(objects, src=self.rank_order[0], group=self.object_group, device=handle)
+        if isinstance(objects[0], UserError):
+            raise objects[0]
         return objects[0]
 
     def all_gather_object(self, value: T) -> list[T]:

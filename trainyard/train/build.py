@@ -31,7 +31,7 @@ from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
-from trainyard.train.evaluate import Metric
+from trainyard.train.evaluate import RESERVED_NAMES, Metric
 from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
 from trainyard.train.user_functions import import_function, user_function
 
@@ -71,8 +71,12 @@ def fp8_layers(config: Config) -> models.Fp8Layers | None:
     return models.Fp8Layers(Fp8Options(precision.fp8_scaling, precision.fp8_backward), fp8_layer_range(config))
 
 
-def build_metrics(config: Config, metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+def build_metrics(config: Config, metrics: Mapping[str, Metric] | None, loss: Loss) -> dict[str, Metric]:
     """Metrics of config.evaluate.metrics, and those given as an argument."""
+    for name in {*config.evaluate.metrics, *(metrics or {})} & {*RESERVED_NAMES, *loss.term_names}:
+        raise UserError(
+            f"evaluate.metrics.{name}: the evaluation itself reports {name}; nearest: evaluate.metrics.my_{name}"
+        )
     dotted = config.evaluate.metrics.items()
     imported = {name: import_function(path, f"evaluate.metrics.{name}") for name, path in dotted}
     return {**imported, **(metrics or {})}

@@ -10,12 +10,14 @@ from torch import Tensor
 from trainyard.models import Batch, ModelOutput
 from trainyard.train.losses import Loss
 from trainyard.train.micro_batches.runner import MicroBatchRunner
-from trainyard.train.step import LossAccumulator
+from trainyard.train.step import LossAccumulator, mean_loss
 from trainyard.train.user_functions import check_sum_and_count
 
 Metric = Callable[[ModelOutput, Batch], tuple[Tensor, Tensor]]
 PERPLEXITY_TERMS = ("lm", "mlm")
 """Loss terms whose exponential is a perplexity."""
+RESERVED_NAMES = ("loss", "perplexity")
+"""Results of every evaluation, besides the loss terms; metrics have other names."""
 
 
 @torch.no_grad()
@@ -27,7 +29,8 @@ def evaluate(
     max_batches: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Loss, its terms, perplexity and the user's metrics over at most `max_batches` validation batches.
+    """Loss, its terms, perplexity and the user's metrics over at most `max_batches` validation batches; NaN where
+    nothing was counted.
 
     All ranks call this, each with its own samples. `should_stop` is asked before every batch.
     """
@@ -52,11 +55,10 @@ def evaluate(
     for model, training in zip(runner.models, was_training, strict=True):
         model.train(training)
     totals, counts, _ = sums.all_reduce(torch.zeros(1, device=device))
-    means = {
-        name: total / count if count else 0.0
-        for name, total, count in zip(names, totals.tolist(), counts.tolist(), strict=True)
-    }
-    result = {"loss": sum(means[name] for name in loss.term_names)}
+    exact = [torch.tensor(values.tolist(), dtype=torch.float64) for values in (totals, counts)]
+    means = dict(zip(names, mean_loss(*exact)[1].tolist(), strict=True))
+    terms = len(loss.term_names)
+    result = {"loss": float(mean_loss(*(values[:terms] for values in exact))[0])}
     for name in set(loss.term_names) & set(PERPLEXITY_TERMS):
         result["perplexity"] = exp(min(means[name], 700.0))
     # A single term equals the loss and is not repeated.

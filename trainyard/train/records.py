@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from trainyard.config.schema import Config
+from trainyard.core.errors import RunStopped
 from trainyard.devices import Device
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.optim.optimizer import Optimizer
@@ -21,11 +23,13 @@ class RunSummary:
     directory: Path
     """The run directory, with config.yaml, metrics.jsonl and TensorBoard files."""
     steps: int
-    first_loss: float
-    last_loss: float
-    """NaN, as first_loss, if the run made no step."""
+    first_loss: float | None
+    last_loss: float | None
+    """None, as first_loss, if the run made no step; NaN if the last step was not finite."""
     seconds: float
     skipped_steps: int
+    last_step_skipped: bool
+    """True if the last step was not finite, or had no counted label, and changed nothing."""
     interrupted: bool
     """True if a signal ended the run early."""
     exported_weights: Path | None
@@ -62,15 +66,39 @@ def step_record(
             "ranks": mesh.layout.world_size,
         }
     if skipped_in_a_row:
-        record["not_finite"] = describe_nonfinite(optimizer, mesh, record["loss"])
+        record["not_finite"] = describe_skipped(result, optimizer, mesh)
     return record
 
 
-def describe_nonfinite(optimizer: Optimizer, mesh: Mesh, loss: float) -> str:
-    """Name the gradients that were not finite at the last skipped step. All ranks call this together."""
+def describe_skipped(result: StepResult, optimizer: Optimizer, mesh: Mesh) -> str:
+    """Say why a step was skipped, and name its non-finite gradients. All ranks call this together."""
+    if not result.label_count > 0:
+        return "no label of the batch counts"
     per_rank = mesh.all_gather_object(optimizer.guard.nonfinite_names())
     names = list(dict.fromkeys(name for rank_names in per_rank for name in rank_names))
     culprits = "no gradient"
     if names:
         culprits = f"gradient of {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-    return f"loss {loss}, not finite: {culprits}"
+    return f"loss {float(result.loss)}, not finite: {culprits}"
+
+
+def too_many_skipped(result: StepResult, config: Config, optimizer: Optimizer, mesh: Mesh) -> RunStopped:
+    """The error that ends a run after train.max_skipped_steps skipped steps in a row."""
+    problem, advice = "were not finite and were skipped", "try a lower optimizer.lr or a longer schedule.warmup_steps"
+    if not result.label_count > 0:
+        problem, advice = "were skipped", "check the labels of the data, or the count that the loss returns"
+    _, in_a_row, _ = result.read_status()
+    return RunStopped(
+        f"step {result.step}: {in_a_row} steps in a row {problem} "
+        f"(train.max_skipped_steps={config.train.max_skipped_steps}); "
+        f"{describe_skipped(result, optimizer, mesh)}; {advice}"
+    )
+
+
+def check_weights(norm: float, step: int) -> None:
+    """Raise RunStopped if the norm of all weights is not finite: such weights are neither saved nor exported."""
+    if not isfinite(norm):
+        raise RunStopped(
+            f"step {step}: the weights are not finite (their norm is {norm}) and are neither saved nor exported; "
+            "try a lower optimizer.lr or a longer schedule.warmup_steps"
+        )

@@ -26,9 +26,11 @@ class StepResult:
     lr: float
     loss: Tensor
     terms: dict[str, Tensor]
-    """Mean of each loss term over the global batch."""
+    """Mean of each loss term over the global batch; NaN if none of its labels count."""
     grad_norm: Tensor
     """Before clipping."""
+    label_count: Tensor
+    """Counted labels of the global batch, of the term that has most; 0 if the batch has none, which skips the step."""
     host_status: Callable[[], Tensor]
     """Waits for the host copy of the skip counts and the status. The copy is queued with the step, so it can be read
     while the next step runs."""
@@ -71,21 +73,21 @@ class TrainStep:
         counts_per_batch = [torch.stack(terms) for part in batches if (terms := self.loss_fn.label_counts(part))]
         if counts_per_batch:
             global_counts = mesh.dp_cp.all_reduce_sum(torch.stack(counts_per_batch).sum(0))
-            self.loss_divisors.copy_(at_least_one(global_counts))
+            self.loss_divisors.copy_(global_counts.clamp(min=1))
         self.loss_sums.values.zero_()
         self.runner(batches, self.rng_key, self._micro_batch_loss, backward=True)
         local_status = self.device.to_device(torch.tensor(status, dtype=torch.float32))
         totals, counts, status_sums = self.loss_sums.all_reduce(local_status)
-        means = dict(zip(self.loss_fn.term_names, totals / at_least_one(counts), strict=True))
-        loss = torch.stack(list(means.values())).sum()
-        grad_scale = torch.ones_like(loss) if counts_per_batch else 1 / at_least_one(counts[0])
+        loss, means = mean_loss(totals, counts)
+        terms = dict(zip(self.loss_fn.term_names, means, strict=True))
+        grad_scale = torch.ones_like(loss) if counts_per_batch else torch.where(counts[0] > 0, 1 / counts[0], 1.0)
         lr_tensor = self.device.to_device(torch.tensor(lr, dtype=torch.float32))
         self.optimizer.reduce_gradients()
         if self.on_gradients_ready:
             self.on_gradients_ready()
         norm = self.optimizer.step(lr_tensor, grad_scale, loss, step)
         device_status = torch.cat((self.optimizer.guard.skip_counts, status_sums.int()))
-        return StepResult(step, lr, loss, means, norm, self.device.copy_to_host(device_status))
+        return StepResult(step, lr, loss, terms, norm, counts.max(), self.device.copy_to_host(device_status))
 
     def _micro_batch_loss(self, output: ModelOutput, micro: Batch) -> Tensor:
         terms = self.loss_fn.terms(output, micro)
@@ -119,6 +121,9 @@ class LossAccumulator:
         return reduced[:terms], reduced[terms : 2 * terms], reduced[2 * terms :]
 
 
-def at_least_one(count: Tensor) -> Tensor:
-    """Makes the loss of a batch without counted labels 0 instead of 0 / 0."""
-    return count.clamp(min=1)
+def mean_loss(totals: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss, and the mean of each of its terms, from their sums and counts, as fractions too. A term without a count
+    is NaN and does not add to the loss; without any count, the loss is NaN, so that the step is skipped."""
+    means = torch.where(counts > 0, totals / counts, float("nan"))
+    loss = torch.where(counts > 0, means, 0.0).sum()
+    return torch.where((counts > 0).any(), loss, float("nan")), means

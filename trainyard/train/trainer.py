@@ -7,6 +7,7 @@ Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from trainyard.compile.compile_blocks import CompileCounter, make_compile_fn
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.errors import UserError
 from trainyard.core.world import World
-from trainyard.metrics.writers import MetricsWriter, create_run_directory
+from trainyard.metrics.run_directory import RunDirectory
+from trainyard.metrics.writers import MetricsWriter
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
@@ -39,11 +41,11 @@ from trainyard.train.model_files import run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.records import RunSummary, describe_nonfinite, step_record
+from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult, TrainStep
-from trainyard.train.user_functions import user_function
+from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ class Trainer:
         self.device = device = build.build_device(config, world, device)
         preflight(config, layout, device)
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
-        self.directory, resumed = find_resume_point(config, mesh, device)
+        self.run_directory, resumed = find_resume_point(config, mesh, device)
+        self.directory = self.run_directory.path if self.run_directory else None
         self.resumed = resumed
         """The checkpoint that the run continues."""
         if resumed:
@@ -82,7 +85,7 @@ class Trainer:
         compile_fn = make_compile_fn(config.compile, device, world.local_rank)
         kernels = device.kernels(fused=config.device.kernels == "fused")
         self.loss_fn = build.build_loss(config, loss, kernels, compile_fn, device)
-        self.metrics = build.build_metrics(config, metrics)
+        self.metrics = build.build_metrics(config, metrics, self.loss_fn)
         self.evaluation_fn = user_function(evaluate, config.evaluate.function, "evaluate.function")
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
         self.loader, self.validation_loader = build.build_loaders(config, needs_validation)
@@ -128,19 +131,24 @@ class Trainer:
 
     def run(self) -> RunSummary:
         """Train until config.train.steps or a signal, and write the run directory."""
-        config = self.config
+        run_directory = self.run_directory or self.mesh.broadcast_object(
+            lambda: RunDirectory.create(Path(self.config.log.directory).expanduser(), self.config.log.name), self.device
+        )
+        self.directory = run_directory.path
+        with closing(run_directory):
+            return self._run_in(run_directory)
+
+    def _run_in(self, run_directory: RunDirectory) -> RunSummary:
+        config, directory = self.config, run_directory.path
         is_leader = self.mesh.layout_rank == 0
         model_files = run_model_files(config, self.resumed) if is_leader else {}
-        self.directory = self.directory or self.mesh.broadcast_object(
-            lambda: create_run_directory(Path(config.log.directory).expanduser(), config.log.name), self.device
-        )
         if is_leader:
-            atomic_write_text(self.directory / "config.yaml", dump(config))
-            self.writer = MetricsWriter(self.directory, config.log.tensorboard, self.completed_steps)
+            atomic_write_text(directory / "config.yaml", dump(config))
+            self.writer = MetricsWriter(directory, config.log.tensorboard, self.completed_steps)
         if config.checkpoint.saving_enabled:
-            storage = open_storage(config.checkpoint.directory or self.directory / "checkpoints")
+            storage = open_storage(config.checkpoint.directory or directory / "checkpoints")
             state = (self.blueprint, self.optimizer, self.device, self.mesh)
-            self.saver = Saver(config, storage, *state, self._on_saved, model_files)
+            self.saver = Saver(config, storage, *state, run_directory.run_id, self._on_saved, model_files)
             self.saver.preflight()
         start = time.perf_counter()
         losses: list[float] = []
@@ -151,12 +159,14 @@ class Trainer:
                 for record in self._train_steps():
                     losses.append(record["loss"])
                     self._publish("on_log", record)
+                    check_weights(record["param_norm"], record["step"])  # before the step is saved
                     if evaluation := self._evaluate_if_due(record):
                         self._publish("on_evaluate", evaluation)
                 if self.saver:
                     self.saver.finish()
                 if config.checkpoint.export_hf:
-                    exported = self.directory / "model"
+                    check_weights(float(self.optimizer.weight_norm()), self.completed_steps)
+                    exported = directory / "model"
                     dtype = self.optimizer.state.compute_dtype
                     save_hf(exported, config.model, self.full_parameter, dtype, is_leader, model_files)
             finally:
@@ -165,12 +175,13 @@ class Trainer:
                     self.writer.close()
                 self._notify("on_end")
         return RunSummary(
-            directory=self.directory,
+            directory=directory,
             steps=self.completed_steps,
-            first_loss=losses[0] if losses else float("nan"),
-            last_loss=losses[-1] if losses else float("nan"),
+            first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
             seconds=time.perf_counter() - start,
             skipped_steps=int(self.optimizer.guard.skip_counts[0]),
+            last_step_skipped=bool(self.optimizer.guard.skip_counts[1]),
             interrupted=self.should_stop(),
             exported_weights=exported,
             last_checkpoint=self.last_checkpoint,
@@ -189,12 +200,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Run the user's evaluation function, or compute loss, perplexity and metrics on the validation samples."""
         if self.evaluation_fn:
-            result = self.evaluation_fn(self)
-            if not isinstance(result, Mapping):
-                raise UserError(
-                    f"evaluation function: returned {type(result).__name__}; it must return a mapping of name to number"
-                )
-            return {str(name): float(value) for name, value in result.items()}
+            return check_named_numbers(self.evaluation_fn(self))
         if self.validation_loader is None:
             raise UserError("data.validation_fraction=0: there are no validation samples to evaluate on; nearest: 0.05")
         batches, limit = self.validation_loader.one_epoch(self.batch_slice), self.config.evaluate.batches
@@ -255,12 +261,7 @@ class Trainer:
         if self.saver:
             self.saver.on_step_status(result.step, status)
         if skipped_in_a_row >= self.config.train.max_skipped_steps:
-            raise RunStopped(
-                f"step {result.step}: {skipped_in_a_row} steps in a row were not finite and were skipped "
-                f"(train.max_skipped_steps={self.config.train.max_skipped_steps}); "
-                f"{describe_nonfinite(self.optimizer, self.mesh, float(result.loss))}; "
-                "try a lower optimizer.lr or a longer schedule.warmup_steps"
-            )
+            raise too_many_skipped(result, self.config, self.optimizer, self.mesh)
 
     def _make_record(self, result: StepResult) -> dict[str, Any]:
         """The metrics of a logged step."""

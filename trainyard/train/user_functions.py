@@ -2,13 +2,13 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainyard.core.errors import UserError
+from trainyard.core.errors import UserError, one_line
 
 
 def import_function(dotted: str, key: str) -> Callable[..., Any]:
@@ -18,8 +18,9 @@ def import_function(dotted: str, key: str) -> Callable[..., Any]:
         sys.path.insert(0, "")
     try:
         function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise UserError(f"{key}={dotted}: cannot import {module}: {error}") from None
+    except (Exception, SystemExit) as error:  # the module is the user's: anything may happen in it
+        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
+        raise UserError(f"{key}={dotted}: cannot import {module}: {kind}{one_line(error)}") from None
     if not callable(function):
         raise UserError(f"{key}={dotted}: {module} has no function {name}")
     return function
@@ -41,3 +42,12 @@ def check_sum_and_count(result: Any, function: Callable[..., Any]) -> tuple[Tens
     if total.numel() != 1:
         raise UserError(f"{name}: its sum has shape {list(total.shape)}; return the sum over all counted elements")
     return total.float().reshape(()), torch.as_tensor(count, device=total.device).float().reshape(())
+
+
+def check_named_numbers(result: Any) -> dict[str, float]:
+    """Check that a user's evaluation returned numbers by name."""
+    if not isinstance(result, Mapping):
+        raise UserError(
+            f"evaluation function: returned {type(result).__name__}; it must return a mapping of name to number"
+        )
+    return {str(name): float(value) for name, value in result.items()}

@@ -1,6 +1,8 @@
 """Resumes from a checkpoint: finds the latest valid one and loads every rank's slices, at any layout."""
 
 import logging
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,17 @@ from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_st
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.partition import rank_slices
-from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, detect_format, first_model_difference
+from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.checkpoint.registry import (
+    FORMAT_DESCRIPTIONS,
+    CheckpointFormat,
+    detect_format,
+    first_model_difference,
+)
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
-from trainyard.metrics.writers import latest_run_directory
+from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import check_data
@@ -28,19 +36,27 @@ logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpoint | None:
-    """Open the checkpoint at `location`, or the latest valid one in that directory. Invalid ones are logged and
-    skipped; returns None if there is none at all. All ranks call this; each verifies some of the files."""
+    """Open the checkpoint at `location`, or the latest valid one in that directory or in its subdirectory checkpoints/.
+
+    Invalid ones are logged and skipped. Returns None if none was ever completed; raises CorruptCheckpoint if all
+    complete ones are damaged. All ranks call this; each verifies some of the files.
+    """
     storage = open_storage(location)
     if mesh.broadcast_object(lambda: storage.file_size(native.COMMIT_FILE) is not None, device):
         checkpoint, problem = _open_verified(storage, mesh)
         if not checkpoint:
             raise UserError(problem)
         return checkpoint
-    steps = mesh.broadcast_object(
-        lambda: [(step, native.is_committed(storage, step)) for step in native.list_steps(storage)], device
-    )
+
+    parents = (storage, storage / "checkpoints")
+
+    def list_checkpoints() -> tuple[int, list[tuple[int, bool]]]:
+        index = next((index for index, parent in enumerate(parents) if native.list_steps(parent)), 0)
+        return index, [(step, native.is_committed(parents[index], step)) for step in native.list_steps(parents[index])]
+
+    index, steps = mesh.broadcast_object(list_checkpoints, device)
     for step, is_committed in steps:
-        directory = storage / native.step_directory(step)
+        directory = parents[index] / native.step_directory(step)
         if not is_committed:
             logger.warning("skipping %s: it was never completed", directory)
             continue
@@ -48,33 +64,84 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
         if checkpoint:
             return checkpoint
         logger.warning("skipping %s", problem)
+    if any(is_committed for _, is_committed in steps):
+        raise CorruptCheckpoint(
+            f"{parents[index]}: every complete checkpoint is damaged; "
+            "nearest: checkpoint.resume=none, which starts from step 0"
+        )
     return None
 
 
-def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[Path | None, Checkpoint | None]:
-    """The run directory to continue in, if any, and the checkpoint to resume from, if any."""
+def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[RunDirectory | None, Checkpoint | None]:
+    """The run directory to continue in, if any, locked by the first rank, and the checkpoint to resume from, if any."""
     section = config.checkpoint
     if section.resume == "none" or section.weights_only:
         return None, None
+    candidates = mesh.broadcast_object(partial(_resume_candidates, config), device)
+    for paths, location in candidates:
+        with ExitStack() as stack:  # releases the directories unless there is a checkpoint
+            runs = [
+                stack.enter_context(
+                    closing(mesh.broadcast_object(partial(RunDirectory.open, path, config.log.name), device))
+                )
+                for path in paths
+            ]
+            if checkpoint := find_checkpoint(location, mesh, device):
+                if set(checkpoint.dtypes) != set(native.STATE_KINDS):
+                    raise _unusable_source(section.resume, "native")
+                run = _run_that_saved(checkpoint, runs) if section.directory else next(iter(runs), None)
+                stack.pop_all()
+                for other in runs:
+                    if other is not run:
+                        other.close()
+                if run and mesh.layout_rank == 0:
+                    native.remove_incomplete(open_storage(run.path))
+                return run, checkpoint
+        if section.resume == "auto":
+            logger.warning("skipping %s: it has no complete checkpoint", location)
     if section.resume != "auto":
-        checkpoint = find_checkpoint(section.resume, mesh, device)
-        if not checkpoint or set(checkpoint.dtypes) != set(native.STATE_KINDS):
-            format_name = None if "://" in section.resume else detect_format(Path(section.resume).expanduser())
-            if format_name == "native" and not checkpoint:  # the log already says what is wrong with it
-                format_name = None
-            problem, nearest = "no valid checkpoint", "auto, or none"
-            if format_name:
-                problem = f"{FORMAT_DESCRIPTIONS[format_name]}, without the optimizer's state"
-                nearest = "checkpoint.weights_only=true"
-            raise UserError(f"checkpoint.resume={section.resume}: {problem}; nearest: {nearest}")
-        return None, checkpoint
-    parent = Path(config.log.directory).expanduser()
-    directory = mesh.broadcast_object(lambda: latest_run_directory(parent, config.log.name), device)
-    location = section.directory or (directory / "checkpoints" if directory else None)
-    checkpoint = find_checkpoint(location, mesh, device) if location else None
-    if directory and checkpoint and mesh.layout_rank == 0:
-        native.remove_incomplete(open_storage(directory))
-    return (directory if checkpoint else None), checkpoint
+        format_name = None if "://" in section.resume else detect_format(Path(section.resume).expanduser())
+        raise _unusable_source(section.resume, format_name)
+    if not candidates:
+        logger.info("no earlier run named %s in %s", config.log.name, config.log.directory)
+    logger.info("checkpoint.resume=auto: starting from step 0")
+    return None, None
+
+
+def _resume_candidates(config: Config) -> list[tuple[list[Path], str | Path]]:
+    """The locations to look for a checkpoint, best first, each with the run directories that may have saved it."""
+    section = config.checkpoint
+    if section.resume == "auto":
+        paths = find_run_directories(Path(config.log.directory).expanduser(), config.log.name)
+    elif _is_own_directory(section.resume, config):
+        paths = [Path(section.resume).expanduser()]
+    else:
+        return [([], section.resume)]
+    return [(paths, section.directory)] if section.directory else [([path], path / "checkpoints") for path in paths]
+
+
+def _is_own_directory(location: str, config: Config) -> bool:
+    """True for a directory of the run that `config` names, which the run continues in. From any other location, it
+    continues in a new directory."""
+    path = Path(location).expanduser()
+    if "://" in location or path.resolve().parent != Path(config.log.directory).expanduser().resolve():
+        return False
+    identity = read_identity(path)
+    return identity is not None and identity.name == config.log.name
+
+
+def _run_that_saved(checkpoint: Checkpoint, runs: list[RunDirectory]) -> RunDirectory | None:
+    """The directory of the run that saved a checkpoint; the latest one if the checkpoint does not name its run."""
+    run_id = checkpoint.manifest.get("run")
+    return next((run for run in runs if run_id in (None, run.run_id)), None)
+
+
+def _unusable_source(resume: str, format_name: CheckpointFormat | None) -> UserError:
+    problem, nearest = "no valid checkpoint", "auto, or none"
+    if format_name:
+        problem = f"{FORMAT_DESCRIPTIONS[format_name]}, without the optimizer's state"
+        nearest = "checkpoint.weights_only=true"
+    return UserError(f"checkpoint.resume={resume}: {problem}; nearest: {nearest}")
 
 
 def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprint, mesh: Mesh) -> None:

@@ -51,6 +51,8 @@ class Saver:
     optimizer: Optimizer
     device: Device
     mesh: Mesh
+    run_id: str
+    """Identity of the run directory, saved with each checkpoint."""
     on_saved: Callable[[dict[str, Any]], None]
     """Called on every rank with the record of a committed checkpoint."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class Saver:
         counters = {"step": step, "consumed_samples": step * self.config.train.global_batch}
         counters |= {FINGERPRINTS_KEY: self.data_files}
         dtypes = {kind: buffer.dtype for kind, buffer in self.state_buffers.items()}
-        metadata = checkpoint.build_manifest(self.config, dtypes, counters)
+        metadata = checkpoint.build_manifest(self.config, dtypes, counters) | {"run": self.run_id}
         save = PendingSave(step, self.storage / checkpoint.step_directory(step), metadata, started_at)
         if self.mesh.layout_rank == 0:
             try:

@@ -1,0 +1,145 @@
+"""Run directories: NAME, NAME-2, NAME-3, ... for the starts of a run named NAME.
+
+Each has an identity, run.json, so that no run is mistaken for another one with a similar name. A process that trains in
+a directory holds a lock on that file; the system releases it when the process ends, however it ends.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from trainyard.config.yaml_io import read_yaml
+from trainyard.core.errors import UserError, one_line
+
+IDENTITY_FILE = "run.json"
+logger = logging.getLogger(__name__)
+
+
+class RunIdentity(NamedTuple):
+    """What a directory says about its run."""
+
+    name: str
+    """log.name of the run."""
+    run_id: str | None
+    """Unique to a start of a run; None if it was written before runs had an identity."""
+
+
+class RunDirectory:
+    """A run directory and its identity. The process that opened it holds its lock until `close`."""
+
+    def __init__(self, path: Path, run_id: str, lock: int | None = None) -> None:
+        """`lock` is an open file whose lock this process holds."""
+        self.path, self.run_id, self._lock = path, run_id, lock
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> Self:
+        """Create NAME, or NAME-2, NAME-3, ... if it exists. Never touches an old run."""
+        number = 1
+        while True:
+            path = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise UserError(f"log.directory={parent}: cannot be written: {error.strerror}") from None
+            else:
+                return cls(path, *_write_identity(path, name))
+
+    @classmethod
+    def open(cls, path: Path, name: str) -> Self:
+        """Open an existing directory of the run `name` and lock it."""
+        identity = read_identity(path)
+        if not identity or not identity.run_id:
+            return cls(path, *_write_identity(path, name))
+        try:
+            handle = os.open(path / IDENTITY_FILE, os.O_RDWR)
+        except OSError as error:
+            raise UserError(f"{path / IDENTITY_FILE}: {error.strerror}") from None
+        lock_file(handle, path)
+        return cls(path, identity.run_id, handle)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also if a forked process still has the file open
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.path, self.run_id)  # another rank gets no lock
+
+
+def find_run_directories(parent: Path, name: str) -> list[Path]:
+    """The existing directories of the run `name`, latest first. A directory of another run whose name looks like NAME-2
+    is not one of them."""
+    pattern = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in parent.glob(f"{name}*") if path.is_dir()]
+    numbered = sorted(((int(match[1] or 1), path) for match, path in matches if match), reverse=True)
+    identities = {path: identity for _, path in numbered if (identity := read_identity(path)) and identity.name == name}
+    by_id: dict[str | None, Path] = {}
+    for path, identity in identities.items():
+        if identity.run_id and identity.run_id in by_id:
+            raise UserError(
+                f"{by_id[identity.run_id]} and {path}: one is a copy of the other, their {IDENTITY_FILE} is the same; "
+                f"nearest: checkpoint.resume={path}"
+            )
+        by_id[identity.run_id] = path
+    return list(identities)
+
+
+def read_identity(path: Path) -> RunIdentity | None:
+    """The identity of the run in a directory; None if it is not a run directory."""
+    try:
+        identity = json.loads((path / IDENTITY_FILE).read_text(encoding="utf-8"))
+        return RunIdentity(str(identity["name"]), str(identity["id"]))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path / IDENTITY_FILE}: not the identity of a run: {one_line(error)}") from None
+    if not (path / "config.yaml").is_file():
+        return None
+    section = read_yaml(path / "config.yaml").get("log")
+    return RunIdentity(str(section.get("name", "run")), None) if isinstance(section, dict) else None
+
+
+def lock_directory(path: Path) -> int:
+    """Create and lock a directory without an identity, such as checkpoint.directory. Returns the open file."""
+    path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY)
+    lock_file(handle, path)
+    return handle
+
+
+def lock_file(handle: int, directory: Path) -> None:
+    """Lock an open file, or close it and raise UserError if another process has locked it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            os.close(handle)
+            raise UserError(
+                f"{directory}: another process is training in this directory; wait for it, or choose another log.name"
+            ) from None
+        # A file system without locks. A directory cannot be locked on NFS.
+        logger.warning("%s: cannot be locked (%s); do not start a second run there", directory, error.strerror)
+
+
+def _write_identity(path: Path, name: str) -> tuple[str, int]:
+    """Write a new identity, which is locked from the moment it is visible. Returns its id and the open file."""
+    run_id, temporary = uuid.uuid4().hex, path / f".{IDENTITY_FILE}.part"
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    lock_file(handle, path)
+    os.write(handle, json.dumps({"id": run_id, "name": name}).encode())
+    os.replace(temporary, path / IDENTITY_FILE)
+    return run_id, handle
