@@ -24,14 +24,18 @@ from trainyard.verify.compare_layouts import compare_records, record_training, s
 class LossRecorder(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.grad_norms: list[float] = []
 
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.losses.append(record["loss"])
+        self.grad_norms.append(record["grad_norm"])
 
 
 def user_loss_fn(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross entropy over full logits, as a user would write it."""
+    """Cross entropy over full logits, as a user would write it, of a third of the labels: ranks count different
+    numbers."""
     labels = batch["labels"].flatten().long()
+    labels = torch.where(labels % 3 == 0, labels, -100)
     logits = output.logits().flatten(0, -2).float()
     return F.cross_entropy(logits, labels, reduction="sum") + output.hidden.square().sum() * 1e-3, (labels >= 0).sum()
 
@@ -54,6 +58,7 @@ def run(config: Config, user_loss: bool = False, backend: str = "inductor") -> d
         summary = Trainer(config, loss=loss, metrics={"accuracy": accuracy}, callbacks=[recorder]).run()
     return {
         "losses": recorder.losses,
+        "grad_norms": recorder.grad_norms,
         "steps": summary.steps,
         "evaluation": summary.evaluation,
         "directory": str(summary.directory),
