@@ -10,8 +10,11 @@ from tests.support import configs
 from tests.support.token_files import write_counting_documents
 from trainyard import Trainer
 from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.formats.bert_hdf5 import BertShape, record_dtype, write_samples
+from trainyard.data.loading.dataset import Indices
+from trainyard.data.samples import Sample
 
 
 def tokens(directory: Path) -> dict[str, Any]:
@@ -66,3 +69,28 @@ def test_losses_do_not_depend_on_micro_batch_or_first_step(make: Any, tmp_path: 
     assert one_micro_batch == pytest.approx(expected, rel=1e-5)
     assert from_step_3 == pytest.approx(expected[3:], rel=1e-5)
     assert all(np.isfinite(expected))
+
+
+class OwnDataset:
+    """A dataset of the user's, whose samples have one wrong token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __len__(self) -> int:
+        return 8
+
+    def samples(self, indices: Indices) -> Sample:
+        tokens = np.ones((len(indices), 16), np.int32)
+        tokens[0, 5] = self.token
+        return {"tokens": tokens, "labels": np.ones_like(tokens)}
+
+
+@pytest.mark.parametrize("token", [configs.LLAMA["vocab"], 2**31 - 1, -1])
+def test_token_of_an_own_dataset_outside_the_vocabulary_is_one_line(token: int) -> None:
+    """A CPU raised IndexError, a GPU stops in a kernel, and tensor-parallel ranks would read zeros."""
+    trainer = Trainer(data_config({"source": "synthetic"}, 2))
+    trainer.loader.dataset = OwnDataset(token)
+    with pytest.raises(UserError, match=rf"token {token}, but model\.vocab={configs.LLAMA['vocab']}; ") as caught:
+        next(trainer._train_steps())
+    assert "\n" not in str(caught.value)

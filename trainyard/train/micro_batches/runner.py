@@ -31,7 +31,7 @@ class MicroBatchRunner:
     ) -> None:
         """With `padding_free`, micro batches hold their samples without padding."""
         self.models = models
-        self.micro_batch = config.train.micro_batch
+        self.micro_batch, self.vocab_size = config.train.micro_batch, config.model.vocab
         self.device, self.attention_kernel, self.mesh = device, config.device.attention, mesh
         self.padding_free = padding_free
         use_graphs = config.compile.cuda_graphs and device.supports_graphs
@@ -49,12 +49,25 @@ class MicroBatchRunner:
     def stage_batch(self, batch: Batch) -> list[Batch]:
         """Do all host work for a batch: divide it as it will be copied to the device, in pinned memory. Safe to call
         from any thread."""
+        self._check_tokens(batch["tokens"])
         batches = (
             padding_free_micro_batches(batch, self.micro_batch)
             if self.padding_free
             else [context_parallel_shard(batch, self.mesh.cp.size, self.mesh.cp.rank)]
         )
         return [map_batch(self.device.pin_memory, part) for part in batches]
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        """Raise UserError for a token without an embedding. Devices would fail in other ways, or read another row."""
+        if type(tokens) is not Tensor or not tokens.is_cpu:  # a dry run, or a batch that is on the device already
+            return
+        values = tokens.numpy()
+        for token in (int(values.max()), int(values.min())) if values.size else ():
+            if not 0 <= token < self.vocab_size:
+                raise UserError(
+                    f"a batch contains token {token}, but model.vocab={self.vocab_size}; the samples were made with "
+                    "another vocabulary, or model.vocab is too small"
+                )
 
     def to_device(self, batch: Batch | list[Batch]) -> list[Batch]:
         """Copy this data-parallel rank's samples (a batch, or the result of `stage_batch`) to the device: as micro
