@@ -1,5 +1,6 @@
 """Equal checkpoints have equal logits; one changed weight shows; only one block is in memory at a time."""
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -86,10 +87,13 @@ def test_nonfinite_logits_differ_from_finite_ones(name: str, nonfinite: float) -
         assert compare_logits(*pair).max_difference == float("inf")
 
 
-def test_models_with_equal_nans_do_not_differ() -> None:
+def test_nan_is_a_difference_even_from_itself() -> None:
+    """Logits that are NaN in both models say nothing about their weights, so that equal NaNs must not pass."""
     name_changed = "layers.1.mlp.down.weight"
     a, b = (InMemoryWeights("llama", changed(name_changed, (0, 0), float("nan"))) for _ in range(2))
-    assert compare_logits(a, b).max_difference == 0
+    comparison = compare_logits(a, b)
+    assert comparison.max_difference == float("inf")
+    assert math.isnan(comparison.max_logit)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -595,6 +595,7 @@ TARGETS: dict[str, Any] = {
     "nxd": ConversionTarget("nxd", {"tp": 2, "pp": 2}),
     "nxd xser": ConversionTarget("nxd", {"tp": 2}, xser=True),
     "native": ConversionTarget("native", {"tp": 2, "pp": 2, "dp": 2}),
+    "dcp": ConversionTarget("dcp", {"names": "torchtitan"}),
 }
 
 

@@ -1,6 +1,7 @@
 """`trainyard convert`: round trips through all formats, the logit check, one-line errors."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ def test_a_round_trip_through_all_formats_passes_the_check(call: Call, hf: Path,
     assert "nxd: an NxD checkpoint" in out
     assert "weights only: resume with checkpoint.weights_only=true" in out
     assert ZERO.search(out)
+    out = succeed(call("convert", "ours", "dcp", "--to", "dcp", "--layout", "names=torchtitan", "--check"))
+    assert ZERO.search(out)
+    out = succeed(call("convert", "dcp", "again", "--to", "native", "--check-bits"))
+    assert "dcp: a checkpoint of torch.distributed.checkpoint" in out
+    assert "all 39 tensors are equal bit for bit" in out
     out = succeed(call("convert", "ours", "back", "--check"))
     assert "ours: a trainyard checkpoint" in out
     assert ZERO.search(out)
@@ -79,8 +85,7 @@ def test_a_checkpoint_at_a_url(call: Call, tmp_path: Path) -> None:
     assert summary.exported_weights
     one, two = (load_file(path / "model.safetensors") for path in (summary.exported_weights, tmp_path / "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: not a trainyard checkpoint")
-    fail(call("convert", "out", "s3://bucket/out"), "s3:/bucket/out: expected a local directory")
+    fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: no such file or directory")
 
 
 def test_rounding_is_reported_and_is_not_an_error(call: Call, hf: Path) -> None:
@@ -121,15 +126,131 @@ def test_wrong_output_is_detected(
     )
 
 
+def nan_weights(tmp_path: Path) -> None:
+    """A directory `nan` whose model has a NaN in its last norm."""
+    weights = RandomWeights(llama(**GQA))
+    weights.tensors["norm.weight"][3] = float("nan")
+    write_hf(tmp_path / "nan", weights)
+
+
+def test_nan_logits_do_not_pass_the_check(call: Call, tmp_path: Path) -> None:
+    """All logits of such a model are NaN, whatever the other weights are: comparing them proves nothing."""
+    nan_weights(tmp_path)
+    fail(
+        call("convert", "nan", "out", "--check"), "--check: logits of the hf source are NaN .*nearest: --check-bits", 1
+    )
+    assert "all 39 tensors are equal bit for bit" in succeed(call("convert", "nan", "out2", "--check-bits"))
+
+
+def test_a_dtype_of_smaller_range_does_not_pass_the_check(call: Call, tmp_path: Path) -> None:
+    weights = RandomWeights(llama(**GQA))
+    weights.tensors["norm.weight"][3] = 1e6
+    write_hf(tmp_path / "large", weights)
+    message = "out: some logits are finite in the hf source only; nearest: a --dtype of wider range"
+    fail(call("convert", "large", "out", "--dtype", "fp16", "--check"), message, 1)
+
+
+@pytest.mark.parametrize("value", [b"\x01\x00\xc0\x7f", b"\x00\x00\x00\x80"], ids=["nan", "minus zero"])
+def test_check_bits_finds_what_logits_do_not_show(
+    value: bytes, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = RandomWeights(llama(**GQA))
+    weights.tensors["output.weight"][-1, -1] = float("nan") if value[0] else 0.0
+    write_hf(tmp_path / "hf", weights)
+    real = command.convert_checkpoint
+
+    def wrong(opened: Any, source: Path, directory: Path, *rest: Any) -> None:
+        real(opened, source, directory, *rest)
+        data = (directory / "model.safetensors").read_bytes()
+        (directory / "model.safetensors").write_bytes(data[:-4] + value)
+
+    assert "equal bit for bit" in succeed(call("convert", "hf", "good", "--check-bits"))
+    monkeypatch.setattr(command, "convert_checkpoint", wrong)
+    fail(call("convert", "hf", "out", "--check-bits"), "out: output.weight differs from the hf source", code=1)
+
+
+def test_check_bits_allows_rounding_and_compares_optimizer_state(call: Call, hf: Path, tmp_path: Path) -> None:
+    out = succeed(call("convert", "hf", "half", "--dtype", "bf16", "--check-bits"))
+    assert "all 39 tensors are equal bit for bit after rounding" in out
+    sections = {"checkpoint": {"every": 1, "export_hf": False}, "log": {"directory": str(tmp_path)}}
+    Trainer(configs.tiny_config("gpt", train={"steps": 1}, **sections)).run()
+    out = succeed(call("convert", "run", "other", "--to", "native", "--layout", "tp=2", "--check-bits"))
+    assert "equal bit for bit" in out
+
+
+@pytest.mark.parametrize("form", ["hf", "nxd", "native", "dcp"])
+def test_a_dry_run_writes_nothing(form: str, call: Call, hf: Path, tmp_path: Path) -> None:
+    out = succeed(call("convert", "hf", "new/out", "--to", form, "--dry-run"))
+    assert re.search(r"^hf: a Hugging Face directory, llama with [\d,]+ weights$", out, re.M)
+    assert re.search(r"^new/out: would be an? .*, [\d.]+ MiB; nothing is written$", out, re.M)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_conversion_that_does_not_fit_the_disk_is_refused_first(
+    call: Call, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    for option in ([], ["--dry-run"]):
+        fail(call("convert", "hf", "out", *option), r"out: needs 0\.0 GiB, but only 0\.0 GiB are free")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+# Links
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "config.json"])
+def test_a_link_out_of_the_source_is_refused(name: str, call: Call, hf: Path, tmp_path: Path) -> None:
+    """A checkpoint from elsewhere must not make its converter copy a secret into the output."""
+    (tmp_path / "secret").write_text("{}")
+    (hf / name).unlink(missing_ok=True)
+    (hf / name).symlink_to("../secret")
+    fail(call("convert", "hf", "out"), rf".*/hf/{name}: a link to .*/secret, outside the checkpoint")
+    fail(call("inspect", "hf"), rf".*/hf/{name}: a link to .*/secret, outside the checkpoint")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_beside_the_source_is_refused(call: Call, hf: Path, tmp_path: Path) -> None:
+    """Tokenizer files are taken from the directory above a file or a directory called model."""
+    (tmp_path / "secret").write_text("{}")
+    torch.save(load_file(hf / "model.safetensors"), hf / "weights.pt")
+    (hf / "tokenizer.json").symlink_to("../secret")
+    fail(call("convert", "hf/weights.pt", "out"), ".*hf/tokenizer.json: a link to .*/secret, outside the checkpoint")
+
+
+def test_links_inside_the_source_are_followed(call: Call, hf: Path, tmp_path: Path) -> None:
+    (hf / "model.safetensors").rename(hf / "data.bin.0")
+    (hf / "model.safetensors").symlink_to("data.bin.0")
+    (tmp_path / "latest").symlink_to("hf")
+    assert "equal bit for bit" in succeed(call("convert", "latest", "out", "--check-bits"))
+
+
+def test_the_hugging_face_cache_is_a_source(call: Call, hf: Path, tmp_path: Path) -> None:
+    """There, every file of a model is a link to a blob."""
+    root = tmp_path / "hub" / "models--a--b"
+    snapshot = root / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (root / "blobs").mkdir()
+    for number, path in enumerate(sorted(hf.iterdir())):
+        shutil.copy(path, root / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert "equal bit for bit" in succeed(call("convert", snapshot, "out", "--check-bits"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["hf", "hf"], "hf: .*not empty"),
         (["nowhere", "out"], "nowhere: no such file or directory"),
         (["hf"], "Missing "),
-        (["hf", "out", "--to", "onnx"], ".*'onnx' is not one of 'hf', 'nxd', 'native'"),
+        (["hf", "out", "--to", "onnx"], ".*'onnx' is not one of 'hf', 'nxd', 'native', 'dcp'"),
         (["hf", "out", "--dtype", "int8"], ".*'int8' is not one of 'fp32', 'bf16', 'fp16'"),
         (["hf", "out", "--layout", "tp=2"], "--layout tp=2: hf takes no layout"),
+        (["hf", "out", "--to", "dcp", "--layout", "tp=2"], "--layout tp=2: dcp takes names, such as names=torchtitan"),
+        (["hf", "out", "--to", "dcp", "--layout", "names=x"], "--layout names=x: not one of hf, torchtitan"),
+        (["hf", "hf", "--dry-run"], "hf: already exists and is not empty"),
+        (["hf", "out", "--dry-run", "--to", "nxd", "--layout", "tp=7"], "tp_size=7: does not divide heads=8"),
+        (["hf", "out", "--dry-run", "--to", "native", "--layout", "tp=7"], ".*nearest on 7 ranks"),
         (["hf", "out", "--to", "nxd", "--layout", "tp=7"], "tp_size=7: does not divide heads=8; nearest: 8"),
         (["hf", "out", "--to", "native", "--layout", "cp=0"], "--layout cp=0: expected a positive whole number"),
         (["hf", "out", "--source-layout", "tp=x"], "--source-layout tp=x: expected a positive whole number"),
@@ -151,7 +272,7 @@ def test_ctrl_c_leaves_nothing(call: Call, hf: Path, tmp_path: Path, monkeypatch
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "ProgressDisplay", InterruptedDisplay)
-    for form in ("hf", "nxd", "native"):
+    for form in ("hf", "nxd", "native", "dcp"):
         fail(call("convert", "hf", "out", "--to", form), "interrupted", code=130)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -161,7 +282,7 @@ def test_a_full_disk_is_one_line(call: Call, hf: Path, tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device", "out")
 
     monkeypatch.setattr(command.ProgressDisplay, "update", full)
-    for form in ("hf", "nxd", "native"):
+    for form in ("hf", "nxd", "native", "dcp"):
         fail(call("convert", "hf", "out", "--to", form), "out: No space left on device", code=1)
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

@@ -21,9 +21,9 @@ NUM_TOKENS = 64
 @dataclass(frozen=True)
 class LogitComparison:
     max_difference: float
-    """Largest absolute difference of a logit; infinite if a logit is finite in one model only."""
+    """Largest absolute difference of a logit; infinite if a logit is NaN, or finite in one model only."""
     max_logit: float
-    """Largest absolute logit of the first model."""
+    """Largest absolute logit of the first model; NaN if one is NaN."""
 
 
 def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int = 0) -> LogitComparison:
@@ -32,8 +32,7 @@ def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int =
     noise = normal_slice(key64(seed, "compare"), length, slice(0, 1), slice(0, length), "cpu")
     tokens = (noise.abs() * 1e6).long().remainder(model.vocab).view(1, length)
     a, b = (_logits(weights, tokens) for weights in (weights_a, weights_b))
-    equal = (a == b) | (a.isnan() & b.isnan())
-    difference = (a - b).abs().masked_fill(equal, 0)
+    difference = (a - b).abs().masked_fill(a == b, 0)  # equal infinities have no difference; two NaNs are a difference
     return LogitComparison(float(difference.masked_fill(difference.isnan(), torch.inf).max()), float(a.abs().max()))
 
 

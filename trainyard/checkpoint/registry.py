@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from trainyard import models
 from trainyard.checkpoint.formats import hf
+from trainyard.checkpoint.formats.dcp.files import find_dcp, open_dcp
 from trainyard.checkpoint.formats.megatron.files import find_megatron
 from trainyard.checkpoint.formats.megatron.weights import open_megatron
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
@@ -22,13 +23,14 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
 
-CheckpointFormat = Literal["native", "hf", "optimum", "megatron", "nxd", "full"]
+CheckpointFormat = Literal["native", "hf", "optimum", "megatron", "dcp", "nxd", "full"]
 WEIGHT_FILE_SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
 FORMAT_DESCRIPTIONS: dict[CheckpointFormat, str] = {
     "native": "a trainyard checkpoint",
     "hf": "a Hugging Face directory",
     "optimum": "optimum-neuron shards",
     "megatron": "a Megatron-LM checkpoint",
+    "dcp": "a checkpoint of torch.distributed.checkpoint",
     "nxd": "an NxD checkpoint",
     "full": "a single file of Hugging Face weights",
 }
@@ -52,6 +54,7 @@ def detect_format(path: Path) -> CheckpointFormat | None:
         "hf": hf.is_hf,
         "optimum": find_optimum,
         "megatron": find_megatron,
+        "dcp": find_dcp,
         "nxd": find_nxd,
         "full": lambda path: path.is_file() and path.suffix in WEIGHT_FILE_SUFFIXES,
     }
@@ -83,6 +86,9 @@ def open_weights(
     if format_name and open_format:
         weights = open_format(path, model)
         return OpenedCheckpoint(format_name, weights, weights.notes)
+    if format_name == "dcp":
+        dcp = open_dcp(path, model or _model_from_nearby_config(path))
+        return OpenedCheckpoint(format_name, dcp, dcp.notes)
     if format_name == "nxd":
         model = model or _model_from_nearby_config(path)
         nxd = open_nxd(path, model, hints)

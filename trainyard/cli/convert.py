@@ -1,7 +1,10 @@
 """`trainyard convert`: convert a checkpoint to another format or layout."""
 
+import math
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import gettempdir
 from threading import Lock
 from typing import Annotated, Literal
 
@@ -10,9 +13,18 @@ from typer import Argument, Option
 
 from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
-from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, parse_layout, total_bytes
+from trainyard.checkpoint.convert import (
+    DTYPE_CHOICES,
+    ConversionTarget,
+    TargetFormat,
+    convert_checkpoint,
+    first_different_tensor,
+    parse_layout,
+    total_bytes,
+)
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.checkpoint.transfer import check_new_target, check_space, is_url, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf_config import from_hf
@@ -23,11 +35,11 @@ UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
 
 
 def convert(
-    source: Annotated[str, Argument(metavar="SRC", help="Checkpoint; its format is detected.")],
-    target: Annotated[Path, Argument(metavar="DST", help="New output directory.")],
-    to: Annotated[Literal["hf", "nxd", "native"], Option("--to", help="Output format.")] = "hf",
+    source: Annotated[str, Argument(metavar="SRC", help="Checkpoint, a path or URL; its format is detected.")],
+    target: Annotated[str, Argument(metavar="DST", help="New output directory, a path or URL.")],
+    to: Annotated[TargetFormat, Option("--to", help="Output format.")] = "hf",
     layout: Annotated[
-        str, Option("--layout", metavar="KEY=VALUE,...", help="nxd, native: output layout, such as tp=8,pp=4.")
+        str, Option("--layout", metavar="KEY=VALUE,...", help="nxd, native, dcp: output layout, such as tp=8,pp=4.")
     ] = "",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: that of the source.")
@@ -42,16 +54,20 @@ def convert(
     ] = "",
     weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
     check: Annotated[bool, Option("--check", help="Run both models and print the largest logit difference.")] = False,
+    check_bits: Annotated[bool, Option("--check-bits", help="Compare every weight bit for bit afterwards.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything and print what would be written.")] = False,
 ) -> int:
-    """Convert a checkpoint to Hugging Face, NxD or native format, at any layout, one tensor at a time.
+    """Convert a checkpoint to Hugging Face, NxD, DCP or native format, at any layout, one tensor at a time.
 
-    Reads native checkpoints and run directories (also URLs); Hugging Face directories (safetensors, .bin, sharded or
-    not); NxD and NxDT, old and new, xser or not; Megatron-LM iter_*/mp_rank_*; optimum-neuron shards; one .pt file of
-    weights. Foreign pickles are parsed as data; nothing in them executes.
+    Reads native checkpoints and run directories; Hugging Face directories (safetensors, .bin, sharded or not); NxD and
+    NxDT, old and new, xser or not; Megatron-LM iter_*/mp_rank_* and torch_dist; torch.distributed.checkpoint (DCP),
+    such as torchtitan's; optimum-neuron shards; one .pt file of weights. Foreign pickles are parsed as data; nothing in
+    them executes. SRC and DST may be URLs such as s3://bucket/model; other formats than native are copied through
+    TMPDIR.
 
     --layout keys for nxd: tp, pp, vpp, pipeline_cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear,
     fused), gate_up, kv_order (trn1, trn2), style (hf, megatron), by_head, vocab. For native: tp, pp, vpp, cp, dp,
-    pipeline_cuts.
+    pipeline_cuts. For dcp: names (hf, torchtitan, torchtitan-0.2).
 
     Examples:
 
@@ -62,28 +78,67 @@ def convert(
       trainyard convert nxd/step_1000 hf-model --config config.json
 
       trainyard convert megatron/ start --to native --layout tp=2
+
+      trainyard convert s3://bucket/run/step-1000 s3://bucket/hf --config config.json
     """
     hints = parse_layout("nxd", source_layout, "--source-layout")
-    opened = open_weights(source, from_hf(config) if config else None, hints)
     spec = ConversionTarget(to, parse_layout(to, layout), DTYPE_CHOICES[dtype] if dtype else None, xser, weights_only)
     if xser and to != "nxd":
         raise UserError(f"--xser: requires --to nxd, not {to}")
-    for note in opened.notes:
-        print(f"note: {note}")
-    run_conversion(opened, source, target, spec)
-    if check:
-        check_logits(opened, target, spec)
+    model = from_hf(config) if config else None
+    with ExitStack() as stack:
+        stack.enter_context(interrupt_on_terminate())
+        download, upload = (stack.enter_context(ProgressDisplay(label)) for label in ("download", "upload"))
+        path = stack.enter_context(local_source(source, download.update))
+        opened = open_weights(path, model, hints)
+        for note in opened.notes:
+            print(f"note: {note}")
+        if dry_run:
+            print_plan(opened, source, target, spec)
+            return 0
+        directory = stack.enter_context(local_target(target, upload.update))
+        run_conversion(opened, path, directory, spec, (source, target))
+        if check or check_bits:
+            known = {key: spec.layout[key] for key in UNRECORDED_LAYOUT_KEYS if key in spec.layout}
+            converted = open_weights(directory, opened.weights.model, known)
+            if check:
+                check_logits(opened, converted, target, spec)
+            if check_bits:
+                check_equal_bits(opened, converted, target, spec)
+    if is_url(target):
+        print(f"{target}: uploaded")
     return 0
 
 
-def run_conversion(opened: OpenedCheckpoint, source: str | Path, target: Path, spec: ConversionTarget) -> None:
-    """Convert with a progress bar and print a summary."""
+def print_source(opened: OpenedCheckpoint, source: str, spec: ConversionTarget) -> None:
     model = opened.weights.model
     weights = models.family_of(model).blueprint(model).parameter_count()
     print(f"{source}: {FORMAT_DESCRIPTIONS[opened.format]}, {model.family} with {weights:,} weights", flush=True)
     if spec.format == "native":
         with_state = opened.open_state and not spec.weights_only
         print("with optimizer state" if with_state else "weights only: resume with checkpoint.weights_only=true")
+
+
+def print_plan(opened: OpenedCheckpoint, source: str, target: str, spec: ConversionTarget) -> None:
+    """Print what a conversion would write. Refuses what the conversion would refuse."""
+    print_source(opened, source, spec)
+    size = total_bytes(opened, spec)
+    check_new_target(target)
+    check_space(Path(gettempdir() if is_url(target) else target), size)
+    layout = "".join(f" {key}={value}" for key, value in spec.layout.items())
+    print(f"{target}: would be {FORMAT_DESCRIPTIONS[spec.format]}{layout}, {size / 2**20:,.1f} MiB; nothing is written")
+
+
+def run_conversion(
+    opened: OpenedCheckpoint,
+    source: str | Path,
+    target: Path,
+    spec: ConversionTarget,
+    labels: tuple[str, str] | None = None,
+) -> None:
+    """Convert with a progress bar and print a summary. `labels` are the user's words for source and target."""
+    source_label, target_label = labels or (str(source), str(target))
+    print_source(opened, source_label, spec)
     total, done, start = total_bytes(opened, spec), 0, time.monotonic()
     lock = Lock()  # several threads write files
     with ProgressDisplay("convert") as progress, interrupt_on_terminate():
@@ -94,19 +149,33 @@ def run_conversion(opened: OpenedCheckpoint, source: str | Path, target: Path, s
                 done += count
                 progress.update(done, total)
 
+        check_space(target, total)
         convert_checkpoint(opened, Path(source), target, spec, on_bytes)
     seconds = max(time.monotonic() - start, 1e-9)
-    print(f"{target}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
+    print(f"{target_label}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
 
 
-def check_logits(opened: OpenedCheckpoint, target: Path, spec: ConversionTarget) -> None:
+def check_logits(opened: OpenedCheckpoint, converted: OpenedCheckpoint, target: str, spec: ConversionTarget) -> None:
     """Print the largest logit difference between source and target; any difference without rounding is an error."""
     weights = opened.weights
-    hints = {key: spec.layout[key] for key in UNRECORDED_LAYOUT_KEYS if key in spec.layout}
-    result = compare_logits(weights, open_weights(target, weights.model, hints).weights)
+    result = compare_logits(weights, converted.weights)
     print(f"largest logit difference {result.max_difference:.3g} (logits up to {result.max_logit:.3g})", flush=True)
+    source = f"the {opened.format} source"
+    if math.isnan(result.max_logit):
+        raise RunStopped(f"--check: logits of {source} are NaN and cannot be compared; nearest: --check-bits")
     dtypes = {weights.dtype(name) for name in unfused_tensors(weights.model)}
     exact = spec.dtype is None or all(torch.promote_types(dtype, spec.dtype) == spec.dtype for dtype in dtypes)
     if result.max_difference > 0 and exact:
-        source = f"the {opened.format} source"
         raise RunStopped(f"{target}: differs from {source} although nothing was rounded; this is a bug")
+    if math.isinf(result.max_difference):
+        raise RunStopped(f"{target}: some logits are finite in {source} only; nearest: a --dtype of wider range")
+
+
+def check_equal_bits(
+    opened: OpenedCheckpoint, converted: OpenedCheckpoint, target: str, spec: ConversionTarget
+) -> None:
+    """Raise RunStopped unless the target holds every value of the source, rounded to the requested dtype."""
+    if name := first_different_tensor(opened, converted, spec):
+        raise RunStopped(f"{target}: {name} differs from the {opened.format} source; this is a bug")
+    count = len(unfused_tensors(opened.weights.model))
+    print(f"all {count} tensors are equal bit for bit{' after rounding' if spec.dtype else ''}", flush=True)

@@ -93,7 +93,8 @@ def _select_model(
             tensor.check_complete()
             selected[name] = tensor
         else:
-            others[key.partition(".")[0]] = others.get(key.partition(".")[0], 0) + 1
+            owner = ".".join(key.split(".")[: max(prefix.count("."), 1)])
+            others[owner] = others.get(owner, 0) + 1
     return selected, [f"not read: {count} tensors of {name}" for name, count in others.items()]
 
 

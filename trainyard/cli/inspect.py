@@ -1,0 +1,129 @@
+"""`trainyard inspect`: report what a checkpoint contains."""
+
+import json
+import shutil
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from trainyard import models
+from trainyard.checkpoint.convert import parse_layout
+from trainyard.checkpoint.formats.nxd.files import NxdWeights
+from trainyard.checkpoint.formats.tensor_map import unfused_tensors
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
+from trainyard.checkpoint.transfer import local_source
+from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.options import AsJson
+from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.config.hf_config import from_hf
+from trainyard.core.errors import RunStopped
+
+
+def inspect(
+    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Path or URL; its format is detected.")],
+    tensors: Annotated[bool, Option("--tensors", help="List every tensor with its shape and dtype.")] = False,
+    check: Annotated[bool, Option("--check", help="Read everything: checksums and non-finite values.")] = False,
+    config: Annotated[
+        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
+    ] = None,
+    source_layout: Annotated[
+        str,
+        Option("--source-layout", metavar="KEY=VALUE,...", help="What NxD files may not reveal: kv_order, by_head."),
+    ] = "",
+    as_json: AsJson = False,
+) -> int:
+    """Report format, model, step, layout, dtypes and size of a checkpoint of any format that convert reads.
+
+    Tensors have trainyard's names. With --check, a corrupt file or a value that is not finite ends with exit code 2 or
+    1.
+
+    Examples:
+
+      trainyard inspect runs/my-run
+
+      trainyard inspect torchtitan/step-1000 --config config.json --tensors
+    """
+    hints = parse_layout("nxd", source_layout, "--source-layout")
+    model = from_hf(config) if config else None
+    with (
+        interrupt_on_terminate(),
+        ProgressDisplay("download") as progress,
+        local_source(checkpoint, progress.update) as path,
+    ):
+        opened = open_weights(path, model, hints)
+        facts = describe(opened)
+        if as_json:
+            listed = {"tensors": list_tensors(opened)} if tensors else {}
+            print(json.dumps({"path": checkpoint, "format": opened.format, **facts, **listed}))
+        else:
+            print(f"{checkpoint}: {FORMAT_DESCRIPTIONS[opened.format]}")
+            for name, value in facts.items():
+                print_fact(name, value)
+            for name, (dtype, shape) in list_tensors(opened).items() if tensors else ():
+                print(f"  {name:<40}{dtype:<10}{shape}")
+        if check:
+            check_values(opened, checkpoint)
+            if not as_json:
+                print(f"{checkpoint}: all values are finite")
+    return 0
+
+
+def describe(opened: OpenedCheckpoint) -> dict[str, Any]:
+    """Facts about a checkpoint by name."""
+    weights = opened.weights
+    blueprint = models.family_of(weights.model).blueprint(weights.model)
+    slices = unfused_tensors(weights.model)
+    dtypes = Counter(str(weights.dtype(name)).removeprefix("torch.") for name in slices)
+    facts: dict[str, Any] = {
+        "model": weights.model.model_dump(mode="json", exclude_none=True),
+        "weights": blueprint.parameter_count(),
+        "bytes": sum(piece.numel * weights.dtype(name).itemsize for name, piece in slices.items()),
+        "dtypes": dict(dtypes),
+        "optimizer_state": opened.open_state is not None,
+    }
+    if isinstance(weights, Checkpoint):
+        manifest = weights.manifest
+        keys = ("step", "updates", "consumed_samples", "time", "versions")
+        facts |= {key: manifest[key] for key in keys if key in manifest}
+        layout = weights.config.layout.model_dump(mode="json", exclude_none=True)
+        facts |= {"files": len(weights.files), "layout": layout}
+    if isinstance(weights, NxdWeights):
+        facts |= {"layout": vars(weights.layout)}
+    return facts | ({"notes": list(opened.notes)} if opened.notes else {})
+
+
+def list_tensors(opened: OpenedCheckpoint) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and shape of every tensor by name."""
+    dtype = opened.weights.dtype
+    slices = unfused_tensors(opened.weights.model)
+    return {name: (str(dtype(name)).removeprefix("torch."), list(piece.sizes)) for name, piece in slices.items()}
+
+
+def print_fact(name: str, value: Any) -> None:
+    if isinstance(value, list):
+        for item in value:
+            print(f"  {name.removesuffix('s')}: {item}")
+        return
+    if isinstance(value, dict):
+        value = " ".join(f"{key}={item}" for key, item in value.items())
+    elif isinstance(value, bool):
+        value = "yes" if value else "no"
+    elif isinstance(value, int):
+        value = f"{value:,}"
+    width = shutil.get_terminal_size().columns
+    line = f"  {name.replace('_', ' ')}: {value}"
+    print(textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+
+
+def check_values(opened: OpenedCheckpoint, label: str) -> None:
+    """Read everything. Raises UserError for a corrupt file, RunStopped for values that are not finite."""
+    weights = opened.weights
+    if isinstance(weights, Checkpoint):
+        weights.verify(weights.files)
+    bad = [name for name, piece in unfused_tensors(weights.model).items() if not weights.read(piece).isfinite().all()]
+    if bad:
+        raise RunStopped(f"{label}: {len(bad)} tensors hold values that are not finite; the first is {bad[0]}")
