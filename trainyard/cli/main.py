@@ -30,7 +30,8 @@ COMMAND_HELP = {
     "precompile": "Compile all graphs of a run ahead of time.",
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
-    "convert": "Convert checkpoints between Hugging Face, NxD and native formats.",
+    "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
+    "inspect": "Report what a checkpoint contains.",
     "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
     "recipes": "List the built-in recipes.",
 }
