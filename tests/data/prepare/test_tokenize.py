@@ -1,5 +1,7 @@
 """Text to token files: the bytes of Megatron's algorithm, from any kind of input, for any number of workers."""
 
+import bz2
+import codecs
 import gzip
 import json
 import os
@@ -150,19 +152,24 @@ def test_every_kind_of_input_gives_the_same_tokens(
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(data))
     with pa.output_stream(str(tmp_path / "d.jsonl.zst"), compression="zstd") as out:
         out.write(data)
+    half = data.index(b"\n", len(data) // 2) + 1  # pbzip2 writes several streams
+    (tmp_path / "h.jsonl.bz2").write_bytes(bz2.compress(data[:half]) + bz2.compress(data[half:]))
+    (tmp_path / "i.jsonl").write_bytes(codecs.BOM_UTF8 + data)
+    (tmp_path / "j.jsonl.gz").write_bytes(gzip.compress(data[:half] + codecs.BOM_UTF8 + data[half:]))
     parquet.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "e.parquet", row_group_size=7)
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "f"), num_shards=2)
     (tmp_path / "g").mkdir()
     for number, text in enumerate(texts):
-        (tmp_path / "g" / f"{number:04}.txt").write_bytes(text.encode())
+        bom = codecs.BOM_UTF8 if number % 2 else b""
+        (tmp_path / "g" / f"{number:04}.txt").write_bytes(bom + text.encode())
     monkeypatch.setattr(documents, "SLICE_BYTES", 500)
     tokens = {}
-    for path in sorted(tmp_path.glob("[a-g]*")):
+    for path in sorted(tmp_path.glob("[a-j]*")):
         inputs = documents.resolve_inputs([str(path / "*.txt") if path.name == "g" else str(path)])
         assert run(inputs, tmp_path / f"out-{path.name}", TokenizeOptions(gpt2_spec(gpt2_files)), 1) == []
         tokens[path.name] = (tmp_path / f"out-{path.name}_text_document.bin").read_bytes()
         assert documents.total_bytes(inputs) > 0
-    assert len(tokens) == 7
+    assert len(tokens) == 10
     assert len(set(tokens.values())) == 1
 
 
@@ -286,8 +293,12 @@ def test_unreadable_lines_are_skipped_or_fatal(
     ("name", "data", "message"),
     [
         ("a.jsonl", b'[{"text": "x"}]', "one JSON array"),
+        ("a.jsonl", codecs.BOM_UTF8 + b'[{"text": "x"}]', "one JSON array"),
+        ("a.jsonl", codecs.BOM_UTF8, "no document with text"),
         ("a.csv", b"text", "unsupported kind of file"),
         ("a.jsonl.gz", b"not gzip", "cannot be decompressed"),
+        ("a.jsonl.bz2", b"not bzip2", "cannot be decompressed"),
+        ("a.jsonl.bz2", bz2.compress(b'{"text": "x"}\n' * 5000)[:-20], "cannot be decompressed"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 5000)[:-20], "cannot be decompressed"),
         ("a.parquet", b"not parquet", "not a Parquet file"),
         ("a.jsonl", b'{"text": ""}\n', "no document with text"),

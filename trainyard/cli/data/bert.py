@@ -55,9 +55,9 @@ def bert(
 ) -> None:
     """Create BERT samples: sentence pairs, half of them unrelated, with 15 % of the tokens masked.
 
-    Reads JSON lines (also .gz and .zst), .txt (one document per file), Parquet, and directories saved by the datasets
-    library. The output does not depend on --workers. Files get their names when all are complete; after a kill, run
-    the command again.
+    Reads JSON lines (also .gz, .bz2 and .zst), .txt (one document per file), Parquet, and directories saved by the
+    datasets library. The output does not depend on --workers. Files get their names when all are complete; after a
+    kill, run the command again.
 
     Examples:
 

@@ -60,8 +60,8 @@ def pack(
 ) -> None:
     """Concatenate documents and split them into blocks of --seq-len tokens, for training.
 
-    Reads Megatron token files, or text: JSON lines (also .gz and .zst), .txt (one document per file), Parquet, and
-    directories saved by the datasets library. Writes what datasets.load_from_disk loads: input_ids, attention_mask,
+    Reads Megatron token files, or text: JSON lines (also .gz, .bz2 and .zst), .txt (one document per file), Parquet,
+    and directories saved by the datasets library. Writes what datasets.load_from_disk loads: input_ids, attention_mask,
     labels (same values as input_ids; transformers shifts them) and position_ids. Only the tokens after the last
     complete block are dropped. The output does not depend on --workers.
 

@@ -1,6 +1,6 @@
 """Text documents from files of many kinds, in slices that any process can read on its own.
 
-Kinds: JSON lines (.json, .jsonl, also .gz and .zst), text (.txt, one document per file), Parquet, and directories
+Kinds: JSON lines (.json, .jsonl, also .gz, .bz2 and .zst), text (.txt, one document per file), Parquet, and directories
 saved by the datasets library. A slice is a few MiB: a byte range, a row group or a record batch. Compressed files can
 only be read from the start, so the parent process decompresses them and hands out the lines.
 """
@@ -8,6 +8,7 @@ only be read from the start, so the parent process decompresses them and hands o
 import glob
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 SLICE_BYTES = 4 << 20
 KIND_BY_SUFFIX = {".json": "lines", ".jsonl": "lines", ".txt": "text", ".text": "text", ".parquet": "parquet"}
-COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 JSON_DECODER = json.JSONDecoder()
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates are valid in JSON escapes but cannot be encoded as UTF-8."""
 SUPPORTED_INPUTS = (
-    "JSON lines (.json, .jsonl, also .gz and .zst), .txt, .parquet, or a directory saved by the datasets library"
+    "JSON lines (.json, .jsonl, also .gz, .bz2 and .zst), .txt, .parquet, or a directory saved by the datasets library"
 )
 
 
@@ -144,7 +145,7 @@ def _line_ranges(path: Path) -> Iterator[InputSlice]:
     """Byte ranges that end at line ends. Only the ends are read here."""
     total, start = path.stat().st_size, 0
     with path.open("rb") as file:
-        if file.read(1) == b"[":
+        if file.read(4).removeprefix(BOM_UTF8).startswith(b"["):
             raise UserError(f"{path}: one JSON array; expected JSON lines, one document per line")
         while start < total:
             file.seek(min(start + SLICE_BYTES, total))
@@ -203,7 +204,7 @@ def _record_batches(path: Path) -> Iterator[InputSlice]:
 
 def _read_text(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts | UnreadableRecord]:
     try:
-        yield (input_slice.path.read_bytes().decode(),) * len(keys)
+        yield (input_slice.path.read_bytes().removeprefix(BOM_UTF8).decode(),) * len(keys)
     except UnicodeDecodeError as error:
         yield UnreadableRecord(input_slice.path, f"byte {error.start}", "not UTF-8")
 
@@ -216,7 +217,7 @@ def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts 
             data = file.read(input_slice.input_bytes)
     offset = 0
     for line in data.split(b"\n"):
-        if line.strip():
+        if line.removeprefix(BOM_UTF8).strip():
             texts = _parse_line(line, keys)
             if isinstance(texts, str):
                 yield UnreadableRecord(input_slice.path, f"line {line_number(input_slice, offset)}", texts)
@@ -228,7 +229,7 @@ def _read_lines(input_slice: InputSlice, keys: Sequence[str]) -> Iterator[Texts 
 def _parse_line(line: bytes, keys: Sequence[str]) -> Texts | str:
     """The texts of a JSON document, or the reason why it has none."""
     try:
-        document: Any = JSON_DECODER.decode(line.decode())
+        document: Any = JSON_DECODER.decode(line.removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ SAMPLE_CHARACTERS = 200
 DOCUMENT_KINDS = {
     ".txt": "text",
     ".parquet": "Parquet",
-    **dict.fromkeys((".json", ".jsonl", ".gz", ".zst"), "JSON lines"),
+    **dict.fromkeys((".json", ".jsonl", *documents.COMPRESSION_BY_SUFFIX), "JSON lines"),
 }
 MAX_COMPRESSION_RATIO = 1100
 """Bound on the size of HDF5 data divided by the size of its file; more means that the file is damaged."""
