@@ -68,9 +68,14 @@ class ForkServer:
         self._address = os.path.join(self._directory.name, "socket")
 
     def start(
-        self, args: Sequence[str | Path], cwd: Path | str | None = None, env: Mapping[str, str] | None = None
+        self,
+        args: Sequence[str | Path],
+        cwd: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+        terminal: str | None = None,
     ) -> ForkedProcess:
-        """Start `trainyard *args`. stdout and stderr are files that can be read while the command runs."""
+        """Start `trainyard *args`. stdout and stderr are files that can be read while the command runs, or `terminal`,
+        the path of a terminal device."""
         if not self._process or self._process.poll() is not None:
             self._start_server()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,8 +85,8 @@ class ForkServer:
             "args": [str(arg) for arg in args],
             "cwd": str(cwd or Path.cwd()),
             "env": {**(os.environ if env is None else env)},
-            "stdout": files["stdout"].name,
-            "stderr": files["stderr"].name,
+            "stdout": terminal or files["stdout"].name,
+            "stderr": terminal or files["stderr"].name,
         }
         body = json.dumps(request).encode()
         connection.sendall(len(body).to_bytes(4, "little") + body)

@@ -3,6 +3,7 @@
 import sys
 import time
 from datetime import timedelta
+from textwrap import TextWrapper
 from typing import Self
 
 from rich.console import Console
@@ -27,7 +28,10 @@ MAX_SKIPS_SHOWN = 20
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:
-    """Print one line that is neither wrapped nor interpreted as markup."""
+    """Print one line that is not interpreted as markup. A terminal wraps it between words, a file has it as it is."""
+    if console.is_terminal:
+        wrapper = TextWrapper(console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        line = wrapper.fill(line)
     console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
 
 

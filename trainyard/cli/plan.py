@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Option
 
 from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.options import AsJson, Overrides
+from trainyard.cli.options import AsJson, ConfigSource, Overrides
 from trainyard.cli.plan_console import print_comparison, print_plan, print_search
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
@@ -24,7 +24,7 @@ SEARCH_ROWS = 10
 
 
 def plan(
-    source: Annotated[str, Argument(metavar="FILE|RECIPE|RUN", help="YAML file, recipe name, or run directory.")],
+    source: ConfigSource,
     overrides: Overrides = None,
     hardware: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""Tables of `trainyard plan`, 100 columns wide."""
+"""Tables of `trainyard plan`, 100 columns wide, or as wide as a narrower terminal."""
 
 import math
 import textwrap
@@ -19,6 +19,14 @@ TABLE_WIDTH = 100
 INDENT = 10
 GIB = 2**30
 MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "fragmentation")
+SHORT_HEADINGS = {
+    "pipeline ranks": "pp ranks",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "activ.",
+    "fragmentation": "fragm.",
+}
+"""Headings in a terminal of fewer than 100 columns."""
 AXIS_LABELS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "all": "all ranks"}
 STEP_PART_LABELS = {
     "matmul": "matrix multiplications",
@@ -35,13 +43,17 @@ STEP_PART_LABELS = {
 
 
 def _console() -> Console:
-    return Console(width=TABLE_WIDTH, highlight=False)
+    console = Console(highlight=False)
+    console.width = min(console.width, TABLE_WIDTH) if console.is_terminal else TABLE_WIDTH
+    return console
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _table(console: Console, *headings: str) -> Table:
+    narrow = console.width < TABLE_WIDTH
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        title = SHORT_HEADINGS.get(heading, heading) if narrow else heading
+        table.add_column(title, justify="right" if index else "left", no_wrap=True)
     return table
 
 
@@ -62,7 +74,7 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
     console = _console()
 
     def print_line(line: str = "") -> None:
-        console.print(Text(textwrap.fill(line, TABLE_WIDTH, subsequent_indent=" " * INDENT)))
+        console.print(Text(textwrap.fill(line, console.width, subsequent_indent=" " * INDENT)))
 
     config, layout, hardware = plan.config, plan.layout, plan.hardware
     weights = family_of(config.model).blueprint(config.model).parameter_count()
@@ -73,14 +85,14 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
         print_line(f"(the file is meant for layout.ranks={config.layout.ranks})")
     print_line()
     print_line(f"peak memory per rank, GiB of {hardware.memory / GIB:.1f}")
-    console.print(_memory_table(plan))
+    console.print(_memory_table(plan, console))
     if plan.traffic:
         print_line()
         rank = f"a rank of pipeline rank {plan.step_time.slowest_pp}" if layout.pp > 1 else "a rank"
         print_line(f"communication per step, of {rank}")
-        console.print(_traffic_table(plan))
+        console.print(_traffic_table(plan, console))
     print_line()
-    console.print(_time_table(plan))
+    console.print(_time_table(plan, console))
     print_line()
     _print_cost(plan, print_line)
     for change in changes:
@@ -91,18 +103,19 @@ def print_plan(plan: Plan, source: str, changes: list[ConfigChange], problems: l
         print_line(f"  {'fails ' if problem.fatal else 'note  '}  {problem.message}")
 
 
-def _memory_table(plan: Plan) -> Table:
+def _memory_table(plan: Plan, console: Console) -> Table:
     columns = [name for name in MEMORY_COLUMNS if any(getattr(memory, name) for memory in plan.stage_memory)]
-    table = _table("pipeline ranks", *columns, "total")
+    table = _table(console, "pipeline ranks", *columns, "total")
     for first, group in distinct_pipeline_ranks(plan.layout).items():
         largest = plan.stage_memory[max(group, key=lambda pp: plan.stage_memory[pp].total)]
-        name = f"{first}" if len(group) == 1 else f"{first} to {group[-1]}, maximum"
+        limit = "max" if console.width < TABLE_WIDTH else "maximum"
+        name = f"{first}" if len(group) == 1 else f"{first} to {group[-1]}, {limit}"
         table.add_row(name, *(format_gib(getattr(largest, column)) for column in columns), format_gib(largest.total))
     return table
 
 
-def _traffic_table(plan: Plan) -> Table:
-    table = _table("axis", "messages", "GiB", "seconds", "overlapped")
+def _traffic_table(plan: Plan, console: Console) -> Table:
+    table = _table(console, "axis", "messages", "GiB", "seconds", "overlapped")
     for axis, traffic in sorted(plan.traffic.items(), key=lambda item: list(AXIS_LABELS).index(item[0])):
         table.add_row(
             AXIS_LABELS[axis],
@@ -114,8 +127,8 @@ def _traffic_table(plan: Plan) -> Table:
     return table
 
 
-def _time_table(plan: Plan) -> Table:
-    table = _table("step time", "seconds", "share")
+def _time_table(plan: Plan, console: Console) -> Table:
+    table = _table(console, "step time", "seconds", "share")
     for name, label in STEP_PART_LABELS.items():
         if share := plan.step_time.components.get(name, 0.0) / plan.step_time.seconds:
             table.add_row(label, format_number(plan.step_time.components[name]), f"{share:.1%}")
@@ -143,7 +156,9 @@ def print_search(plan: Plan, ranking: LayoutRanking) -> None:
     console.print(
         Text(f"{hardware.describe()}: {ranking.timed_count} layouts timed; the best of each tp, pp and cp that fits")
     )
-    table = _table("", "tp", "pp", "vpp", "cp", "dp", "zero", "micro", "recompute", "seconds", "GiB", "tokens/s")
+    table = _table(
+        console, "", "tp", "pp", "vpp", "cp", "dp", "zero", "micro", "recompute", "seconds", "GiB", "tokens/s"
+    )
     tokens = plan.config.train.global_batch * plan.config.data.seq_len
     layouts = [*ranking.layouts]
     if file_layout and not any(layout.is_file for layout in layouts):
@@ -172,7 +187,7 @@ def print_search(plan: Plan, ranking: LayoutRanking) -> None:
 def print_comparison(plan: Plan, rows: list[ComparisonRow]) -> None:
     console = _console()
     console.print(Text(f"{plan.hardware.describe()}; {plan.layout.describe()}"))
-    table = _table("", "predicted", "measured", "ratio")
+    table = _table(console, "", "predicted", "measured", "ratio")
     for row in rows:
         table.add_row(row.name, format_number(row.predicted), format_number(row.measured), f"{row.ratio:.2f}")
     console.print(table)

@@ -1,4 +1,4 @@
-"""Progress of a run for people: a progress bar in a terminal, one plain line per logged step elsewhere."""
+"""Progress of a run for people: one line per logged step, and in a terminal a progress bar below them."""
 
 import logging
 from collections.abc import Iterator
@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from trainyard.cli.console import print_line
+from trainyard.core.constants import GIB
 from trainyard.train.callbacks import Callback, TrainerView
 
 
@@ -43,15 +45,21 @@ class TrainConsole(Callback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        numbers = TextColumn("{task.fields[numbers]}")
-        columns = TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=24), numbers
-        self.bar = Progress(*columns, console=console) if console.is_terminal else None
+        columns = (
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[remaining]}", table_column=Column(no_wrap=True)),
+        )
+        self.bar = Progress(*columns, console=console, expand=True) if console.is_terminal else None
         self.seconds_per_step: float | None = None
 
     def on_start(self, trainer: TrainerView) -> None:
         self.steps = trainer.config.train.steps
         if self.bar:
-            self.task = self.bar.add_task("", total=self.steps, numbers="first step (includes compilation) ...")
+            remaining = "elapsed, first step (with compilation) ..."
+            self.task = self.bar.add_task("", total=self.steps, completed=trainer.completed_steps, remaining=remaining)
             self.bar.start()
 
     def on_step(self, trainer: TrainerView, step: int) -> None:
@@ -62,7 +70,10 @@ class TrainConsole(Callback):
         if record["step"] > 1 or self.steps == 1:  # the first step includes warm-up
             self.seconds_per_step = record["ms_per_iteration"] / 1000
         if self.bar:
-            self.bar.update(self.task, completed=record["step"], numbers=self._bar_text(record))
+            print_line(self.console, screen_line(record, self.steps, self.console.width))
+            left = timedelta(seconds=round((self.steps - record["step"]) * (self.seconds_per_step or 0)))
+            remaining = f"elapsed, {left} left" if self.seconds_per_step else "elapsed"
+            self.bar.update(self.task, completed=record["step"], remaining=remaining)
         else:
             print_line(self.console, log_line(record, self.steps))
         if "seconds_from_start" in record:
@@ -88,19 +99,22 @@ class TrainConsole(Callback):
         if self.bar:
             self.bar.stop()
 
-    def _bar_text(self, record: dict[str, Any]) -> str:
-        fields = [
-            f"loss [bold]{record['loss']:.4f}[/]",
-            f"lr {record['lr']:.2e}",
-            f"grad {record['grad_norm']:.2f}",
-            f"{record['tokens_per_second']:,.0f} tok/s",
-        ]
-        if "mfu" in record:
-            fields.append(f"MFU {record['mfu']:.0%}")
-        if self.seconds_per_step:
-            left = (self.steps - record["step"]) * self.seconds_per_step
-            fields.append(f"{timedelta(seconds=round(left))} left")
-        return "  ".join(fields)
+
+def screen_line(record: dict[str, Any], steps: int, width: int) -> str:
+    """One logged step for a terminal: as many numbers as fit `width`, the most important first."""
+    fields = [
+        f"step {record['step']:>{len(str(steps))}}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"{record['tokens_per_second']:,.0f} tok/s",
+        f"{record['memory_bytes'] / GIB:.1f} GiB",
+        f"grad {record['grad_norm']:.2f}",
+        f"lr {record['lr']:.2e}",
+    ]
+    if "mfu" in record:
+        fields.append(f"MFU {record['mfu']:.0%}")
+    while len(fields) > 1 and sum(map(len, fields)) + 2 * (len(fields) - 1) > width:
+        fields.pop()
+    return "  ".join(fields)
 
 
 def compile_summary(record: dict[str, Any]) -> str:

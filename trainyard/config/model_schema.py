@@ -80,6 +80,15 @@ class _TransformerConfig(Section):
         """Intermediate size of the MLP."""
         return getattr(self, "ffn", None) or 4 * self.hidden
 
+    @property
+    def parameter_count(self) -> int:
+        """Number of weights, known without torch; the blueprint in models/ has the tables behind it."""
+        raise NotImplementedError
+
+    def _biased_blocks_count(self) -> int:
+        """Weights of the blocks of GPT and BERT: four attention matrices, two of the MLP, biases, two norms."""
+        return self.layers * (self.hidden * (4 * self.hidden + 2 * self.ffn_size + 9) + self.ffn_size)
+
 
 class LlamaConfig(_TransformerConfig):
     """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases."""
@@ -102,6 +111,12 @@ class LlamaConfig(_TransformerConfig):
     """Epsilon added to the mean square in RMSNorm."""
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
+
+    @property
+    def parameter_count(self) -> int:
+        attention = 2 * (self.heads + self.num_kv_heads) * self.head_size
+        embeddings = self.vocab * (1 if self.tie_embeddings else 2)
+        return self.hidden * (embeddings + self.layers * (attention + 3 * self.ffn + 2) + 1)
 
     @model_validator(mode="after")
     def _check_head_sizes(self) -> Self:
@@ -134,6 +149,11 @@ class GptConfig(_TransformerConfig):
     norm_eps: float = Field(1e-5, gt=0)
     """Epsilon added to the variance in LayerNorm."""
 
+    @property
+    def parameter_count(self) -> int:
+        embeddings = self.vocab * (1 if self.tie_embeddings else 2) + self.max_positions
+        return self.hidden * (embeddings + 2) + self._biased_blocks_count()
+
 
 class BertConfig(_TransformerConfig):
     """BERT: LayerNorm after attention and MLP, a masked-token head and a next-sentence head."""
@@ -154,6 +174,13 @@ class BertConfig(_TransformerConfig):
     """Epsilon added to the variance in LayerNorm."""
     scaled_init: bool = False
     """Divide the standard deviation of a block's two output projections by sqrt(2 * layers)."""
+
+    @property
+    def parameter_count(self) -> int:
+        embeddings = self.vocab + self.max_positions + self.segments
+        heads = self.hidden * (2 * self.hidden + 8) + self.vocab + 2  # masked tokens and next sentence, and their norms
+        return self.hidden * embeddings + heads + self._biased_blocks_count()
+
     pad_token_id: int | None = 0
     """Token id of padding, for the exported config.json."""
 

@@ -41,7 +41,8 @@ class CpuDevice(Device):
         return 8  # any number works; this many still run well on a laptop
 
     def describe(self) -> str:
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' * (threads != 1)}"
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return PeakThroughput(_matmul_flops(dtype), "measured now with a matrix product")

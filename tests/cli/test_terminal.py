@@ -1,0 +1,72 @@
+"""What a user sees in a terminal of 80 columns, read through a terminal emulator that others wrote (pyte)."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.forkserver import ForkServer
+from tests.support.terminal import run_in_terminal
+from trainyard.cli.train_console import screen_line
+from trainyard.config.load import load
+from trainyard.config.recipes import recipe_names
+
+BAR = re.compile(r"step +(\d+)/6 [━╸╺ ]+ \d:\d\d:\d\d elapsed(, \d:\d\d:\d\d left|, first step .*)?")
+
+
+def test_train_in_80_columns(tmp_path: Path) -> None:
+    """The step number vanished when the time left appeared, and loss and speed of earlier steps were overwritten.
+
+    Also the one test that starts `python -m trainyard train` for real.
+    """
+    arguments = ["train", "--smoke", "train.steps=6", "device.name=cpu", "device.threads=1", "log.name=a-longer-name"]
+    screens: list[list[str]] = []
+    code, lines, broken_words = run_in_terminal(arguments, cwd=tmp_path, on_screen=screens.append)
+    assert code == 0, lines
+    for step in range(1, 7):
+        logged = [line for line in lines if re.match(rf"step {step}/6  loss \d", line)]
+        assert len(logged) == 1, lines
+        assert re.search(r"tok/s  \d+\.\d GiB  grad .* lr ", logged[0])
+    bars = [line for screen in screens for line in screen if "━" in line]
+    assert bars
+    assert all(BAR.fullmatch(line) for line in bars), [line for line in bars if not BAR.fullmatch(line)]
+    assert any("left" in line for line in bars)
+    assert sum("━" in line for line in lines) == 1  # the bar is redrawn in place
+    assert not broken_words
+    assert any("CPU, 1 thread;" in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_a_logged_step_fits_the_terminal(columns: int) -> None:
+    record = {"step": 123_456, "loss": 12.3456, "tokens_per_second": 12_345_678.9, "memory_bytes": 123 * 2**30}
+    record |= {"grad_norm": 1234.5, "lr": 1e-5, "mfu": 0.512}
+    line = screen_line(record, 1_000_000, columns)
+    assert len(line) <= columns
+    assert line.startswith("step  123456/1000000  loss 12.3456  12,345,679 tok/s  123.0 GiB")
+    assert ("MFU 51%" in line) == (columns > 80)
+
+
+@pytest.mark.parametrize("columns", [80, 132, 200])
+def test_recipes_do_not_wrap(cli: ForkServer, columns: int) -> None:
+    code, lines, broken_words = run_in_terminal(["recipes"], columns, server=cli)
+    assert code == 0
+    text = " ".join(" ".join(lines).split())
+    for name in recipe_names():
+        config = load(name)
+        (row,) = [line for line in lines if line.startswith(f"{name} ")]
+        assert config.hardware in row
+        assert str(config.train.global_batch) in row
+        assert columns < 200 or config.description in text
+    assert "…" not in text
+    assert not broken_words
+
+
+@pytest.mark.parametrize("recipe", ["llama3-70b", "gpt3-6.7b", "tiny-llama"])
+def test_plan_fits_80_columns(cli: ForkServer, recipe: str) -> None:
+    hardware = ["--hardware", "h200:8"] if recipe == "tiny-llama" else []
+    code, lines, broken_words = run_in_terminal(["plan", recipe, *hardware], server=cli)
+    assert code == 0, lines
+    heading = next(line for line in lines if line.startswith("pp ranks"))
+    assert heading.split()[-1] == "total"
+    assert "…" not in "".join(lines)
+    assert not broken_words
