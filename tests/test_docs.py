@@ -69,7 +69,7 @@ def test_paths_exist(page: Path) -> None:
 def test_commands_and_their_options_exist(page: Path) -> None:
     for line in _command_lines(page.read_text()):
         words = shlex.split(line, comments=True)
-        if words[1:2] == ["--version"] or words[1:2] == ["--help"] or len(words) == 1 or words[1].isupper():
+        if words[1:] in (["--version"], ["--help"], ["--install-completion"]) or len(words) == 1 or words[1].isupper():
             continue
         assert words[1] in COMMAND_HELP, line
         options = _options(words[1], words[2] if len(words) > 2 else "")

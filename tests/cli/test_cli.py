@@ -1,22 +1,23 @@
-"""The command line as a user sees it: exit codes, one-line errors, plain lines without a terminal, a bar in one."""
+"""The command line as a user sees it: exit codes, one-line errors, plain lines without a terminal."""
 
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+import trainyard
 from tests.cli.conftest import Call
 from tests.support.forkserver import ForkServer
 from trainyard.cli.main import COMMAND_HELP, load_command
+from trainyard.cli.train import DEFAULT_RECIPE
+from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
+from trainyard.parallel.layout import Layout
 
 SMALL = [
     "log.every=1",
@@ -41,36 +42,6 @@ def test_train_without_a_terminal_prints_plain_lines_and_output_paths(cli: ForkS
         assert (directory / name).exists()
         assert f"runs/tiny-llama/{name}" in done.stdout
     assert "Next:" in done.stdout
-
-
-def test_train_in_a_terminal_shows_a_bar(tmp_path: Path) -> None:
-    """Also the one test here that starts `python -m trainyard` for real."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainyard", "train", *SMALL, "train.steps=3"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=tmp_path,
-        env=environment,
-    )
-    os.close(slave)
-    output = b""
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:  # the other end closed
-            break
-        if not chunk:
-            break
-        output += chunk
-    assert process.wait() == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.decode())
-    assert re.search(r"step\s+3/3\s+━+", text)
-    for word in ("loss", "lr", "grad", "tok/s", "MFU", "left"):
-        assert word in text
-    assert "consumed samples" not in text
 
 
 def test_ctrl_c_stops_after_the_step_and_leaves_no_process(cli: ForkServer, tmp_path: Path) -> None:
@@ -103,7 +74,11 @@ def test_ctrl_c_stops_after_the_step_and_leaves_no_process(cli: ForkServer, tmp_
         (["train", "nope.yaml"], 2, "nope.yaml: no such file or recipe"),
         (["train", "model.hiden=1"], 2, "model.hiden=1: unknown key; nearest: model.hidden"),
         (["train", "--what"], 2, "No such option"),
-        (["tran"], 2, "No such command"),
+        (["tran"], 2, "No such command 'tran'; nearest: trainyard train"),
+        (["tiny-llama", "--smoke"], 2, "nearest: trainyard train tiny-llama --smoke"),
+        (["my.yaml"], 2, "nearest: trainyard train my.yaml"),
+        (["xyzzy"], 2, "No such command 'xyzzy'; see trainyard --help"),
+        (["data", "tokenise"], 2, "Did you mean 'tokenize'?"),
         (["train", "llama3-70b"], 2, "needs a multiple of 256 ranks"),
         (["train", "tiny-llama", "--nproc", "3", "layout.tp=2"], 2, "needs a multiple of 2 ranks, this run has 3"),
         (["train", "train.loss=nowhere:f"], 2, "cannot import nowhere"),
@@ -123,6 +98,36 @@ def test_errors_are_one_line(arguments: list[str], code: int, message: str, call
     assert error.count("\n") == 1, error
     assert error.startswith("trainyard: ")
     assert message in error
+
+
+def test_version(call: Call) -> None:
+    """`--version` asked for a command."""
+    assert call("--version") == (0, f"trainyard {trainyard.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trainyard tr", {"train"}),
+        ("trainyard train tiny", {"tiny-llama"}),
+        ("trainyard plan llama2", {"llama2-7b"}),
+        ("trainyard plan --sea", {"--search"}),
+        ("trainyard data tok", {"tokenize"}),
+    ],
+)
+def test_bash_completes_commands_options_and_recipes(
+    words: str, expected: set[str], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_TRAINYARD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert set(call()[1].split()) == expected
+
+
+def test_default_recipe_runs_on_one_to_eight_ranks() -> None:
+    """`trainyard train --nproc 2` and `verify tiny-llama` failed: the micro batch was the entire batch."""
+    for ranks in (1, 2, 4, 8):
+        assert Layout.from_config(load(DEFAULT_RECIPE), ranks).dp == ranks
 
 
 def test_config_prints_the_resolved_file(call: Call) -> None:

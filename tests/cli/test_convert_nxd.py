@@ -133,8 +133,20 @@ def test_unsupported_flags_are_rejected_by_name(flags: str, message: str, call: 
 
 
 def test_missing_flags_are_named(call: Call) -> None:
-    fail(call("convert-nxd", FROM), "convert-nxd: .*required: --output_dir, --hw_backend")
-    fail(call("convert-nxd", FROM, "--output_dir", "x", "--hw_backend", "trn1"), "--input_dir: missing")
+    fail(call("convert-nxd", FROM), "convert-nxd: .*required: --output_dir")
+    fail(call("convert-nxd", FROM, "--output_dir", "x"), "--input_dir: missing")
+
+
+def test_order_of_kv_heads_defaults_to_trn1(call: Call, tmp_path: Path) -> None:
+    """Scripts for NxD's converter leave out --hw_backend on trn1."""
+    full_state(tmp_path, llama(**GQA))
+    flags = ["--tp_size", "4", "--kv_size_multiplier", "2", "--qkv_linear", "True", FROM]
+    succeed(call(*nxd("full.pt", "named", *flags)))
+    backend = ["--hw_backend", "trn1"]
+    succeed(call(*(word for word in nxd("full.pt", "default", *flags) if word not in backend)))
+    files = sorted(path.relative_to(tmp_path / "named") for path in (tmp_path / "named").rglob("*.pt"))
+    assert files
+    assert all((tmp_path / "named" / file).read_bytes() == (tmp_path / "default" / file).read_bytes() for file in files)
 
 
 MODEL_KINDS: dict[str, tuple[LlamaConfig, list[str]]] = {

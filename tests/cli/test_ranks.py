@@ -103,6 +103,16 @@ def test_a_killed_launcher_leaves_no_rank(cli: ForkServer, tmp_path: Path) -> No
     assert all_gone(ranks, 5)
 
 
+@pytest.mark.nightly
+def test_default_recipe_trains_on_two_ranks_and_is_verified(cli: ForkServer, tmp_path: Path) -> None:
+    """Neither worked without more arguments: the micro batch of the recipe was its entire batch."""
+    small = ["train.steps=2", "evaluate.every=0", "log.tensorboard=false", f"log.directory={tmp_path}"]
+    done = cli.run(["train", "--nproc", "2", *small])
+    assert done.returncode == 0, done.stderr
+    done = cli.run(["verify", "tiny-llama", "--steps", "1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("recipe", "ranks"), [("tiny-llama", "2"), pytest.param("llama2-7b", "4", marks=pytest.mark.nightly)]
 )

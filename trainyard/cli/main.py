@@ -1,5 +1,6 @@
 """The `trainyard` command: one file per subcommand; a user error becomes one line on stderr and exit code 2."""
 
+import difflib
 import errno
 import inspect
 import os
@@ -12,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from trainyard import __version__
+from trainyard.config.recipes import recipe_names
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.launch.rank_guard import rank_process_guard
 
@@ -19,6 +21,8 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError; typer may vendor its own click."""
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "s3fs": "s3"}
+"""Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
     "plan": "Predict memory, speed and cost of a run, also for hardware you do not have.",
@@ -58,9 +62,19 @@ class LazyCommandGroup(TyperGroup):
         return TyperCommand(cmd_name, help=COMMAND_HELP[cmd_name]) if cmd_name in COMMAND_HELP else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMAND_HELP and not args[0].startswith("-"):
+            raise UserError(f"No such command {args[0]!r}; {suggest_command(args)}")
         if args[0] in COMMAND_HELP:
             return args[0], load_command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
+
+
+def suggest_command(args: list[str]) -> str:
+    """What a command line without a command probably stands for: a file or recipe is one to train."""
+    if args[0].endswith((".yaml", ".yml")) or args[0] in recipe_names():
+        return " ".join(["nearest: trainyard train", *args])
+    close = difflib.get_close_matches(args[0].lower(), COMMAND_HELP, 1)
+    return f"nearest: trainyard {close[0]}" if close else "see trainyard --help"
 
 
 def load_command(command: str) -> Any:
@@ -93,18 +107,23 @@ app = typer.Typer(
     help="Pre-train language models on any number of devices from one YAML file.",
     epilog="Start with: trainyard train. Details: trainyard COMMAND --help.",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@app.callback()
-def global_options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"trainyard {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def global_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -129,7 +148,7 @@ def main() -> None:
 def _run_command() -> int:
     """Run the command line and return its exit code. Translates the exceptions of click and of a full disk."""
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], prog_name="trainyard", standalone_mode=False)
     except USAGE_ERROR as error:
         if not str(error):  # a group without a subcommand; its help has been printed
             return 2
@@ -137,6 +156,12 @@ def _run_command() -> int:
         raise UserError(f"{' '.join(message.split())} (see trainyard --help)") from None
     except typer.Abort:
         raise KeyboardInterrupt from None
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRA_BY_MODULE:
+            raise
+        fix = f"pip install 'trainyard[{EXTRA_BY_MODULE[module]}]'"
+        raise UserError(f"this needs the package {module}, which is not installed: {fix}") from None
     except OSError as error:
         if error.errno not in DISK_FULL_ERRNOS:
             raise

@@ -1,13 +1,25 @@
 """Command-line options that several commands share."""
 
+import glob
 import os
 from typing import Annotated
 
 from typer import Argument, Option
 
+from trainyard.config.recipes import recipe_names
+
+
+def complete_source(incomplete: str) -> list[str]:
+    """Recipe names, files and directories that start with `incomplete`, for the shell."""
+    names = [name for name in recipe_names() if name.startswith(incomplete)]
+    return names + [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{incomplete}*"))]
+
+
 CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's), run directory or recipe name."
 
-ConfigSource = Annotated[str, Argument(metavar="FILE|RECIPE|RUN", help=CONFIG_SOURCE_HELP)]
+ConfigSource = Annotated[
+    str, Argument(metavar="FILE|RECIPE|RUN", help=CONFIG_SOURCE_HELP, autocompletion=complete_source)
+]
 Overrides = Annotated[
     list[str] | None,
     Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),

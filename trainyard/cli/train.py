@@ -1,34 +1,32 @@
 """`trainyard train`: run a training job."""
 
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from typer import Argument, Option
 
 from trainyard import devices
 from trainyard.cli.console import print_line
-from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke
-from trainyard.cli.train_console import TrainConsole, log_to_console
-from trainyard.config.load import load, parse
-from trainyard.config.schema import Config
-from trainyard.config.smoke import smoke_config
+from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke, complete_source
+from trainyard.cli.run_config import load_run_config
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
-from trainyard.parallel.mesh import shutdown_distributed
-from trainyard.plan.fit_check import check_fits
-from trainyard.train.records import RunSummary
-from trainyard.train.trainer import Trainer
+
+if TYPE_CHECKING:  # imports torch; `train --help` and mistakes in a file do not wait for it
+    from trainyard.train.records import RunSummary
+    from trainyard.train.trainer import Trainer
 
 DEFAULT_RECIPE = "tiny-llama"
 
 
 def train(
-    source: Annotated[str, Argument(metavar="[FILE|RECIPE|RUN]", help=CONFIG_SOURCE_HELP)] = DEFAULT_RECIPE,
+    source: Annotated[
+        str, Argument(metavar="[FILE|RECIPE|RUN]", help=CONFIG_SOURCE_HELP, autocompletion=complete_source)
+    ] = DEFAULT_RECIPE,
     overrides: Overrides = None,
     smoke: Smoke = False,
     nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
@@ -63,6 +61,11 @@ def train(
         Layout.from_config(config, nproc)  # report an impossible layout before any process starts
         environment = devices.select(config.device.name).rank_environment()
         return launch(["train", source, *override_list, *(["--smoke"] if smoke else [])], nproc, environment)
+    from trainyard.cli.train_console import TrainConsole, log_to_console
+    from trainyard.parallel.mesh import shutdown_distributed
+    from trainyard.plan.fit_check import check_fits
+    from trainyard.train.trainer import Trainer
+
     console = Console(highlight=False, quiet=world.rank > 0)
     callbacks = [TrainConsole(console)] if world.rank == 0 else []
     preflight = partial(check_fits, warn=lambda line: print_line(console, line, "dim"), local_size=world.local_size)
@@ -78,16 +81,7 @@ def train(
     return 130 if summary.interrupted else 0
 
 
-def load_run_config(
-    source: str, overrides: list[str], smoke: bool, ranks: int, warn: Callable[[str], None] | None = None
-) -> Config:
-    """Load the configuration of a run on `ranks` ranks. Overrides apply after `--smoke` has shrunk the file."""
-    if smoke:
-        return parse(smoke_config(load(source, warn=warn), ranks).model_dump(mode="json"), overrides)
-    return load(source, overrides, warn)
-
-
-def print_run_header(console: Console, trainer: Trainer) -> None:
+def print_run_header(console: Console, trainer: "Trainer") -> None:
     """Print model, device, precision, batch and layout of a run."""
     config, layout, peak = trainer.config, trainer.layout, trainer.throughput.peak
     weights, batch = trainer.blueprint.parameter_count(), f"{config.train.global_batch} x {config.data.seq_len}"
@@ -104,7 +98,7 @@ def print_run_header(console: Console, trainer: Trainer) -> None:
         print_line(console, f"note: SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone")
 
 
-def summary_lines(summary: RunSummary) -> list[str]:
+def summary_lines(summary: "RunSummary") -> list[str]:
     """Return the closing lines of a run: result, output files, and the next command."""
     trained = summary.last_loss is not None
     status = "Stopped early" if summary.interrupted else "Failed" if summary.last_step_skipped else "Done"
