@@ -5,17 +5,19 @@ here, above all citations and infoboxes, are dropped with their arguments.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from trainyard.data.wikipedia.date_templates import DATE_RULES, month_name
+from trainyard.data.wikipedia.template_arguments import TemplateArguments, TemplateRule
 
 TEXT_PATTERNS = {
     # readable text: the templates that show it, in lowercase; {1} is the first argument
     "{1}": "nowrap, nobr, no wrap, small, smaller, big, larger, em, strong, bold, italic, abbr, tooltip, vanchor, "
-    "visible anchor, ill, interlanguage link, math, mvar, chem2, flag, flagcountry, angle bracket, angbr, sup, sub, "
+    "visible anchor, ill, interlanguage link, math, mvar, chem2, flag, flagcountry, angle bracket, angbr, sub, "
     "smallcaps, small caps, sc, not a typo, proper name, as written, columns-list, flatlist, plainlist, underline, "
     "u, nihongo2",
     "{2}": "lang, langx, langr, langue, script, color, colour, font color, font colour, resize",
     "\n{1}\n": "quote, blockquote, cquote, quotation, centered pull quote, pull quote, poem quote, poemquote",
-    "c. {1}": "circa, c., ca.",
     "fl. {1}": "floruit, fl.",
     "r. {1}": "reign, r.",
     "US${1}": "us$, usd",
@@ -25,6 +27,11 @@ TEXT_PATTERNS = {
     "¥{1}": "jpy, ¥",
     "{1} {2}": "unité, unidad",
     "{1} [sic]": "sic",
+    "HMS {1}": "hms",
+    "USS {1}": "uss",
+    "SS {1}": "ss",
+    "RMS {1}": "rms",
+    "{1} {2} ": "ship",
     " ": "nbsp, space, spaces, thinsp, hair space, thin space",
     "–": "ndash, en dash, endash, –",
     " – ": "snd, spnd, spaced ndash, spaced en dash, dash",
@@ -47,43 +54,11 @@ UNIT_NAMES = {
 RANGE_WORDS = {
     "to": " to ", "and": " and ", "or": " or ", "by": " by ", "x": " × ", "×": " × ", "+/-": " ± ", "-": "–", "–": "–",
 }  # fmt: skip
-MONTHS = [
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
-    "December",
-]  # fmt: skip
 
-ARGUMENT_NAME = re.compile(r"[\w -]{1,40}")
 NUMBER_PATTERN = re.compile(r"[-−+]?[\d.,/ ]+(?:e[-+]?\d+)?", re.IGNORECASE)
+SUPERSCRIPT_NUMBER = re.compile(r"[-−+]?\d+")
+SUPERSCRIPT_CHARACTERS = str.maketrans("0123456789-−+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁻⁺")
 PLACEHOLDER = re.compile(r"\{(\d)\}")
-
-
-class TemplateArguments:
-    """Arguments of a template by name, or by number from 1 on. A missing argument is empty."""
-
-    def __init__(self, parts: Sequence[str]) -> None:
-        self.values: dict[str, str] = {}
-        self.count = 0
-        for part in parts:
-            name, equals, value = part.partition("=")
-            if equals and ARGUMENT_NAME.fullmatch(name.strip()):
-                self.values[name.strip()] = value.strip()
-            else:
-                self.count += 1
-                self.values[str(self.count)] = part.strip()
-        if "1" not in self.values:
-            self.values["1"] = next(
-                (self.values[key] for key in ("text", "quote", "content") if key in self.values), ""
-            )
-
-    def __getitem__(self, key: int | str) -> str:
-        return self.values.get(str(key), "")
-
-    def positional(self) -> list[str]:
-        """The unnamed arguments, in order."""
-        return [self[number] for number in range(1, self.count + 1)]
-
-
-TemplateRule = Callable[[TemplateArguments], str]
 
 
 def pattern_rule(pattern: str) -> TemplateRule:
@@ -117,6 +92,21 @@ def convert(arguments: TemplateArguments) -> str:
     return text
 
 
+def superscript(text: str) -> str:
+    """10{{sup|6}} is 10⁶, not 106; other text stays."""
+    return text.translate(SUPERSCRIPT_CHARACTERS) if SUPERSCRIPT_NUMBER.fullmatch(text) else text
+
+
+def power_of_ten(arguments: TemplateArguments) -> str:
+    """1.5{{e|6}}: "1.5×10⁶"."""
+    return f"×10{superscript(arguments[1])}" if arguments[1] else ""
+
+
+def height(arguments: TemplateArguments) -> str:
+    """{{height|m=1.85}}: "1.85 m"; {{height|ft=6|in=1}}: "6 ft 1 in"."""
+    return " ".join(f"{arguments[unit]} {unit}" for unit in ("m", "cm", "ft", "in") if arguments[unit])
+
+
 def fraction(arguments: TemplateArguments) -> str:
     """{{frac|2}}: 1/2; {{frac|3|4}}: 3/4; {{frac|1|3|4}}: 1 3/4."""
     words = arguments.positional()
@@ -133,9 +123,7 @@ def format_value(arguments: TemplateArguments) -> str:
 
 def as_of(arguments: TemplateArguments) -> str:
     """{{as of|2019|5|4}}: "As of 4 May 2019"."""
-    year, month, day = arguments[1], arguments[2], arguments[3]
-    if month.isdecimal() and 1 <= int(month) <= 12:
-        month = MONTHS[int(month) - 1]
+    year, month, day = arguments[1], month_name(arguments[2]), arguments[3]
     first = "as of" if arguments["lc"] else "As of"
     return " ".join(filter(None, (arguments["alt"] or first, *(() if arguments["alt"] else (day, month, year)))))
 
@@ -150,11 +138,12 @@ TEMPLATE_RULES: dict[str, TemplateRule] = {
     name: pattern_rule(pattern) for pattern, names in TEXT_PATTERNS.items() for name in names.split(", ")
 } | {
     "convert": convert, "cvt": convert, "frac": fraction, "fraction": fraction, "sfrac": fraction, "val": format_value,
-    "as of": as_of, "nihongo": nihongo,
+    "as of": as_of, "nihongo": nihongo, "height": height, "e": power_of_ten,
+    **dict.fromkeys(("sup", "superscript"), lambda arguments: superscript(arguments[1])),
     **dict.fromkeys(("transl", "transliteration"), lambda arguments: arguments[arguments.count]),
     **dict.fromkeys(("chem", "linktext"), lambda arguments: "".join(arguments.positional())),
     **dict.fromkeys(("hlist", "unbulleted list"), lambda arguments: ", ".join(filter(None, arguments.positional()))),
-}  # fmt: skip
+} | DATE_RULES  # fmt: skip
 
 
 def expand_template(name: str, arguments: Sequence[str]) -> str:

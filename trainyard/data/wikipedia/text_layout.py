@@ -19,6 +19,15 @@ PARENTHESES = re.compile(r"([(（])([^()（）\n]*+)([)）])")
 SEPARATOR = re.compile(rf"([;,](?=[\s{DROPPED_MARK}]|$))")
 MARK_RUN = re.compile(rf"({DROPPED_MARK}[ {DROPPED_MARK}]*+)")
 SPACE_RUN = re.compile(r"  +")
+DANGLING_END = re.compile(rf" {DROPPED_MARK}[ {DROPPED_MARK}]*$")
+"""Not a mark right after a word, which is what a reference leaves."""
+DANGLING_WORDS = {
+    "a", "about", "after", "age", "aged", "also", "and", "approximately", "around", "as", "at", "b.", "before",
+    "between", "born", "by", "c.", "ca.", "called", "circa", "d.", "died", "est.", "established", "fl.", "flourished",
+    "for", "founded", "from", "in", "into", "is", "its", "known", "lit.", "literally", "located", "meaning", "near",
+    "of", "on", "or", "over", "pop.", "population", "pronounced", "pronunciation", "r.", "reigned", "since",
+    "spelled", "the", "to", "until", "via", "was", "with", "written",
+}  # fmt: skip
 NO_SPACE_BEFORE = set(",.;:!?)），。\n")
 
 
@@ -116,13 +125,24 @@ def _clean_parentheses(match: re.Match[str]) -> str:
     text, separator = "", ""
     parts = SEPARATOR.split(match[2])
     for index in range(0, len(parts), 2):
-        part = parts[index].replace(DROPPED_MARK, "").strip()
+        part = _drop_dangling_words(parts[index].strip())
         if part and not (DROPPED_MARK in parts[index] and part[-1] == ":"):
             text += (f"{separator} " if text else "") + part
             separator = ""
         if index + 1 < len(parts):
             separator = separator or parts[index + 1]
     return match[1] + text + match[3] if text else DROPPED_MARK
+
+
+def _drop_dangling_words(part: str) -> str:
+    """Remove the marks, and the words that lead to what was dropped at the end: `born MARK`, `pronounced as MARK`."""
+    text = part.replace(DROPPED_MARK, "").strip()
+    if DANGLING_END.search(part):
+        words = text.split(" ")
+        while words and words[-1].lower().rstrip(":") in DANGLING_WORDS:
+            words.pop()
+        text = " ".join(words)
+    return text
 
 
 def _remove_marks(text: str) -> str:

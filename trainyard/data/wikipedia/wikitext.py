@@ -10,7 +10,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from trainyard.data.wikipedia.templates import expand_template
+from trainyard.data.wikipedia.templates import expand_template, superscript
 from trainyard.data.wikipedia.text_layout import DROPPED_MARK, decode_entities, layout_text
 
 MARKUP_TOKEN = re.compile(
@@ -42,7 +42,6 @@ LINE_BREAK_TAGS = {
     "hr", "poem", "tr", "td", "th", "caption", "section",
 }  # fmt: skip
 SUPERSCRIPT_NUMBER = re.compile(r"\s*([-−+]?\d+)\s*</sup\s*>", re.IGNORECASE)
-SUPERSCRIPT_CHARACTERS = str.maketrans("0123456789-−+", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁻⁺")
 MARKUP_ENTITIES = {ord(character): f"&#{ord(character)};" for character in "&'[]{}|<>=*#:;_-!"}
 """Markup characters of literal text as entities, which become characters again when all markup is gone."""
 TAG_PATTERNS = {
@@ -247,7 +246,7 @@ class WikitextParser:
         elif name in LINE_BREAK_TAGS:
             self.output.append("\n")
         elif name == "sup" and not closing and (power := SUPERSCRIPT_NUMBER.match(self.text, end)):
-            self.output.append(power[1].translate(SUPERSCRIPT_CHARACTERS))  # 10<sup>6</sup> is not 106
+            self.output.append(superscript(power[1]))
             return power.end()
         elif "=" not in rest and rest.strip(" /"):
             self.output.append(match[0])  # not a tag: a<b and b>c
