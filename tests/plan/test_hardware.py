@@ -40,6 +40,9 @@ def test_name_and_count_give_ranks_and_memory(name: str, ranks: int, ranks_per_n
         ("h200:many", "NAME:COUNT"),
         ("trn2.48xlarge:1:lnc4", "LNC 2 or 1"),
         ("", "unknown"),
+        ("trn1.32xlarge:100000", "at most 131,072 ranks"),
+        ("cpu:999999999", "at most 131,072 ranks"),
+        ("h200:" + "9" * 5000, "NAME:COUNT"),
     ],
 )
 def test_wrong_name_is_a_one_line_error(name: str, error: str) -> None:

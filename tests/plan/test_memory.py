@@ -16,6 +16,7 @@ from tests.support.examples import examples
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
+from trainyard.plan.memory import peak
 from trainyard.plan.memory.peak import estimate_memory
 from trainyard.plan.report import with_overrides
 
@@ -135,6 +136,21 @@ def test_each_layer_of_llama_3_70b_adds_what_is_estimated() -> None:
 def test_estimate_equals_exact_peak_of_recipes_at_full_size(recipe: str, rank: int, batch: int) -> None:
     estimated, exact = recipe_peaks(recipe, rank, f"train.global_batch={batch}")
     assert estimated == pytest.approx(exact, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", ["llama2-7b", "gpt3-6.7b", "bert-large-phase1"])
+@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+def test_layers_beyond_the_traced_ones_add_what_each_adds(
+    recipe: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against minutes for a model of thousands of layers: the estimate extrapolates, and equals a full one."""
+    overrides = ["model.layers=12", "layout.tp=1", "layout.ranks=null", "train.global_batch=128"]
+    config = load(recipe, [*overrides, f"recompute.kind={recompute}"])
+    layout = Layout.from_config(config, 8)
+    kinds = ("cpu", "gpu", "trainium")
+    full = [estimate_memory(config, layout, 0, kind) for kind in kinds]
+    monkeypatch.setattr(peak, "MAX_TRACED_LAYERS", 4)
+    assert [estimate_memory(config, layout, 0, kind) for kind in kinds] == full
 
 
 def test_memory_of_llama_3_70b_is_estimated_in_seconds() -> None:

@@ -74,6 +74,16 @@ class Layout:
             groups.setdefault(tuple(coords[axis] for axis in AXIS_ORDER if axis not in axes), []).append(rank)
         return list(groups.values())
 
+    def first_group(self, *axes: AxisName) -> list[int]:
+        """The group of rank 0 among `groups(*axes)`, without the others."""
+        ranks, stride = [0], 1
+        for axis in reversed(AXIS_ORDER):
+            size = getattr(self, axis)
+            if axis in axes:
+                ranks = [rank + index * stride for index in range(size) for rank in ranks]
+            stride *= size
+        return ranks
+
     def stages_on(self, pp_rank: int) -> list[StageSpec]:
         """The stages of a pipeline rank, in the order in which a micro batch passes them."""
         return [stage for stage in self.stages if self.stage_owner(stage.index) == pp_rank]
@@ -179,13 +189,17 @@ def _nearest_layouts(config: Config, world_size: int) -> str:
     def distance(sizes: tuple[int, int, int]) -> tuple[float, tuple[int, int, int]]:
         return sum(abs(log2(a / b)) for a, b in zip(sizes, configured, strict=True)), sizes
 
+    model, seq_len = config.model, config.data.seq_len
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    # pp stays as configured if other keys depend on it.
+    # pp stays as configured if other keys depend on it. Sizes that no layout can have are left out early: 10,000 ranks
+    # have thousands of products.
     pp_is_free = section.vpp == 1 and section.pipeline_schedule != "zbv" and not section.pipeline_cuts
-    pp_sizes = divisors if pp_is_free else [d for d in divisors if d == section.pp]
+    tp_sizes = [d for d in divisors if model.heads % d == 0 and model.ffn_size % d == 0]
+    pp_sizes = [d for d in divisors if d <= model.layers and (pp_is_free or d == section.pp)]
+    cp_sizes = [d for d in divisors if d == 1 or seq_len % (2 * d) == 0]
     valid = [
         (tp, pp, cp)
-        for tp, pp, cp in product(divisors, pp_sizes, divisors)
+        for tp, pp, cp in product(tp_sizes, pp_sizes, cp_sizes)
         if world_size % (tp * pp * cp) == 0 and not _first_violation(config, world_size, tp, pp, cp)
     ]
     nearest = sorted(valid, key=distance)[:MAX_SUGGESTIONS]

@@ -46,8 +46,7 @@ def group_problems(layout: Layout, hardware: Hardware) -> list[PlanProblem]:
         return [PlanProblem(str(error), True)]
     problems = []
     for name, (axes, collectives) in COMMUNICATION_GROUPS.items():
-        first_group = layout.groups(*axes)[0]
-        ranks = [order[position] for position in first_group]
+        ranks = [order[position] for position in layout.first_group(*axes)]
         for collective in collectives if len(ranks) > 1 else ():
             if problem := group_problem(generation, hardware.lnc, collective, ranks):
                 size = f"={getattr(layout, axes[0])}" if name.startswith("layout.") else f" of {len(ranks)}"

@@ -13,6 +13,8 @@ from trainyard.core.errors import UserError
 from trainyard.plan.hardware.catalog import CATALOG, CatalogEntry
 
 HARDWARE_FORM = "NAME:COUNT, such as trn1.32xlarge:16, h200:8 or cpu:4; trn2.48xlarge:8:lnc1 for another LNC"
+MAX_RANKS = 2**17
+"""Most ranks of a plan."""
 FILE_EXAMPLE = "my-h200: {like: h200, price_per_hour: 20}"
 
 
@@ -81,10 +83,13 @@ def parse_hardware(
     """Parse NAME[:COUNT[:lncN]]. `measure(ranks)` measures this machine's CPU for the name `cpu`."""
     catalog = catalog or CATALOG
     name, *rest = text.split(":")
-    match = re.fullmatch(r"(\d+)(?::lnc(\d+))?", ":".join(rest) or "1")
+    match = re.fullmatch(r"(\d{1,9})(?::lnc(\d))?", ":".join(rest) or "1")
     if not match or not int(match[1]):
         raise UserError(f"--hardware {text}: expected {HARDWARE_FORM}")
     count = int(match[1])
+    too_many = UserError(f"--hardware {text}: a plan has at most {MAX_RANKS:,} ranks")
+    if count > MAX_RANKS:
+        raise too_many
     if name == "cpu" and measure:
         return Hardware("cpu", measure(count), 1)
     if name not in catalog:
@@ -94,7 +99,10 @@ def parse_hardware(
     lnc = int(match[2]) if match[2] else next(iter(entry.ranks_per_device))
     if lnc not in entry.ranks_per_device:
         raise UserError(f"--hardware {text}: {name} has LNC {' or '.join(map(str, entry.ranks_per_device))}")
-    return Hardware(name, entry, count, lnc)
+    hardware = Hardware(name, entry, count, lnc)
+    if hardware.ranks > MAX_RANKS:
+        raise too_many
+    return hardware
 
 
 def needed_hardware(config: Config) -> str:

@@ -19,6 +19,9 @@ from trainyard.plan.memory.optimizer_state import OptimizerMemory
 from trainyard.plan.memory.rank_memory import RankMemory
 from trainyard.plan.memory.schedule_order import schedule_actions
 
+MAX_TRACED_LAYERS = 128
+"""Layers of a stage whose operations are listed one by one; more are extrapolated."""
+
 
 def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -> RankMemory:
     """The peak of a rank at pipeline position `pp`; `device_kind` is a key of DEVICE_KINDS."""
@@ -26,7 +29,7 @@ def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -
     stages = layout.stages_on(pp)
     state = OptimizerMemory.from_config(config, layout, stages)
     sizes = RankSizes(config, layout, device)
-    passes = [PassMemory.from_timeline(stage_timeline(config, sizes, stage)) for stage in stages]
+    passes = [_pass_memory(config, sizes, stage) for stage in stages]
     buffers = _batch_and_receive_bytes(config, layout, sizes, stages, device_kind) + device.workspace_bytes
     candidates = (
         *_schedule_peaks(layout, config, pp, passes, state),
@@ -86,6 +89,30 @@ class PassMemory:
             deferred_grads=timeline.deferred_grad_bytes,
             live_after_layer={point.layer: point.live for point in backward},
         )
+
+
+def _pass_memory(config: Config, sizes: RankSizes, stage: StageSpec) -> PassMemory:
+    """The memory of a stage. Beyond MAX_TRACED_LAYERS each layer adds what the last traced one adds."""
+
+    def traced(count: int) -> PassMemory:
+        part = replace(stage, layers=stage.layers[:count])
+        return PassMemory.from_timeline(stage_timeline(config, sizes, part))
+
+    more = len(stage.layers) - MAX_TRACED_LAYERS
+    if more <= 0 or config.precision.kind == "fp8":  # the first and last layers of fp8 differ from the others
+        return traced(len(stage.layers))
+    long, short = traced(MAX_TRACED_LAYERS), traced(MAX_TRACED_LAYERS - 1)
+    added = more * (long.saved - short.saved)
+    last = stage.layers[MAX_TRACED_LAYERS - 1]
+    return replace(
+        long,
+        saved=long.saved + added,
+        forward=long.forward + RankMemory(activations=added),
+        backward=long.backward + RankMemory(activations=added),
+        deferred_grads=long.deferred_grads + more * (long.deferred_grads - short.deferred_grads),
+        live_after_layer=long.live_after_layer
+        | {last + index: long.live_after_layer[last] + index * (added // more) for index in range(1, more + 1)},
+    )
 
 
 def _schedule_peaks(

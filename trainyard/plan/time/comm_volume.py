@@ -4,7 +4,6 @@ They equal what the Trainer sends, for every family and layout: tests/plan/test_
 dry runs as any rank of hundreds. The shape exchange between pipeline neighbors in the first step is not included.
 """
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -253,8 +252,14 @@ def _replicated_rows(param: LocalParam, shard_rows: int, rows: int) -> Iterator[
         if replicas > 1:
             yield rows, replicas
         return
-    starts = list(accumulate((size for size, _ in param.replication), initial=0))[:-1]
-    for begin, end in pairwise([*sorted({start % shard_rows for start in starts} | {0}), shard_rows]):
-        same_row = range(begin, param.shape[0], shard_rows)
-        for replicas in {param.replication[bisect_right(starts, row) - 1][1] for row in same_row} - {1}:
+    ends = list(accumulate(size for size, _ in param.replication))
+    parts = [(end - size, end, replicas) for end, (size, replicas) in zip(ends, param.replication, strict=True)]
+    for begin, end in pairwise([*sorted({start % shard_rows for start, _, _ in parts} | {0}), shard_rows]):
+        # The first row of a part among begin, begin + shard_rows, ...: there may be thousands of shards.
+        needed = {
+            replicas
+            for start, stop, replicas in parts
+            if begin + max(-(-(start - begin) // shard_rows), 0) * shard_rows < stop
+        }
+        for replicas in needed - {1}:
             yield max(min(end, rows) - begin, 0), replicas
