@@ -4,6 +4,7 @@ Dropout masks are a function of step and position, so that no random state has t
 """
 
 import functools
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,7 @@ class Recomputable(nn.Module):
 
 
 def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
-    """Wrap the forward of the chosen modules of each block in place, which keeps their names. Returns their number."""
+    """Recompute the chosen modules of each block, in place, which keeps their names. Returns their number."""
     if config.kind == "none":
         return 0
     names: set[str] = {"core_attention"} if config.kind == "attention" else set(config.modules)
@@ -33,11 +34,22 @@ def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
             for child in module.modules():
                 if isinstance(child, Recomputable):
                     child.keep_gathered = True
-            module.forward = functools.partial(
-                checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            module.__class__ = _recomputed_class(type(module))
         wrapped += len(chosen)
     return wrapped
+
+
+@functools.cache
+def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class with a forward that is recomputed. The blocks of a model share it: code compiled for one block is
+    guarded by its classes and serves all, while a forward of each instance would have to be compiled for each."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = super(recomputed, self).forward
+        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    recomputed = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return recomputed
 
 
 def _outermost_matches(module: nn.Module, names: set[str]) -> list[nn.Module]:
