@@ -31,7 +31,8 @@ def format_date(year: str, month: str, day: str, day_first: bool) -> str:
 
 def first_date(arguments: TemplateArguments) -> str:
     """{{birth date|1879|3|14}}: "March 14, 1879"; with df=yes "14 March 1879"; {{start date|1879}}: "1879"."""
-    return format_date(*(arguments[n] for n in (1, 2, 3)), arguments["df"].lower() in ("y", "yes", "true", "1"))
+    day_first = arguments["df"].lower() in ("y", "yes", "true", "1")
+    return format_date(arguments[1], arguments[2], arguments[3], day_first)
 
 
 def death_date_and_age(arguments: TemplateArguments) -> str:

@@ -120,8 +120,8 @@ class Saver:
         if self.current:
             self._wait()  # the previous save took longer than the interval between two saves
         self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
-        counters = {"step": step, "consumed_samples": step * self.config.train.global_batch}
-        counters |= {FINGERPRINTS_KEY: self.data_files}
+        counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
+        counters[FINGERPRINTS_KEY] = self.data_files
         dtypes = {kind: buffer.dtype for kind, buffer in self.state_buffers.items()}
         metadata = checkpoint.build_manifest(self.config, dtypes, counters) | {"run": self.run_id}
         save = PendingSave(step, self.storage / checkpoint.step_directory(step), metadata, started_at)
