@@ -182,7 +182,7 @@ def with_changed_table(data: bytearray, rng: random.Random) -> bytes:
             {f"{name} again": table[name]},
         )
         table |= rng.choice(changes)
-    metadata = rng.choice(({}, {}, {}, {"a": "b"}, {"a": 1}, None, [], "a"))
+    metadata: Any = rng.choice(({}, {}, {}, {"a": "b"}, {"a": 1}, None, [], "a"))
     text = json.dumps({"__metadata__": metadata} | table).encode()
     values = data[end:] + bytes(rng.choice((0, 0, 0, 1, 8)))
     return struct.pack("<Q", len(text)) + text + values[: len(values) - rng.choice((0, 0, 0, 12))]
