@@ -79,7 +79,7 @@ class TrainStep:
         local_status = self.device.to_device(torch.tensor(status, dtype=torch.float32))
         totals, counts, status_sums = self.loss_sums.all_reduce(local_status)
         loss, means = mean_loss(totals, counts)
-        terms = dict(zip(self.loss_fn.term_names, means, strict=True))
+        term_means = dict(zip(self.loss_fn.term_names, means, strict=True))
         grad_scale = torch.ones_like(loss) if counts_per_batch else torch.where(counts[0] > 0, 1 / counts[0], 1.0)
         lr_tensor = self.device.to_device(torch.tensor(lr, dtype=torch.float32))
         self.optimizer.reduce_gradients()
@@ -87,7 +87,7 @@ class TrainStep:
             self.on_gradients_ready()
         norm = self.optimizer.step(lr_tensor, grad_scale, loss, step)
         device_status = torch.cat((self.optimizer.guard.skip_counts, status_sums.int()))
-        return StepResult(step, lr, loss, terms, norm, counts.max(), self.device.copy_to_host(device_status))
+        return StepResult(step, lr, loss, term_means, norm, counts.max(), self.device.copy_to_host(device_status))
 
     def _micro_batch_loss(self, output: ModelOutput, micro: Batch) -> Tensor:
         terms = self.loss_fn.terms(output, micro)
