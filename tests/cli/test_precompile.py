@@ -13,14 +13,18 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import configs
 from tests.support.compiler import install_unoptimized_compiler
 from tests.support.forkserver import ForkServer
+from trainyard.compat import GraphRequest
 from trainyard.compile import inductor_cache
 from trainyard.config.load import dump
+from trainyard.config.recipes import recipe_names
+from trainyard.precompile.collect_graphs import GraphCollector
 
 TIMEOUT_S = 900.0
 PROBES = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard-tests" / "probes"
@@ -83,7 +87,15 @@ def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    config = configs.tiny_config("llama", train={"steps": 3}, compile={"enabled": True}, log={"name": "small"})
+    config = configs.tiny_config(
+        "llama",
+        train={"steps": 3},
+        recompute={
+            "kind": "attention"
+        },  # torch would save its random state for attention, and not find the graph again
+        compile={"enabled": True},
+        log={"name": "small"},
+    )
     path.write_text(dump(config))
     return path
 
@@ -167,6 +179,35 @@ def test_failures_and_kills_do_not_spoil_the_cache(
     assert done.returncode == 0, done.stdout + done.stderr
     assert totals(done) == (3, 3, 0)
     assert other.train(file, tmp_path / "runs", ONE_RANK) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_run_of_every_recipe_compiles_nothing(cli: ForkServer, bin_dir: Path, tmp_path: Path, recipe: str) -> None:
+    """As shipped, at --smoke size on four ranks: the layout keeps as many axes of the recipe as fit. Recipes do not
+    enable compilation: precompile implies it."""
+    cache = Cache(cli, tmp_path / "cache", bin_dir)
+    copy_cpu_probes(PROBES, cache.path)
+    done = cache.run("precompile", recipe, "--smoke", "--nproc", "4", "--workers", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "train with compile.enabled=true" in done.stdout
+    args = ["--smoke", "compile.enabled=true", "--nproc", "4"]
+    compiled, _ = cache.train(Path(recipe), tmp_path / "runs", args)
+    assert re.fullmatch(r"Compiled 0 graphs, \d+ from cache", compiled), compiled
+
+
+def test_graph_whose_second_trace_differs_fails_with_a_log_that_says_how(tmp_path: Path) -> None:
+    """Guards against "compiled, but not found" with a log that does not exist."""
+    messages: list[dict[str, Any]] = []
+    graphs = GraphCollector(tmp_path, 1, fork_safe=True, send=messages.append)
+    graphs.key_parts = {"[abc] gm: the graph", "[def] example_inputs[19]: torch.Size([s13])"}
+    parts = ("[abc] gm: the graph", "[xyz] example_inputs[19]: torch.Size([s64])")
+    request = GraphRequest("fkey", "llama.forward", is_backward=True, key_parts=parts)
+    graphs.report_unknown_key(request)
+    assert messages[-1]["state"] == "failed"
+    text = Path(messages[-1]["log"]).read_text()
+    assert "s64" in text
+    assert "the graph" not in text
 
 
 @pytest.mark.parametrize(

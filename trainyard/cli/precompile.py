@@ -12,6 +12,7 @@ from trainyard.cli.console import print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
 from trainyard.cli.run_config import load_run_config
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.config.load import parse
 from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank
 from trainyard.precompile.precompile import PrecompiledGraph
@@ -54,24 +55,28 @@ def precompile(
     """Compile all graphs of a run ahead of time, for any number of ranks, without their memory.
 
     The run must match in everything that shapes its graphs: model, micro batch, layout, precision, number of threads.
-    `train` then reports `Compiled 0 graphs`. A failed graph leaves a log, and the next precompile retries it.
+    `train` with compile.enabled=true then reports `Compiled 0 graphs`. A failed graph leaves a log, and the next
+    precompile retries it.
 
     Examples:
 
-      trainyard precompile my.yaml compile.enabled=true --nproc 8
+      trainyard precompile my.yaml --nproc 8
 
-      trainyard precompile my.yaml compile.enabled=true --ranks 512
+      trainyard precompile my.yaml --ranks 512
 
-      trainyard precompile tiny-llama --smoke compile.enabled=true
+      trainyard precompile tiny-llama --smoke
 
       trainyard cache pack my-run.tar
     """
     override_list = list(overrides or [])
     config = load_run_config(source, override_list, smoke, ranks or nproc or 1)
+    console = Console(highlight=False)
+    if not config.compile.enabled and not any(text.startswith("compile.enabled=") for text in override_list):
+        config = parse(config.model_dump(mode="json"), ["compile.enabled=true"])
+        print_line(console, "note: the file does not compile; train with compile.enabled=true to use the result")
     total = ranks or nproc or (1 if smoke else config.layout.ranks or 1)
     device = devices.select(config.device.name)
     local_ranks = min(total, nproc or device.max_local_ranks())
-    console = Console(highlight=False)
     if device.has_precompile_tool:
         train_arguments = [*override_list, *["--smoke"] * smoke]
         return _precompile_with_device_tool(source, train_arguments, local_ranks, workers, console)

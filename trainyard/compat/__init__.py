@@ -28,6 +28,7 @@ from trainyard.compat.inductor import (
     disable_automatic_dynamic_shapes,
     lower_for_strides,
     probe_cpu_isa,
+    skip_rng_state_of_attention,
 )
 from trainyard.compat.matmul import add_matmul_, has_fast_bf16_matmul, scaled_mm
 from trainyard.compat.optim import foreach_norm, fused_adamw_, has_fused_adamw

@@ -1,8 +1,8 @@
 """Inductor: counters, the cache directory, and tracing of graphs without running them (torch 2.11 to 2.14).
 
 Tracing goes through entry points that torch offers to backends: `torch.compile(backend=...)` and the `inner_compile`
-argument of `compile_fx`. Two functions of inductor are replaced for its duration, because there is no hook at these
-points:
+argument of `compile_fx`. Two functions of inductor are replaced for its duration (and `has_recomputable_rng_ops` of the
+partitioner whenever blocks are compiled), because there is no hook at these points:
 
 - `compile_fx.fx_codegen_and_compile`, which inductor calls when it has missed its cache, with everything that its cache
   key depends on. Computing that key outside would repeat the defaults of `compile_fx_inner`, which change.
@@ -55,6 +55,8 @@ class GraphRequest(NamedTuple):
     origin: str
     """File and function that most of its nodes come from."""
     is_backward: bool
+    key_parts: tuple[str, ...] = ()
+    """What the key is computed from, one line each; empty for a graph that was found."""
 
 
 class TracingBackend:
@@ -98,8 +100,8 @@ class TracingBackend:
         codegen = compile_fx.fx_codegen_and_compile
 
         def intercept(graph: Any, inputs: Any, inputs_to_check: Any, *args: Any, **options: Any) -> Any:
-            key, _ = codecache.compiled_fx_graph_hash(graph, inputs, cast(Any, options), inputs_to_check)
-            request = GraphRequest(key, _graph_origin(graph), bool(options.get("is_backward")))
+            key, parts = codecache.compiled_fx_graph_hash(graph, inputs, cast(Any, options), inputs_to_check)
+            request = GraphRequest(key, _graph_origin(graph), bool(options.get("is_backward")), tuple(parts))
             return self.on_miss(request, lambda: codegen(graph, inputs, inputs_to_check, *args, **options))
 
         # dynamo gives up on a function after eight graphs, which in a trace of many layers is normal.
@@ -176,6 +178,31 @@ def disable_automatic_dynamic_shapes() -> None:
     from torch._dynamo import config
 
     config.automatic_dynamic_shapes = False
+
+
+def skip_rng_state_of_attention() -> None:
+    """Recompute attention without saving torch's random state first, where it has no dropout and draws no numbers.
+
+    torch saves the state for every recomputed operator that can draw random numbers. The length of the saved state
+    becomes a symbol whose name depends on what else the process has traced, and with it the graph's key in the cache: a
+    run would not find what was compiled ahead of time."""
+    from torch._functorch import partitioners
+
+    def has_recomputed_random_ops(joint: Any) -> bool:
+        return any(partitioners.must_recompute(node) and _draws_random_numbers(node) for node in joint.graph.nodes)
+
+    partitioners.has_recomputable_rng_ops = has_recomputed_random_ops
+
+
+def _draws_random_numbers(node: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    index = names.index("dropout_p")
+    dropout = node.args[index] if index < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(dropout != 0)
 
 
 def default_inductor_dir() -> str:

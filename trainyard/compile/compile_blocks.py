@@ -43,6 +43,7 @@ def compile_model(
     model: TransformerStage, options: CompileOptions, mode: str, padding_free: bool, compile_embedding: bool
 ) -> None:
     """Compile the forward of each block (one graph serves all) and, with `compile_embedding`, the embedding."""
+    compat.skip_rng_state_of_attention()
     if padding_free:  # micro batches differ in length, and one graph serves all lengths
         compat.disable_automatic_dynamic_shapes()
     if compile_embedding:

@@ -65,12 +65,14 @@ class GraphCollector:
         self.pool = ForkPool(workers, cache_dir / "logs", self.on_finished)
         self.seen_keys: set[str] = set()
         self.failed_keys: set[str] = set()
+        self.key_parts: set[str] = set()
+        """What the keys of the first pass were computed from."""
 
     def on_miss(self, request: compat.GraphRequest, compile_graph: Callable[[], Any]) -> Any:
         if self.second_pass:
-            problem, log = "compiled, but not found in the cache", self.pool.log_path(request.cache_key)
-            self.on_finished(CompileResult(request.cache_key, 0.0, problem, log))
+            self.report_unknown_key(request)
         elif request.cache_key not in self.seen_keys:
+            self.key_parts.update(request.key_parts)
             if not self.fork_safe:
                 return self._compile_in_process(request, compile_graph)
             if self.pool.fork(request.cache_key):
@@ -104,6 +106,15 @@ class GraphCollector:
         self.on_finished(CompileResult(request.cache_key, time.monotonic() - start, None, log))
         return compiled
 
+    def report_unknown_key(self, request: compat.GraphRequest) -> None:
+        """A graph of the second pass that the first one did not have: a run might not find it either."""
+        log = self.pool.log_path(request.cache_key)
+        unknown = [part for part in request.key_parts if part not in self.key_parts]
+        log.write_text("\n".join(("not in the first pass, among what torch's cache key depends on:", *unknown, "")))
+        self._report(request, "compiling")
+        problem = "traced differently the second time: a run would compile it again"
+        self.on_finished(CompileResult(request.cache_key, 0.0, problem, log))
+
     def _report(self, request: compat.GraphRequest, state: str) -> None:
         self.seen_keys.add(request.cache_key)
         direction = "backward" if request.is_backward else "forward"
@@ -135,12 +146,13 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
         compat.probe_cpu_isa()
     mode = fake_tensor_mode()
     blueprint = models.family_of(config.model).blueprint(config.model)
-    with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank):
+    with fake_rank(device.process_group_backend, request.rank, request.world_size, request.local_rank) as world:
         with mode:
             trainer = Trainer(
                 minimal_config(config, request.world_size),
                 weights=lambda name: torch.empty(blueprint.spec(name).shape, device=device.torch_device),
                 device=device,
+                world=world,
             )
         staged = trainer.runner.stage_batch(trainer.loader.batch(0, trainer.batch_slice))
 
