@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from trainyard.core.errors import UserError
 from trainyard.data.formats.megatron_bin import MegatronTokensWriter
 from trainyard.models import family_of
 from trainyard.plan.compare_measured import run_hardware
+from trainyard.plan.hardware.spec import parse_hardware
+from trainyard.plan.report import make_plan, suggest_changes
 
 TRN1 = "trn1.32xlarge:4"
 NXDT = Path(__file__).parents[1] / "config" / "nxdt"
@@ -179,3 +182,19 @@ def test_examples_of_nxd_training_have_plans_that_fit(path: Path, capsys: pytest
     assert ranks
     assert plan(str(path), [], hardware=f"{name}:{ranks // node}", as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["step"]["seconds"] > 0
+
+
+def test_plan_of_too_many_layers_is_one_line() -> None:
+    """A plan of a million layers ran for minutes."""
+    with pytest.raises(UserError, match=r"model\.layers=1000000") as error:
+        load("llama3-70b", ["model.layers=1000000"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.nightly
+def test_plan_of_as_many_layers_as_allowed_takes_seconds() -> None:
+    start = time.process_time()
+    prediction = make_plan(load("llama3-70b", ["model.layers=10000"]), parse_hardware("trn1.32xlarge:16"))
+    assert not prediction.fits
+    suggest_changes(prediction)
+    assert time.process_time() - start < 60
