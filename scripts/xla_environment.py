@@ -26,8 +26,8 @@ ROOT = HERE.parent
 XLA, TORCH = "torch_xla==2.9.0", "torch==2.9.0"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 """Python versions for which both have wheels."""
-EXTRA_PACKAGES = ("typing_extensions", "sympy", "networkx", "jinja2", "filelock", "pytest")
-"""Dependencies of torch without the CUDA libraries, and those of the tests."""
+EXTRA_PACKAGES = ("typing_extensions", "sympy", "networkx", "jinja2", "filelock", "pytest", "hatchling")
+"""Dependencies of torch without the CUDA libraries, and those of the tests, which install trainyard itself."""
 START_SCRIPT = """#!/bin/sh
 # Made by scripts/xla_environment.py: torch_xla is linked to a shared libpython.
 LD_LIBRARY_PATH="{libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}" exec "$(dirname "$0")/python" "$@"
@@ -87,7 +87,7 @@ def build(target: Path, packages: list[str]) -> None:
         progress(f"building {target}, about 2.4 GB, once")
         venv.create(work, with_pip=True)
         python = str(work / "bin" / "python")
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
+        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
         progress(f"installing {XLA} and {len(packages)} other packages")
         _run(*pip, XLA, *packages)
         progress(f"installing {TORCH} without the CUDA libraries")

@@ -64,6 +64,7 @@ def main(layout: dict[str, Any], precision: str, directory: str) -> None:
         "code": [graph.code for graph in torch_neuronx.graphs],
         "option_objects": len({id(options) for options in torch_neuronx.options_seen}),
         "group": dist.get_backend() if dist.is_initialized() else None,
+        "object_group": dist.get_backend(trainer.mesh.object_group) if trainer.mesh.object_group else None,
         "core": os.environ["NEURON_RT_VISIBLE_CORES"],
         "cache": os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"],
         "device": str(torch.device("neuron")),

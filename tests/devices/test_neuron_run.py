@@ -84,6 +84,7 @@ def test_two_ranks(packages: Path, tmp_path: Path, layout: dict[str, Any]) -> No
         results = [result(process) for process in processes]
     assert [rank["core"] for rank in results] == ["0", "1"]
     assert {rank["group"] for rank in results} == {"neuron"}
+    assert {rank["object_group"] for rank in results} == {"gloo"}, "pickled objects must not travel through the chip"
     assert results[0]["code"] == results[1]["code"]
     assert sum(results[0]["attention_calls"]) == 1, "four blocks share one graph"
     single = result(start({}))
