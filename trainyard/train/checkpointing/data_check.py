@@ -29,7 +29,7 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
     if problem and not config.checkpoint.accept_changed_data:
         raise UserError(f"{problem}, or {ACCEPT}")
     if problem:
-        logger.warning("note: %s", problem)
+        logger.warning("note: %s", problem.partition("; nearest")[0])
 
 
 def _changed_order(before: str, now: str, blended: bool) -> str | None:
