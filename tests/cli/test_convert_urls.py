@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.cli.conftest import Call, fail, succeed
 from tests.support.s3_server import s3_server
 from trainyard.checkpoint import transfer
 from trainyard.checkpoint.formats.hf import write_hf
+from trainyard.cli.console import ProgressDisplay
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,34 @@ def test_a_failed_upload_leaves_nothing(
     monkeypatch.setattr(transfer.FsspecStorage, "write", failing_write)
     fail(call("convert", "hf", url, "--to", "native"), f"{url}: cannot be written: access denied")
     assert names(s3, url) == []
+
+
+def test_ctrl_c_while_uploading_leaves_nothing(
+    call: Call, s3: Any, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Any, done: int, total: int, details: str = "") -> None:
+        if self.label == "upload":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressDisplay, "update", interrupt)
+    url = f"s3://yard/{tmp_path.name}/out"
+    fail(call("convert", "hf", url), "interrupted", code=130)
+    assert names(s3, url) == []
+
+
+def test_ctrl_c_does_not_wait_for_the_end_of_a_large_file() -> None:
+    def copy_slowly(name: str, report: Callable[[int], None]) -> None:
+        for _ in range(10_000):
+            time.sleep(0.01)
+            report(1)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        transfer.copy_all({"large": 10_000, "other": 10_000}, copy_slowly, interrupt)
+    assert time.monotonic() - start < 10
 
 
 def test_mistakes_are_one_line(call: Call, s3: Any, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

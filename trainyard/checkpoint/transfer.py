@@ -8,10 +8,11 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory, gettempdir
+from threading import Event
 
 from trainyard.checkpoint.io.storage import FsspecStorage, StorageUnavailable, open_storage
 from trainyard.checkpoint.registry import latest_checkpoint
@@ -23,6 +24,7 @@ FINAL_FILES = ("config.json", "model.safetensors.index.json", ".metadata", "done
 COPY_CHUNK_BYTES = 2**25
 NUM_STREAMS = 8
 """Files that are copied at a time."""
+PROGRESS_INTERVAL_S = 0.5
 
 OnBytes = Callable[[int, int], None]
 """Called with the bytes copied so far and their total."""
@@ -111,7 +113,7 @@ def _download(storage: FsspecStorage, directory: Path, on_bytes: OnBytes) -> Pat
         raise UserError(f"{storage}: no such file or directory")
     if list(sizes) == [""]:  # a file
         name = PurePosixPath(root).name
-        _copy_all({name: sizes[""]}, lambda name, report: _fetch(storage, "", directory / name, report), on_bytes)
+        copy_all({name: sizes[""]}, lambda name, report: _fetch(storage, "", directory / name, report), on_bytes)
         return directory / name
     if unsafe := next((name for name in sizes if {"", ".", ".."} & set(name.split("/"))), None):
         raise UserError(f"{storage}: {unsafe!r} cannot be the name of a local file")
@@ -122,7 +124,7 @@ def _download(storage: FsspecStorage, directory: Path, on_bytes: OnBytes) -> Pat
         )
     for name in sizes:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-    _copy_all(sizes, lambda name, report: _fetch(storage, name, directory / name, report), on_bytes)
+    copy_all(sizes, lambda name, report: _fetch(storage, name, directory / name, report), on_bytes)
     return directory
 
 
@@ -171,9 +173,9 @@ def _upload(directory: Path, storage: FsspecStorage, on_bytes: OnBytes) -> None:
                 report(len(data))
 
     try:
-        done = _copy_all({name: size for name, size in sizes.items() if name not in final}, send, on_bytes)
+        done = copy_all({name: size for name, size in sizes.items() if name not in final}, send, on_bytes)
         for name in final:
-            done = _copy_all({name: sizes[name]}, send, on_bytes, done)
+            done = copy_all({name: sizes[name]}, send, on_bytes, done)
     except BaseException as error:
         with suppress(Exception):  # the first error is the one to report
             for name in sizes:
@@ -183,25 +185,31 @@ def _upload(directory: Path, storage: FsspecStorage, on_bytes: OnBytes) -> None:
         raise
 
 
-def _copy_all(
+def copy_all(
     sizes: dict[str, int], copy: Callable[[str, Callable[[int], None]], None], on_bytes: OnBytes, done: int = 0
 ) -> int:
     """Copy files in threads. Returns `done` and the bytes copied; `on_bytes` runs in the calling thread."""
     total = done + sum(sizes.values())
     counts = dict.fromkeys(sizes, 0)
+    stopped = Event()
 
     def run(name: str) -> None:
         def report(count: int) -> None:
             counts[name] += count
+            if stopped.is_set():  # another file failed, or Ctrl-C
+                raise InterruptedError
 
         copy(name, report)
 
     pool = ThreadPoolExecutor(NUM_STREAMS)
     try:
-        futures = [pool.submit(run, name) for name in sizes]
-        for future in futures:
-            future.result()
+        pending = {pool.submit(run, name) for name in sizes}
+        while pending:
+            finished, pending = wait(pending, PROGRESS_INTERVAL_S, FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
             on_bytes(done + sum(counts.values()), total)
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)
     return total

@@ -15,6 +15,7 @@ from trainyard.checkpoint.formats.nxd.files import repack_nxd
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
+from trainyard.checkpoint.transfer import check_links
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.convert import run_conversion
 from trainyard.cli.signals import interrupt_on_terminate
@@ -46,6 +47,7 @@ def convert_nxd(context: typer.Context) -> int:
         raise UserError(f"convert-nxd: exactly one of --{', --'.join(DIRECTIONS)} is needed, not {len(directions)}")
     (direction,) = directions
     _reject_unsupported(flags)
+    check_links(flags.input_dir)
     if direction in ("convert_from_xser", "convert_to_xser"):
         with ProgressDisplay("convert") as progress, interrupt_on_terminate():
             progress.update(0, 0)

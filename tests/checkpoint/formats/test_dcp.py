@@ -305,15 +305,16 @@ def test_damaged_metadata_is_refused_in_one_line(change: Callable[[Any], Any], m
     assert "\n" not in str(error.value)
 
 
-def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [6, 3])
+def test_chunks_that_overlap_are_refused(columns: int, tmp_path: Path) -> None:
     def move_chunk(metadata: Any) -> None:
         chunks = metadata.state_dict_metadata["x"].chunks
         index = MetadataIndex("x", [2, 0])
         metadata.storage_data[MetadataIndex("x", [1, 0])] = metadata.storage_data.pop(index)
-        next(chunk for chunk in chunks if chunk.offsets[0] == 2).offsets = torch.Size([1, 0])
+        next(chunk for chunk in chunks if chunk.offsets == (2, 0)).offsets = torch.Size([1, 0])
 
-    change_metadata(save({"x": ChunkedTensor(torch.randn(4, 6), 2, 6)}, tmp_path / "a"), move_chunk)
-    with pytest.raises(UserError, match="x: chunks overlap"):
+    change_metadata(save({"x": ChunkedTensor(torch.randn(4, 6), 2, columns)}, tmp_path / "a"), move_chunk)
+    with pytest.raises(UserError, match="the chunks of x overlap or leave gaps"):
         read_dcp_tensors(tmp_path / "a")["x"].read()
 
 

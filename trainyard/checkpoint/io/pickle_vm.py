@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 MAX_VALUES = 4_000_000
-"""Maximum opcodes of a pickle, and maximum values in its object, counted as a tree: a few seconds."""
+"""Maximum opcodes of a pickle by default, and maximum values in its object, counted as a tree: a few seconds."""
 MAX_COPIED_BYTES = 2**31
 """Maximum bytes that calls may copy; a value in a container counts as 64."""
 MAX_DEPTH = 100
@@ -103,6 +103,8 @@ class UnpickleRules:
     """Functions that apply a state (opcode BUILD) to an object of exactly this type."""
     load_storage: Callable[[Any], Any]
     """Maps a persistent id to a storage."""
+    max_opcodes: int | None = None
+    """None: MAX_VALUES."""
 
 
 def unpickle(stream: IO[bytes], rules: UnpickleRules) -> Any:
@@ -111,12 +113,12 @@ def unpickle(stream: IO[bytes], rules: UnpickleRules) -> Any:
     A corrupt pickle raises ValueError, LookupError, TypeError, ArithmeticError or RuntimeError; a refused global raises
     what `find_global` raises.
     """
-    vm = _PickleVm(rules)
+    vm, max_opcodes = _PickleVm(rules), rules.max_opcodes or MAX_VALUES
     collected = gc.isenabled()
     gc.disable()  # it would take most of the time if there are millions of containers
     try:
         for i, (opcode, argument, _) in enumerate(genops(stream)):
-            if i == MAX_VALUES:
+            if i == max_opcodes:
                 raise ValueError(f"more than {i} opcodes in a pickle")
             if push := _PUSHED_VALUES.get(opcode.name):
                 value = push(vm, argument)
