@@ -80,6 +80,12 @@ MISTAKES = [
     (["train=7"], ["train=7", "a mapping"]),
     (["steps"], ["steps", "section.key=value"]),
     (["model.hidden.x=1"], ["hidden is a value"]),
+    (["model.hidden=1000000001"], ["model.hidden=1000000001", "nearest: 1048576"]),  # used to hang
+    (["model.hidden=1048573"], ["model.heads=4", "nearest: 1"]),  # a prime number
+    (["model.layers=100000000"], ["model.layers=100000000", "nearest: 10000"]),  # used to hang
+    (["model.vocab=100000000000"], ["model.vocab=100000000000", "at most"]),
+    (["device.threads=1000000"], ["device.threads=1000000", "nearest: 1024"]),  # used to crash the process
+    (["train.steps=many"], ["train.steps=many", "needed: whole number, >= 1 (Optimizer steps)"]),
 ]
 
 

@@ -174,7 +174,7 @@ def clear_locks(
 
       trainyard cache clear-locks
 
-      trainyard cache clear-locks --neuron /var/tmp/neuron-compile-cache --minutes 10
+      trainyard cache clear-locks --neuron /var/tmp/neuron-cache --minutes 10
     """
     root = _neuron_directory(neuron)
     if directory := _existing_cache_dir(device, required=root is None):

@@ -79,7 +79,7 @@ def convert(
 
       trainyard convert megatron/ start --to native --layout tp=2
 
-      trainyard convert s3://bucket/run/step-1000 s3://bucket/hf --config config.json
+      trainyard convert s3://bucket/run/step-9 s3://bucket/hf --config config.json
     """
     hints = parse_layout("nxd", source_layout, "--source-layout")
     spec = ConversionTarget(to, parse_layout(to, layout), DTYPE_CHOICES[dtype] if dtype else None, xser, weights_only)

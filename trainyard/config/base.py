@@ -1,5 +1,6 @@
 """Base class and number types of all configuration sections, and helpers for error messages."""
 
+from math import isqrt
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,4 +23,5 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def nearest_divisor(value: int, total: int) -> int:
     """Return the divisor of `total` nearest to `value`."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))
+    small = [d for d in range(1, isqrt(total) + 1) if total % d == 0]
+    return min((*small, *(total // d for d in small)), key=lambda d: (abs(d - value), d))

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from trainyard.config.base import Section
 from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES
 from trainyard.config.schema import Config
-from trainyard.config.schema_docs import TAGGED_UNIONS, field_docstrings, schema_keys, without_tags
+from trainyard.config.schema_docs import TAGGED_UNIONS, allowed_values, field_docstrings, schema_keys, without_tags
 from trainyard.config.yaml_io import format_value
 
 EXPECTED_TYPES = {
@@ -68,7 +68,8 @@ def _error_line(error: ErrorDetails) -> str:
     if kind == "tuple_type" and isinstance(value, str | int | float):
         return f"{assignment}: not a list; nearest: [{format_value(value)}]"
     expected = EXPECTED_TYPES.get(kind.split("_")[0], error["msg"])
-    return f"{assignment}: not {expected}; nearest: {_nearest_value(section, key, value)}"
+    nearest = _nearest_value(section, key, value)
+    return f"{assignment}: not {expected}; " + (f"nearest: {nearest}" if nearest else _needed(section, key))
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
@@ -115,8 +116,16 @@ def _describe(section: type[Section] | None, key: str) -> str:
     return f"the section. {doc}" if doc else "the section"
 
 
-def _nearest_value(section: type[Section] | None, key: str, value: object) -> str:
-    """Return a valid value: the same number in the right type, else the default, else the description of the key."""
+def _needed(section: type[Section] | None, key: str) -> str:
+    """Say what a key without a default takes, such as `needed: whole number, >= 1 (Optimizer steps)`."""
+    field = section.model_fields.get(key.split(".")[-1]) if section else None
+    allowed = allowed_values(field) if field else ""
+    description = _describe(section, key).rstrip(".")
+    return f"needed: {allowed} ({description})" if allowed else f"needed: {description}"
+
+
+def _nearest_value(section: type[Section] | None, key: str, value: object) -> str | None:
+    """Return a valid value: the same number in the right type, else the default; None if there is neither."""
     field = section.model_fields.get(key.split(".")[-1]) if section else None
     if field is None:
         return KEYS_COMMAND
@@ -128,16 +137,14 @@ def _nearest_value(section: type[Section] | None, key: str, value: object) -> st
                 return format_value(number_type(number))
         except (ValueError, OverflowError):
             pass
-    if not field.is_required():
-        return format_value(field.get_default(call_default_factory=True))
-    return _describe(section, key)
+    return None if field.is_required() else format_value(field.get_default(call_default_factory=True))
 
 
 def _value_within(section: type[Section] | None, key: str, bound: str, limit: float) -> str:
     if bound in ("ge", "le"):
         return format_value(limit)
     default = _nearest_value(section, key, None)
-    return f"{default} (the default)" if default[:1].isdigit() else f"any number {BOUNDS[bound]} {limit}"
+    return f"{default} (the default)" if (default or "")[:1].isdigit() else f"any number {BOUNDS[bound]} {limit}"
 
 
 def _closest(name: str, choices: list[str]) -> str:

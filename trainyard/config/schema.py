@@ -192,7 +192,7 @@ class DeviceSection(Section):
 
     name: str = "auto"
     """Device; auto picks the best one of this machine."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch. Default: chosen by torch."""
     kernels: Literal["fused", "plain"] = "fused"
     """fused: fused kernels, where the device has them; plain: operators of torch, for comparison."""
