@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Fast
 from tokenizers import pre_tokenizers
 
-from trainyard.data.text.tokenizer import byte_to_char
+from trainyard.data.text.gpt2_bytes import byte_to_char
 
 LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
 BATCH_CHARACTERS = 1 << 19

@@ -6,7 +6,8 @@ from typing import Any
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
-from trainyard.data.text.tokenizer import ByteTokenizer, FastTokenizer, TokenizerSpec, byte_to_char, load_tokenizer
+from trainyard.data.text.gpt2_bytes import byte_to_char
+from trainyard.data.text.tokenizer import ByteTokenizer, FastTokenizer, TokenizerSpec, load_tokenizer
 
 
 def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
