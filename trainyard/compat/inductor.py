@@ -188,8 +188,8 @@ def skip_rng_state_of_attention() -> None:
     run would not find what was compiled ahead of time."""
     from torch._functorch import partitioners
 
-    def has_recomputed_random_ops(joint: Any) -> bool:
-        return any(partitioners.must_recompute(node) and _draws_random_numbers(node) for node in joint.graph.nodes)
+    def has_recomputed_random_ops(fx_g: Any) -> bool:
+        return any(partitioners.must_recompute(node) and _draws_random_numbers(node) for node in fx_g.graph.nodes)
 
     partitioners.has_recomputable_rng_ops = has_recomputed_random_ops
 

@@ -159,7 +159,7 @@ class OpRecorder(compat.DispatchMode):  # type: ignore[no-untyped-call]
             if tensor.device.type == self.device.type and type(tensor) in PLAIN_TENSOR_TYPES:
                 source = self.locator.locate(sys._getframe(1))
                 self._record_op(function, [self._describe_argument(tensor)], None, source, on_device=True)
-            return to_text(tensor, **options)
+            return str(to_text(tensor, **options))  # type: ignore[no-untyped-call]
 
         with patch.object(Tensor, "__repr__", record):
             yield

@@ -34,7 +34,7 @@ def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
             for child in module.modules():
                 if isinstance(child, Recomputable):
                     child.keep_gathered = True
-            module.__class__ = _recomputed_class(type(module))
+            module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]
         wrapped += len(chosen)
     return wrapped
 
@@ -45,7 +45,7 @@ def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
     guarded by its classes and serves all, while a forward of each instance would have to be compiled for each."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = super(recomputed, self).forward
+        plain = super(recomputed, self).forward  # type: ignore[arg-type]
         return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     recomputed = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
