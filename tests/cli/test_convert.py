@@ -207,6 +207,8 @@ def test_a_link_out_of_the_source_is_refused(name: str, call: Call, hf: Path, tm
     (hf / name).symlink_to("../secret")
     fail(call("convert", "hf", "out"), rf".*/hf/{name}: a link to .*/secret, outside the checkpoint")
     fail(call("inspect", "hf"), rf".*/hf/{name}: a link to .*/secret, outside the checkpoint")
+    nxd = ("--input_dir", "hf", "--output_dir", "out", "--hw_backend", "trn1", "--convert_from_full_state")
+    fail(call("convert-nxd", *nxd), rf".*/hf/{name}: a link to .*/secret, outside the checkpoint")
     assert not (tmp_path / "out").exists()
 
 

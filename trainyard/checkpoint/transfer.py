@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from threading import Event
 
 from trainyard.checkpoint.io.storage import FsspecStorage, StorageUnavailable, open_storage
-from trainyard.checkpoint.registry import latest_checkpoint
+from trainyard.checkpoint.registry import detect_format, latest_checkpoint
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, one_line
 
@@ -39,7 +39,8 @@ def local_source(source: str, on_bytes: OnBytes) -> Iterator[str | Path]:
     """Yield where to read a checkpoint from: its local path, a temporary copy, or the URL of a native checkpoint."""
     if not is_url(source):
         path = Path(source.removeprefix("file://")).expanduser()
-        check_links(path)
+        if detect_format(path):  # otherwise it may be any directory, such as the root of a disk
+            check_links(path)
         yield path
         return
     storage = open_storage(source)
@@ -98,7 +99,7 @@ def check_link(path: Path, root: Path) -> None:
         raise UserError(f"{path}: not a readable link: {one_line(error)}") from None
     allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     if not any(target.is_relative_to(directory) for directory in allowed):
-        raise UserError(f"{path}: a link to {target}, outside the checkpoint; replace it by a copy of the file")
+        raise UserError(f"{path}: a link to {target}, outside the checkpoint; nearest: a copy in its place")
 
 
 def _download(storage: FsspecStorage, directory: Path, on_bytes: OnBytes) -> Path:
