@@ -41,7 +41,7 @@ FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
 """State saved for every parameter, by the names in the files: master weights (or the weights if there are none),
 exp_avg and exp_avg_sq."""
-COUNTERS = ("step", "updates", "skipped", "consumed_samples")
+COUNTERS = ("step", "updates", "skipped", "consumed_samples", "data_files")
 STEP_DIRECTORY = re.compile(r"step_(\d{8,})")
 
 
