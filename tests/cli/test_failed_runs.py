@@ -3,6 +3,7 @@ full disk."""
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def run_on_a_full_disk(tmp_path: Path) -> list[str]:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_full_disk_is_one_line_also_for_a_rank(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = run_on_a_full_disk(tmp_path)
-    fail(call(*arguments), rf"{tmp_path}/full/metrics\.jsonl: No space left on device$", code=1)
+    fail(call(*arguments), rf"{tmp_path}/full: No space left on device$", code=1)
     # As a rank of a launcher, which shows what its ranks have written.
     read_end, write_end = os.pipe()
     failure_file = tmp_path / "rank-0.json"
@@ -109,7 +110,7 @@ def test_full_disk_is_one_line_also_for_a_rank(call: Call, tmp_path: Path, monke
     os.set_inheritable(write_end, False)  # open until this process ends, like the one of a launcher
     assert (code, err) == (1, "")
     failure = json.loads(failure_file.read_text())
-    assert (failure["kind"], failure["text"]) == ("stopped", f"{tmp_path}/full/metrics.jsonl: No space left on device")
+    assert (failure["kind"], failure["text"]) == ("stopped", f"{tmp_path}/full: No space left on device")
 
 
 @pytest.mark.nightly
@@ -118,7 +119,7 @@ def test_full_disk_ends_two_ranks_with_one_line(cli: ForkServer, tmp_path: Path)
     done = cli.run([*run_on_a_full_disk(tmp_path), "--nproc", "2"], timeout=120)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[0] == f"trainyard: rank 0: {tmp_path}/full/metrics.jsonl: No space left on device"
+    assert lines[0] == f"trainyard: rank 0: {tmp_path}/full: No space left on device"
     assert [line.split(":")[1] for line in lines[1:]] == [" logs of all ranks"]
 
 
@@ -129,3 +130,31 @@ def test_run_directory_stands_for_its_configuration(call: Call, tmp_path: Path) 
     assert "Next: trainyard train runs/tiny-llama-smoke train.steps=..." in out
     (tmp_path / "empty").mkdir()
     fail(call("train", "empty"), "empty: a directory without config.yaml, thus not of a run; recipes: ")
+
+
+THREAD_LOSS = """
+import threading
+
+def fail(number):
+    raise OSError(number, "failed")
+
+def loss(output, batch):
+    for number in (28, 5):  # no space left, input/output error
+        thread = threading.Thread(target=fail, args=(number,))
+        thread.start()
+        thread.join()
+    return output.logits().sum() * 0 + 1, 1
+"""
+
+
+def test_full_disk_in_a_thread_leaves_its_report_to_the_main_thread(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard writes in a thread, whose traceback came before the line. Other errors of threads are shown."""
+    monkeypatch.setattr("threading.excepthook", threading.excepthook)
+    (tmp_path / "thread_loss.py").write_text(THREAD_LOSS)
+    one_step = ["train.steps=1", "train.global_batch=1", "train.micro_batch=1", "checkpoint.every=0"]
+    code, _, err = call("train", "tiny-llama", *SMALL, *one_step, "train.loss=thread_loss:loss")
+    assert code == 0
+    assert err.count("Traceback") == 1
+    assert "[Errno 5]" in err

@@ -1,10 +1,10 @@
 """The `trainyard` command: one file per subcommand; a user error becomes one line on stderr and exit code 2."""
 
 import difflib
-import errno
 import inspect
 import os
 import sys
+import threading
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -14,13 +14,12 @@ from typer.main import get_command
 
 from trainyard import __version__
 from trainyard.config.recipes import recipe_names
-from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.errors import RunStopped, UserError, is_disk_full
 from trainyard.launch.rank_guard import rank_process_guard
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError; typer may vendor its own click."""
 
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "s3fs": "s3"}
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
@@ -127,6 +126,7 @@ def global_options(
 
 
 def main() -> None:
+    threading.excepthook = _on_thread_error
     try:
         with rank_process_guard():
             code = _run_command()
@@ -163,10 +163,17 @@ def _run_command() -> int:
         fix = f"pip install 'trainyard[{EXTRA_BY_MODULE[module]}]'"
         raise UserError(f"this needs the package {module}, which is not installed: {fix}") from None
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
+        if not is_disk_full(error):
             raise
         raise RunStopped(f"{error.filename or 'a file'}: {error.strerror}") from None
     return code if isinstance(code, int) else 0
+
+
+def _on_thread_error(error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, unless the disk is full: TensorBoard's thread raises that in the main thread
+    too, which then ends the command with one line."""
+    if not is_disk_full(error.exc_value):
+        threading.__excepthook__(error)
 
 
 def _exit_with_error(line: str, code: int) -> None:

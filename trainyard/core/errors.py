@@ -1,5 +1,7 @@
 """The two exceptions that end a run on purpose: a user's mistake, and a run that must not continue."""
 
+import errno
+
 
 class UserError(ValueError):
     """A mistake that the user can fix. Shown as one line (key or file, value found, value that works); exit code 2."""
@@ -12,3 +14,7 @@ class RunStopped(RuntimeError):
 def one_line(error: BaseException) -> str:
     """The message of another library's exception on one line, for use inside a UserError."""
     return " ".join(str(error).split())
+
+
+def is_disk_full(error: object) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

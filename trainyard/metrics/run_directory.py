@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainyard.config.yaml_io import read_yaml
-from trainyard.core.errors import UserError, one_line
+from trainyard.core.errors import UserError, is_disk_full, one_line
 
 IDENTITY_FILE = "run.json"
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RunDirectory:
             handle = os.open(path / IDENTITY_FILE, os.O_RDWR)
         except OSError as error:
             raise UserError(f"{path / IDENTITY_FILE}: {error.strerror}") from None
-        lock_file(handle, path)
+        _lock_file(handle, path)
         return cls(path, identity.run_id, handle)
 
     def close(self) -> None:
@@ -71,6 +71,16 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # also if a forked process still has the file open
             os.close(self._lock)
             self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Release the lock. An error that a full disk causes names the directory: writing a file, unlike opening one,
+        does not name it."""
+        self.close()
+        if isinstance(error, OSError) and is_disk_full(error) and not error.filename:
+            error.filename = str(self.path)
 
     def __del__(self) -> None:
         if self._lock is not None:
@@ -113,15 +123,7 @@ def read_identity(path: Path) -> RunIdentity | None:
     return RunIdentity(str(section.get("name", "run")), None) if isinstance(section, dict) else None
 
 
-def lock_directory(path: Path) -> int:
-    """Create and lock a directory without an identity, such as checkpoint.directory. Returns the open file."""
-    path.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDONLY)
-    lock_file(handle, path)
-    return handle
-
-
-def lock_file(handle: int, directory: Path) -> None:
+def _lock_file(handle: int, directory: Path) -> None:
     """Lock an open file, or close it and raise UserError if another process has locked it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +133,6 @@ def lock_file(handle: int, directory: Path) -> None:
             raise UserError(
                 f"{directory}: another process is training in this directory; wait for it, or choose another log.name"
             ) from None
-        # A file system without locks. A directory cannot be locked on NFS.
         logger.warning("%s: cannot be locked (%s); do not start a second run there", directory, error.strerror)
 
 
@@ -139,7 +140,7 @@ def _write_identity(path: Path, name: str) -> tuple[str, int]:
     """Write a new identity, which is locked from the moment it is visible. Returns its id and the open file."""
     run_id, temporary = uuid.uuid4().hex, path / f".{IDENTITY_FILE}.part"
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    lock_file(handle, path)
+    _lock_file(handle, path)
     os.write(handle, json.dumps({"id": run_id, "name": name}).encode())
     os.replace(temporary, path / IDENTITY_FILE)
     return run_id, handle

@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,7 @@ class MetricsWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         values = {name: _to_json(value) for name, value in record.items()}
-        with self._named_errors():
-            self.file.write(json.dumps(values) + "\n")
+        self.file.write(json.dumps(values) + "\n")
         if self.tensorboard_directory and not self.tensorboard_writer:
             # The import takes two seconds, so it waits for the first record.
             from torch.utils.tensorboard.writer import SummaryWriter
@@ -42,19 +39,9 @@ class MetricsWriter:
                     self.tensorboard_writer.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
-        with self._named_errors():
-            self.file.close()
+        self.file.close()
         if self.tensorboard_writer:
             self.tensorboard_writer.close()
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Add the name of the file to an error, which writing does not do, unlike opening."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = self.file.name
-            raise
 
 
 def _step_of_line(line: str) -> float:

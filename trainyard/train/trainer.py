@@ -7,7 +7,6 @@ Trainer(load("tiny-llama"), loss=my_loss, metrics={"accuracy": accuracy}).run()
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,7 @@ class Trainer:
             lambda: RunDirectory.create(Path(self.config.log.directory).expanduser(), self.config.log.name), self.device
         )
         self.directory = run_directory.path
-        with closing(run_directory):
+        with run_directory:
             return self._run_in(run_directory)
 
     def _run_in(self, run_directory: RunDirectory) -> RunSummary:

@@ -1,7 +1,7 @@
 """Resumes from a checkpoint: finds the latest valid one and loads every rank's slices, at any layout."""
 
 import logging
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,7 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[RunDi
     for paths, location in candidates:
         with ExitStack() as stack:  # releases the directories unless there is a checkpoint
             runs = [
-                stack.enter_context(
-                    closing(mesh.broadcast_object(partial(RunDirectory.open, path, config.log.name), device))
-                )
+                stack.enter_context(mesh.broadcast_object(partial(RunDirectory.open, path, config.log.name), device))
                 for path in paths
             ]
             if checkpoint := find_checkpoint(location, mesh, device):
