@@ -63,8 +63,9 @@ def convert_nxd(context: typer.Context) -> int:
         run_conversion(opened, flags.input_dir, flags.output_dir, ConversionTarget("nxd", layout, xser=flags.save_xser))
     else:
         hints = {key: value for key, value in layout.items() if key not in ("qkv", "gate_up") and value not in (1, ())}
-        if not flags.model_style:
-            del hints["style"]  # the files reveal it
+        for key, given in (("style", flags.model_style), ("kv_order", flags.hw_backend)):
+            if not given:
+                del hints[key]  # the files reveal it, and a note says what was inferred
         opened = open_weights(flags.input_dir, model, hints)
         for note in opened.notes:
             print(f"note: {note}")
@@ -83,7 +84,7 @@ def build_parser() -> ConverterArgumentParser:
 
     flag("input_dir", "file or directory with weights; for NxD checkpoints, the model directory", type=Path)
     flag("output_dir", "new output directory", type=Path, required=True)
-    flag("hw_backend", "order of repeated kv heads", choices=("trn1", "trn2"), default="trn1")
+    flag("hw_backend", "order of repeated kv heads (default: trn1)", choices=("trn1", "trn2"))
     flag("config", "Hugging Face config.json", type=Path)
     flag("model_key", "key of the weights in a file", default="model")
     for name, description in (
@@ -140,7 +141,7 @@ def _layout_from_flags(flags: argparse.Namespace, is_mha: bool) -> dict[str, Any
         "vpp": flags.virtual_pp_size,
         "pipeline_cuts": cuts,
         "kv_multiplier": flags.kv_size_multiplier,
-        "kv_order": flags.hw_backend,
+        "kv_order": flags.hw_backend or "trn1",
         "style": flags.model_style or "hf",
         "qkv": qkv,
         "gate_up": True,

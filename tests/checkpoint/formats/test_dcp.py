@@ -243,7 +243,9 @@ class Attack:
 
 
 @pytest.mark.parametrize(
-    "content", [Attack(), [Attack()], {"state_dict_metadata": Attack()}, 3, None, {"a": torch.ones(2)}], ids=str
+    "content",
+    [Attack(), [Attack()], {"state_dict_metadata": Attack()}, 3, None, {"a": torch.ones(2)}],
+    ids=["object", "in a list", "in a dict", "number", "nothing", "tensor"],
 )
 def test_a_metadata_file_never_executes(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -59,6 +59,17 @@ def test_commands_say_how_they_read_upstreams_shards_for_trn2(
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+def test_converter_says_which_order_it_inferred(cli: ForkServer, tmp_path: Path) -> None:
+    """Without --hw_backend, shards for trn2 are taken for trn1's: never without a note."""
+    source, config = GOLDEN / "trn2-tp4-kv2" / "model", GOLDEN / "hf" / "config.json"
+    flags = ["--input_dir", str(source), "--output_dir", "out", "--config", str(config), "--convert_to_full_state"]
+    done = cli.run(
+        ["convert-nxd", *flags, "--tp_size", "4", "--kv_size_multiplier", "2", "--qkv_linear", "True"], cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "kv_order=trn1, inferred from the replicas" in done.stdout
+
+
 REPLICATED = {
     "trn1": (GQA, NxdLayout(tp=4, kv_multiplier=2, qkv="qkv_linear")),
     "trn2": (GQA, NxdLayout(tp=4, kv_multiplier=2, qkv="qkv_linear", kv_order="trn2")),
