@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
@@ -18,6 +19,7 @@ def s3_server(bucket: str = "yard") -> Iterator[str]:
     server.start()
     address, port = server.get_host_and_port()
     url = f"http://{address}:{port}"
+    urlopen(Request(f"{url}/moto-api/reset", method="POST")).close()  # moto keeps its buckets when a server stops
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fsspec.config.conf, "s3", {"endpoint_url": url, "key": "fake", "secret": "fake"})
         fsspec.core.url_to_fs(f"s3://{bucket}")[0].mkdir(bucket)
