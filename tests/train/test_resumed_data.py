@@ -56,7 +56,7 @@ def make_old(config: dict[str, Any]) -> None:
 
 
 def test_changed_contents_are_refused_until_accepted(tmp_path: Path) -> None:
-    """Guards against a resumed run that goes on with other samples than it began with."""
+    """Guards against a resumed run that continues with other samples than it began with."""
     config = token_run(tmp_path)
     assert not [line for line in resume(config) if line.startswith("note:")]
     tokens = np.fromfile(tmp_path / "a.bin", "<u2")
