@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import trainyard
-from trainyard.cli.convert_nxd import build_parser
+from trainyard.cli.commands.convert_nxd import build_parser
 from trainyard.cli.main import COMMAND_HELP, load_command
 from trainyard.config.schema_docs import schema_keys
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.control import Control
 
-from trainyard.cli.train import print_run_header, summary_lines
+from trainyard.cli.commands.train import print_run_header, summary_lines
 from trainyard.cli.train_console import TrainConsole, log_to_console
 from trainyard.config.load import load
 from trainyard.train.trainer import Trainer

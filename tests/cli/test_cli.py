@@ -13,8 +13,8 @@ import yaml
 import trainyard
 from tests.cli.conftest import Call
 from tests.support.forkserver import ForkServer
+from trainyard.cli.commands.train import DEFAULT_RECIPE
 from trainyard.cli.main import COMMAND_HELP, load_command
-from trainyard.cli.train import DEFAULT_RECIPE
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 from trainyard.parallel.layout import Layout

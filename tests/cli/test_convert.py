@@ -14,7 +14,7 @@ from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
 from tests.support import configs
 from trainyard.checkpoint.formats.hf import write_hf
-from trainyard.cli import convert as command
+from trainyard.cli.commands import convert as command
 from trainyard.train.trainer import Trainer
 
 ZERO = re.compile(r"^largest logit difference 0 \(logits up to \S+\)$", re.M)

@@ -15,7 +15,7 @@ from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama, load_ra
 from tests.cli.conftest import Call, fail, succeed
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
-from trainyard.cli import convert_nxd
+from trainyard.cli.commands import convert_nxd
 from trainyard.config.model_schema import LlamaConfig
 
 MHA = llama(hidden=32, heads=8, layers=4)

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.cli.conftest import Call
 from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
-from trainyard.cli import tune as command
+from trainyard.cli.commands import tune as command
 from trainyard.cli.tune_console import TuneTable
 from trainyard.config.load import dump, load
 from trainyard.tune.search import TuneSearch

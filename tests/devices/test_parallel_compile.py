@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from trainyard import devices
-from trainyard.cli.precompile import precompile as verb
+from trainyard.cli.commands.precompile import precompile as verb
 from trainyard.config.load import load
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.devices.cpu import CpuDevice

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainyard.cli.plan import plan
+from trainyard.cli.commands.plan import plan
 from trainyard.config.load import dump, load
 from trainyard.config.recipes import recipe_names
 from trainyard.core.errors import UserError

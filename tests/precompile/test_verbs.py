@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from trainyard import devices
-from trainyard.cli.cache import app
+from trainyard.cli.commands.cache import app
 from trainyard.compile import inductor_cache
 from trainyard.core.errors import UserError
 from trainyard.devices.neuron.compile_cache import list_entries

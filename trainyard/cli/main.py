@@ -79,7 +79,7 @@ def suggest_command(args: list[str]) -> str:
 def load_command(command: str) -> Any:
     """Import the module of a command and return its click command."""
     name = "import_config" if command == "import" else command.replace("-", "_")  # `import` is a keyword of Python
-    module = import_module(f"trainyard.cli.{name}")
+    module = import_module(f"trainyard.cli.commands.{name}")
     if hasattr(module, "app"):  # a group of subcommands
         group: Any = get_command(module.app)
         for subcommand in group.commands.values():

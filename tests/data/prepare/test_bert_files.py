@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from trainyard.cli.commands.data import app
 from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.data import app
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
@@ -369,7 +369,7 @@ def test_killed_run_leaves_no_files_and_can_be_repeated(
     arguments = command(source, out, vocab, "--workers", "2", "--files", "20", "--duplicate", "2")
     program = (
         "from trainyard.data.formats import documents; documents.SLICE_BYTES = 8192\n"
-        "from trainyard.cli.data import app; app()"
+        "from trainyard.cli.commands.data import app; app()"
     )
     process = subprocess.Popen([sys.executable, "-c", program, *arguments])
     work_directory = out / ".x_training.part"

@@ -22,7 +22,7 @@ from tests.support.examples import examples
 from tests.support.file_damage import EDITS, assert_one_line, mutate
 from tests.support.token_files import write_documents
 from trainyard.cli import main
-from trainyard.cli.data.inspect import format_histogram, quote_for_terminal
+from trainyard.cli.commands.data.inspect import format_histogram, quote_for_terminal
 from trainyard.core.errors import UserError
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter
 from trainyard.data.prepare import inspect as inspection

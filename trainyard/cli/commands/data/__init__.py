@@ -2,7 +2,7 @@
 
 import typer
 
-from trainyard.cli.data import bert, extract, inspect, pack, tokenize
+from trainyard.cli.commands.data import bert, extract, inspect, pack, tokenize
 
 app = typer.Typer(
     help="Prepare data: extract, tokenize, pack, bert, inspect.", no_args_is_help=True, add_completion=False

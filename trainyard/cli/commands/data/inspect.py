@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from trainyard.cli.commands.data.tokenize import tokenizer_spec
 from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.data.tokenize import tokenizer_spec
 from trainyard.cli.options import AsJson, JsonKey, MergeFile, TokenizerName, VocabFile
 from trainyard.data.prepare.inspect import inspect_path
 from trainyard.data.prepare.length_stats import InspectOptions, InspectReport

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from trainyard.cli.commands.data.tokenize import tokenizer_spec
 from trainyard.cli.console import ProgressDisplay, SkipReporter
-from trainyard.cli.data.tokenize import tokenizer_spec
 from trainyard.cli.options import (
     EndOfText,
     JsonKey,

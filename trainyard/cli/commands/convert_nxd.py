@@ -16,8 +16,8 @@ from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_links
+from trainyard.cli.commands.convert import run_conversion
 from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.convert import run_conversion
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.hf_config import from_hf
 from trainyard.core.atomic_files import atomic_directory
