@@ -124,3 +124,13 @@ def test_fingerprints_read_blocks_of_large_files_and_all_of_small_ones(tmp_path:
         changed[position] = 1
         assert fingerprint(tmp_path / "x", changed) != before
     assert fingerprint(tmp_path / "x", b"") == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "."])
+def test_fingerprints_include_the_tokenizer(tmp_path: Path, name: str) -> None:
+    text, tokenizer = tmp_path / "x.txt", tmp_path / "tokenizer.json"
+    text.write_text("text")
+    tokenizer.write_text("{}")
+    data = {"source": "text", "paths": [str(text)], "tokenizer": str(tmp_path / name)}
+    files = fingerprint_files(configs.tiny_config(data=data).data)
+    assert list(files) == [str(text), str(tokenizer)]

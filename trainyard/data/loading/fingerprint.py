@@ -7,6 +7,7 @@ from pathlib import Path
 from trainyard.config.data_schema import DataSection
 from trainyard.data.formats.documents import arrow_files
 from trainyard.data.loading.build import match_files, token_prefixes
+from trainyard.data.text.tokenizer import TOKENIZER_FILES
 
 BLOCK_BYTES = 1 << 16
 MAX_BLOCKS = 64
@@ -30,8 +31,13 @@ def _files_read(data: DataSection) -> list[Path]:
         return [Path(f"{prefix}{suffix}") for prefix in token_prefixes(data.paths) for suffix in (".bin", ".idx")]
     paths = match_files(data.paths, directories=data.source != "hdf5")
     files = [file for path in paths for file in (arrow_files(path) if path.is_dir() else [path])]
-    tokenizer = (data.tokenizer, data.vocab_file, data.merges_file) if data.source == "text" else ()
-    return files + [path for name in tokenizer if name and (path := Path(name).expanduser()).is_file()]
+    return files + (_tokenizer_files(data) if data.source == "text" else [])
+
+
+def _tokenizer_files(data: DataSection) -> list[Path]:
+    named = [Path(name).expanduser() for name in (data.tokenizer, data.vocab_file, data.merges_file) if name]
+    in_directories = [path / name for path in named for name in TOKENIZER_FILES]
+    return [path for path in named + in_directories if path.is_file()]
 
 
 def _fingerprint(path: Path) -> list[int]:

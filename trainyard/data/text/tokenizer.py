@@ -14,6 +14,8 @@ from trainyard.core.errors import UserError, one_line
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 """Usual end-of-text tokens, in order of preference."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model")
+"""Files that hold the tokenizer of a directory, in order of preference."""
 
 EncodedTexts = tuple[NDArray[np.int32], NDArray[np.int64]]
 """Token ids of some texts, one after the other, and the number of tokens of each text."""
@@ -148,7 +150,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         return _load_wordpiece(spec)
     path = _require_path(spec.name, "tokenizer")
     if path.is_dir():
-        files = [path / name for name in ("tokenizer.json", "tokenizer.model", "spiece.model")]
+        files = [path / name for name in TOKENIZER_FILES]
         path = next((file for file in files if file.exists()), files[0])
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, spec.end_token)
