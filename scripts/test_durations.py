@@ -1,6 +1,6 @@
 """Print a Markdown table of the slowest test files from the output of `pytest --durations=0`.
 
-    make test ARGS=--durations=0 > log; python scripts/test_durations.py log
+make test ARGS=--durations=0 > log; python scripts/test_durations.py log
 """
 
 import re

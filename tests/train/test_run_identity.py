@@ -126,6 +126,41 @@ def test_checkpoint_directory_outside_continues_the_run_that_saved_there(tmp_pat
     assert contents(second) == before
 
 
+def test_checkpoint_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "checkpoints"
+    first, _ = train(named(tmp_path, "exp", directory=str(outside)))
+    before = contents(outside)
+    with pytest.raises(UserError) as error:
+        train(named(tmp_path, "other", 3, directory=str(outside), resume="none"))
+    assert str(error.value) == (
+        f"checkpoint.directory={outside}: cannot be written: it has the checkpoints of another run; "
+        "nearest: checkpoint.resume=auto, or another directory"
+    )
+    assert contents(outside) == before
+    shutil.rmtree(first.directory)  # such as the disk of a container: the checkpoints are all that is left
+    for steps in (3, 4):
+        again, _ = train(named(tmp_path, "exp", steps, directory=str(outside)))
+        assert list(losses(again.directory)) == list(range(3, steps + 1))
+    damaged = outside / "step_00000004" / "rank_00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    shutil.rmtree(again.directory)
+    again, _ = train(named(tmp_path, "exp", 5, directory=str(outside)))
+    assert list(losses(again.directory)) == [4, 5]
+
+
+def test_checkpoint_directory_of_a_running_process_is_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "checkpoints"
+    held = RunDirectory.create(tmp_path, "other")
+    held.lock_checkpoints(outside)
+    with pytest.raises(UserError) as error:
+        train(named(tmp_path, "exp", directory=str(outside)))
+    assert str(error.value) == (
+        f"{outside}: another process is training in this directory; wait for it, or choose another checkpoint.directory"
+    )
+    held.close()
+    train(named(tmp_path, "exp", directory=str(outside)))
+
+
 def test_copied_run_directory_is_refused(tmp_path: Path) -> None:
     first, _ = train(named(tmp_path, "exp"))
     shutil.copytree(first.directory, tmp_path / "exp-2")

@@ -18,6 +18,7 @@ from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError, is_disk_full, one_line
 
 IDENTITY_FILE = "run.json"
+LOCK_FILE = ".lock"
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +36,8 @@ class RunDirectory:
 
     def __init__(self, path: Path, run_id: str, lock: int | None = None) -> None:
         """`lock` is an open file whose lock this process holds."""
-        self.path, self.run_id, self._lock = path, run_id, lock
+        self.path, self.run_id = path, run_id
+        self._locks = [] if lock is None else [lock]
 
     @classmethod
     def create(cls, parent: Path, name: str) -> Self:
@@ -65,26 +67,36 @@ class RunDirectory:
         _lock_file(handle, path)
         return cls(path, identity.run_id, handle)
 
+    def lock_checkpoints(self, directory: Path) -> None:
+        """Also lock a directory outside the run directory, which another run may name too."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"checkpoint.directory={directory}: cannot be written: {error.strerror}") from None
+        _lock_file(handle, directory, "checkpoint.directory")
+        self._locks.append(handle)
+
     def close(self) -> None:
-        """Release the lock."""
-        if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also if a forked process still has the file open
-            os.close(self._lock)
-            self._lock = None
+        """Release the locks."""
+        for lock in self._locks:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also if a forked process still has the file open
+            os.close(lock)
+        self._locks.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Release the lock. An error that a full disk causes names the directory: writing a file, unlike opening one,
+        """Release the locks. An error that a full disk causes names the directory: writing a file, unlike opening one,
         does not name it."""
         self.close()
         if isinstance(error, OSError) and is_disk_full(error) and not error.filename:
             error.filename = str(self.path)
 
     def __del__(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
+        for lock in self._locks:
+            os.close(lock)
 
     def __reduce__(self) -> Any:
         return type(self), (self.path, self.run_id)  # another rank gets no lock
@@ -123,15 +135,16 @@ def read_identity(path: Path) -> RunIdentity | None:
     return RunIdentity(str(section.get("name", "run")), None) if isinstance(section, dict) else None
 
 
-def _lock_file(handle: int, directory: Path) -> None:
-    """Lock an open file, or close it and raise UserError if another process has locked it."""
+def _lock_file(handle: int, directory: Path, key: str = "log.name") -> None:
+    """Lock an open file, or close it and raise UserError if another process has locked it. `key` chooses the
+    directory."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
             os.close(handle)
             raise UserError(
-                f"{directory}: another process is training in this directory; wait for it, or choose another log.name"
+                f"{directory}: another process is training in this directory; wait for it, or choose another {key}"
             ) from None
         logger.warning("%s: cannot be locked (%s); do not start a second run there", directory, error.strerror)
 

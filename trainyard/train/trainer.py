@@ -15,7 +15,7 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.formats.hf import save_hf
-from trainyard.checkpoint.io.storage import open_storage
+from trainyard.checkpoint.io.storage import LocalStorage, open_storage
 from trainyard.compile.compile_blocks import CompileCounter, make_compile_fn
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
@@ -146,8 +146,11 @@ class Trainer:
             self.writer = MetricsWriter(directory, config.log.tensorboard, self.completed_steps)
         if config.checkpoint.saving_enabled:
             storage = open_storage(config.checkpoint.directory or directory / "checkpoints")
+            if config.checkpoint.directory and isinstance(storage, LocalStorage):
+                self.mesh.broadcast_object(partial(run_directory.lock_checkpoints, storage.path), self.device)
             state = (self.blueprint, self.optimizer, self.device, self.mesh)
-            self.saver = Saver(config, storage, *state, run_directory.run_id, self._on_saved, model_files)
+            runs = (run_directory.run_id, self.resumed.manifest.get("run") if self.resumed else None)
+            self.saver = Saver(config, storage, *state, *runs, self._on_saved, model_files)
             self.saver.preflight()
         start = time.perf_counter()
         losses: list[float] = []

@@ -10,6 +10,7 @@ communicates with another rank.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -53,6 +54,8 @@ class Saver:
     mesh: Mesh
     run_id: str
     """Identity of the run directory, saved with each checkpoint."""
+    resumed_run: str | None
+    """Identity of the run that saved the checkpoint from which this run resumed."""
     on_saved: Callable[[dict[str, Any]], None]
     """Called on every rank with the record of a committed checkpoint."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -98,6 +101,7 @@ class Saver:
         if self.mesh.layout_rank == 0:
             try:
                 self.storage.mkdir()
+                self._check_owner()
                 checkpoint.remove_incomplete(self.storage)
                 with self.storage.write(PROBE_FILE) as file:
                     file.write(b"1")
@@ -108,6 +112,22 @@ class Saver:
         for line in self.mesh.all_gather_object(failure):
             if line:
                 raise UserError(f"checkpoint.directory={self.storage}: cannot be written: {line}")
+
+    def _check_owner(self) -> None:
+        """Refuse a directory with checkpoints of other runs only: this run would remove them as its own old ones."""
+        owners = []
+        for step in checkpoint.list_steps(self.storage):
+            if not checkpoint.is_committed(self.storage, step):
+                continue
+            directory = self.storage / checkpoint.step_directory(step)
+            with suppress(CorruptCheckpoint), checkpoint.Checkpoint(directory) as saved:
+                owners.append(saved.manifest.get("run", self.run_id))
+                if owners[-1] in (self.run_id, self.resumed_run):
+                    return
+        if owners:
+            raise UserError(
+                "it has the checkpoints of another run; nearest: checkpoint.resume=auto, or another directory"
+            )
 
     def save_due(self, step: int) -> bool:
         """True if this step is to be saved."""
