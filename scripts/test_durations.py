@@ -18,7 +18,7 @@ def durations_table(log: str) -> str:
     seconds: Counter[str] = Counter()
     for match in DURATION.finditer(log):
         seconds[match[2]] += float(match[1])
-    rows = [(f"`{name}`", duration) for name, duration in seconds.most_common(MAX_ROWS)]
+    rows = [(name.removesuffix(".py"), duration) for name, duration in seconds.most_common(MAX_ROWS)]
     others = len(seconds) - len(rows)
     rows += [(f"{others} other files", seconds.total() - sum(duration for _, duration in rows))]
     rows += [("all", seconds.total())]
