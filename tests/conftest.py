@@ -1,6 +1,5 @@
 """What all tests share: an offline environment, the fast and the nightly tier, one fork server for commands."""
 
-import hashlib
 import os
 import signal
 from collections import Counter
@@ -37,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--nightly-part")
     if part:
         index, count = (int(number) for number in part.split("/"))
-        selected = [item for item in items if _is_nightly(item) and _part_of(item, count) == index % count]
+        selected = [item for item in items if _is_nightly(item)][index % count :: count]  # variants of a test spread
     elif config.getoption("--nightly") or any("::" in argument for argument in config.args):
         selected = items[:]
     else:
@@ -48,10 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_nightly(item: pytest.Item) -> bool:
     return item.get_closest_marker("nightly") is not None
-
-
-def _part_of(item: pytest.Item, count: int) -> int:
-    return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:4], "big") % count
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

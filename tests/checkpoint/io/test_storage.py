@@ -25,6 +25,7 @@ from tests.support.examples import examples
 from tests.support.s3_server import s3_server
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import UserError
+from trainyard.metrics.run_directory import LOCK_FILE
 
 ROOT = Path(__file__).parents[3]
 KINDS = ["path", "file", "memory", "s3"]
@@ -243,7 +244,8 @@ def test_a_run_saves_prunes_and_resumes(urls: dict[str, str], tmp_path: Path, ki
     assert resumed == undisturbed
     assert first == undisturbed[:2]
     assert verified_steps(url) == [4, 3]
-    assert storage.listdir() == ["step_00000003", "step_00000004"]  # no older checkpoints, no temporary files
+    names = [name for name in storage.listdir() if name != LOCK_FILE]
+    assert names == ["step_00000003", "step_00000004"]  # no older checkpoints, no temporary files
     for path in (url, f"{url}/step_00000004"):
         branch, messages = train(f"{urls[kind]}/branch", tmp_path / "branch", 4, resume=path)
         assert f"resuming from step 4: {storage}/step_00000004" in messages
