@@ -71,7 +71,11 @@ class RunDirectory:
         """Also lock a directory outside the run directory, which another run may name too."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            handle = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            # Opened for reading: a file that is open for writing keeps the file system from becoming read-only.
+            handle = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CREAT, 0o644)
+            if not _can_lock(handle):  # NFS locks only files that are open for writing
+                os.close(handle)
+                handle = os.open(directory / LOCK_FILE, os.O_RDWR)
         except OSError as error:
             raise UserError(f"checkpoint.directory={directory}: cannot be written: {error.strerror}") from None
         _lock_file(handle, directory, "checkpoint.directory")
@@ -147,6 +151,15 @@ def _lock_file(handle: int, directory: Path, key: str = "log.name") -> None:
                 f"{directory}: another process is training in this directory; wait for it, or choose another {key}"
             ) from None
         logger.warning("%s: cannot be locked (%s); do not start a second run there", directory, error.strerror)
+
+
+def _can_lock(handle: int) -> bool:
+    """False if the file must be open for writing to be locked."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EBADF
+    return True
 
 
 def _write_identity(path: Path, name: str) -> tuple[str, int]:

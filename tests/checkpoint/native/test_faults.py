@@ -19,6 +19,7 @@ from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.cli.main import main
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.metrics.run_directory import LOCK_FILE
 
 MIB = 2**20
 
@@ -130,7 +131,8 @@ def test_a_run_survives_a_full_disk_and_saves_again_later(disk: Disk, tmp_path: 
     line = f"checkpoint of step {{}} was not written: {directory}: a checkpoint needs 2 MiB, 1 MiB are free"
     assert save_failures(messages) == [line.format(2), line.format(3)]
     assert verified_steps(directory) == [4, 1]
-    assert sorted(path.name for path in directory.iterdir()) == ["step_00000001", "step_00000004"]
+    names = sorted(path.name for path in directory.iterdir() if path.name != LOCK_FILE)
+    assert names == ["step_00000001", "step_00000004"]
 
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "complete.json"])
@@ -206,8 +208,9 @@ def test_a_disk_that_is_temporarily_read_only(mounted: Path, tmp_path: Path) -> 
     assert all(line.endswith("Read-only file system") for line in save_failures(messages))
     assert verified_steps(mounted / "saved") == [4, 1]
     remount("ro")
+    again = checkpoint_config(tmp_path, directory=str(mounted / "saved"), resume="auto")
     with pytest.raises(UserError, match=r"^checkpoint.directory=.*: cannot be written: .*Read-only file system$"):
-        Trainer(config).run()
+        Trainer(again).run()
 
 
 def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
