@@ -123,12 +123,11 @@ def test_old_leftovers_of_killed_compilers_are_damage(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wrapped_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (inductor_cache.TORCH_CACHE_VARIABLE, inductor_cache.REAL_COMPILER_VARIABLE, "CXX"):
+    for name in (inductor_cache.TORCH_CACHE_VARIABLE, "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", os.environ["PATH"])  # restored afterwards
-    monkeypatch.setenv(inductor_cache.REAL_COMPILER_VARIABLE, "")
-    del os.environ[inductor_cache.REAL_COMPILER_VARIABLE]
+    unwrapped = [path for path in os.environ["PATH"].split(os.pathsep) if not path.endswith("/.bin")]
+    monkeypatch.setenv("PATH", os.pathsep.join(unwrapped))  # other tests may have put a wrapper there
     inductor_cache.prepare_cache(devices.select("cpu"))
     assert Path(shutil.which("g++") or "").is_relative_to(tmp_path / "cache")
 
@@ -166,3 +165,17 @@ def test_missing_compiler_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="no C\\+\\+ compiler"):
         inductor_cache.prepare_cache(devices.select("cpu"))
+
+
+@pytest.mark.usefixtures("wrapped_compiler")
+def test_wrapper_is_not_wrapped_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a wrapper that calls itself without end."""
+    path = os.environ["PATH"]
+    monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "other"))
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE)
+    inductor_cache.prepare_cache(devices.select("cpu"))
+    assert os.environ["PATH"] == path
+    (tmp_path / "x.cpp").write_text("int x;")
+    environment = {"PATH": path}  # nothing else of this process's environment is needed
+    subprocess.run(["g++", "-c", "x.cpp", "-o", "x.o"], cwd=tmp_path, env=environment, timeout=60, check=True)
+    assert (tmp_path / "x.o").is_file()

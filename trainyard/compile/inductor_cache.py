@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -47,23 +48,21 @@ LEFTOVER_FILE = re.compile(r".*\.part|\.\d+\.\d+\.tmp")
 """Temporary files that a killed compiler leaves: from trainyard and from torch."""
 LEFTOVER_AGE_S = 3600.0
 """Age after which a temporary file has no owner."""
-REAL_COMPILER_VARIABLE = "TRAINYARD_REAL_CXX"
+WRAPPER_START = "#!/bin/sh\n# trainyard: compile to a temporary file and rename it when it is complete.\n"
 COMPILER_WRAPPER = """\
-#!/bin/sh
-# Compile to a temporary file and rename it when it is complete.
 target= previous=
 for argument in "$@"; do
     [ "$previous" = -o ] && target=$argument
     previous=$argument
 done
-[ -n "$target" ] || exec "$TRAINYARD_REAL_CXX" "$@"
+[ -n "$target" ] || exec "$compiler" "$@"
 part=$target.$$.part previous=
 for argument in "$@"; do
     shift
     [ "$previous" = -o ] && set -- "$@" "$part" || set -- "$@" "$argument"
     previous=$argument
 done
-"$TRAINYARD_REAL_CXX" "$@"
+"$compiler" "$@"
 status=$?
 [ $status = 0 ] && mv -f "$part" "$target" || rm -f "$part"
 exit $status
@@ -144,16 +143,21 @@ def _wrap_compiler(directory: Path) -> None:
     """
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     real = shutil.which(compiler)
-    if REAL_COMPILER_VARIABLE in os.environ or os.sep in compiler or real is None:
+    if os.sep in compiler or real is None or _is_wrapper(Path(real)):
         return
     wrapper = directory / ".bin" / compiler
     wrapper.parent.mkdir(exist_ok=True)
     draft = wrapper.with_name(f"{compiler}.{os.getpid()}")
-    draft.write_text(COMPILER_WRAPPER)
+    draft.write_text(f"{WRAPPER_START}compiler={shlex.quote(real)}\n{COMPILER_WRAPPER}")
     draft.chmod(0o755)
     draft.replace(wrapper)
-    os.environ[REAL_COMPILER_VARIABLE] = real
     os.environ["PATH"] = f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def _is_wrapper(path: Path) -> bool:
+    """True for a wrapper that this process or its parent has put on PATH. Wrapping it again would write files twice."""
+    with path.open("rb") as file:
+        return file.read(len(WRAPPER_START)) == WRAPPER_START.encode()
 
 
 def user_cache_dir() -> Path | None:
