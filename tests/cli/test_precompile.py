@@ -40,7 +40,7 @@ class Cache:
 
     def __init__(self, cli: ForkServer, path: Path, bin_dir: Path) -> None:
         self.cli, self.path = cli, path
-        removed = {inductor_cache.TORCH_CACHE_VARIABLE, inductor_cache.REAL_COMPILER_VARIABLE}
+        removed = {inductor_cache.TORCH_CACHE_VARIABLE}
         self.environment = {name: value for name, value in os.environ.items() if name not in removed} | {
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",

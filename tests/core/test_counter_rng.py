@@ -96,7 +96,7 @@ from trainyard.models.init import normal_values
 def peak_bytes():  # of this process; getrusage would include the parent's peak before exec
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-normal_values(TensorSlice.full("w", (2048, 2048)), 0, "cpu")  # start torch's threads
+normal_values(TensorSlice.full("w", (256, 256)), 0, "cpu")  # start torch's threads
 embedding = TensorSlice.full("embedding.weight", (ROWS, 8192))
 before = peak_bytes()
 for dim, size in ((0, ROWS), (1, 8192)):

@@ -27,9 +27,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, the
 def test_one_graph_serves_all_lengths_of_bert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT's micro batches have no padding, so they have many lengths. After tracing, a run compiles nothing."""
     monkeypatch.setenv(inductor_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
-    for name in (inductor_cache.TORCH_CACHE_VARIABLE, inductor_cache.REAL_COMPILER_VARIABLE):
-        monkeypatch.setenv(name, "")  # restored afterwards
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(inductor_cache.TORCH_CACHE_VARIABLE, "")  # restored afterwards
+    monkeypatch.delenv(inductor_cache.TORCH_CACHE_VARIABLE)
     install_unoptimized_compiler(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(CpuDevice, "kernels", lambda self, fused=True: TritonKernels())
