@@ -8,6 +8,8 @@ import threading
 from importlib import import_module
 from typing import Annotated, Any
 
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "true")  # looking for them in all installed packages takes 80 ms
+
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
