@@ -58,7 +58,11 @@ def test_a_batch_script_without_srun_trains_alone_and_says_so(cli: ForkServer, t
         ({"RANK": "0", "WORLD_SIZE": "2"}, [], "WORLD_SIZE=2: MASTER_ADDR is not set; set MASTER_ADDR to the host of"),
         ({"RANK": "7", "WORLD_SIZE": "2"}, [], "RANK=7: must be an integer, 0 to 1, because of WORLD_SIZE"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, [], "SLURM_NTASKS=2: MASTER_ADDR is not set; set MASTER_ADDR"),
-        (CAPTURED["srun -N2 -n3"][0], ["--nproc", "8"], "--nproc 8: this process is rank 0 of 3 already; start one"),
+        (
+            CAPTURED["srun -N2 -n3"][0],
+            ["--nproc", "8"],
+            "--nproc 8: this process is one of 2 ranks on this host already",
+        ),
     ],
 )
 def test_unusable_variables_are_one_line(

@@ -42,4 +42,4 @@ from trainyard.compat.tracing import (
     last_forward_node_id,
     register_device_module,
 )
-from trainyard.compat.version import supports_unsorted_groups, supports_zero_bubble
+from trainyard.compat.version import has_recorder_pipe_by_default, supports_unsorted_groups, supports_zero_bubble

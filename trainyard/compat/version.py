@@ -14,3 +14,10 @@ def supports_zero_bubble() -> bool:
 def supports_unsorted_groups() -> bool:
     """True if a process group can have its ranks in any order: torch 2.13 and later, not 2.11."""
     return TORCH_VERSION >= (2, 13)
+
+
+def has_recorder_pipe_by_default() -> bool:
+    """True if NCCL's flight recorder listens to its pipe unless told otherwise: torch 2.13 and later. Earlier versions
+    want TORCH_NCCL_TRACE_BUFFER_SIZE, a name that they call deprecated in a warning (DumpPipe in
+    ProcessGroupNCCL.hpp)."""
+    return TORCH_VERSION >= (2, 13)

@@ -37,6 +37,14 @@ class CheckpointSection(Section):
     blocks for all but the last group. Default: all ranks."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Action if a checkpoint cannot be written, for example on a full disk: warn and continue, or stop."""
+    memory_every: NonNegativeInt = 0
+    """Steps between copies of the training state in the memory of this host and of the next one, from which the run
+    continues after the loss of a host; 0: none. They need about four times the memory of the state on each host."""
+    memory_directory: str = "/dev/shm"
+    """File system in memory for these copies, on each host."""
+    stop_grace_s: float = Field(10.0, ge=0)
+    """Seconds for the step in progress to end after a signal asked for the end of the run. A step that takes longer is
+    abandoned, and the one before it is saved."""
     export_hf: bool = True
     """Write the final weights in Hugging Face format (config.json, model.safetensors) to the run directory."""
 
@@ -44,6 +52,12 @@ class CheckpointSection(Section):
     def saving_enabled(self) -> bool:
         """True if the run writes checkpoints."""
         return bool(self.every or self.every_minutes)
+
+    @model_validator(mode="after")
+    def _check_memory_copies(self) -> Self:
+        if self.memory_every and not self.saving_enabled:
+            raise ValueError("memory_every: needs checkpoints to fall back to; set every or every_minutes")
+        return self
 
     @model_validator(mode="after")
     def _check_weight_sources(self) -> Self:

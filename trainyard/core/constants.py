@@ -3,6 +3,9 @@
 IGNORE_INDEX = -100
 """Label of positions without a loss, as in torch.nn.functional.cross_entropy."""
 
+EXIT_INTERRUPTED = 130
+"""Exit code of a rank, and of its launcher, after an orderly stop on a signal."""
+
 MIB = 1 << 20
 GIB = 1 << 30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}

@@ -1,10 +1,14 @@
-"""The two exceptions that end a run on purpose: a user's mistake, and a run that must not continue."""
+"""The exceptions that end a run on purpose: a user's mistake, and a run that must not continue."""
 
 import errno
 
 
 class UserError(ValueError):
     """A mistake that the user can fix. Shown as one line (key or file, value found, value that works); exit code 2."""
+
+
+class DirectoryInUse(UserError):
+    """Another process trains in the directory. It may be about to end, if its job has been replaced by this one."""
 
 
 class RunStopped(RuntimeError):

@@ -6,6 +6,7 @@ that several dry runs of different ranks can live in one process.
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -90,6 +91,11 @@ class World:
 
 
 ONE_RANK = World()
+
+
+def host_name() -> str:
+    """The name of this host, as Slurm knows it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:

@@ -5,12 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from trainyard.core.world import ONE_RANK, World
+from trainyard.devices.stopwatch import HostStopwatch, Stopwatch
 from trainyard.kernels.reference import Kernels
 
 
@@ -82,6 +84,8 @@ class Device(ABC):
     """True if the vendor's tool precompiles graphs (neuron/parallel_compile.py) instead of `trainyard.precompile`."""
     device_index_in_code = False
     """True if compiled code contains the device index, so that each device of a machine needs its own."""
+    copies_during_steps = True
+    """True if a thread may copy the training state while the main thread queues a step."""
     supports_graphs = False
     """True if `capture_graph` captures."""
 
@@ -135,6 +139,12 @@ class Device(ABC):
         """Environment variables that ranks need at process start, except those the user has set."""
         return {}
 
+    def flight_recorder_environment(self, directory: Path) -> dict[str, str]:
+        """Environment variables with which every rank records its last collectives, creates a named pipe `*.pipe` in
+        `directory`, and dumps the record to a file there when something is written to the pipe; except those that the
+        user has set. Empty if the device's collectives have no recorder."""
+        return {}
+
     def prepare(
         self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
@@ -161,6 +171,10 @@ class Device(ABC):
     def synchronize(self) -> None:
         """Wait for all queued work."""
         return
+
+    def stopwatch(self) -> Stopwatch | None:
+        """A stopwatch for the work of this rank; None if it would have to wait for the device."""
+        return HostStopwatch() if self.synchronous else None
 
     def kernels(self, fused: bool = True) -> Kernels:
         """Model kernels: the device's fused kernels if it has any and `fused` is true, otherwise plain torch."""
@@ -193,6 +207,10 @@ class Device(ABC):
         thread = Thread(target=copy, daemon=True)
         thread.start()
         return HostCopy(thread.join, thread.join)
+
+    def thread_binder(self) -> Callable[[], None]:
+        """A function that a new thread calls before it uses this device. Call this in the main thread."""
+        return lambda: None
 
     def get_rng_state(self) -> torch.Tensor | None:
         """State of the device's own generator; None if it uses the host's."""

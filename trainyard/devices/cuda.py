@@ -5,14 +5,18 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainyard import compat
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import PeakThroughput, StreamDevice
+from trainyard.devices.stopwatch import EventStopwatch
 from trainyard.kernels.reference import Kernels
 
 DATA_SHEET_FLOPS = {
@@ -32,6 +36,29 @@ SDPA_BACKENDS = {
     "math": SDPBackend.MATH,
 }
 """In order of speed."""
+
+RECORDER_FILES = {
+    ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): "rank_",
+    ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",): "request_",
+}
+"""How the files of NCCL's flight recorder begin, by the variables for it (the current name, then the older one). The
+rank follows, and in a pipe's name `.pipe`. torch's reader takes every file whose name contains the beginning of a
+dump's, so that of a pipe must not."""
+RECORDER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The number of collectives recorded: the current name, and the one that the pipe needs before torch 2.13."""
+
+
+def recorder_environment(directory: Path, environ: Mapping[str, str], enabled_by_default: bool) -> dict[str, str]:
+    """The variables of NCCL's flight recorder that `environ` does not have under any name."""
+    variables = {
+        names[0]: str(directory / beginning)
+        for names, beginning in RECORDER_FILES.items()
+        if not any(name in environ for name in names)
+    }
+    current, older = RECORDER_SIZE
+    if not enabled_by_default and older not in environ:
+        variables[older] = environ.get(current, "2000")  # torch's own default
+    return variables
 
 
 def device_index(local_rank: int, visible: int, environ: Mapping[str, str]) -> int:
@@ -95,6 +122,15 @@ class CudaDevice(StreamDevice):
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(deterministic)
+
+    def thread_binder(self) -> Callable[[], None]:
+        return partial(torch.cuda.set_device, torch.cuda.current_device())  # threads begin with device 0
+
+    def stopwatch(self) -> EventStopwatch:
+        return EventStopwatch(torch.cuda)
+
+    def flight_recorder_environment(self, directory: Path) -> dict[str, str]:
+        return recorder_environment(directory, os.environ, compat.has_recorder_pipe_by_default())
 
     def kernels(self, fused: bool = True) -> Kernels:
         if fused and importlib.util.find_spec("triton"):

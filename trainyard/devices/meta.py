@@ -11,6 +11,7 @@ import torch
 
 from trainyard.devices.base import CompileOptions, Device, PeakThroughput
 from trainyard.devices.cpu import CpuDevice
+from trainyard.devices.stopwatch import Stopwatch
 
 
 class MetaDevice(CpuDevice):
@@ -23,6 +24,9 @@ class MetaDevice(CpuDevice):
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         return None
 
+    def stopwatch(self) -> Stopwatch | None:
+        return None
+
 
 class _FakeDevice(Device):
     """A mixin that comes before the real device in the MRO and overrides what fake tensors cannot do."""
@@ -30,6 +34,9 @@ class _FakeDevice(Device):
     compile_backend: Callable[..., Any]
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
+        return None
+
+    def stopwatch(self) -> Stopwatch | None:
         return None
 
     def pin_memory(self, host: torch.Tensor) -> torch.Tensor:

@@ -13,3 +13,8 @@ TRAINIUM_BY_RANKS = {
 """The instance with this many ranks; trn2 has 64 (two physical cores each) or 128."""
 DEFAULT_GPU, GPUS_PER_NODE = "h100", 8
 """The GPU that a plan assumes for a foreign script, which does not name one."""
+
+
+def always_compiles(device_name: str, hardware: str) -> bool:
+    """True for a device that compiles every graph, with or without compile.enabled. `hardware` is that of the file."""
+    return device_name == "xla" or (device_name == "auto" and "trn1" in hardware)

@@ -1,8 +1,10 @@
-"""Run a command as several ranks on this machine, with one error message, one exit code and no leftover processes.
+"""Run a command as several ranks on this host, with one error message, one exit code and no leftover processes.
 
 A rank that fails breaks its peers: they lose their connection or hang. The launcher therefore records the time of every
 failure, shows the first one, and terminates the remaining ranks. Every rank has its own session, so its child processes
 (compile workers, for example) end with it, and Ctrl-C in the terminal reaches only the launcher.
+
+A run on several hosts has a launcher on each, which srun or mpirun start.
 """
 
 import os
@@ -19,6 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainyard.core.constants import EXIT_INTERRUPTED
+from trainyard.core.world import LOOPBACK, ONE_RANK, World
+from trainyard.launch.flight_recorder import FlightRecorders, RecorderEnvironment, describe_dumps
+from trainyard.launch.heartbeat import HEARTBEAT_ENV, STACK_SIGNAL, RankStack, StepTimes, find_suspect
+from trainyard.launch.outcome import LaunchOutcome
 from trainyard.launch.rank_guard import EXIT_CODES, LAUNCHER_ENV, RankFailure
 
 POLL_S = 0.05
@@ -29,22 +36,32 @@ SAME_ERROR_WAIT_S = 2.0
 """Seconds during which the other ranks may report the same user error."""
 SIGKILL_VISIBLE_S = 2.0
 """Seconds for which a killed process may still look alive although its connections are closed."""
+STACK_DUMP_S = 2.0
+"""Seconds in which the ranks of a hung run print their stacks."""
+MAX_INTERRUPTS = 2
+"""Ctrl-C that the ranks receive: one stops after the step, two stop at once. The next one kills them."""
 MAX_ERROR_LINES = 20
 """Lines of a traceback or log that are shown."""
-EXIT_INTERRUPTED = 130
-"""Exit code of a rank, and of the launcher, after an orderly stop on a signal."""
 
 
 class RankProcess:
     """One rank: its process, its log and failure file, and how it ended."""
 
-    def __init__(self, rank: int, command: list[str], environment: dict[str, str], pipe: int, directory: Path):
-        self.rank = rank
+    def __init__(
+        self, rank: int, local_rank: int, command: list[str], environment: dict[str, str], pipe: int, directory: Path
+    ) -> None:
+        self.rank, self.local_rank = rank, local_rank
         self.log_path = directory / f"rank-{rank}.log"
         self.failure_path = directory / f"rank-{rank}.json"
         self.exit_code: int | None = None
         self.sent_signals: set[int] = set()
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER_ENV: f"{pipe}:{self.failure_path}"}
+        self.steps = StepTimes(directory / f"rank-{rank}.step")
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            LAUNCHER_ENV: f"{pipe}:{self.failure_path}",
+            HEARTBEAT_ENV: str(self.steps.path),
+        }
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -97,7 +114,7 @@ class RankProcess:
             return self.last_alive - SIGKILL_VISIBLE_S, text
         names = {known.value: known.name for known in signal.Signals}
         cause = f"was killed by signal {-code} ({names.get(-code, '?')})" if code < 0 else f"exited with code {code}"
-        shown = MAX_ERROR_LINES if self.rank else 0  # the log of rank 0 was forwarded already
+        shown = MAX_ERROR_LINES if self.local_rank else 0  # the log of the first rank was forwarded already
         with self.log_path.open(errors="replace") as log:
             last_lines = [line.rstrip("\n") for line in deque(log, shown)]
         return self.last_alive, "\n".join([f"{name} {cause}", *last_lines])
@@ -108,21 +125,32 @@ def launch(
     rank_count: int,
     environment: Mapping[str, str] = {},
     command: Sequence[str] = (sys.executable, "-m", "trainyard"),
+    hosts: World = ONE_RANK,
+    log_directory: Path | None = None,
+    hang_timeout: float = 0.0,
+    recorder_environment: RecorderEnvironment = lambda directory: {},
 ) -> int:
     """Run `command` with `arguments` in `rank_count` processes, show the first error, and return the exit code.
 
-    `environment` is added to that of this process.
+    `environment` is added to that of this process. `hosts` is the world of the launchers, one on each host, where the
+    ranks of all of them meet. Logs go to `log_directory` and stay there, or to a temporary directory. A run without a
+    step for `hang_timeout` seconds (0: any time), and for a multiple of its median step, is ended as hung;
+    `recorder_environment` then gives the variables that make its ranks record their collectives.
     """
     ranks: list[RankProcess] = []
-    with _recorded_signals() as signals, reserved_port() as port:
-        directory = Path(tempfile.mkdtemp(prefix="trainyard-"))
+    with _recorded_signals() as signals, _master(hosts) as (address, port):
+        directory = log_directory or Path(tempfile.mkdtemp(prefix="trainyard-"))
+        directory.mkdir(parents=True, exist_ok=True)
+        recorders = FlightRecorders(directory, recorder_environment if hang_timeout else lambda directory: {})
         pipe, write_end = os.pipe()  # closed when this process ends, however it ends; no rank inherits the write end
         sys.stdout.flush()
         try:
-            variables = _rank_environment(rank_count, port, environment)
-            for rank in range(rank_count):
-                ranks.append(RankProcess(rank, [*command, *arguments], variables, pipe, directory))
-            signal_times = _monitor(ranks, signals)
+            variables = _rank_environment(rank_count, hosts.size, environment)
+            variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)} | recorders.environment
+            for local_rank in range(rank_count):
+                rank = hosts.rank * rank_count + local_rank
+                ranks.append(RankProcess(rank, local_rank, [*command, *arguments], variables, pipe, directory))
+            signal_times, hang = _monitor(ranks, signals, hang_timeout, recorders)
         except BaseException as error:
             error.add_note(f"logs of all ranks: {directory}")
             raise
@@ -133,18 +161,25 @@ def launch(
                 process.process.wait()
             os.close(pipe)
             os.close(write_end)
-    code, keep_logs = _report_outcome(ranks, signal_times, directory)
-    if not keep_logs:
+            recorders.close()
+    outcome, keep_logs = _report_outcome(ranks, signal_times, directory, hang)
+    if log_directory:
+        outcome.write(log_directory)
+    elif not keep_logs:
         shutil.rmtree(directory, ignore_errors=True)
-    return code
+    return outcome.code
 
 
-def _monitor(ranks: list[RankProcess], signals: list[int]) -> list[float]:
-    """Wait until every rank has ended. Return the times at which signals were forwarded to the ranks."""
+def _monitor(
+    ranks: list[RankProcess], signals: list[int], hang_timeout: float, recorders: FlightRecorders
+) -> tuple[list[float], str]:
+    """Wait until every rank has ended. Return the times at which signals were forwarded to the ranks, and a description
+    of the hang if there was one."""
     done = threading.Event()
     forwarder = threading.Thread(target=_forward_log, args=(ranks[0].log_path, done), daemon=True)
     forwarder.start()
     signal_times: list[float] = []
+    hang = ""
     kill_plan: list[tuple[float, int]] | None = None  # after a failure: when the others get which signal
     while any(rank.exit_code is None for rank in ranks):
         time.sleep(POLL_S)
@@ -153,13 +188,13 @@ def _monitor(ranks: list[RankProcess], signals: list[int]) -> list[float]:
         now = time.monotonic()
         for signum in signals[len(signal_times) :]:
             signal_times.append(now)
+            kill = signum == signal.SIGINT and signals[: len(signal_times)].count(signum) > MAX_INTERRUPTS
             for rank in ranks:
-                if len(signal_times) <= 2:
-                    rank.send_signal(signum, group=False)
-                else:
-                    rank.send_signal(signal.SIGKILL, group=True)
+                rank.send_signal(signal.SIGKILL if kill else signum, group=kill)
         orderly_codes = (None, 0, EXIT_INTERRUPTED) if signal_times else (None, 0)
         failed = [rank for rank in ranks if rank.exit_code not in orderly_codes]
+        if hang_timeout and not failed and not hang and (hang := _find_hang(ranks, hang_timeout, recorders)):
+            kill_plan = [(now, signal.SIGKILL)]
         if failed and kill_plan is None:
             failures = [rank.read_failure() for rank in failed]
             wait = SAME_ERROR_WAIT_S if any(failure and failure.kind != "crash" for failure in failures) else 0
@@ -172,23 +207,52 @@ def _monitor(ranks: list[RankProcess], signals: list[int]) -> list[float]:
                 rank.send_signal(signum, group=True)
     done.set()
     forwarder.join(timeout=1)  # takes longer only if nobody reads our stderr
-    return signal_times
+    return signal_times, hang
 
 
-def _report_outcome(ranks: list[RankProcess], signal_times: list[float], directory: Path) -> tuple[int, bool]:
-    """Print the first error, if any. Return the exit code and whether to keep the logs."""
+def _find_hang(ranks: list[RankProcess], timeout: float, recorders: FlightRecorders) -> str:
+    """If no rank has made a step for too long, dump the stacks of all ranks to their logs and their last collectives to
+    files, and say who is to blame."""
+    for rank in ranks:
+        rank.steps.poll()
+    limits = [rank.steps.hang_limit(timeout) for rank in ranks]
+    idle = time.monotonic() - max(rank.steps.time for rank in ranks)
+    if not all(limit is not None and idle > limit for limit in limits):
+        return ""
+    sizes = [rank.log_path.stat().st_size for rank in ranks]
+    for rank in ranks:
+        rank.process.send_signal(STACK_SIGNAL)
+    requested = recorders.request_dumps()
+    time.sleep(STACK_DUMP_S)
+    dumps = [
+        rank.log_path.read_bytes()[size:].decode(errors="replace") for rank, size in zip(ranks, sizes, strict=True)
+    ]
+    stacks = [RankStack(rank.rank, rank.steps.step, dump) for rank, dump in zip(ranks, dumps, strict=True)]
+    suspect = find_suspect(stacks) or "every rank of this host waits for another host, or for its device"
+    collectives = describe_dumps(recorders.wait_for_dumps(requested))
+    hang = f"no step for {idle:.0f} s after step {max(stack.step for stack in stacks)}; {suspect}"
+    return f"{hang}; {collectives}" if collectives else hang
+
+
+def _report_outcome(
+    ranks: list[RankProcess], signal_times: list[float], directory: Path, hang: str
+) -> tuple[LaunchOutcome, bool]:
+    """Print the first error, if any. Return the outcome and whether to keep the logs."""
+    if hang:
+        print(f"trainyard: {hang}\ntrainyard: stacks and logs of all ranks: {directory}", file=sys.stderr)
+        return LaunchOutcome.now(1, "hang", hang), True
     failures = [rank.read_failure() for rank in ranks]
     codes = {rank.exit_code or 0 for rank in ranks}
     orderly_codes = {0, EXIT_INTERRUPTED} if signal_times or codes <= {0, EXIT_INTERRUPTED} else {0}
     failed = [rank for rank in ranks if rank.read_failure() or rank.exit_code not in orderly_codes]
     if not failed:
-        return max(codes), False
+        return LaunchOutcome.now(max(codes)), False
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)  # a killed progress bar leaves its line open and the cursor hidden
     outcomes = [(*rank.failure_time_and_text(), rank) for rank in failed]
     failed_at, text, first = min(outcomes, key=lambda outcome: outcome[0])
     if text is None or any(failed_at >= second_signal for second_signal in signal_times[1:2]):  # stopped on request
-        return EXIT_INTERRUPTED, False
+        return LaunchOutcome.now(EXIT_INTERRUPTED), False
     for rank, failure in zip(ranks, failures, strict=True):
         if failure:
             with rank.log_path.open("a", encoding="utf-8") as log:
@@ -198,10 +262,19 @@ def _report_outcome(ranks: list[RankProcess], signal_times: list[float], directo
     if failure and failure.kind != "crash" and same_on_all:
         text = failure.text
     print(f"trainyard: {text}", file=sys.stderr)
-    if failure and failure.kind == "user" and same_on_all:
-        return EXIT_CODES["user"], False  # the logs contain nothing else
+    code, kind = (EXIT_CODES[failure.kind], failure.kind) if failure else (max(first.exit_code or 0, 1), "crash")
+    summary = text.splitlines()[0] if kind != "crash" else _crash_summary(text)
+    outcome = LaunchOutcome.now(code, kind, summary, time.monotonic() - failed_at)
+    if kind in ("user", "in use") and same_on_all:
+        return outcome, False  # the logs contain nothing else
     print(f"trainyard: logs of all ranks: {directory}", file=sys.stderr)
-    return EXIT_CODES[failure.kind] if failure else max(first.exit_code or 0, 1), True
+    return outcome, True
+
+
+def _crash_summary(text: str) -> str:
+    """The first line of a report and, if a traceback follows, its last line."""
+    first, *rest = text.splitlines()
+    return f"{first} {rest[-1]}" if rest and first.endswith(":") else first
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -213,17 +286,25 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores // ranks)
 
 
-def _rank_environment(ranks: int, port: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that torch.distributed reads, as far as it is the same for all ranks."""
+def _rank_environment(ranks: int, hosts: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that torch.distributed reads, as far as it is the same for all ranks of this host."""
     return {
         "OMP_NUM_THREADS": str(threads_per_rank(ranks)),
         **os.environ,
         **environment,
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(ranks * hosts),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
     }
+
+
+@contextmanager
+def _master(hosts: World) -> Iterator[tuple[str, int]]:
+    """The address and port where all ranks meet."""
+    if hosts.size > 1:
+        yield hosts.master_addr, hosts.master_port
+    else:
+        with reserved_port() as port:
+            yield LOOPBACK, port
 
 
 @contextmanager
@@ -241,11 +322,11 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
-    """Record SIGINT and SIGTERM in order of arrival; `_monitor` forwards them between two polls."""
+    """Record signals in order of arrival; `_monitor` forwards them between two polls."""
     received: list[int] = []
     previous = {
         number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     }
     try:
         yield received

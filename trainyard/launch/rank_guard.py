@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Self
 
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.errors import DirectoryInUse, RunStopped, UserError
 
 LAUNCHER_ENV = "TRAINYARD_LAUNCHER"
 """Environment variable of each rank, `FD:PATH`: the read end of the launcher's pipe, and the file for a failure."""
 
-EXIT_CODES = {"user": 2, "stopped": 1, "crash": 1}
+EXIT_CODES = {"user": 2, "in use": 2, "stopped": 1, "crash": 1}
 """Exit code by kind of failure, the same as without a launcher."""
+FAILURE_KINDS: dict[type[Exception], str] = {DirectoryInUse: "in use", UserError: "user", RunStopped: "stopped"}
+"""Kind of failure by exception; any other one is a crash."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class RankFailure:
     time: float
     """Seconds of the monotonic clock, which all processes of a machine share."""
     kind: str
-    """`user` (UserError), `stopped` (RunStopped) or `crash` (any other exception)."""
+    """One of FAILURE_KINDS, or `crash`."""
     text: str
     """One line, or the traceback of a crash."""
 
@@ -62,7 +64,7 @@ def rank_process_guard() -> Iterator[None]:
         yield
     except Exception as error:
         now = time.monotonic()
-        kind = "user" if isinstance(error, UserError) else "stopped" if isinstance(error, RunStopped) else "crash"
+        kind = next((name for kind, name in FAILURE_KINDS.items() if isinstance(error, kind)), "crash")
         text = traceback.format_exc() if kind == "crash" else str(error)
         failure = RankFailure(int(os.environ["RANK"]), now, kind, text)
         atomic_write_text(Path(failure_path), json.dumps(asdict(failure)))

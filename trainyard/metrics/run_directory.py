@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainyard.config.yaml_io import read_yaml
-from trainyard.core.errors import UserError, is_disk_full, one_line
+from trainyard.core.errors import DirectoryInUse, UserError, is_disk_full, one_line
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
@@ -147,7 +147,7 @@ def _lock_file(handle: int, directory: Path, key: str = "log.name") -> None:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
             os.close(handle)
-            raise UserError(
+            raise DirectoryInUse(
                 f"{directory}: another process is training in this directory; wait for it, or choose another {key}"
             ) from None
         logger.warning("%s: cannot be locked (%s); do not start a second run there", directory, error.strerror)

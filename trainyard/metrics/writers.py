@@ -14,11 +14,13 @@ class MetricsWriter:
     def __init__(self, directory: Path, tensorboard: bool, resumed_step: int = 0) -> None:
         """A run that resumes at `resumed_step` drops what an earlier run wrote about later steps."""
         path = directory / "metrics.jsonl"
-        if resumed_step and path.is_file():
+        continues = path.is_file()
+        if continues:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             atomic_write_text(path, "".join(line for line in lines if _step_of_line(line) <= resumed_step))
         self.file = path.open("a", encoding="utf-8", buffering=1)
-        self.resumed_step = resumed_step
+        self.purge_step = resumed_step + 1 if continues else None
+        """The first step of which TensorBoard drops what was written before."""
         self.tensorboard_writer: Any = None
         self.tensorboard_directory = directory / "tensorboard" if tensorboard else None
 
@@ -29,9 +31,7 @@ class MetricsWriter:
             # The import takes two seconds, so it waits for the first record.
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self.tensorboard_writer = SummaryWriter(
-                str(self.tensorboard_directory), purge_step=self.resumed_step + 1 if self.resumed_step else None
-            )
+            self.tensorboard_writer = SummaryWriter(str(self.tensorboard_directory), purge_step=self.purge_step)
         if self.tensorboard_writer:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":

@@ -46,6 +46,8 @@ class Mesh:
     """The first and last pipeline ranks, which both hold a tied embedding; for other ranks a group of one."""
     object_group: dist.ProcessGroup | None = None
     """A gloo group of all ranks for pickled objects; None if the device's process group carries them."""
+    store: Any = None
+    """The store where the ranks met, a connection of its own for threads; None on one rank."""
 
     @property
     def coords(self) -> dict[AxisName, int]:
@@ -56,11 +58,13 @@ class Mesh:
         """Create all groups. `rank_order` is the global rank at each index of the layout, if the device needs one."""
         if world.size == 1:
             return cls(layout, local_rank=world.local_rank)
+        thread_store = None
         if not dist.is_initialized():
             store, backend = meet_all_ranks(world), device.process_group_backend
             store.set_timeout(TIMEOUT)
             dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=TIMEOUT)
             device.join_world(world)
+            thread_store = store.clone()
         order = rank_order or list(range(world.size))
 
         def create_group(members_by_group: list[list[int]], name: str = "", sort: bool = False) -> Group:
@@ -112,6 +116,7 @@ class Mesh:
                 [[members[0], members[last_pp_rank]] for members in layout.groups("pp")] if last_pp_rank else []
             ),
             object_group=None if device.carries_objects else dist.new_group(backend="gloo", timeout=TIMEOUT),
+            store=thread_store,
         )
 
     def broadcast_object(self, make: Callable[[], T], device: Device) -> T:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from trainyard.devices.stopwatch import Stopwatch, paused
 from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
 from trainyard.parallel.process_group import Group, wait
 
@@ -21,10 +22,17 @@ class GradientReducer:
     """Sums gradients over the ranks of `group`: by all-reduce if the buffer has one shard, else by reduce-scatter."""
 
     def __init__(
-        self, flat: FlatBuffer, group: Group, gradients: Tensor, reduced_grads: Tensor, dtype: torch.dtype
+        self,
+        flat: FlatBuffer,
+        group: Group,
+        gradients: Tensor,
+        reduced_grads: Tensor,
+        dtype: torch.dtype,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        """`dtype` is the dtype of communication. `reduced_grads` is `gradients` itself if nothing is sharded."""
-        self.flat, self.group = flat, group
+        """`dtype` is the dtype of communication. `reduced_grads` is `gradients` itself if nothing is sharded.
+        `stopwatch` pauses while this rank waits for others."""
+        self.flat, self.group, self.stopwatch = flat, group, stopwatch
         self.gradients, self.reduced_grads, self.dtype = gradients, reduced_grads, dtype
         self.bucket_index = {span.name: index for index, bucket in enumerate(flat.buckets) for span in bucket.spans}
         self.pending_grads: list[int] = []
@@ -64,11 +72,13 @@ class GradientReducer:
         length = bucket.shard_range.stop - bucket.shard_range.start
         shards = self.gradients.new_zeros(self.flat.num_shards, length, dtype=self.dtype)
         self.flat.scatter_to_shards(bucket, self.gradients, shards)
-        self.in_flight.append((bucket, self.group.start_reduce_scatter(shards.view(-1))))
+        with paused(self.stopwatch):  # waits for the other ranks where compat emulates it
+            self.in_flight.append((bucket, self.group.start_reduce_scatter(shards.view(-1))))
 
     def _complete(self) -> None:
         bucket, pending = self.in_flight.popleft()
-        total = wait(pending)
+        with paused(self.stopwatch):
+            total = wait(pending)
         if self.flat.num_shards > 1:
             self.reduced_grads[bucket.shard_range].copy_(total)
         elif self.dtype != self.reduced_grads.dtype:  # otherwise the all-reduce was in place
@@ -79,10 +89,16 @@ class WeightGatherer:
     """All-gathers the updated weights of every rank's shard, in the order of use."""
 
     def __init__(
-        self, flat: FlatBuffer, group: Group, weights: Tensor, needed_at: Callable[[str], Iterable[str]]
+        self,
+        flat: FlatBuffer,
+        group: Group,
+        weights: Tensor,
+        needed_at: Callable[[str], Iterable[str]],
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        """`needed_at` returns the moments at which a parameter is used, such as a layer index."""
-        self.flat, self.group, self.weights = flat, group, weights
+        """`needed_at` returns the moments at which a parameter is used, such as a layer index. `stopwatch` pauses while
+        this rank waits for others."""
+        self.flat, self.group, self.weights, self.stopwatch = flat, group, weights, stopwatch
         # Norms and biases are few, lie at the end of the buffer, and are needed from the start.
         undecayed = range(flat.shard_decay_end, flat.shard_undecayed_end)
         self.buckets = sorted(flat.buckets, key=lambda bucket: bucket.shard_range.start not in undecayed)
@@ -114,13 +130,15 @@ class WeightGatherer:
         assert self.shard is not None
         while self.started < len(self.buckets) and len(self.in_flight) < MAX_IN_FLIGHT:
             piece = self.shard[self.buckets[self.started].shard_range].to(self.weights.dtype)
-            self.in_flight.append(self.group.start_all_gather(piece))
+            with paused(self.stopwatch):  # waits for the other ranks where compat emulates it
+                self.in_flight.append(self.group.start_all_gather(piece))
             self.started += 1
 
     def _complete(self, count: int) -> None:
         while self.completed < count:
             bucket = self.buckets[self.completed]
-            shards = wait(self.in_flight.popleft()).view(self.flat.num_shards, -1)
+            with paused(self.stopwatch):
+                shards = wait(self.in_flight.popleft()).view(self.flat.num_shards, -1)
             self.flat.gather_from_shards(bucket, shards, self.weights)
             self.completed += 1
             self._start_next()

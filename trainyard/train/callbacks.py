@@ -40,11 +40,17 @@ class Callback:
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         """A step is logged; `record` goes to metrics.jsonl."""
 
+    def on_evaluation_batch(self, trainer: TrainerView) -> None:
+        """A batch of an evaluation follows."""
+
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         """An evaluation is complete."""
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         """A checkpoint is committed. `record` has its path, its bytes, how long it took and how long steps waited."""
+
+    def on_last_step(self, trainer: TrainerView) -> None:
+        """All steps have run, or a signal ended them; the last checkpoint and the export follow."""
 
     def on_end(self, trainer: TrainerView) -> None:
         """The run is over, completed or not."""

@@ -7,27 +7,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Ctrl-C; the end of a job, or its preemption; the notice before a time limit."""
+
 
 class StopSignal:
-    """Records the first SIGINT or SIGTERM, after which the run ends with its step. A second signal ends it at once."""
+    """Records the first of STOP_SIGNALS, after which the run ends with its step. A second Ctrl-C ends it at once;
+    schedulers repeat their signals while the run saves."""
 
     def __init__(self) -> None:
         self.requested = False
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the context is active."""
+        """Handle STOP_SIGNALS while the context is active."""
 
         def handler(signum: int, frame: FrameType | None) -> None:
             if self.requested:
-                raise KeyboardInterrupt
+                if signum == signal.SIGINT:
+                    raise KeyboardInterrupt
+                return
             self.requested = True
-            os.write(
-                2, b"\nstopping after this step (a second signal stops at once)\n"
-            )  # print is not safe in a signal handler
+            hint = b" (a second Ctrl-C stops at once)" if signum == signal.SIGINT else b""
+            os.write(2, b"\nstopping after this step" + hint + b"\n")  # print is not safe in a signal handler
 
         try:
-            previous = {signum: signal.signal(signum, handler) for signum in (signal.SIGINT, signal.SIGTERM)}
+            previous = {signum: signal.signal(signum, handler) for signum in STOP_SIGNALS}
         except ValueError:  # not in the main thread: the caller handles signals
             yield
             return

@@ -16,6 +16,10 @@ class StepStatus(NamedTuple):
     """Rank 0 has committed the checkpoint in progress."""
     save_failed: float = 0.0
     """This rank could not write its part of the checkpoint in progress."""
+    copy_stored: float = 0.0
+    """This rank has stored its part of the copy in host memory that is in progress, and that of another host."""
+    copy_failed: float = 0.0
+    """This rank could not store its part of the copy in host memory."""
 
 
 NO_FLAGS = StepStatus()

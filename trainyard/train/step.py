@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import key32
+from trainyard.devices.stopwatch import Stopwatch, paused
 from trainyard.models import ModelOutput
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.losses import Loss, LossTerms
@@ -51,8 +52,10 @@ class TrainStep:
         optimizer: Optimizer,
         seed: int,
         on_gradients_ready: Callable[[], None] | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        """`on_gradients_ready` is called between the gradient reduction and the update."""
+        """`on_gradients_ready` is called between the gradient reduction and the update. A running `stopwatch` stops
+        when this rank's own gradients are complete."""
         self.runner, self.loss_fn, self.optimizer = runner, loss_fn, optimizer
         self.device, self.mesh, self.seed = runner.device, runner.mesh, seed
         device = runner.device.torch_device
@@ -60,7 +63,7 @@ class TrainStep:
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=device)
         self.loss_divisors = torch.ones(len(loss_fn.term_names), device=device)
         self.loss_sums = LossAccumulator(loss_fn.term_names, device, runner.mesh)
-        self.on_gradients_ready = on_gradients_ready
+        self.on_gradients_ready, self.stopwatch = on_gradients_ready, stopwatch
 
     def __call__(self, batch: Batch | list[Batch], step: int, lr: float, status: StepStatus = NO_FLAGS) -> StepResult:
         """`batch` holds this data-parallel rank's samples in host memory, perhaps staged by the runner. `status` is
@@ -72,10 +75,14 @@ class TrainStep:
         # Counts that the labels determine divide the loss before backward; a user's loss divides the gradients after.
         counts_per_batch = [torch.stack(terms) for part in batches if (terms := self.loss_fn.label_counts(part))]
         if counts_per_batch:
-            global_counts = mesh.dp_cp.all_reduce_sum(torch.stack(counts_per_batch).sum(0))
+            local_counts = torch.stack(counts_per_batch).sum(0)
+            with paused(self.stopwatch):
+                global_counts = mesh.dp_cp.all_reduce_sum(local_counts)
             self.loss_divisors.copy_(global_counts.clamp(min=1))
         self.loss_sums.values.zero_()
         self.runner(batches, self.rng_key, self._micro_batch_loss, backward=True)
+        if self.stopwatch:
+            self.stopwatch.stop()
         local_status = self.device.to_device(torch.tensor(status, dtype=torch.float32))
         totals, counts, status_sums = self.loss_sums.all_reduce(local_status)
         loss, means = mean_loss(totals, counts)

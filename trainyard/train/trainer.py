@@ -28,6 +28,9 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
 from trainyard.train.callbacks import Callback
+from trainyard.train.checkpointing.deadline_save import DeadlineSaver
+from trainyard.train.checkpointing.memory_copies import MemoryCopies
+from trainyard.train.checkpointing.rank_agreement import RankAgreement
 from trainyard.train.checkpointing.resume import check_compatible, find_resume_point, load_state
 from trainyard.train.checkpointing.rng_state import restore_rng_state
 from trainyard.train.checkpointing.saver import Saver
@@ -44,6 +47,7 @@ from trainyard.train.records import RunSummary, check_weights, step_record, too_
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult, TrainStep
+from trainyard.train.stragglers import StragglerMonitor
 from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
@@ -63,19 +67,20 @@ class Trainer:
         device: devices.Device | None = None,
         preflight: Callable[[Config, Layout, devices.Device], None] = lambda config, layout, device: None,
         world: World | None = None,
+        run_directory: Path | None = None,
     ) -> None:
         """`loss` and each metric take (output, batch) and return (sum, count); `evaluate` takes the trainer and returns
         named numbers. `weights` gives the full initial parameters. `device` replaces the one of config.device.name, for
         dry runs. `preflight` is called when the device is ready and before any memory is allocated. `world` defaults
-        to that of the environment."""
+        to that of the environment. `run_directory` is an existing one to train in, from its latest checkpoint."""
         self.config = config
         self.callbacks = list(callbacks)
-        world = world or World.from_environment()
+        self.world = world = world or World.from_environment()
         self.layout = layout = Layout.from_config(config, world.size)
         self.device = device = build.build_device(config, world, device)
         preflight(config, layout, device)
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
-        self.run_directory, resumed = find_resume_point(config, mesh, device)
+        self.run_directory, resumed = find_resume_point(config, mesh, device, run_directory)
         self.directory = self.run_directory.path if self.run_directory else None
         self.resumed = resumed
         """The checkpoint that the run continues."""
@@ -93,13 +98,18 @@ class Trainer:
         self.models = build.build_stages(config, mesh, device, kernels)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         values = build.initial_parameters(config, self.blueprint, mesh, device, resumed is not None, weights)
-        self.optimizer = Optimizer(self.models, self.blueprint, values, config, device, mesh, kernels, compile_fn)
+        self.stragglers = StragglerMonitor.create(mesh, device, config.layout.zero)
+        stopwatch = self.stragglers.stopwatch if self.stragglers else None
+        self.optimizer = Optimizer(
+            self.models, self.blueprint, values, config, device, mesh, kernels, compile_fn, stopwatch
+        )
         padding_free = packs_batches(config, layout, kernels.has_varlen_attention)
         build.wrap_blocks(config, self.models, device, mesh, compile_fn, padding_free)
         self.compile_counter = CompileCounter(mesh) if compile_fn else None
         self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free)
-        on_gradients_ready = partial(self._notify, "on_gradients_ready")
-        self.train_step = TrainStep(self.runner, self.loss_fn, self.optimizer, config.train.seed, on_gradients_ready)
+        self.train_step = TrainStep(
+            self.runner, self.loss_fn, self.optimizer, config.train.seed, self._on_gradients_ready, stopwatch
+        )
         self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
         """This rank's samples of each global batch."""
         self.throughput = build.build_throughput_meter(
@@ -107,6 +117,8 @@ class Trainer:
         )
         self.completed_steps = 0
         self.saver: Saver | None = None
+        self.memory_copies: MemoryCopies | None = None
+        self.deadline_saver: DeadlineSaver | None = None
         self.writer: MetricsWriter | None = None
         self.last_checkpoint: str | None = None
         """The last committed checkpoint of this run."""
@@ -152,10 +164,18 @@ class Trainer:
             runs = (run_directory.run_id, self.resumed.manifest.get("run") if self.resumed else None)
             self.saver = Saver(config, storage, *state, *runs, self._on_saved, model_files)
             self.saver.preflight()
+            if config.checkpoint.memory_every:
+                self.memory_copies = MemoryCopies(
+                    config, run_directory.run_id, *state, self.world, self.saver.metadata, self.completed_steps
+                )
         start = time.perf_counter()
         losses: list[float] = []
         exported: Path | None = None
-        with self.stop_signal.handle_signals(), quiet_garbage_collector():
+        agreement = RankAgreement(self.mesh.store, self.world)
+        self.deadline_saver = DeadlineSaver(
+            config.checkpoint.stop_grace_s, self.saver, self.device, agreement, self.completed_steps, self._on_deadline
+        )
+        with self.stop_signal.handle_signals(), self.deadline_saver, quiet_garbage_collector():
             try:
                 self._notify("on_start")
                 for record in self._train_steps():
@@ -164,8 +184,12 @@ class Trainer:
                     check_weights(record["param_norm"], record["step"])  # before the step is saved
                     if evaluation := self._evaluate_if_due(record):
                         self._publish("on_evaluate", evaluation)
+                self.deadline_saver.stop()
+                self._notify("on_last_step")
                 if self.saver:
                     self.saver.finish()
+                if self.memory_copies:
+                    self.memory_copies.finish()
                 if config.checkpoint.export_hf:
                     check_weights(float(self.optimizer.weight_norm()), self.completed_steps)
                     exported = directory / "model"
@@ -210,6 +234,7 @@ class Trainer:
 
     def _poll_stop(self) -> bool:
         """Between evaluation batches: True if any rank was asked to stop."""
+        self._notify("on_evaluation_batch")
         requested = torch.tensor(float(self.stop_signal.requested), device=self.device.torch_device)
         self.stop_requested = self.stop_requested or bool(self.mesh.world.all_reduce_max(requested))
         return self.stop_requested
@@ -225,17 +250,23 @@ class Trainer:
         for model in self.models:
             model.train()
         self.throughput.start()
-        steps = self.config.train.steps
+        steps, first_step = self.config.train.steps, self.completed_steps + 1
         batches = self.loader.prefetch(self.completed_steps, steps, self.batch_slice, self.runner.stage_batch)
         while self.completed_steps < steps and not self.should_stop():
-            batch, step = next(batches), self.completed_steps + 1
+            if self.deadline_saver:
+                self.deadline_saver.gate.begin_step()
+            step = self.completed_steps + 1
+            log_due = self._log_due(step)
+            if self.stragglers and log_due and step > first_step:  # the first step compiles
+                self.stragglers.start(step)
+            batch = next(batches)
             status = self.saver.step_status(step) if self.saver else StepStatus()
+            status = self.memory_copies.add_status(step, status) if self.memory_copies else status
             status = status._replace(stop_requested=float(self.stop_signal.requested))
             result = self.train_step(batch, step, learning_rate(self.config, step), status)
             self.device.flush()
             self.completed_steps = step
             self._notify("on_step", step)
-            log_due = self._log_due(step)
             if unread is not None:
                 self._handle_status(unread)
             unread = result
@@ -245,8 +276,12 @@ class Trainer:
             if log_due:
                 yield self._make_record(result)
                 self.throughput.start()
+            if self.deadline_saver:
+                self.deadline_saver.end_step(step)
             if self.saver and self.saver.save_due(step):  # Saver.finish saves the last step
                 self.saver.begin(step)
+            elif self.memory_copies and self.memory_copies.due(step):
+                self.memory_copies.begin(step)
         batches.close()
         if not log_due:  # a signal ended the run: log the last step too
             yield self._make_record(result)
@@ -262,6 +297,8 @@ class Trainer:
         self.stop_requested = self.stop_requested or bool(status.stop_requested)
         if self.saver:
             self.saver.on_step_status(result.step, status)
+        if self.memory_copies:
+            self.memory_copies.on_step_status(result.step, status)
         if skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise too_many_skipped(result, self.config, self.optimizer, self.mesh)
 
@@ -271,6 +308,8 @@ class Trainer:
         self.optimizer.wait_for_weights()  # callbacks may read the weights
         rates = self.throughput.read(result.step)
         record = step_record(result, rates, self.config, self.optimizer, self.device, self.mesh)
+        if self.stragglers:
+            record |= self.stragglers.metrics(result.step)
         if self.compile_counter:
             record |= self.compile_counter.new_counts()
         self.last_record = record
@@ -286,6 +325,17 @@ class Trainer:
             return None
         self.last_evaluation = result
         return {"step": step, **{f"evaluate/{name}": value for name, value in result.items()}}
+
+    def _on_gradients_ready(self) -> None:
+        self._notify("on_gradients_ready")
+        if self.deadline_saver:
+            self.deadline_saver.gate.begin_update(self.completed_steps + 1)
+
+    def _on_deadline(self) -> None:
+        """Before the process ends inside a step."""
+        if self.writer:
+            self.writer.close()
+        self._notify("on_end")
 
     def _on_saved(self, record: dict[str, Any]) -> None:
         self.last_checkpoint = record["checkpoint"]

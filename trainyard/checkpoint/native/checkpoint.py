@@ -122,23 +122,31 @@ def commit(
 ) -> int:
     """Write the files of the tokenizer and the commit file once all shards exist. Returns the size of the checkpoint in
     bytes."""
-    files: dict[str, Any] = {}
-    for name, slices in table.items():
+    sizes: dict[str, int] = {}
+    for name in table:
         size = storage.file_size(name)
         if size is None:
             raise UserError(
                 f"{storage}/{name}: not visible on this host; checkpoint.directory must be shared by all hosts"
             )
-        files[name] = {"bytes": size, "boxes": slices}
+        sizes[name] = size
     checksums = {}
     for name, data in (model_files or {}).items():
         with storage.write(name) as file:
             file.write(data)
         checksums[name] = f"{zlib.crc32(data):08x}"
-    text = json.dumps({"format": FORMAT_VERSION, **manifest, "files": files, "model_files": checksums})
+    write_commit_file(storage, table, sizes, {**manifest, "model_files": checksums})
+    return sum(sizes.values())
+
+
+def write_commit_file(
+    storage: Storage, table: ShardTable, sizes: Mapping[str, int], manifest: Mapping[str, Any]
+) -> None:
+    """Write the commit file of shards with these sizes in bytes."""
+    files = {name: {"bytes": sizes[name], "boxes": slices} for name, slices in table.items()}
+    text = json.dumps({"format": FORMAT_VERSION, **manifest, "files": files})
     with storage.write(COMMIT_FILE) as file:
         file.write(f"{text}\n{zlib.crc32(text.encode()):08x}\n".encode())
-    return sum(entry["bytes"] for entry in files.values())
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -209,6 +217,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if out is None or elements_read != piece.numel:
             raise CorruptCheckpoint(f"{self.storage}: {piece.name} is incomplete")
         return out
+
+    def files_with(self, piece: TensorSlice) -> list[str]:
+        """The files that hold parts of a slice."""
+        return [file for file, saved in self.saved_slices.get(piece.name, ()) if piece.intersect(saved)]
+
+    def fetch(self, files: set[str]) -> None:
+        """Make files readable on this host. All ranks call this before they read. Here all hosts share them."""
 
     def rank_extras(self, rank: int) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         """Tensors and header metadata that a rank saved for itself only (random generators); None: no such rank."""

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
@@ -11,12 +12,15 @@ from trainyard import devices
 from trainyard.cli.console import print_line
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke, complete_source
 from trainyard.cli.run_config import load_run_config
+from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.core.world import World
+from trainyard.core.world import World, host_name
+from trainyard.launch.heartbeat import heartbeat_from_environment
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 
 if TYPE_CHECKING:  # imports torch; `train --help` and mistakes in a file do not wait for it
+    from trainyard.train.callbacks import Callback
     from trainyard.train.records import RunSummary
     from trainyard.train.trainer import Trainer
 
@@ -29,7 +33,17 @@ def train(
     ] = DEFAULT_RECIPE,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this machine, one process each.")] = 1,
+    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this host, one process each.")] = 1,
+    continue_run: Annotated[
+        bool, Option("--continue", help="Train in the directory RUN itself, from its latest checkpoint.")
+    ] = False,
+    logs: Annotated[
+        Path | None, Option("--logs", metavar="DIR", help="With --nproc: keep the logs of all ranks in DIR/HOST.")
+    ] = None,
+    hang_timeout: Annotated[
+        float,
+        Option("--hang-timeout", min=0, help="With --nproc: end a run without a step for so many seconds; 0: never."),
+    ] = 0,
 ) -> int:
     """Train a model. Without arguments: a small Llama on built-in text.
 
@@ -44,33 +58,52 @@ def train(
       trainyard train my.yaml train.steps=1000 optimizer.lr=1e-4
 
       trainyard train my.yaml layout.tp=2 --nproc 8
+
+      trainyard train runs/my-run --continue
+
+      srun --nodes 4 --ntasks-per-node 1 trainyard train my.yaml --nproc 8
     """
     override_list = list(overrides or [])
     if "=" in source:  # only overrides were given
         source, override_list = DEFAULT_RECIPE, [source, *override_list]
+    run_directory = find_run_directory(source) if continue_run else None
     world = World.from_environment()
-    if nproc > 1 and world.size > 1:
+    if nproc > 1 and world.local_size > 1:
         raise UserError(
-            f"--nproc {nproc}: this process is rank {world.rank} of {world.size} already; start one process per rank "
-            f"and omit --nproc (srun --ntasks-per-node {nproc})"
+            f"--nproc {nproc}: this process is one of {world.local_size} ranks on this host already; start one process "
+            f"per host (srun --ntasks-per-node 1), or one per rank without --nproc (srun --ntasks-per-node {nproc})"
         )
     prints = world.rank == 0 and nproc == 1  # exactly one process of the run prints notes
-    ranks = max(world.size, nproc)
+    ranks = world.size * nproc
     config = load_run_config(source, override_list, smoke, ranks, None if prints else lambda line: None)
-    if nproc > 1:
-        Layout.from_config(config, nproc)  # report an impossible layout before any process starts
-        environment = devices.select(config.device.name).rank_environment()
-        return launch(["train", source, *override_list, *(["--smoke"] if smoke else [])], nproc, environment)
+    if nproc > 1 or logs:
+        Layout.from_config(config, ranks)  # report an impossible layout before any process starts
+        device = devices.select(config.device.name)
+        options = [*(["--smoke"] if smoke else []), *(["--continue"] if continue_run else [])]
+        host_logs = logs / host_name() if logs else None
+        arguments = ["train", source, *override_list, *options]
+        return launch(
+            arguments,
+            nproc,
+            device.rank_environment(),
+            hosts=world,
+            log_directory=host_logs,
+            hang_timeout=hang_timeout,
+            recorder_environment=device.flight_recorder_environment,
+        )
+    from trainyard.cli.heartbeat_callback import HeartbeatCallback
     from trainyard.cli.train_console import TrainConsole, log_to_console
     from trainyard.parallel.mesh import shutdown_distributed
     from trainyard.plan.fit_check import check_fits
     from trainyard.train.trainer import Trainer
 
     console = Console(highlight=False, quiet=world.rank > 0)
-    callbacks = [TrainConsole(console)] if world.rank == 0 else []
+    callbacks: list[Callback] = [TrainConsole(console)] if world.rank == 0 else []
+    if heartbeat := heartbeat_from_environment():
+        callbacks.append(HeartbeatCallback(heartbeat))
     preflight = partial(check_fits, warn=lambda line: print_line(console, line, "dim"), local_size=world.local_size)
     with log_to_console(console):
-        trainer = Trainer(config, callbacks=callbacks, preflight=preflight, world=world)
+        trainer = Trainer(config, callbacks=callbacks, preflight=preflight, world=world, run_directory=run_directory)
         print_run_header(console, trainer)
         summary = trainer.run()
     for line in summary_lines(summary):
@@ -78,7 +111,15 @@ def train(
     shutdown_distributed()
     if summary.last_step_skipped and not summary.interrupted:
         raise RunStopped(f"step {summary.steps}: the last step was skipped, so the run did not succeed")
-    return 130 if summary.interrupted else 0
+    return EXIT_INTERRUPTED if summary.interrupted else 0
+
+
+def find_run_directory(source: str) -> Path:
+    """The directory of an existing run."""
+    path = Path(source).expanduser()
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{source}: not a run directory: it has no config.yaml; --continue needs one")
+    return path
 
 
 def print_run_header(console: Console, trainer: "Trainer") -> None:
@@ -121,7 +162,7 @@ def summary_lines(summary: "RunSummary") -> list[str]:
     if summary.last_checkpoint:
         lines.append(f"  checkpoint   {summary.last_checkpoint}")
     if summary.interrupted and summary.last_checkpoint:
-        lines.append(f"Next: trainyard train {directory} checkpoint.resume={directory}   (resume)")
+        lines.append(f"Next: trainyard train {directory} --continue   (resume)")
     else:
         lines.append(f"Next: trainyard train {directory} train.steps=...   (run again with changes)")
     return lines

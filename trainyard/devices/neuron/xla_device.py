@@ -113,6 +113,8 @@ class XlaDevice(TrainiumDevice):
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return tensor.cpu  # called after the next `flush`; waits for this tensor only
 
+    copies_during_steps = False  # they would split the trace of the step
+
     def start_host_copies(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostCopy:
         """Copy synchronously: reading tensors from a thread during tracing would split the trace."""
         self.flush()

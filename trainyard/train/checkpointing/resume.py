@@ -26,6 +26,7 @@ from trainyard.metrics.run_directory import RunDirectory, find_run_directories, 
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import check_data
+from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
 from trainyard.train.optim.optimizer import Optimizer
 
 COMPARED_SECTIONS = ("data", "train", "optimizer", "schedule", "precision")
@@ -72,9 +73,23 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
     return None
 
 
-def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[RunDirectory | None, Checkpoint | None]:
-    """The run directory to continue in, if any, locked by the first rank, and the checkpoint to resume from, if any."""
+def find_resume_point(
+    config: Config, mesh: Mesh, device: Device, own_directory: Path | None = None
+) -> tuple[RunDirectory | None, Checkpoint | None]:
+    """The run directory to continue in, if any, locked by the first rank, and the checkpoint to resume from, if any.
+
+    With `own_directory`, the run continues there: from its latest checkpoint or, if it has none, as the configuration
+    says.
+    """
     section = config.checkpoint
+    if own_directory:
+        own_run = mesh.broadcast_object(partial(RunDirectory.open, own_directory, config.log.name), device)
+        saved = find_checkpoint(section.directory or own_directory / "checkpoints", mesh, device)
+        if checkpoint := _newer_in_memory(config, own_run, saved, mesh):
+            return own_run, checkpoint
+        if section.resume == "auto" or Path(section.resume).expanduser().resolve() == own_directory.resolve():
+            return own_run, None
+        return own_run, find_resume_point(config, mesh, device)[1]
     if section.resume == "none" or section.weights_only:
         return None, None
     candidates = mesh.broadcast_object(partial(_resume_candidates, config), device)
@@ -94,7 +109,7 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[RunDi
                         other.close()
                 if run and mesh.layout_rank == 0:
                     native.remove_incomplete(open_storage(run.path))
-                return run, checkpoint
+                return run, _newer_in_memory(config, run, checkpoint, mesh) if run else checkpoint
         if section.resume == "auto":
             logger.warning("skipping %s: it has no complete checkpoint", location)
     if section.resume != "auto":
@@ -104,6 +119,16 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device) -> tuple[RunDi
         logger.info("no earlier run named %s in %s", config.log.name, config.log.directory)
     logger.info("checkpoint.resume=auto: starting from step 0")
     return None, None
+
+
+def _newer_in_memory(config: Config, run: RunDirectory, saved: Checkpoint | None, mesh: Mesh) -> Checkpoint | None:
+    """The copy of a run in the memory of its hosts, if there is one and it is later than the saved checkpoint."""
+    if not config.checkpoint.memory_every:
+        return saved
+    copy = find_memory_checkpoint(config, run.run_id, saved.step if saved else 0, mesh)
+    if copy and saved:
+        saved.close()
+    return copy or saved
 
 
 def _resume_candidates(config: Config) -> list[tuple[list[Path], str | Path]]:
@@ -145,12 +170,20 @@ def _unusable_source(resume: str, format_name: CheckpointFormat | None) -> UserE
 def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprint, mesh: Mesh) -> None:
     """Load this rank's weights and optimizer state, whatever layout wrote the checkpoint."""
     state = optimizer.state
-    for name in state.names:
-        rows = state.shard_row_range(name)
-        kinds = [kind for kind in state.moments() if kind != "second" or state.has_second_moment(name)]
-        for piece in rank_slices(blueprint, name, mesh.tp.size, mesh.tp.rank, rows, skip_replicas=False):
-            for kind in kinds:
-                view = state.shard_view(state.moments()[kind], name)[piece.local_index]
+    slices = [
+        piece
+        for name in state.names
+        for piece in rank_slices(
+            blueprint, name, mesh.tp.size, mesh.tp.rank, state.shard_row_range(name), skip_replicas=False
+        )
+    ]
+    own_file = native.shard_name(mesh.layout_rank)
+    files = {file for piece in slices for file in checkpoint.files_with(piece)}
+    checkpoint.fetch(files | ({own_file} & set(checkpoint.files)))
+    for piece in slices:
+        for kind, buffer in state.moments().items():
+            if kind != "second" or state.has_second_moment(piece.param):
+                view = state.shard_view(buffer, piece.param)[piece.local_index]
                 view.copy_(checkpoint.read_state(kind, piece))
     manifest = checkpoint.manifest
     optimizer.guard.update_count.fill_(manifest["updates"])

@@ -3,6 +3,7 @@ them: its random numbers are functions of seed, name, step and index (core/count
 
 import json
 import random
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,20 +11,32 @@ from torch import Tensor
 
 from trainyard.devices import Device
 
-RngState = tuple[dict[str, Tensor], dict[str, str]]
-"""Generator states of one rank: as tensors, and as texts."""
+SavedRngState = tuple[dict[str, Tensor], dict[str, str]]
+"""Generator states of one rank as a checkpoint holds them: as tensors, and as texts."""
 RNG_TEXT_KEY = "RANDOM"
 
 
-def capture_rng_state(device: Device, rank: int) -> RngState:
-    states = {"host": torch.get_rng_state(), "device": device.get_rng_state()}
-    tensors = {f"random.{name}.{rank}": state for name, state in states.items() if state is not None}
-    kind, keys, *rest = np.random.get_state()
-    texts = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
-    return tensors, {RNG_TEXT_KEY: json.dumps(texts)}
+class RngState(NamedTuple):
+    """Generator states of one rank. Taken after every step, in microseconds; encoded only for a checkpoint."""
+
+    host: Tensor
+    device: Tensor | None
+    python: tuple[Any, ...]
+    numpy: Any
+
+    def encode(self, rank: int) -> SavedRngState:
+        states = {"host": self.host, "device": self.device}
+        tensors = {f"random.{name}.{rank}": state for name, state in states.items() if state is not None}
+        kind, keys, *rest = self.numpy
+        texts = {"python": self.python, "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+        return tensors, {RNG_TEXT_KEY: json.dumps(texts)}
 
 
-def restore_rng_state(saved: RngState | None, device: Device, rank: int) -> None:
+def capture_rng_state(device: Device) -> RngState:
+    return RngState(torch.get_rng_state(), device.get_rng_state(), random.getstate(), np.random.get_state())
+
+
+def restore_rng_state(saved: SavedRngState | None, device: Device, rank: int) -> None:
     """Restore the states of the rank with the same number. Does nothing if the saved run had no such rank."""
     if not saved:
         return

@@ -9,29 +9,28 @@ communicates with another rank.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native import checkpoint
-from trainyard.checkpoint.native.partition import LocalSlice, owned_slices
-from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, write_shard
+from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.devices import Device
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.checkpointing import rng_state
 from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY
 from trainyard.train.checkpointing.pending_save import PendingSave, error_line
-from trainyard.train.optim.gather_full import slice_view
+from trainyard.train.checkpointing.rank_agreement import SIGNAL_TIMEOUT, WRITE_TIMEOUT, RankAgreement
+from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
+from trainyard.train.checkpointing.state_writer import StateWriter
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.status import StepStatus
 
@@ -61,10 +60,7 @@ class Saver:
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the tokenizer, which the first rank adds to each checkpoint."""
     current: PendingSave | None = None
-    slices: list[LocalSlice] = field(init=False)
-    """What this rank writes."""
-    host_slices: dict[str, list[Tensor]] = field(init=False, default_factory=dict)
-    """Host copies of the slices, by kind of state; views of one buffer each."""
+    state_writer: StateWriter = field(init=False)
     reported: dict[int, PendingSave | None] = field(init=False, default_factory=dict)
     """The save whose status this rank reported with a step, until the reduced status of that step is known."""
     clock_due: bool = field(init=False, default=False)
@@ -75,14 +71,15 @@ class Saver:
     """The last step whose save was started."""
 
     def __post_init__(self) -> None:
-        self.slices = owned_slices(self.blueprint, self.mesh.layout, self.mesh.layout_rank)
+        self.state_writer = StateWriter(self.blueprint, self.optimizer, self.device, self.mesh)
         ranks = self.config.checkpoint.writers_per_host or self.mesh.layout.world_size
         self.write_turn = self.mesh.local_rank // ranks
         """Ranks of a host stage and write in turns, to bound its host memory."""
         self.write_turns = max(self.mesh.all_gather_object(self.write_turn)) + 1
-        self.state_buffers = self.optimizer.state.moments()
         self.data_files = fingerprint_files(self.config.data) if self.mesh.layout_rank == 0 else {}
-        """Only the first rank writes the manifest."""
+        """Only the first rank writes the manifest of a checkpoint; that of a copy in memory is on every host."""
+        if self.config.checkpoint.memory_every:
+            self.data_files = self.mesh.broadcast_object(lambda: self.data_files, self.device)
 
     @cached_property
     def slice_table(self) -> checkpoint.ShardTable:
@@ -92,8 +89,8 @@ class Saver:
     @property
     def required_bytes(self) -> int:
         """Size of a checkpoint over all ranks."""
-        bytes_per_weight = sum(buffer.dtype.itemsize for buffer in self.state_buffers.values())
-        return self.blueprint.parameter_count() * bytes_per_weight + SLACK_BYTES * (1 + self.mesh.layout.world_size)
+        slack = SLACK_BYTES * (1 + self.mesh.layout.world_size)
+        return self.blueprint.parameter_count() * self.state_writer.bytes_per_weight + slack
 
     def preflight(self) -> None:
         """Check before the first step that a checkpoint can be written."""
@@ -139,18 +136,7 @@ class Saver:
         started_at = time.monotonic()
         if self.current:
             self._wait()  # the previous save took longer than the interval between two saves
-        self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
-        counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
-        counters[FINGERPRINTS_KEY] = self.data_files
-        dtypes = {kind: buffer.dtype for kind, buffer in self.state_buffers.items()}
-        metadata = checkpoint.build_manifest(self.config, dtypes, counters) | {"run": self.run_id}
-        save = PendingSave(step, self.storage / checkpoint.step_directory(step), metadata, started_at)
-        if self.mesh.layout_rank == 0:
-            try:
-                self._prepare_directory(step)
-            except Exception as error:
-                save.error = error_line(error)
-        self.current = save
+        save = self.current = self._new_save(step, started_at)
         # This all-reduce also keeps ranks from writing before rank 0 has created the directory.
         if self._all_reduce_status(save.status).save_failed:
             self._abort(save)
@@ -158,15 +144,59 @@ class Saver:
         for turn in range(self.write_turns):
             is_last = turn == self.write_turns - 1
             if self.write_turn == turn:
-                save.run_in_thread(partial(self._write_shard, save, self._copy_to_host(save)))
+                copies = self.state_writer.start_copy(save, capture_rng_state(self.device))
+                save.run_in_thread(partial(self._write_shard, save, copies))
                 if not is_last:
                     save.join()
-                    self.host_slices.clear()
+                    self.state_writer.release()
             if not is_last:
                 self._all_reduce_status(StepStatus())
         save.stall_s += time.monotonic() - started_at
         if self.config.checkpoint.blocking:
             self._wait()
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """The content of a manifest that is known when a save starts."""
+        counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
+        counters[FINGERPRINTS_KEY] = self.data_files
+        return checkpoint.build_manifest(self.config, self.state_writer.dtypes, counters) | {"run": self.run_id}
+
+    def _new_save(self, step: int, started_at: float) -> PendingSave:
+        """A save with its directory, which rank 0 creates; it may have failed already."""
+        self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
+        save = PendingSave(step, self.storage / checkpoint.step_directory(step), self.metadata(step), started_at)
+        if self.mesh.layout_rank == 0:
+            try:
+                self._prepare_directory(step)
+            except Exception as error:
+                save.error = error_line(error)
+        return save
+
+    def save_held_state(self, step: int, rng: RngState | None, agreement: RankAgreement) -> None:
+        """Save the state after `step`, unless that is done, from a thread of every rank, while the main thread is
+        inside a step whose update is held. Raises RunStopped if that fails."""
+        save, is_leader, started_at = self.current, self.mesh.layout_rank == 0, time.monotonic()
+        if save:
+            save.join()
+        exists = is_leader and checkpoint.is_committed(self.storage, step)
+        if agreement.wait_for_all("begin", SIGNAL_TIMEOUT, "it is saved" if exists else ""):
+            return
+        if rng is None:
+            raise RunStopped("this device cannot copy its state during a step")
+        if save is None or save.step != step:
+            save = self._new_save(step, started_at)
+            for turn in range(self.write_turns):
+                if error := agreement.wait_for_all(f"turn {turn}", WRITE_TIMEOUT, save.error):
+                    raise RunStopped(error)
+                if self.write_turn == turn:
+                    save.run_in_thread(partial(self._write_shard, save, self.state_writer.start_copy(save, rng)))
+                    save.join()
+        if not (error := agreement.wait_for_all("written", WRITE_TIMEOUT, save.error)) and is_leader:
+            save.run_in_thread(partial(self._commit, save))
+            save.join()
+        if error := error or agreement.wait_for_all("committed", WRITE_TIMEOUT, save.error):
+            raise RunStopped(error)
+        self._report_saved(save)
 
     def step_status(self, step: int) -> StepStatus:
         """This rank's flags to send with `step`."""
@@ -204,54 +234,20 @@ class Saver:
             self._abort(save)
         elif status.committed:
             self.current = None
-            if save.warning:
-                logger.warning(save.warning)
-            seconds = time.monotonic() - save.started_at
-            record = {"step": save.step, "checkpoint": str(save.storage), "checkpoint_seconds": seconds}
-            self.on_saved({**record, "checkpoint_stall": save.stall_s, "checkpoint_bytes": save.total_bytes})
+            self._report_saved(save)
         elif status.shard_written == self.mesh.layout.world_size and self.mesh.layout_rank == 0 and not save.committing:
             save.committing = True
             save.run_in_thread(partial(self._commit, save))
 
-    def _copy_to_host(self, save: PendingSave) -> Callable[[], None]:
-        """Start copying this rank's slices to host memory. Returns a function that waits for the copies."""
-        save.rng_tensors, save.rng_texts = rng_state.capture_rng_state(self.device, self.mesh.layout_rank)
-        counters = self.optimizer.guard.update_count, self.optimizer.guard.skip_counts
-        save.update_count, save.skip_counts = (
-            self.device.alloc_host_buffer(c.numel(), c.dtype).view(c.shape) for c in counters
-        )
-        pairs = [(counters[0], save.update_count), (counters[1], save.skip_counts)]
-        state, sizes = self.optimizer.state, [piece.numel for piece in self.slices]
-        for kind, buffer in self.state_buffers.items():
-            if kind not in self.host_slices:
-                host_buffer = self.device.alloc_host_buffer(sum(sizes), buffer.dtype).zero_()
-                parts = zip(host_buffer.split_with_sizes(sizes), self.slices, strict=True)
-                self.host_slices[kind] = [part.view(piece.sizes) for part, piece in parts]
-            # Parameters without a second moment (Muon) have zeros there, so that all files have one format.
-            pairs += [
-                (slice_view(state, self.mesh, buffer, piece), host)
-                for piece, host in zip(self.slices, self.host_slices[kind], strict=True)
-                if kind != "second" or state.has_second_moment(piece.param)
-            ]
-        copies = self.device.start_host_copies(pairs)
-
-        def fence() -> None:
-            begin = time.monotonic()
-            copies.fence()
-            save.stall_s += time.monotonic() - begin
-
-        self.optimizer.fence_next_update(fence)
-        return copies.wait
+    def _report_saved(self, save: PendingSave) -> None:
+        if save.warning:
+            logger.warning(save.warning)
+        seconds = time.monotonic() - save.started_at
+        record = {"step": save.step, "checkpoint": str(save.storage), "checkpoint_seconds": seconds}
+        self.on_saved({**record, "checkpoint_stall": save.stall_s, "checkpoint_bytes": save.total_bytes})
 
     def _write_shard(self, save: PendingSave, wait_for_copies: Callable[[], None]) -> None:
-        wait_for_copies()
-        tensors: list[tuple[str, Sequence[int], Tensor]] = [
-            (checkpoint.tensor_key(kind, piece.name), piece.offsets, values)
-            for kind, host_slices in self.host_slices.items()
-            for piece, values in zip(self.slices, host_slices, strict=True)
-        ]
-        tensors += [(name, [0], tensor) for name, tensor in save.rng_tensors.items()]
-        write_shard(save.storage, checkpoint.shard_name(self.mesh.layout_rank), tensors, save.rng_texts)
+        self.state_writer.write(save, wait_for_copies)
         save.shard_written = True
 
     def _commit(self, save: PendingSave) -> None:

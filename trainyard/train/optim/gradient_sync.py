@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainyard.config.schema import Config
 from trainyard.devices import Device
+from trainyard.devices.stopwatch import Stopwatch
 from trainyard.models import TransformerStage, assign_parameters
 from trainyard.models.blueprint import Blueprint, layer_index
 from trainyard.parallel.mesh import Mesh
@@ -31,9 +32,10 @@ class GradientSync:
         device: Device,
         mesh: Mesh,
         wgrad_buffers: dict[Tensor, Tensor] | None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         """`wgrad_buffers`, if given, is filled with every parameter's gradient buffer, for kernels that accumulate
-        weight gradients directly."""
+        weight gradients directly. `stopwatch` pauses while this rank waits for others."""
         self.state = state
         self.gradient_reducer: GradientReducer | None = None
         self.weight_gatherer: WeightGatherer | None = None
@@ -48,12 +50,12 @@ class GradientSync:
             return
         if group.size > 1:
             self.gradient_reducer = GradientReducer(
-                state.flat, group, state.gradients, state.reduced_grads, reduce_dtype
+                state.flat, group, state.gradients, state.reduced_grads, reduce_dtype, stopwatch
             )
         self._bind_parameters(models, wgrad_buffers)
         if state.zero_stage:
             needed_at = partial(_forward_moments, blueprint)
-            self.weight_gatherer = WeightGatherer(state.flat, group, state.weights, needed_at)
+            self.weight_gatherer = WeightGatherer(state.flat, group, state.weights, needed_at, stopwatch)
             for model in models:
                 model.pre_layer_hook = self.weight_gatherer.wait_for
 

@@ -10,6 +10,7 @@ from trainyard.compile.compile_blocks import CompileFn
 from trainyard.config.schema import Config
 from trainyard.core.counter_rng import key32
 from trainyard.devices import Device
+from trainyard.devices.stopwatch import Stopwatch
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ParameterValues, TransformerStage
 from trainyard.models.blueprint import Blueprint
@@ -42,9 +43,11 @@ class Optimizer:
         mesh: Mesh,
         kernels: Kernels | None = None,
         compile_fn: CompileFn | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         """`models` are this rank's pipeline stages; a parameter that two of them share is one parameter. `values` gives
-        the initial values of this rank's tensor-parallel shards."""
+        the initial values of this rank's tensor-parallel shards. `stopwatch` pauses while this rank waits for
+        others."""
         kernels = kernels or Kernels()
         self.seed, self.betas = config.train.seed, (config.optimizer.beta1, config.optimizer.beta2)
         shapes = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
@@ -53,13 +56,13 @@ class Optimizer:
         self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
         fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
         wgrad_buffers = kernels.wgrad_buffers if fused_wgrad else None
-        self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers)
+        self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, stopwatch)
         self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
         ranges = {name: rounding_ranges(state, blueprint, mesh.tp, name) for name in state.names}
         self.rule = RULES[config.optimizer.kind](
             RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn)
         )
-        self._update_fence: Callable[[], None] | None = None
+        self._update_fences: list[Callable[[], None]] = []
 
     def zero_grad(self, micro_batches: int = 1) -> None:
         """Start a step in which every parameter gets one gradient per micro batch."""
@@ -83,7 +86,7 @@ class Optimizer:
 
     def fence_next_update(self, fence: Callable[[], None]) -> None:
         """Call `fence` once before the next update, which then may not overtake a copy of the state in progress."""
-        self._update_fence = fence
+        self._update_fences.append(fence)
 
     def weight_norm(self) -> Tensor:
         """The 2-norm of all weights of the full model."""
@@ -94,9 +97,8 @@ class Optimizer:
         """Update the weights from the reduced gradients times `grad_scale`, clipped. Returns the norm before clipping.
         `step` seeds stochastic rounding."""
         self.wait_for_weights()
-        if self._update_fence:
-            self._update_fence()
-            self._update_fence = None
+        while self._update_fences:
+            self._update_fences.pop()()
         squared_norms = self.replica_sync.squared_norms(self.state.reduced_grads)
         norm = self.replica_sync.global_norm(squared_norms) * grad_scale
         finite = self.guard.check(squared_norms, norm, loss)

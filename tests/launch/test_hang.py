@@ -1,0 +1,68 @@
+"""A run that hangs: the launcher notices, prints the stacks of all ranks, names the rank that the others wait for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.forkserver import ForkServer
+from trainyard.launch.heartbeat import Heartbeat, RankStack, StepTimes, find_suspect
+
+USER_CODE = """
+import os
+import time
+
+import torch
+
+calls = 0
+
+
+def loss(output, batch):
+    global calls
+    calls += 1
+    if calls == 7 and os.environ["RANK"] == "1":
+        time.sleep(600)
+    logits, labels = output.logits().flatten(0, 1), batch["labels"].long().flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), labels.numel()
+"""
+TRAIN = ["train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+
+
+def test_rank_that_stops_is_named(cli: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(USER_CODE)
+    arguments = [*TRAIN, "train.loss=mine:loss", "train.steps=30", "train.global_batch=2", "train.micro_batch=1"]
+    command = [*arguments, "--nproc", "2", "--hang-timeout", "2", "log.directory=runs", "--logs", "logs"]
+    done = cli.run(command, cwd=tmp_path, timeout=90)
+    assert done.returncode == 1
+    line = next(line for line in done.stderr.splitlines() if "no step for" in line)
+    assert "after step 6; rank 1 is not in a collective as the others are, but at" in line
+    (log,) = (tmp_path / "logs").glob("*/rank-1.log")
+    assert "mine.py" in log.read_text()
+
+
+def test_limit_follows_the_median_step(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.step"
+    heartbeat, times = Heartbeat(path), StepTimes(path)
+    times.poll()
+    assert times.hang_limit(1) is None
+    for step in range(1, 6):
+        heartbeat.beat(step)
+        times.poll()
+    assert times.step == 5
+    assert times.hang_limit(1) == 1
+    times.durations.extend([0.5] * 50)
+    assert times.hang_limit(1) == 5
+    heartbeat.beat(-1)
+    times.poll()
+    assert times.hang_limit(1) is None
+
+
+def test_suspect() -> None:
+    waiting = (
+        'Current thread 0x1 (most recent call first):\n  File "/x/trainyard/compat/collectives.py", line 3 in wait\n'
+    )
+    working = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/nn.py", line 9 in linear\n'
+    working += '  File "/x/trainyard/models/llama.py", line 7 in forward\n'
+    stacks = [RankStack(0, 5, waiting), RankStack(1, 5, working)]
+    assert find_suspect(stacks).endswith("but at /x/trainyard/models/llama.py:7 forward")
+    assert find_suspect([RankStack(0, 5, waiting), RankStack(1, 4, waiting)]) == "rank 1 is at step 4, others at 5"
+    assert find_suspect([RankStack(0, 5, waiting), RankStack(1, 5, waiting)]) == ""
