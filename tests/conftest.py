@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.forkserver import ForkServer
+from tests.support.slurm_fixtures import slurm, slurm_cluster  # noqa: F401
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on the CPU then
@@ -24,6 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT 
 LEFT_OUT = pytest.StashKey[int]()
 POOL_TESTS = "tests/distributed/"
 """The tests that use a pool of ranks."""
+SLURM_TESTS = ("tests/cluster/test_slurm.py", "tests/doctor/test_nodes.py")
+"""The tests that use the Slurm cluster, of which a machine can have one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,13 +64,15 @@ class _XdistHooks:
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
         """Run the tests of a file on one worker, where they share fixtures, and all distributed tests on one, too.
 
-        Two pools of eight ranks would slow each other down on two cores.
+        Two pools of eight ranks would slow each other down on two cores. Tests of the Slurm cluster share one worker.
         """
         from xdist.scheduler import LoadScopeScheduling
 
         class FileScheduling(LoadScopeScheduling):
             def _split_scope(self, nodeid: str) -> str:
                 file = nodeid.partition("::")[0]
+                if file in SLURM_TESTS:
+                    return SLURM_TESTS[0]
                 return POOL_TESTS if file.startswith(POOL_TESTS) else file
 
         return FileScheduling(config, log)

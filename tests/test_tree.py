@@ -22,13 +22,14 @@ ORDER = [
     {"compat"},
     {"kernels"},
     {"devices"},
-    {"config"},
+    {"config", "doctor"},
     {"parallel"},
     {"models"},
     {"data", "metrics", "checkpoint", "launch", "compile"},
     {"train"},
     {"dryrun", "verify", "tune"},
     {"plan", "audit", "precompile"},
+    {"cluster"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

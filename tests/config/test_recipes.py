@@ -14,6 +14,7 @@ from trainyard.train.trainer import Trainer
 
 # Parameters of the published models (BERT with both heads, the GPT-2 vocabulary without padding).
 PARAMETERS = {
+    "bert-large-16-nodes": 336_226_108,
     "bert-large-phase1": 336_226_108,
     "bert-large-phase1-lamb": 336_226_108,
     "bert-large-phase2": 336_226_108,

@@ -26,6 +26,11 @@ EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
+    "submit": "Train as a job of Slurm that restarts by itself.",
+    "jobs": "List submitted runs: state, step, loss, time left.",
+    "logs": "Print or follow the log of a submitted run.",
+    "cancel": "End the job of a submitted run.",
+    "supervise": "Start the ranks of a run inside its job, and again if they fail.",
     "plan": "Predict memory, speed and cost of a run, also for hardware you do not have.",
     "config": "Validate a configuration and print it with all defaults.",
     "import": "Convert an NxD Training or Megatron-LM configuration.",
@@ -38,9 +43,20 @@ COMMAND_HELP = {
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "inspect": "Report what a checkpoint contains.",
     "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
+    "cluster": "AWS ParallelCluster files: init, validate, explain.",
+    "doctor": "Check this machine, or the nodes of a cluster, before a run.",
     "recipes": "List the built-in recipes.",
 }
 """One-line help of each command. Its module is imported only when the command runs: `--help` does not import torch."""
+
+
+MODULE_BY_COMMAND = {
+    "import": "import_config",  # `import` is a keyword of Python
+    "convert-nxd": "convert_nxd",
+    "cluster": "cluster.config_file",
+    **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
+}
+"""Modules whose names differ from those of their commands."""
 
 
 class CommandInterrupted(Exception):
@@ -80,7 +96,7 @@ def suggest_command(args: list[str]) -> str:
 
 def load_command(command: str) -> Any:
     """Import the module of a command and return its click command."""
-    name = "import_config" if command == "import" else command.replace("-", "_")  # `import` is a keyword of Python
+    name = MODULE_BY_COMMAND.get(command, command)
     module = import_module(f"trainyard.cli.commands.{name}")
     if hasattr(module, "app"):  # a group of subcommands
         group: Any = get_command(module.app)
@@ -89,7 +105,7 @@ def load_command(command: str) -> Any:
         return group
     settings = getattr(module, "CONTEXT_SETTINGS", {"help_option_names": ["-h", "--help"]})
     single = typer.Typer(add_completion=False)
-    single.command(command, context_settings=settings)(getattr(module, name))
+    single.command(command, context_settings=settings)(getattr(module, name.rpartition(".")[2]))
     loaded = get_command(single)
     loaded.help = _join_paragraphs(loaded.help)
     return loaded

@@ -1,0 +1,257 @@
+"""Runs as jobs of a real Slurm cluster. Each ends with the losses of an undisturbed run of one rank."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import run as run_process
+
+import pytest
+
+from tests.support.compiler import install_unoptimized_compiler
+from tests.support.forkserver import ForkServer
+from tests.support.slurm_cluster import SlurmCluster
+
+STEPS = 40
+TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+TRAIN += [f"train.steps={STEPS}", "train.global_batch=8", "train.micro_batch=1", "checkpoint.every=3", "log.every=1"]
+TIMEOUT_S = 120
+
+
+def curve(run: Path) -> dict[int, float]:
+    """Loss by step; a step must not be recorded twice."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert len(dict(losses)) == len(losses)
+    return dict(losses)
+
+
+class SubmittedJob:
+    """A run that was submitted to the cluster."""
+
+    def __init__(self, slurm: SlurmCluster, directory: Path, *options: str) -> None:
+        self.slurm, self.run = slurm, directory / "tiny-llama-smoke"
+        self.output = self.command("submit", *TRAIN, f"log.directory={directory}", *options)
+
+    def command(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "trainyard", *arguments]
+        done = run_process(command, env=self.slurm.environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def job_id(self) -> str:
+        return str(json.loads((self.run / "job.json").read_text())["job_id"])
+
+    def state(self) -> str:
+        text = self.slurm.run("scontrol", "-o", "show", "job", self.job_id)
+        return text.partition("JobState=")[2].split()[0]
+
+    def log(self) -> str:
+        path = self.run / "logs" / f"{self.job_id}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {timeout} s for {what}; {self.state()}\n{self.log()[-3000:]}"
+            time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.run / "metrics.jsonl"
+        self.wait_for(lambda: metrics.exists() and max(curve(self.run), default=0) >= step, f"step {step}")
+
+    def wait_for_state(self, state: str, timeout: float = TIMEOUT_S) -> None:
+        self.wait_for(lambda: self.state() == state, state, timeout)
+
+
+@pytest.fixture(scope="module")
+def expected(cli: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one rank that nothing disturbs."""
+    directory = tmp_path_factory.mktemp("one")
+    done = cli.run(["train", *TRAIN, f"log.directory={directory}"])
+    assert done.returncode == 0, done.stderr
+    return curve(directory / "tiny-llama-smoke")
+
+
+def assert_same_curve(job: SubmittedJob, expected: dict[int, float]) -> None:
+    assert curve(job.run) == pytest.approx(expected, rel=1e-5), job.log()
+
+
+def test_job_trains_on_all_nodes(slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "2", "layout.tp=2")
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "4 ranks: tensor 2 x pipeline 1 x context 1 x data 2" in job.log()
+    nodes = {path.name for path in (job.run / "logs").glob("*-1/*")}
+    assert len(nodes) == 2
+    listed = job.command("jobs", str(tmp_path))
+    assert f"{STEPS}/{STEPS}" in listed
+    assert "COMPLETED" in listed
+    assert job.command("logs", str(job.run)) == job.log()
+
+
+def test_killed_rank_restarts_from_the_latest_checkpoint(
+    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job.wait_for_step(4)
+    ranks = [pid for pid in slurm.processes() if environment_of(pid).get("RANK") == "1"]
+    os.kill(ranks[0], signal.SIGKILL)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in job.log()
+    assert "restart 1 of 3" in job.log()
+    assert not slurm.processes()
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)  # type: ignore[misc]
+
+
+@pytest.mark.nightly
+def test_notice_before_the_time_limit_saves_and_requeues(
+    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1", "checkpoint.every=1000")
+    job.wait_for_step(4)
+    slurm.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "asked to stop; the latest checkpoint is of step" in job.log()
+    assert "attempt 2" in job.log()
+
+
+@pytest.mark.nightly
+def test_preempted_job_continues_after_the_other_one(
+    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "4", "--nproc", "1", "checkpoint.every=1000")
+    job.wait_for_step(4)
+    slurm.run("srun", "--partition", "high", "--nodes", "4", "--exclusive", "sleep", "2", timeout=TIMEOUT_S)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "asked to stop; the latest checkpoint is of step" in job.log()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("index", [0, 1], ids=["node of the supervisor", "other node"])
+@pytest.mark.parametrize("fault", ["power", "cable"])
+def test_lost_node_is_replaced(
+    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float], fault: str, index: int
+) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "2", "--hang-timeout", "10")
+    job.wait_for_step(4)
+    used = slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip()
+    node = slurm.run("scontrol", "show", "hostnames", used).split()[index]
+    slurm.kill_node(node) if fault == "power" else slurm.cut_cable(node)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "restart 1 of 3" in job.log()
+    assert node in job.log()
+
+
+@pytest.mark.nightly
+def test_precompiled_job_on_four_nodes(slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]) -> None:
+    install_unoptimized_compiler(tmp_path)
+    slurm.environment["PATH"] = f"{tmp_path}:{slurm.environment['PATH']}"
+    slurm.environment["TRAINYARD_CACHE"] = str(tmp_path / "cache")
+    options = ["--nodes", "4", "--nproc", "2", "layout.tp=2", "compile.enabled=true"]
+    job = SubmittedJob(slurm, tmp_path, *options)
+    assert "precompile" in job.output
+    job.wait_for_state("COMPLETED", timeout=400)
+    assert_same_curve(job, expected)
+    assert "Compiled 0 graphs" in job.log()
+
+
+@pytest.mark.nightly
+def test_elastic_job_shrinks_and_grows(slurm: SlurmCluster, tmp_path: Path, cli: ForkServer) -> None:
+    batch = ["train.global_batch=12", "train.steps=60"]
+    done = cli.run(["train", *TRAIN, *batch, f"log.directory={tmp_path / 'one'}"])
+    assert done.returncode == 0, done.stderr
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2-4", "--nproc", "1", "layout.tp=2", *batch)
+    assert "4 nodes: tensor 2" in job.output
+    assert "3 nodes: tensor 1" in job.output
+    job.wait_for_step(4)
+    used = slurm.run("scontrol", "show", "hostnames", slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip())
+    slurm.kill_node(used.split()[-1])
+    job.wait_for(lambda: "attempt 2" in job.log(), "the second attempt")
+    job.wait_for_step(12)
+    slurm.recover(cancel=False)
+    slurm.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    job.wait_for_state("COMPLETED")
+    assert curve(job.run) == pytest.approx(curve(tmp_path / "one/tiny-llama-smoke"), rel=1e-4), job.log()
+    assert re.findall(r"^(\d) ranks: ", job.log(), re.MULTILINE) == ["4", "3", "4"]
+
+
+@pytest.mark.nightly
+def test_state_of_a_lost_node_is_in_the_memory_of_another(
+    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    """No checkpoint is on the disk, so that a run which continues after step 0 has used the memory."""
+    options = ["--nodes", "3", "--nproc", "2", "checkpoint.every=1000", "checkpoint.memory_every=2", "layout.zero=1"]
+    job = SubmittedJob(slurm, tmp_path, *options, "train.global_batch=12")
+    job.wait_for_step(8)
+    used = slurm.run("scontrol", "show", "hostnames", slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip())
+    slurm.kill_node(used.split()[1])
+    job.wait_for_state("COMPLETED")
+    resumed = [int(line.split("step ")[1].split(":")[0]) for line in job.log().splitlines() if "resuming from" in line]
+    assert len(resumed) == 1, job.log()
+    assert resumed[0] >= 6
+    assert "/dev/shm/" in job.log()
+    for init in slurm.inits.values():
+        assert not list(Path(f"/proc/{init}/root/dev/shm").glob("trainyard-*/*/step_*"))
+
+
+@pytest.mark.nightly
+def test_cancelled_job_saves_and_leaves_no_process(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1", "train.steps=100000", "checkpoint.every=100000")
+    job.wait_for_step(2)
+    again = refused(slurm, tmp_path, "--nodes", "1", "--nproc", "1", "checkpoint.resume=auto")
+    assert f"job {job.job_id} of this run is RUNNING; nearest: trainyard cancel {job.run}" in again
+    job.command("cancel", str(job.run))
+    job.wait_for_state("CANCELLED")
+    job.wait_for(lambda: not slurm.processes(), "the end of all processes")
+    saved = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines() if "checkpoint" in line]
+    assert saved[-1]["step"] == max(curve(job.run))
+
+
+@pytest.mark.nightly
+def test_run_that_always_fails_gives_up(slurm: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def loss(output, batch):\n    raise RuntimeError('boom')\n")
+    slurm.environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    options = ["--nodes", "2", "--nproc", "1", "--max-restarts", "1", "train.loss=mine:loss"]
+    job = SubmittedJob(slurm, tmp_path, *options)
+    job.wait_for_state("FAILED")
+    assert "boom" in job.log()
+    assert "giving up after 2 failures in a row without a new checkpoint (--max-restarts 1)" in job.log()
+
+
+def refused(slurm: SlurmCluster, directory: Path, *options: str) -> str:
+    command = [sys.executable, "-m", "trainyard", "submit", *TRAIN, f"log.directory={directory}", *options]
+    done = run_process(command, env=slurm.environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "0"], "--nodes 0: must be 1 or more"),
+        (["--nodes", "two"], "--nodes two: must be a number such as 4, or a range such as 2-4"),
+        (["--nodes", "2", "--partition", "gpu"], "--partition gpu: no such partition; nearest: main, high"),
+        (["--nodes", "99", "train.global_batch=99"], "--nodes 99: partition main has 4 nodes; nearest: --nodes 4"),
+        (["--nodes", "1", "--time", "soon"], "Invalid --time specification"),
+    ],
+)
+def test_bad_input_is_one_line(slurm: SlurmCluster, tmp_path: Path, options: list[str], message: str) -> None:
+    assert message in refused(slurm, tmp_path, "--nproc", "1", *options)

@@ -1,0 +1,245 @@
+"""A real Slurm cluster on this machine: munged, slurmctld, and a slurmd for each node in namespaces of its own.
+
+A node has its own address, host name, process ids and shared memory, and the file system of this machine. Killing it is
+a loss of power: all its processes end at once. Its cable can be cut and mended. Needs root and Debian's packages
+slurmctld, slurmd, slurm-client, munge and iproute2, which scripts/prepare installs.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter")
+SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+NETWORK = "10.213.77"
+"""This machine is .1, node K is .10+K."""
+HOST_INTERFACE = "trainyard0"
+WAIT_S = 30
+NODE_INIT = """
+echo {name} > /proc/sys/kernel/hostname
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+mount --bind {directory}/hosts /etc/hosts
+ip link set lo up
+touch {directory}/{name}.booted
+while :; do sleep 3600 & wait; done
+"""
+CONFIGURATION = """
+ClusterName=trainyard
+SlurmctldHost={host}({network}.1)
+SlurmctldPort=26817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SlurmdTimeout=6
+SlurmctldTimeout=10
+KillWait=10
+InactiveLimit=0
+ReturnToService=2
+JobRequeue=1
+MinJobAge=86400
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def missing_for_cluster() -> str:
+    """Why this machine cannot run a cluster; empty if it can."""
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM_PATH)]
+    if missing:
+        return f"needs {', '.join(missing)} (as root, make test installs them)"
+    if os.geteuid() != 0:
+        return "needs root for the network namespaces of the nodes"
+    spaces = ["--net", "--uts", "--ipc", "--pid", "--mount"]
+    probe = ["unshare", *spaces, "--fork", "sh", "-c", "ip link add name probe0 type bridge && echo works"]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)  # some kernels give unshare exit code 1
+    return "" if "works" in done.stdout else f"cannot create namespaces: {done.stderr.strip()}"
+
+
+class SlurmCluster:
+    """A running cluster with nodes n1, n2, ... Its directory must have a short path, because of the sockets in it."""
+
+    def __init__(self, directory: Path, num_nodes: int) -> None:
+        self.directory, self.names = directory, [f"n{index}" for index in range(1, num_nodes + 1)]
+        self.configuration = directory / "slurm.conf"
+        self.environment = {**os.environ, "PATH": SYSTEM_PATH, "SLURM_CONF": str(self.configuration)}
+        self.inits: dict[str, int] = {}
+        """Process 1 of each node, in the process ids of this machine."""
+        self.namespace_holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._write_configuration()
+        try:
+            self._start_munge()
+            self._start_switch()
+            self._daemon(["slurmctld"])
+            for name in self.names:
+                self.start_node(name)
+            self._wait_for(lambda: len(self.idle_nodes()) == num_nodes, "idle nodes")
+        except BaseException:
+            self.stop()
+            raise
+
+    def run(self, *command: str, timeout: float = WAIT_S) -> str:
+        """Run one of Slurm's commands and return its output."""
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def idle_nodes(self) -> list[str]:
+        return self.run("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split()
+
+    def start_node(self, name: str) -> None:
+        """Boot a node: namespaces, its cable to the switch, and slurmd."""
+        booted = self.directory / f"{name}.booted"
+        booted.unlink(missing_ok=True)
+        init = NODE_INIT.format(name=name, directory=self.directory)
+        spaces = ["--net", "--uts", "--ipc", "--pid", "--mount", "--mount-proc"]
+        command = ["unshare", *spaces, "--fork", "--kill-child=KILL", "bash", "-c", init]
+        with (self.directory / "daemons.log").open("ab") as log:
+            holder = self.namespace_holders[name] = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
+            )
+        self._wait_for(booted.exists, f"{name} to boot")
+        self.inits[name] = pid = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0])
+        number = self.names.index(name) + 1
+        self._ip(f"link add p{number} netns {self.switch.pid} type veth peer name eth0 netns {pid}")
+        self._in_switch(f"link set p{number} master br0 up")
+        address = f"{NETWORK}.{10 + number}/24"
+        self._in_node(name, ["ip", "addr", "add", address, "dev", "eth0"])
+        self._in_node(name, ["ip", "link", "set", "eth0", "up"])
+        self._in_node(name, ["slurmd", "-N", name, "-f", str(self.configuration)])
+
+    def kill_node(self, name: str) -> None:
+        """A loss of power: the kernel ends all processes of the node."""
+        os.kill(self.inits.pop(name), signal.SIGKILL)
+        self.namespace_holders.pop(name).wait()
+
+    def cut_cable(self, name: str) -> None:
+        self._in_switch(f"link set p{self.names.index(name) + 1} down")
+
+    def mend_cable(self, name: str) -> None:
+        self._in_switch(f"link set p{self.names.index(name) + 1} up")
+
+    def processes(self) -> list[int]:
+        """All processes of all nodes, except process 1 of each, its sleep and Slurm's own."""
+        own = ("bash", "sleep", "slurmd", "slurmstepd", "unshare")
+        found = []
+        for init in self.inits.values():
+            namespace = os.readlink(f"/proc/{init}/ns/pid")
+            for path in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    if os.readlink(path / "ns/pid") == namespace and (path / "comm").read_text().strip() not in own:
+                        found.append(int(path.name))
+        return found
+
+    def recover(self, cancel: bool = True) -> None:
+        """Cancel all jobs, unless told otherwise, and start or reconnect nodes until all work."""
+        if cancel:
+            subprocess.run(["scancel", "--full", "-u", "root"], env=self.environment, capture_output=True, check=False)
+        for name in self.names:
+            if name not in self.inits:
+                self.start_node(name)
+            self.mend_cable(name)
+        for name in self.names:
+            subprocess.run(
+                ["scontrol", "update", f"nodename={name}", "state=resume"],
+                env=self.environment,
+                capture_output=True,
+                check=False,  # it may not be down
+            )
+        if cancel:
+            self._wait_for(lambda: len(self.idle_nodes()) == len(self.names), "idle nodes")
+
+    def stop(self) -> None:
+        """End everything that this cluster started."""
+        for name in list(self.inits):
+            self.kill_node(name)
+        for pid_file in ("slurmctld.pid", "munged.pid"):
+            with suppress(OSError, ValueError):
+                os.kill(int((self.directory / pid_file).read_text()), signal.SIGKILL)
+        if hasattr(self, "switch"):
+            self.switch.kill()
+            self.switch.wait()
+        subprocess.run(["ip", "link", "del", HOST_INTERFACE], env=self.environment, capture_output=True, check=False)
+
+    def _write_configuration(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "state").mkdir(exist_ok=True)
+        host = os.uname().nodename.split(".")[0]
+        lines = [f"{NETWORK}.{10 + index} {name}" for index, name in enumerate(self.names, 1)]
+        (self.directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{NETWORK}.1 {host}", *lines]) + "\n")
+        nodes = "\n".join(
+            f"NodeName={name} NodeHostname={name} NodeAddr={NETWORK}.{10 + index} Port=26818 CPUs=8 RealMemory=100000"
+            for index, name in enumerate(self.names, 1)
+        )
+        text = CONFIGURATION.format(host=host, network=NETWORK, directory=self.directory, nodes=nodes)
+        self.configuration.write_text(text)
+        (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # asks for nothing at start-up
+
+    def _start_munge(self) -> None:
+        key = self.directory / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        files = {name: self.directory / f"munge.{name}" for name in ("socket", "log", "seed")}
+        options = [f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in files.items()]
+        self._daemon(["munged", "--force", f"--key-file={key}", f"--pid-file={self.directory}/munged.pid", *options])
+
+    def _start_switch(self) -> None:
+        """A bridge in a namespace of its own, where no firewall rule of this machine applies."""
+        self.switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], env=self.environment)
+        own = os.readlink("/proc/self/ns/net")
+        self._wait_for(lambda: os.readlink(f"/proc/{self.switch.pid}/ns/net") != own, "the switch")
+        subprocess.run(["ip", "link", "del", HOST_INTERFACE], env=self.environment, capture_output=True, check=False)
+        self._in_switch("link add br0 type bridge")
+        self._in_switch("link set br0 up")
+        self._ip(f"link add {HOST_INTERFACE} type veth peer name p0 netns {self.switch.pid}")
+        self._in_switch("link set p0 master br0 up")
+        self._ip(f"addr add {NETWORK}.1/24 dev {HOST_INTERFACE}")
+        self._ip(f"link set {HOST_INTERFACE} up")
+
+    def _daemon(self, command: Sequence[str]) -> None:
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+
+    def _ip(self, words: str) -> None:
+        self._daemon(["ip", *words.split()])
+
+    def _in_switch(self, words: str) -> None:
+        self._daemon(["nsenter", "-t", str(self.switch.pid), "--net", "ip", *words.split()])
+
+    def _in_node(self, name: str, command: Sequence[str]) -> None:
+        spaces = ["--mount", "--uts", "--ipc", "--net", "--pid"]
+        self._daemon(["nsenter", "-t", str(self.inits[name]), *spaces, "--", *command])
+
+    def _wait_for(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}; see {self.directory}"
+            time.sleep(0.05)

@@ -1,0 +1,34 @@
+"""`trainyard supervise`: run inside a job, start the ranks of a run, and start them again if they fail."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from trainyard.cluster.scheduler import LocalJob, Scheduler, SlurmJob
+from trainyard.cluster.supervisor import Supervisor
+
+
+def supervise(
+    directory: Annotated[Path, Argument(metavar="RUN", help="Run directory that trainyard submit created.")],
+    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks on each node.")] = 1,
+    hang_timeout: Annotated[
+        float, Option("--hang-timeout", min=0, help="End a run without a step for so many seconds; 0: never.")
+    ] = 600,
+    local: Annotated[bool, Option("--local", help="Run on this machine, without Slurm.")] = False,
+) -> int:
+    """Start the ranks of a run on every node of this job, and again from the latest checkpoint if they fail.
+
+    The batch script of trainyard submit calls this.
+
+    Example:
+
+      trainyard supervise runs/llama3-70b --nproc 32
+    """
+    if local:
+        sys.stdin.read()  # until trainyard submit has written the record of this job
+    scheduler: Scheduler = LocalJob() if local else SlurmJob()
+    command = [sys.executable, "-m", "trainyard", "train", str(directory), "--continue", "--nproc", str(nproc)]
+    options = ["--hang-timeout", str(hang_timeout)]
+    return Supervisor(directory, scheduler, [*command, *options]).run()

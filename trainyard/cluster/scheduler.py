@@ -1,0 +1,80 @@
+"""Where a job's ranks run: the allocation of a Slurm job, or this machine. The supervisor is the same for both."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Protocol
+
+from trainyard.cluster import slurm
+from trainyard.core.errors import UserError
+
+
+class Scheduler(Protocol):
+    """The job that the supervisor runs in."""
+
+    job_id: str
+    nodes: str
+    """Host list, for messages."""
+
+    node_count: int
+
+    def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
+        """Start a command once on each of this many nodes."""
+
+    def failed_nodes(self, nodes: str) -> dict[str, str]:
+        """Nodes of a host list that cannot run another attempt, with their state."""
+
+    def is_cancelled(self) -> bool:
+        """True if a user ended the job."""
+
+    def requeue(self) -> bool:
+        """Run the job again from its start, on other nodes if some failed. False if that is not possible."""
+
+
+class SlurmJob:
+    """A Slurm job, seen from its batch script."""
+
+    def __init__(self) -> None:
+        try:
+            self.job_id, self.nodes = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
+            self.node_count = int(os.environ["SLURM_JOB_NUM_NODES"])
+        except KeyError as error:
+            raise UserError(
+                f"{error.args[0]} is not set; this command runs in the script of trainyard submit"
+            ) from None
+
+    def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
+        # Not --unbuffered: it gives the tasks a terminal, and the log would fill with progress bars.
+        environment = slurm.step_environment(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        return subprocess.Popen([*srun, *command], env=environment, start_new_session=True)
+
+    def failed_nodes(self, nodes: str) -> dict[str, str]:
+        return slurm.troubled_nodes(nodes)
+
+    def is_cancelled(self) -> bool:
+        info = slurm.job_info(self.job_id)
+        return info is not None and info.state == "CANCELLED"
+
+    def requeue(self) -> bool:
+        slurm.requeue(self.job_id)
+        return True
+
+
+class LocalJob:
+    """A process on this machine, without Slurm."""
+
+    def __init__(self) -> None:
+        self.job_id, self.nodes, self.node_count = str(os.getpid()), "this machine", 1
+
+    def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, start_new_session=True)
+
+    def failed_nodes(self, nodes: str) -> dict[str, str]:
+        return {}
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def requeue(self) -> bool:
+        return False

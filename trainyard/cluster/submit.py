@@ -1,0 +1,207 @@
+"""Submits a run: creates its run directory with the configuration and a batch script, and starts the job."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from trainyard.cluster import slurm
+from trainyard.cluster.batch_script import BatchOptions, render_script
+from trainyard.cluster.job_record import LOG_DIRECTORY, JobRecord, job_log
+from trainyard.config.load import dump
+from trainyard.config.schema import Config
+from trainyard.core.atomic_files import atomic_write_text
+from trainyard.core.errors import UserError
+from trainyard.devices.names import TRAINIUM_BY_RANKS
+from trainyard.metrics.run_directory import RunDirectory, find_run_directories
+
+if TYPE_CHECKING:  # imports torch
+    from trainyard.cluster.elastic import NodeLayout
+
+TRAIN_SCRIPT, PRECOMPILE_SCRIPT = "train.sbatch", "precompile.sbatch"
+NODE_COUNT = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What to submit."""
+
+    config: Config
+    options: BatchOptions
+    nproc: int
+    """Ranks on each node."""
+    max_restarts: int
+    hang_timeout: float
+    """Seconds without a step after which a run is restarted; 0: any time."""
+    precompile: bool
+    """Compile in a job of its own first, so that the nodes of the run do not wait for the compiler."""
+    layouts: "Mapping[int, NodeLayout]" = field(default_factory=dict)
+    """Of an elastic job: the layout for each number of nodes."""
+
+    def precompile_options(self) -> list[list[str]]:
+        """The number of ranks and the overrides of every layout that the job may train with."""
+        if not self.layouts:
+            return [["--ranks", str(parse_node_count(self.options.nodes)[1] * self.nproc)]]
+        used = {layout.nodes: layout for layout in self.layouts.values()}.values()
+        return [["--ranks", str(layout.nodes * self.nproc), *layout.overrides] for layout in used]
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """Where a submitted run is."""
+
+    directory: Path
+    record: JobRecord
+
+
+def parse_node_count(nodes: str) -> tuple[int, int]:
+    """Fewest and most nodes of text such as 4 or 2-4."""
+    match = NODE_COUNT.fullmatch(nodes)
+    if not match:
+        raise UserError(f"--nodes {nodes}: must be a number such as 4, or a range such as 2-4")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if not 1 <= low <= high:
+        raise UserError(f"--nodes {nodes}: must be 1 or more" + (", in increasing order" if match[2] else ""))
+    return low, high
+
+
+def ranks_per_node(config: Config, nodes: int, gpus_per_node: int | None) -> int:
+    """The number of ranks to start on each node if the user does not say."""
+    if gpus_per_node:
+        return gpus_per_node
+    if config.layout.ranks and config.layout.ranks % nodes == 0:
+        return config.layout.ranks // nodes
+    if instance := re.search(r"trn\d\.\w+", config.hardware):
+        counts = [ranks for ranks, name in TRAINIUM_BY_RANKS.items() if name == instance[0]]
+        if counts:
+            return counts[-1] if config.device.lnc == 1 else counts[0]
+    raise UserError("--nproc: how many ranks on each node? Give their number, usually that of the devices")
+
+
+def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
+    """The batch scripts of a run by file name."""
+    python = [sys.executable, "-m", "trainyard"]
+    name, options = submission.config.log.name, submission.options
+    nproc = ["--nproc", str(submission.nproc)]
+    scripts = {}
+    if submission.precompile:
+        scripts[PRECOMPILE_SCRIPT] = render_script(
+            f"{name}-precompile",
+            directory,
+            replace(options, nodes="1", notice_s=0),
+            [[*python, "precompile", str(directory), *nproc, *part] for part in submission.precompile_options()],
+            "Compiles all graphs of the run; the training job starts when it has succeeded.",
+        )
+    scripts[TRAIN_SCRIPT] = render_script(
+        name,
+        directory,
+        options,
+        [[*python, *supervise_command(submission, directory)]],
+        "Starts the ranks on every node with srun, and again from the latest checkpoint if they fail.",
+    )
+    return scripts
+
+
+def supervise_command(submission: Submission, directory: Path) -> list[str]:
+    options = ["--nproc", str(submission.nproc), "--hang-timeout", f"{submission.hang_timeout:g}"]
+    return ["supervise", str(directory), *options]
+
+
+def existing_run(config: Config) -> Path | None:
+    """With checkpoint.resume=auto: the directory of the latest run of this name, which the job continues."""
+    if config.checkpoint.resume != "auto":
+        return None
+    directories = find_run_directories(Path(config.log.directory).expanduser().absolute(), config.log.name)
+    return directories[0] if directories else None
+
+
+def open_run(config: Config) -> RunDirectory:
+    """The locked directory of the run to continue, or of a new run."""
+    if path := existing_run(config):
+        check_no_job(path)
+        return RunDirectory.open(path, config.log.name)
+    return RunDirectory.create(Path(config.log.directory).expanduser().absolute(), config.log.name)
+
+
+def submit_to_slurm(submission: Submission) -> SubmittedRun:
+    """Write the scripts of a run into its directory and submit them."""
+    check_options(submission)
+    with open_run(submission.config) as run:
+        _write_run(submission, run.path)
+        precompile_id = None
+        dependency: list[str] = []
+        if submission.precompile:
+            precompile_id = slurm.submit_script(str(run.path / PRECOMPILE_SCRIPT))
+            dependency = [f"--dependency=afterok:{precompile_id}", "--kill-on-invalid-dep=yes"]
+        try:
+            # The record must exist when the job starts, so the job is held until it is written.
+            job_id = slurm.submit_script(str(run.path / TRAIN_SCRIPT), ["--hold", *dependency])
+        except UserError:
+            if precompile_id:
+                slurm.cancel([precompile_id])
+            raise
+        nodes, nproc = submission.options.nodes, submission.nproc
+        layouts = {str(count): layout.as_json() for count, layout in submission.layouts.items()}
+        record = JobRecord("slurm", job_id, nodes, nproc, precompile_id, layouts, submission.max_restarts)
+        record.write(run.path)
+    slurm.release(job_id)
+    return SubmittedRun(run.path, record)
+
+
+def submit_locally(submission: Submission) -> SubmittedRun:
+    """Start the supervisor of a run on this machine, in the background."""
+    with open_run(submission.config) as run:
+        _write_run(submission, run.path)
+    command = [sys.executable, "-m", "trainyard", *supervise_command(submission, run.path), "--local"]
+    log_path = run.path / LOG_DIRECTORY / "local.log"
+    reader, writer = os.pipe()  # the supervisor waits until its record is written
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=reader,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    log_path.rename(job_log(run.path, str(process.pid)))
+    record = JobRecord("local", str(process.pid), "1", submission.nproc, max_restarts=submission.max_restarts)
+    record.write(run.path)
+    os.close(reader)
+    os.close(writer)
+    return SubmittedRun(run.path, record)
+
+
+def check_options(submission: Submission) -> None:
+    """Raise UserError if Slurm would refuse the job. Nothing is created."""
+    partition = submission.options.partition
+    if partition:
+        slurm.check_partition(partition)
+    slurm.check_node_count(parse_node_count(submission.options.nodes)[0], partition)
+    with TemporaryDirectory() as temporary:
+        for name, text in render_scripts(submission, Path(temporary)).items():
+            script = Path(temporary) / name
+            script.write_text(text)
+            slurm.check_script(str(script))
+
+
+def check_no_job(directory: Path) -> None:
+    """Refuse a run that has a job which waits or runs."""
+    record = JobRecord.read(directory)
+    if record and record.scheduler == "slurm" and slurm.available():
+        info = slurm.job_info(record.job_id)
+        if info and (info.pending or info.running):
+            raise UserError(
+                f"{directory}: job {info.job_id} of this run is {info.state}; nearest: trainyard cancel {directory}"
+            )
+
+
+def _write_run(submission: Submission, directory: Path) -> None:
+    (directory / LOG_DIRECTORY).mkdir(exist_ok=True)
+    atomic_write_text(directory / "config.yaml", dump(submission.config))
+    for name, text in render_scripts(submission, directory).items():
+        atomic_write_text(directory / name, text)

@@ -1,0 +1,132 @@
+"""Checks of one host: versions, limits, memory, disk, clock, name and ports."""
+
+import ctypes
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from trainyard.core.constants import GIB
+from trainyard.core.finding import Finding
+from trainyard.core.world import FIRST_DERIVED_PORT, MAX_PORT
+
+PACKAGES = ("trainyard", "torch", "numpy", "torch-xla", "torch-neuronx", "neuronx-cc")
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY = GIB
+MIN_FREE_DISK = 10 * GIB
+STA_UNSYNC = 0x40
+"""Bit of adjtimex's status: the clock is not synchronized."""
+PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
+
+
+def host_findings() -> Iterator[Finding]:
+    yield from _versions()
+    yield from _limits()
+    yield from _memory()
+    yield from _clock()
+    yield from _name()
+    yield from _ports()
+
+
+def _versions() -> Iterator[Finding]:
+    installed = []
+    for package in PACKAGES:
+        try:
+            installed.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    yield Finding("versions", "ok", f"Python {platform.python_version()}, {', '.join(installed)}")
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES:
+        text = f"{soft}; ranks open a socket for every other rank, and files of the data"
+        cure = f"ulimit -n {hard}" if hard >= MIN_OPEN_FILES else "set nofile 65536 in /etc/security/limits.conf"
+        yield Finding("open files", "warning", text, cure)
+    else:
+        yield Finding("open files", "ok", f"{soft}")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    adapters = sorted(Path("/sys/class/infiniband").glob("*"))
+    if adapters and locked != resource.RLIM_INFINITY:
+        text = f"{locked // 1024} KiB; the network adapter {adapters[0].name} maps more"
+        yield Finding("locked memory", "error", text, "set memlock unlimited in /etc/security/limits.conf")
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    yield Finding("memory", "ok", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
+    if Path("/dev/shm").is_dir() and (size := shutil.disk_usage("/dev/shm").total) < MIN_SHARED_MEMORY:
+        text = f"/dev/shm has {size / GIB:.2f} GiB; ranks of one host exchange data there"
+        yield Finding(
+            "shared memory", "warning", text, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+        )
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if free < MIN_FREE_DISK:
+        text = f"{tempfile.gettempdir()}: {free / GIB:.1f} GiB free; compilers and conversions need more"
+        yield Finding("disk", "warning", text, "remove files, or set TMPDIR to a larger disk")
+
+
+def _clock() -> Iterator[Finding]:
+    status = _clock_status()
+    if status is not None and status & STA_UNSYNC:
+        text = "not synchronized; Slurm, locks and the order of failures on several hosts depend on it"
+        yield Finding("clock", "warning", text, "sudo systemctl enable --now chrony")
+    elif status is not None:
+        yield Finding("clock", "ok", "synchronized")
+
+
+def _clock_status() -> int | None:
+    """Status bits of the kernel's clock; None if the system does not tell."""
+
+    class Timex(ctypes.Structure):
+        _fields_ = (
+            ("modes", ctypes.c_uint),
+            ("offset", ctypes.c_long),
+            ("freq", ctypes.c_long),
+            ("maxerror", ctypes.c_long),
+            ("esterror", ctypes.c_long),
+            ("status", ctypes.c_int),
+            ("rest", ctypes.c_byte * 256),
+        )
+
+    try:
+        record = Timex()
+        code = ctypes.CDLL(None).adjtimex(ctypes.byref(record))
+    except (OSError, AttributeError):
+        return None
+    return None if code < 0 else record.status
+
+
+def _name() -> Iterator[Finding]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        text = f"{name} has no address; gloo and Slurm's srun look it up"
+        yield Finding("host name", "error", text, f"add a line ADDRESS {name} to /etc/hosts")
+        return
+    if address.startswith("127."):
+        text = f"{name} is {address}, which other hosts cannot reach; fine for runs on this host alone"
+        yield Finding("host name", "ok", text, "for several hosts: set GLOO_SOCKET_IFNAME, or correct /etc/hosts")
+    else:
+        yield Finding("host name", "ok", f"{name} is {address}")
+
+
+def _ports() -> Iterator[Finding]:
+    try:
+        low, high = (int(word) for word in Path(PORT_RANGE).read_text().split())
+    except (OSError, ValueError):
+        return
+    if high >= FIRST_DERIVED_PORT:
+        text = f"outgoing connections use {low} to {high}, and may take the port where the ranks of a job meet"
+        cure = f"sudo sysctl -w net.ipv4.ip_local_port_range='{low} {FIRST_DERIVED_PORT - 1}', or set MASTER_PORT"
+        yield Finding("ports", "warning", text, cure)
+    else:
+        yield Finding("ports", "ok", f"jobs meet on {FIRST_DERIVED_PORT} to {MAX_PORT}")
