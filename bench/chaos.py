@@ -2,7 +2,7 @@
 
     sudo python bench/chaos.py [--faults 20] [--seed 0] [--out bench/results/chaos-cpu.json]
 
-Four nodes in network namespaces of this machine (tests/support/slurm_cluster.py), a run of three nodes with two ranks
+Four nodes in network namespaces of this machine (tests/support/slurm_cluster.py), a run of three nodes with a rank
 each, and a spare. Needs root and Debian's packages for Slurm. Faults come at random steps:
 
     rank        a rank is killed                        power       a node loses power; it boots after the recovery
@@ -30,10 +30,10 @@ from typing import Any
 
 from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster
 
-NUM_NODES, USED_NODES, RANKS_PER_NODE = 4, 3, 2
+NUM_NODES, USED_NODES, RANKS_PER_NODE = 4, 3, 1
 RUN_NAME = "tiny-llama-smoke"
 TRAIN = [
-    *("tiny-llama", "--smoke", "train.global_batch=12", "train.micro_batch=1", "layout.tp=2", "layout.zero=1"),
+    *("tiny-llama", "--smoke", "train.global_batch=12", "train.micro_batch=4", "layout.zero=1"),
     *("checkpoint.every=10", "checkpoint.memory_every=2", "checkpoint.export_hf=false", "checkpoint.stop_grace_s=2"),
     *("log.every=1", "log.tensorboard=false", "evaluate.every=0"),
 ]
@@ -171,7 +171,7 @@ def strike(kind: str, run: Run, generator: random.Random) -> dict[str, Any]:
     where, repair = inject(kind, run, generator)
     if kind in RESTARTING:
         run.wait_for(lambda: run.record["attempts"] > attempts, f"a new attempt after {kind}")
-        run.wait_for(lambda: "first step done" in run.log().rpartition("trainyard: attempt")[2], "its first step")
+        run.wait_for(lambda: "\nstep " in run.log().rpartition("trainyard: attempt")[2], "its first step")
         lost = max(0, step - resumed_step(run.log()))
     else:
         lost = 0

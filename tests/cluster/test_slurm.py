@@ -235,6 +235,16 @@ def test_run_that_always_fails_gives_up(slurm: SlurmCluster, tmp_path: Path) -> 
     assert "giving up after 2 failures in a row without a new checkpoint (--max-restarts 1)" in job.log()
 
 
+@pytest.mark.nightly
+def test_directory_that_nodes_do_not_share(slurm: SlurmCluster, tmp_path: Path) -> None:
+    slurm.in_node("n2", ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)])
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job.wait_for_state("FAILED")
+    assert f"stopped: a node could not start its ranks; do all nodes share {job.run}?" in job.log()
+    assert "attempt 2" not in job.log()
+    slurm.in_node("n2", ["umount", str(tmp_path)])
+
+
 def refused(slurm: SlurmCluster, directory: Path, *options: str) -> str:
     command = [sys.executable, "-m", "trainyard", "submit", *TRAIN, f"log.directory={directory}", *options]
     done = run_process(command, env=slurm.environment, capture_output=True, text=True, timeout=60, check=False)

@@ -282,11 +282,11 @@ def test_nodes_of_the_allocation_around_the_command(slurm: SlurmCluster, tmp_pat
 @pytest.mark.nightly
 def test_slow_node_of_a_cluster_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
     limit = ["rate", "50mbit", "burst", "32kbit", "latency", "400ms"]
-    slurm._in_node("n3", ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit])
+    slurm.in_node("n3", ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit])
     try:
         done = run_doctor(slurm, "--nodes", 4, "--directory", tmp_path)
     finally:
-        slurm._in_node("n3", ["tc", "qdisc", "del", "dev", "eth0", "root"])
+        slurm.in_node("n3", ["tc", "qdisc", "del", "dev", "eth0", "root"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bandwidth: n3 sends at 0.04" in done.stdout
     assert_nothing_is_left(slurm, tmp_path)
@@ -332,12 +332,12 @@ def test_node_that_is_lost_during_the_survey_is_named(
 def test_node_that_only_slurm_reaches_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
     routes = [f"unreachable 10.213.77.{host}" for host in (11, 12, 14)]
     for route in routes:
-        slurm._in_node("n3", ["ip", "route", "add", *route.split()])
+        slurm.in_node("n3", ["ip", "route", "add", *route.split()])
     try:
         done = run_doctor(slurm, "--nodes", 4, "--directory", tmp_path)
     finally:
         for route in routes:
-            slurm._in_node("n3", ["ip", "route", "del", *route.split()])
+            slurm.in_node("n3", ["ip", "route", "del", *route.split()])
     assert done.returncode == 1, done.stdout + done.stderr
     assert "network: n3 reaches no other node, and none reaches it" in done.stdout
     assert "versions (all 4 nodes): " in done.stdout

@@ -130,9 +130,9 @@ class SlurmCluster:
         self._ip(f"link add p{number} netns {self.switch.pid} type veth peer name eth0 netns {pid}")
         self._in_switch(f"link set p{number} master br0 up")
         address = f"{NETWORK}.{10 + number}/24"
-        self._in_node(name, ["ip", "addr", "add", address, "dev", "eth0"])
-        self._in_node(name, ["ip", "link", "set", "eth0", "up"])
-        self._in_node(name, ["slurmd", "-N", name, "-f", str(self.configuration)])
+        self.in_node(name, ["ip", "addr", "add", address, "dev", "eth0"])
+        self.in_node(name, ["ip", "link", "set", "eth0", "up"])
+        self.in_node(name, ["slurmd", "-N", name, "-f", str(self.configuration)])
 
     def kill_node(self, name: str) -> None:
         """A loss of power: the kernel ends all processes of the node."""
@@ -234,7 +234,8 @@ class SlurmCluster:
     def _in_switch(self, words: str) -> None:
         self._daemon(["nsenter", "-t", str(self.switch.pid), "--net", "ip", *words.split()])
 
-    def _in_node(self, name: str, command: Sequence[str]) -> None:
+    def in_node(self, name: str, command: Sequence[str]) -> None:
+        """Run a command in the namespaces of a node."""
         spaces = ["--mount", "--uts", "--ipc", "--net", "--pid"]
         self._daemon(["nsenter", "-t", str(self.inits[name]), *spaces, "--", *command])
 
