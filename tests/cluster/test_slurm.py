@@ -109,6 +109,18 @@ def test_killed_rank_restarts_from_the_latest_checkpoint(
     assert not slurm.processes()
 
 
+@pytest.mark.nightly
+def test_killed_supervisor_starts_again(slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]) -> None:
+    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job.wait_for_step(4)
+    (supervisor,) = (pid for pid in slurm.processes() if b"\0supervise\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(supervisor, signal.SIGKILL)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "the job or its supervisor was ended on n[1-2] and started again; restart 1 of 3" in job.log()
+    assert not slurm.processes()
+
+
 def environment_of(pid: int) -> dict[str, str]:
     try:
         words = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -240,8 +252,8 @@ def test_directory_that_nodes_do_not_share(slurm: SlurmCluster, tmp_path: Path) 
     slurm.in_node("n2", ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)])
     job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
     job.wait_for_state("FAILED")
-    assert f"stopped: a node could not start its ranks; do all nodes share {job.run}?" in job.log()
-    assert "attempt 2" not in job.log()
+    assert f"stopped: not all nodes of n[1-2] see {job.run}; nearest: a directory on a file system that" in job.log()
+    assert "attempt 1" not in job.log()
     slurm.in_node("n2", ["umount", str(tmp_path)])
 
 

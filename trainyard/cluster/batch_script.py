@@ -28,6 +28,19 @@ class BatchOptions:
     """Other options of sbatch, as they are."""
 
 
+RESTART_IF_KILLED = """\
+code=137
+while [ $code = 137 ]; do
+    {command} &
+    child=$!
+    trap 'kill -TERM $child' TERM
+    trap 'kill -USR1 $child' USR1
+    while code=0; wait $child || code=$?; kill -0 $child 2>/dev/null; do :; done  # a signal ends wait, not the child
+done
+exit $code"""
+"""137: killed by SIGKILL."""
+
+
 def render_script(
     name: str,
     directory: Path,
@@ -35,8 +48,8 @@ def render_script(
     commands: Iterable[Sequence[str]],
     purpose: str,
 ) -> str:
-    """A script that runs commands on the first node of the job, one after the other. The last one replaces the shell,
-    so that it receives the signals of Slurm."""
+    """A script that runs commands on the first node of the job, one after the other. The last one gets the signals that
+    Slurm sends to the script, and is started again if something kills it, such as the kernel for lack of memory."""
     *first, last = [shlex.join(command) for command in commands]
     named = ("partition", "time", "account", "qos", "constraint", "reservation")
     directives = [f"--job-name={name}", f"--nodes={options.nodes}"]
@@ -62,6 +75,6 @@ def render_script(
         "ulimit -S -l $(ulimit -H -l)  # locked memory: network adapters and devices map it",
         "",
         *first,
-        f"exec {last}",
+        *RESTART_IF_KILLED.format(command=last).splitlines(),
     ]
     return "\n".join(lines) + "\n"

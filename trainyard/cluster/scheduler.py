@@ -1,12 +1,17 @@
 """Where a job's ranks run: the allocation of a Slurm job, or this machine. The supervisor is the same for both."""
 
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from trainyard.cluster import slurm
 from trainyard.core.errors import UserError
+
+NOT_SEEN = 7
+"""Exit code of a task that does not see a file; srun itself uses others."""
 
 
 class Scheduler(Protocol):
@@ -20,6 +25,12 @@ class Scheduler(Protocol):
 
     def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
         """Start a command once on each of this many nodes."""
+
+    def sees_on_all_nodes(self, file: Path) -> bool:
+        """False if a node does not see a file; True also if that is not known."""
+
+    def end_earlier_attempt(self) -> None:
+        """End what a killed supervisor of this job has left running."""
 
     def failed_nodes(self, nodes: str) -> dict[str, str]:
         """Nodes of a host list that cannot run another attempt, with their state."""
@@ -49,6 +60,15 @@ class SlurmJob:
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         return subprocess.Popen([*srun, *command], env=environment, start_new_session=True)
 
+    def sees_on_all_nodes(self, file: Path) -> bool:
+        probe = ["srun", f"--nodes={self.node_count}", f"--ntasks={self.node_count}", "--ntasks-per-node=1"]
+        probe += ["sh", "-c", f"test -e {shlex.quote(str(file))} || exit {NOT_SEEN}"]
+        done = subprocess.run(probe, env=slurm.step_environment(os.environ), stderr=subprocess.DEVNULL, check=False)
+        return done.returncode != NOT_SEEN
+
+    def end_earlier_attempt(self) -> None:
+        slurm.end_steps(self.job_id)
+
     def failed_nodes(self, nodes: str) -> dict[str, str]:
         return slurm.troubled_nodes(nodes)
 
@@ -69,6 +89,12 @@ class LocalJob:
 
     def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, start_new_session=True)
+
+    def sees_on_all_nodes(self, file: Path) -> bool:
+        return True
+
+    def end_earlier_attempt(self) -> None:
+        """Ranks end with their launcher, and the run directory is locked until then."""
 
     def failed_nodes(self, nodes: str) -> dict[str, str]:
         return {}

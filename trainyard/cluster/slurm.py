@@ -3,11 +3,13 @@
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from trainyard.core.errors import UserError
 
+STEP_POLL_S = 1.0
 TIMEOUT_S = 60
 """Longest wait for an answer of the controller."""
 PENDING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
@@ -101,6 +103,17 @@ def requeue(job_id: str) -> None:
     except UserError as error:
         if "Job is pending execution" not in str(error):
             raise
+
+
+def end_steps(job_id: str) -> None:
+    """End all steps of a job that srun started, and wait for that. The batch script itself goes on."""
+    query = ["squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i"]
+    deadline = time.monotonic() + TIMEOUT_S
+    while steps := [step for step in run_command(query).split() if step.partition(".")[2].isdigit()]:
+        if time.monotonic() > deadline:
+            raise UserError(f"steps {', '.join(steps)} of an earlier attempt do not end")
+        run_command(["scancel", *steps])
+        time.sleep(STEP_POLL_S)
 
 
 def cancel(job_ids: Sequence[str]) -> None:

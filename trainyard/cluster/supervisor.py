@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainyard.cluster.job_record import JobRecord, attempt_directory
+from trainyard.cluster.job_record import RECORD_FILE, JobRecord, attempt_directory
 from trainyard.cluster.scheduler import Scheduler
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped
@@ -61,8 +61,16 @@ class Supervisor:
             return self._run_attempts(signals)
 
     def _run_attempts(self, signals: list[int]) -> int:
-        if self.record.attempt_nodes and (code := self._count_failure(self._lost_attempt_cause(), 1)):
-            return code
+        if self.record.attempt_nodes:
+            self.scheduler.end_earlier_attempt()
+            if code := self._count_failure(self._lost_attempt_cause(), 1):
+                return code
+        if not self.scheduler.sees_on_all_nodes(self.directory / RECORD_FILE):
+            self._report(
+                f"stopped: not all nodes of {self.scheduler.nodes} see {self.directory}; nearest: a directory on a "
+                "file system that they share (log.directory)"
+            )
+            return EXIT_USER_ERROR
         while True:
             end = self._attempt(signals)
             if end.code == 0:
@@ -70,11 +78,6 @@ class Supervisor:
             if end.failure and end.failure.kind in FINAL_KINDS:
                 self._report(f"stopped: {end.failure.text}")
                 return end.failure.code
-            if (
-                end.code == EXIT_USER_ERROR and not end.failure
-            ):  # before the ranks: such as a directory a node cannot see
-                self._report(f"stopped: a node could not start its ranks; do all nodes share {self.directory}?")
-                return end.code
             if end.failure and end.failure.kind == "in use" and self._wait_for_directory(signals):
                 continue
             if self.record.cancelled or self.scheduler.is_cancelled():
@@ -138,7 +141,7 @@ class Supervisor:
     def _lost_attempt_cause(self) -> str:
         """Why an attempt ended together with its supervisor."""
         nodes = describe_nodes(self.scheduler.failed_nodes(self.record.attempt_nodes))
-        return nodes or f"the job was ended on {self.record.attempt_nodes} and started again"
+        return nodes or f"the job or its supervisor was ended on {self.record.attempt_nodes} and started again"
 
     def _count_failure(self, cause: str, code: int) -> int:
         """Report a failure. Returns 0 if another attempt follows, and the exit code of the job otherwise."""
