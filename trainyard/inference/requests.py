@@ -1,0 +1,48 @@
+"""What callers ask the scheduler for, and what it answers, token by token."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length"]
+"""stop: an end token or a stop string; length: max_new_tokens, or the longest sequence that the cache holds."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen. The defaults take the most likely one."""
+
+    temperature: float = 0.0
+    """0: the most likely token (greedy)."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens whose probabilities sum to this."""
+    top_k: int = 0
+    """Sample among this many of the most likely tokens; 0: all."""
+    seed: int = 0
+    """Requests with the same seed, prompt and options get the same tokens, whatever else is in the batch."""
+    max_new_tokens: int = 128
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the sequence. They are reported, as the last token."""
+    num_logprobs: int = 0
+    """The most likely tokens to report with each token, besides the token itself."""
+
+
+@dataclass
+class Request:
+    """One sequence to continue."""
+
+    request_id: int
+    prompt: list[int]
+    options: SamplingOptions = field(default_factory=SamplingOptions)
+
+
+class TokenEvent(NamedTuple):
+    """One new token of a request."""
+
+    request_id: int
+    token: int
+    logprob: float
+    """Of the model's distribution before temperature, top_p and top_k."""
+    top_logprobs: tuple[tuple[int, float], ...]
+    """(token, logprob) of the most likely tokens, as many as the request asked for."""
+    finish_reason: FinishReason | None
+    """None: more tokens follow."""
