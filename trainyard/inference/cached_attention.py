@@ -69,9 +69,7 @@ class CachedAttention(CoreAttention):
             k_BGTK, v_BGTK = k_BGTK.index_select(1, self.kv_index), v_BGTK.index_select(1, self.kv_index)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            return self.kernels.decode_attention(
-                q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible
-            )
+            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 
     def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -85,9 +83,7 @@ class CachedAttention(CoreAttention):
             position = torch.arange(end, device=q_BHTK.device)
             past = position <= position[start:, None]
         grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped)
 
 
 class CachingFactory(ModuleFactory):

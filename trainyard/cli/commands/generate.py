@@ -94,7 +94,7 @@ def generate(
         return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
     if world.size != tp:
         raise UserError(f"--tp {tp}: there are {world.size} ranks")
-    from trainyard.inference.generate import Prompt, generate_texts
+    from trainyard.inference.generate import generate_texts
     from trainyard.inference.load import InferenceOptions, load_for_inference
     from trainyard.inference.requests import SamplingOptions
     from trainyard.parallel.mesh import shutdown_distributed
