@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.support.forkserver import ForkServer
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
@@ -177,6 +177,7 @@ def test_any_format_generates_without_conversion(
     assert run_prompts(load(destination), prompts) == [expected_tokens(model, prompt) for prompt in prompts]
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_give_the_same_tokens(llama: tuple[Path, Any]) -> None:
     prompts = random_prompts(4, 9)
     assert run_prompts(load(llama[0], compile_blocks=True), prompts) == run_prompts(load(llama[0]), prompts)
@@ -257,7 +258,7 @@ def test_masks_are_filled_as_by_transformers(tmp_path: Path, cli: ForkServer) ->
         vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=32, initializer_range=0.3,
     )  # fmt: skip
-    model = BertForMaskedLM(config).eval()
+    model = BertForPreTraining(config).eval()
     model.save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     done = cli.run(["fill-mask", str(tmp_path), "a b [MASK] d [MASK]", "--json", "--device", "cpu", "--top", "3"])
@@ -265,7 +266,7 @@ def test_masks_are_filled_as_by_transformers(tmp_path: Path, cli: ForkServer) ->
     (entry,) = json.loads(done.stdout)
     tokens = torch.tensor([[2, 5, 6, 4, 8, 4, 3]])
     with torch.no_grad():
-        probabilities = model(tokens).logits[0].softmax(-1)
+        probabilities = model(tokens).prediction_logits[0].softmax(-1)
     for position, mask in zip((3, 5), entry["masks"], strict=True):
         top = probabilities[position].topk(3)
         assert [candidate["token"] for candidate in mask] == top.indices.tolist()

@@ -55,7 +55,8 @@ COMMAND_HELP = {
 MODULE_BY_COMMAND = {
     "import": "import_config",  # `import` is a keyword of Python
     "convert-nxd": "convert_nxd",
-    "fill-mask": "fill_mask",
+    "generate": "inference.generate",
+    "fill-mask": "inference.fill_mask",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

@@ -1,6 +1,6 @@
 """Causal attention over a preallocated cache of keys and values, with one slot for each sequence of a batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class CacheState:
     """True: one new token for each of the first slots. False: tokens `start`, ... of the slots in `slots`."""
     visible: int = 0
     """While decoding: no slot has more tokens than this, the new one included."""
-    slots: Tensor | None = None
-    """The slot of each row of a prefill, int64 [B]."""
+    slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """The slot of each row of a prefill."""
     start: int = 0
     """The position of a prefill's first token. If it is not 0, there is one row."""
 

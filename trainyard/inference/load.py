@@ -19,7 +19,7 @@ from trainyard.devices import Device
 from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
 from trainyard.inference.chat import ChatTemplate
 from trainyard.inference.engine import Engine
-from trainyard.inference.scheduler import Scheduler
+from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.tokenizer_files import find_tokenizer
 from trainyard.models import AnyModelConfig, TransformerStage, build_model, family_of, fill_parameters
 from trainyard.models.sharding import local_tensor
@@ -54,7 +54,7 @@ class InferenceModel:
 
     model_config: AnyModelConfig
     module: TransformerStage
-    scheduler: Scheduler
+    scheduler: RequestScheduler
     tokenizer: Tokenizer | None
     """None if the checkpoint has no tokenizer: prompts are token ids then."""
     model_files: dict[str, bytes]
@@ -122,7 +122,7 @@ def load_for_inference(
     device = devices.select(options.device)
     dtype = _choose_dtype(options.dtype, device)
     device.prepare(False, world)
-    mesh = _create_mesh(config, device, world)
+    mesh = _create_mesh(device, world)
     limit = config.max_positions
     max_seq_len = options.max_seq_len or limit
     if not 2 <= max_seq_len <= limit:
@@ -141,7 +141,7 @@ def load_for_inference(
     return InferenceModel(
         config,
         module,
-        Scheduler(engine, config.vocab),
+        RequestScheduler(engine, config.vocab),
         find_tokenizer(tokenizer, model_files),
         model_files,
         device,
@@ -153,9 +153,14 @@ def _choose_dtype(name: str | None, device: Device) -> torch.dtype:
     return DTYPES[name] if name else torch.float32 if device.synchronous else torch.bfloat16
 
 
-def _create_mesh(config: AnyModelConfig, device: Device, world: World) -> Mesh:
-    if config.heads % world.size:
-        raise UserError(f"--tp {world.size}: does not divide the model's {config.heads} heads")
+def check_tensor_parallel(source: str, tp: int) -> None:
+    """Raise UserError if `tp` ranks cannot share the model, before they start."""
+    heads = open_weights(source).weights.model.heads
+    if heads % tp:
+        raise UserError(f"--tp {tp}: does not divide the model's {heads} heads")
+
+
+def _create_mesh(device: Device, world: World) -> Mesh:
     return Mesh.create(Layout(tp=world.size), device, world)
 
 

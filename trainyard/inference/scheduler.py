@@ -43,7 +43,7 @@ class QueuedStep:
     wait: Callable[[], NextTokens]
 
 
-class Scheduler:
+class RequestScheduler:
     """Continues many requests together. Not thread-safe: one thread calls all methods.
 
     A step of the device is queued before the results of the previous one are read, so that the device never waits for
@@ -164,7 +164,8 @@ class Scheduler:
                 finish_reason = "stop"
             elif sequence.reported >= self._max_new_tokens(sequence):
                 finish_reason = "length"
-            logprob, top = None, ()
+            logprob: float | None = None
+            top: tuple[tuple[int, float], ...] = ()
             if options.num_logprobs is not None and result.logprobs and result.top_logprobs:
                 logprob, top = result.logprobs[row], tuple(result.top_logprobs[row][: options.num_logprobs])
             events.append(TokenEvent(sequence.request.request_id, token, finish_reason, logprob, top))

@@ -25,8 +25,8 @@ def _load_from_files(name: str | None, model_files: dict[str, bytes], **paths: s
     with TemporaryDirectory() as directory:  # the libraries read files
         for file, content in model_files.items():
             (Path(directory) / file).write_bytes(content)
-        files = {key: str(Path(directory) / file) for key, file in paths.items()}
-        return load_tokenizer(TokenizerSpec(name or directory, end_token=end_token, **files))
+        spec = TokenizerSpec(name or directory, end_token=end_token)
+        return load_tokenizer(spec._replace(**{key: str(Path(directory) / file) for key, file in paths.items()}))
 
 
 def _end_token(model_files: dict[str, bytes]) -> str | None:

@@ -90,7 +90,9 @@ def generate(
         if batch and str(batch) == "-":
             raise UserError("--batch -: not with --tp; write the prompts to a file")
         from trainyard import devices
+        from trainyard.inference.load import check_tensor_parallel
 
+        check_tensor_parallel(source, tp)
         return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
     if world.size != tp:
         raise UserError(f"--tp {tp}: there are {world.size} ranks")

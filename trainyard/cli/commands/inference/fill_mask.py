@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from trainyard.cli.commands.generate import CheckpointSource, DeviceName
+from trainyard.cli.commands.inference.generate import CheckpointSource, DeviceName
 from trainyard.cli.options import AsJson, TokenizerName
 
 
