@@ -11,22 +11,23 @@ def find_tokenizer(name: str | None, model_files: dict[str, bytes]) -> Tokenizer
     """The tokenizer at `name`, or the one among the checkpoint's files."""
     if name:
         return load_tokenizer(TokenizerSpec(name))
-    if not any(file in model_files for file in TOKENIZER_FILES):
-        if "vocab.txt" in model_files:
-            return _load_from_files("wordpiece", model_files, vocab_file="vocab.txt")
-        if {"vocab.json", "merges.txt"} <= set(model_files):
-            return _load_from_files("gpt2", model_files, vocab_file="vocab.json", merges_file="merges.txt")
+    if not model_files:
         return None
-    return _load_from_files(None, model_files)
-
-
-def _load_from_files(name: str | None, model_files: dict[str, bytes], **paths: str) -> Tokenizer:
-    end_token = _end_token(model_files)
     with TemporaryDirectory() as directory:  # the libraries read files
         for file, content in model_files.items():
             (Path(directory) / file).write_bytes(content)
-        spec = TokenizerSpec(name or directory, end_token=end_token)
-        return load_tokenizer(spec._replace(**{key: str(Path(directory) / file) for key, file in paths.items()}))
+        end_token, vocab, merges = (
+            _end_token(model_files),
+            Path(directory) / "vocab",
+            str(Path(directory) / "merges.txt"),
+        )
+        if any(file in model_files for file in TOKENIZER_FILES):
+            return load_tokenizer(TokenizerSpec(directory, end_token=end_token))
+        if "vocab.txt" in model_files:
+            return load_tokenizer(TokenizerSpec("wordpiece", f"{vocab}.txt", end_token=end_token))
+        if {"vocab.json", "merges.txt"} <= set(model_files):
+            return load_tokenizer(TokenizerSpec("gpt2", f"{vocab}.json", merges, end_token))
+    return None
 
 
 def _end_token(model_files: dict[str, bytes]) -> str | None:
