@@ -61,7 +61,12 @@ class RequestScheduler:
         """Steps whose results are read later."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if its prompt is empty, too long, or has unknown tokens."""
+        """Queue a request. Raises UserError if it cannot be computed."""
+        self.check(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if a prompt is empty, too long, or has unknown tokens."""
         if not request.prompt:
             raise UserError("the prompt is empty: it needs at least one token")
         if len(request.prompt) >= self.max_seq_len:
@@ -73,7 +78,6 @@ class RequestScheduler:
             raise UserError(f"max_new_tokens is {request.options.max_new_tokens}; at least 1 is needed")
         if (request.options.num_logprobs or 0) > MAX_LOGPROBS:
             raise UserError(f"num_logprobs is {request.options.num_logprobs}; the limit is {MAX_LOGPROBS}")
-        self.waiting.append(request)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its slot. No event follows. Unknown ids are ignored."""
