@@ -26,6 +26,7 @@ ORDER = [
     {"parallel"},
     {"models"},
     {"data", "metrics", "checkpoint", "launch", "compile"},
+    {"inference"},
     {"train"},
     {"dryrun", "verify", "tune"},
     {"plan", "audit", "precompile"},
