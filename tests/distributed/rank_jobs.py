@@ -185,3 +185,43 @@ def continued_prompts(config: Config, prompts: list[list[int]]) -> list[list[lis
     assert all(model.training for model in trainer.models)
     trainer.train_step(trainer.loader.batch(2, trainer.batch_slice), 3, 1e-3)
     return results
+
+
+def stopped_between_tokens(config: Config, rank: int) -> dict[str, Any]:
+    """Ask one rank to stop before the third token of the first text samples."""
+
+    class RequestStop(Callback):
+        tokens = 0
+
+        def on_evaluation_batch(self, trainer: TrainerView) -> None:
+            self.tokens += 1
+            if torch.distributed.get_rank() == rank and self.tokens == 3:
+                trainer.stop_signal.requested = True  # type: ignore[attr-defined]
+
+    callback = RequestStop()
+    summary = Trainer(config, callbacks=[callback]).run()
+    return {"steps": summary.steps, "interrupted": summary.interrupted, "polls": callback.tokens}
+
+
+def graphs_of_run(config: Config) -> dict[str, int]:
+    """Graphs compiled until the first logged step, until the first evaluation, and until the end of the run."""
+    counts: dict[str, int] = {}
+
+    def count(event: str) -> None:
+        counts.setdefault(event, torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    class CountGraphs(Callback):
+        def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+            count("step")
+
+        def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+            count("evaluate")
+
+        def on_end(self, trainer: TrainerView) -> None:
+            count("end")
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with patch.object(CpuDevice, "compile_options", lambda self: CompileOptions("aot_eager")):
+        Trainer(config, callbacks=[CountGraphs()]).run()
+    return counts

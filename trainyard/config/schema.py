@@ -182,8 +182,8 @@ class SamplesSection(Section):
     prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = ("Once upon a time", "The")
     """Texts to continue. An empty text starts a document."""
     tokenizer: str | None = None
-    """Tokenizer of the prompts, as data.tokenizer. Default: that of the data section or, if samples are tokens already
-    and data.tokenizer is bytes, that of the checkpoint from which the run resumes or starts."""
+    """Tokenizer of the prompts, as data.tokenizer. Default: data.tokenizer; if that is bytes and data.source is not
+    text, the tokenizer of the checkpoint from which the run resumes or starts."""
     max_new_tokens: PositiveInt = 32
     """Maximum new tokens per prompt. A sample ends before that at the end-of-text token, or if prompt and new tokens
     are data.seq_len tokens long."""

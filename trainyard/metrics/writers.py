@@ -16,12 +16,13 @@ class MetricsWriter:
     def __init__(self, directory: Path, tensorboard: bool, resumed_step: int = 0) -> None:
         """A run that resumes at `resumed_step` drops what an earlier run wrote about later steps."""
         path, self.samples_path = directory / "metrics.jsonl", directory / "samples.jsonl"
-        continues = path.is_file()
-        for written in (path, self.samples_path):
-            _drop_later_steps(written, resumed_step)
+        self.continues = path.is_file()
+        """True if an earlier run has written to the directory."""
+        _drop_later_steps(path, resumed_step)
+        self.last_sample_step = _drop_later_steps(self.samples_path, resumed_step)
         self.file = path.open("a", encoding="utf-8", buffering=1)
         self.samples_file: TextIO | None = None
-        self.purge_step = resumed_step + 1 if continues else None
+        self.purge_step = resumed_step + 1 if self.continues else None
         """The first step of which TensorBoard drops what was written before."""
         self.tensorboard_writer: Any = None
         self.tensorboard_directory = directory / "tensorboard" if tensorboard else None
@@ -63,11 +64,15 @@ class MetricsWriter:
             self.tensorboard_writer.close()
 
 
-def _drop_later_steps(path: Path, last_step: int) -> None:
-    """Keep only the lines of a file, if it exists, about steps up to `last_step`."""
-    if path.is_file():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        atomic_write_text(path, "".join(line for line in lines if _step_of_line(line) <= last_step))
+def _drop_later_steps(path: Path, last_step: int) -> float:
+    """Keep only the lines of a file, if it exists, about steps up to `last_step`. Returns the step of the last line, 0
+    if there is none."""
+    if not path.is_file():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of_line(line) <= last_step]
+    atomic_write_text(path, "".join(kept))
+    return _step_of_line(kept[-1]) if kept else 0
 
 
 def _step_of_line(line: str) -> float:

@@ -181,16 +181,15 @@ class Trainer:
         with self.stop_signal.handle_signals(), self.deadline_saver, quiet_garbage_collector():
             try:
                 self._notify("on_start")
+                if self.text_prompts and self.mesh.broadcast_object(self._lacks_samples, self.device):
+                    self._sample_if_due(self.completed_steps)
                 for record in self._train_steps():
                     losses.append(record["loss"])
                     self._publish("on_log", record)
                     check_weights(record["param_norm"], record["step"])  # before the step is saved
                     if evaluation := self._evaluate_if_due(record):
                         self._publish("on_evaluate", evaluation)
-                    if samples := self._sample_if_due(record["step"]):
-                        if self.writer:
-                            self.writer.write_samples(samples)
-                        self._notify("on_samples", samples)
+                    self._sample_if_due(record["step"])
                 self.deadline_saver.stop()
                 self._notify("on_last_step")
                 if self.saver:
@@ -332,15 +331,24 @@ class Trainer:
         self.last_evaluation = result
         return {"step": step, **{f"evaluate/{name}": value for name, value in result.items()}}
 
-    def _sample_if_due(self, step: int) -> list[dict[str, Any]] | None:
+    def _sample_if_due(self, step: int) -> None:
         every, prompts = self.config.samples.every, self.text_prompts
         if not prompts or self.should_stop() or (step % every and step != self.config.train.steps):
-            return None
+            return
         new_tokens = continue_prompts(self.runner, self.config, prompts.tokens, prompts.end_id, self._poll_stop)
         self.throughput.start()
-        if new_tokens is None:  # the samples are incomplete
-            return None
-        return self.mesh.broadcast_object(partial(prompts.records, step, new_tokens), self.device)
+        if new_tokens is None:  # a signal; the resumed run samples again
+            return
+        records = self.mesh.broadcast_object(partial(prompts.records, step, new_tokens), self.device)
+        if self.writer:
+            self.writer.write_samples(records)
+        self._notify("on_samples", records)
+
+    def _lacks_samples(self) -> bool:
+        """On rank 0: True if the run continues in its directory after a signal that came before the samples of its last
+        step were complete."""
+        assert self.writer
+        return self.writer.continues and self.writer.last_sample_step < self.completed_steps
 
     def _on_gradients_ready(self) -> None:
         self._notify("on_gradients_ready")
