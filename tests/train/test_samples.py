@@ -107,49 +107,45 @@ def test_samples_change_nothing_of_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run/samples.jsonl").exists()
 
 
-@pytest.mark.parametrize("document_mask", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("evaluate_every", "document_mask"),
+    [(1, False), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, True), (0, False)))],
+)
 def test_samples_use_the_graphs_of_evaluation(
-    document_mask: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate_every: int, document_mask: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first evaluation nothing compiles. Without evaluation, samples compile the block once."""
+    counts: dict[str, int] = {}
+
+    def count(event: str) -> None:
+        counts.setdefault(event, torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     class CountGraphs(Callback):
-        """Graphs compiled until each event."""
-
-        def __init__(self) -> None:
-            self.counts: dict[str, int] = {}
-
-        def count(self, event: str) -> None:
-            self.counts[event] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
         def on_log(self, trainer: Any, record: dict[str, Any]) -> None:
-            self.count("step")
+            count("step")
 
         def on_evaluate(self, trainer: Any, record: dict[str, Any]) -> None:
-            self.counts.setdefault("evaluate", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            count("evaluate")
 
         def on_end(self, trainer: Any) -> None:
-            self.count("end")
-
-    def count_graphs(evaluate_every: int) -> dict[str, int]:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        recorder = CountGraphs()
-        config = configure(
-            tmp_path,
-            data={"document_mask": document_mask},
-            compile={"enabled": True},
-            evaluate={"every": evaluate_every, "batches": 1},
-            train={"steps": 3, "micro_batch": 4},
-            samples={**GREEDY, "every": 3 if not evaluate_every else 1, "max_new_tokens": 2},
-        )
-        Trainer(config, callbacks=[recorder]).run()
-        return recorder.counts
+            count("end")
 
     monkeypatch.setattr(CpuDevice, "compile_options", lambda self: CompileOptions("eager"))
-    evaluated, sampled = count_graphs(1), count_graphs(0)
-    assert evaluated["end"] == evaluated["evaluate"]
-    assert sampled["end"] == sampled["step"] + 1
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = configure(
+        tmp_path,
+        data={"document_mask": document_mask},
+        compile={"enabled": True},
+        evaluate={"every": evaluate_every, "batches": 1},
+        train={"steps": 3, "micro_batch": 4},
+        samples={**GREEDY, "every": 1, "max_new_tokens": 2},
+    )
+    Trainer(config, callbacks=[CountGraphs()]).run()
+    if evaluate_every:
+        assert counts["end"] == counts["evaluate"] > counts["step"]
+    else:
+        assert counts["end"] == counts["step"] + 1
 
 
 def test_draws_depend_on_seed_prompt_index_and_position_only(tmp_path: Path) -> None:

@@ -120,9 +120,11 @@ def _next_tokens(runner: MicroBatchRunner, options: SamplesSection, rows: _Rows)
 
 def last_logits(output: ModelOutput, labels: Tensor, cp: Group) -> Tensor:
     """[B, V] fp32 logits at the token of each row that has a label, which one context-parallel rank holds."""
-    is_last = (labels != IGNORE_INDEX)[..., None]
-    last_hidden = cp.all_reduce_sum(torch.where(is_last, output.hidden, 0.0).sum(1))
-    logits = F.linear(last_hidden, output.weight, output.bias)
+    is_last = labels != IGNORE_INDEX
+    row = torch.arange(len(labels), device=labels.device)
+    hidden = output.hidden[row, is_last.int().argmax(1)]
+    hidden = cp.all_reduce_sum(torch.where(is_last.any(1)[:, None], hidden, 0.0))  # zeros from all ranks but one
+    logits = F.linear(hidden, output.weight, output.bias)
     return output.tp.gather_last_dim(logits)[:, : output.vocab_size].float()
 
 
