@@ -26,6 +26,7 @@ PURPOSE = {
     "devices": "cpu, cuda, neuron, xla",
     "doctor": "checks of a machine",
     "dryrun": "trainer without memory",
+    "inference": "scheduler, text, chat",
     "kernels": "reference, Triton, fp8",
     "launch": "ranks of a host",
     "metrics": "logs, MFU",
