@@ -129,11 +129,13 @@ def inject(kind: str, run: Run, generator: random.Random) -> tuple[str, Callable
     """Cause a fault. Returns where it struck, and a function that repairs what lasts."""
     cluster = run.cluster
     if kind in ("rank", "hang"):
+        run.wait_for(run.ranks, "ranks")  # they may be starting again
         pid = generator.choice(run.ranks())
         os.kill(pid, signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
         return f"process {pid}", lambda: None
     if kind in ("launcher", "supervisor"):
         words = ("train", "--logs") if kind == "launcher" else ("supervise",)
+        run.wait_for(lambda: run.processes(*words), kind)
         pid = generator.choice(run.processes(*words))
         os.kill(pid, signal.SIGKILL)
         return f"process {pid}", lambda: None
