@@ -27,7 +27,7 @@ ORDER = [
     {"models"},
     {"data", "metrics", "checkpoint", "launch", "compile"},
     {"train"},
-    {"dryrun", "verify", "tune"},
+    {"dryrun", "verify", "tune", "evaluate"},
     {"plan", "audit", "precompile"},
     {"cluster"},
     {"cli"},

@@ -1,0 +1,52 @@
+"""Runs tasks of lm-evaluation-harness on a checkpoint."""
+
+import difflib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from trainyard.checkpoint.registry import OpenedCheckpoint
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.core.world import World
+from trainyard.evaluate.evaluator import Evaluator, OnProgress
+from trainyard.evaluate.lm_eval_model import TrainyardLM, load_hf_tokenizer
+
+
+def run_tasks(
+    opened: OpenedCheckpoint,
+    source: str | Path,
+    config: Config,
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    tokenizer: str | None = None,
+    world: World | None = None,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Results and versions of tasks, by the names of the harness.
+
+    All ranks call this; the first rank of each host gets the results, the others nothing.
+    """
+    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    for name in tasks:
+        if not name.endswith(".yaml") and not manager.match_tasks([name]):
+            close = difflib.get_close_matches(name, manager.all_tasks, 3)
+            raise UserError(f"--tasks {name}: no such task; nearest: {', '.join(close) or 'see lm_eval ls tasks'}")
+    evaluator = Evaluator(config, opened.weights, world, on_progress=on_progress)
+    model = TrainyardLM(
+        evaluator, tokenizer or load_hf_tokenizer(opened.weights, source), batch_size=config.train.micro_batch
+    )
+    if evaluator.mesh.layout_rank:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    results = simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
+    )
+    if results is None:
+        return {}
+    return {key: results[key] for key in ("results", "groups", "versions", "n-shot", "n-samples") if key in results}
