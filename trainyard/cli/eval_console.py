@@ -56,12 +56,12 @@ def results_table(results: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def task_table(results: Mapping[str, Any]) -> Table:
+def task_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row per task and metric of lm-evaluation-harness."""
     table = Table("task", "metric", box=box.SIMPLE_HEAD)
     for name in ("value", "stderr"):
         table.add_column(name, justify="right")
-    for task, metrics in results["results"].items():
+    for task, metrics in results.items():
         for metric, value in metrics.items():
             if isinstance(value, float) and "_stderr" not in metric:
                 error = metrics.get(metric.replace(",", "_stderr,"))

@@ -54,6 +54,7 @@ COMMAND_HELP = {
 MODULE_BY_COMMAND = {
     "import": "import_config",  # `import` is a keyword of Python
     "convert-nxd": "convert_nxd",
+    "eval": "inference.eval",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

@@ -82,14 +82,6 @@ class DataOptions:
     seq_len_is_given: bool = False
     """The user chose data.seq_len; otherwise stored samples have their own."""
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text."""
-        model = self.config.model
-        ids = (model.bos_token_id, model.pad_token_id, *(model.eos_token_id or ()))
-        end_ids = (self.tokenizer.end_id,) if self.tokenizer else ()
-        return frozenset(token for token in (*ids, *end_ids) if token is not None)
-
 
 def open_data(argument: str, options: DataOptions) -> EvaluationData:
     """Open the data that a file, a glob, a directory or the prefix of token files names."""
@@ -125,11 +117,11 @@ def _windows(argument: str, streams: list[TokenStream], options: DataOptions) ->
     windows: list[Dataset] = [TokenWindows(stream, *shape) for stream in streams]
     if not sum(map(len, windows)):
         raise UserError(f"{argument}: has no token to predict: fewer than two tokens")
-    tokenizer, special_ids = options.tokenizer, options.special_ids
+    tokenizer = options.tokenizer
 
     def count_bytes() -> int:
         assert tokenizer is not None
-        return sum(stream_bytes(stream, tokenizer, special_ids, data.mask_eod_loss) for stream in streams)
+        return sum(stream_bytes(stream, tokenizer, data.mask_eod_loss) for stream in streams)
 
     return EvaluationData(argument, concatenate(windows), data.seq_len, count_bytes=count_bytes if tokenizer else None)
 
@@ -142,7 +134,7 @@ def _open_packed_rows(argument: str, paths: list[Path], options: DataOptions) ->
         raise UserError(f"--stride {options.stride}: {argument} has packed rows, which cannot overlap")
     seq_len = data.seq_len if options.seq_len_is_given else row_length(paths[0])
     rows = ArrowDataset(paths, seq_len, data.document_mask, options.config.model.vocab)
-    tokenizer, special_ids = options.tokenizer, options.special_ids
+    tokenizer = options.tokenizer
 
     def labels() -> Iterator[list[int]]:
         for index in range(len(rows)):
@@ -151,7 +143,7 @@ def _open_packed_rows(argument: str, paths: list[Path], options: DataOptions) ->
 
     def count_bytes() -> int:
         assert tokenizer is not None
-        return row_bytes(labels(), tokenizer, special_ids)
+        return row_bytes(labels(), tokenizer)
 
     return EvaluationData(argument, rows, seq_len, count_bytes=count_bytes if tokenizer else None)
 

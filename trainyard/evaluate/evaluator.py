@@ -1,8 +1,7 @@
 """The Evaluator holds the model of a checkpoint on one rank of any layout, without an optimizer, and evaluates data
 sets with the code that evaluates during training."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from math import log
 from time import perf_counter
@@ -17,6 +16,7 @@ from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
 from trainyard.core.world import World
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.evaluate.checkpoint_source import OnProgress
 from trainyard.evaluate.data_sets import EvaluationData
 from trainyard.evaluate.eval_config import with_sample_shape
 from trainyard.parallel.layout import Layout
@@ -28,10 +28,6 @@ from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.flat_state import DTYPES
 
-logger = logging.getLogger(__name__)
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is counted, how many are done, and their total."""
 BITS_PER_NAT = 1 / log(2)
 
 

@@ -9,25 +9,19 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from trainyard.checkpoint.registry import OpenedCheckpoint
-from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.core.world import World
-from trainyard.evaluate.evaluator import Evaluator, OnProgress
+from trainyard.evaluate.checkpoint_source import CheckpointSource
+from trainyard.evaluate.evaluator import Evaluator
 from trainyard.evaluate.lm_eval_model import TrainyardLM, load_hf_tokenizer
 
 
 def run_tasks(
-    opened: OpenedCheckpoint,
-    source: str | Path,
-    config: Config,
+    source: CheckpointSource,
     tasks: Sequence[str],
     include_path: Path | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
     tokenizer: str | None = None,
-    world: World | None = None,
-    on_progress: OnProgress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Results and versions of tasks, by the names of the harness.
 
@@ -38,10 +32,9 @@ def run_tasks(
         if not name.endswith(".yaml") and not manager.match_tasks([name]):
             close = difflib.get_close_matches(name, manager.all_tasks, 3)
             raise UserError(f"--tasks {name}: no such task; nearest: {', '.join(close) or 'see lm_eval ls tasks'}")
-    evaluator = Evaluator(config, opened.weights, world, on_progress=on_progress)
-    model = TrainyardLM(
-        evaluator, tokenizer or load_hf_tokenizer(opened.weights, source), batch_size=config.train.micro_batch
-    )
+    config, weights = source.config, source.opened.weights
+    evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)
+    model = TrainyardLM(evaluator, tokenizer or load_hf_tokenizer(weights, source.path), config.train.micro_batch)
     if evaluator.mesh.layout_rank:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     results = simple_evaluate(

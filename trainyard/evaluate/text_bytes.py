@@ -7,17 +7,14 @@ from trainyard.data.loading.token_samples import TokenStream
 from trainyard.data.text.tokenizer import Tokenizer
 
 
-def row_bytes(rows: Iterable[list[int]], tokenizer: Tokenizer, special_ids: frozenset[int]) -> int:
-    """Bytes of the texts that rows of tokens decode to. `special_ids` stand for no text."""
-    total = 0
-    for row in rows:
-        total += len(tokenizer.decode([token for token in row if token not in special_ids]).encode())
-    return total
+def row_bytes(rows: Iterable[list[int]], tokenizer: Tokenizer) -> int:
+    """Bytes of the texts that rows of tokens decode to, without special tokens."""
+    special_ids = tokenizer.special_ids
+    texts = (tokenizer.decode([token for token in row if token not in special_ids]) for row in rows)
+    return sum(len(text.encode()) for text in texts)
 
 
-def stream_bytes(
-    stream: TokenStream, tokenizer: Tokenizer, special_ids: frozenset[int], skip_document_starts: bool
-) -> int:
+def stream_bytes(stream: TokenStream, tokenizer: Tokenizer, skip_document_starts: bool) -> int:
     """Bytes of the text of a stream without its first token, which is not scored; with `skip_document_starts`, without
     the first token of every document. Documents are decoded one by one."""
     starts = stream.document_starts(0, len(stream)).tolist()
@@ -29,4 +26,4 @@ def stream_bytes(
             if first < end:
                 yield stream.tokens(first, end - first).tolist()
 
-    return row_bytes(documents(), tokenizer, special_ids)
+    return row_bytes(documents(), tokenizer)

@@ -2,7 +2,8 @@
 
 import json
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
+from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
@@ -95,14 +97,14 @@ def eval(
     world = World.from_environment()
     if nproc > 1 and world.local_size > 1:
         raise UserError(f"--nproc {nproc}: this process is one of {world.local_size} ranks on this host already")
-    hints = parse_layout("nxd", source_layout, "--source-layout")
+    ranks, hints = world.size * nproc, parse_layout("nxd", source_layout, "--source-layout")
     with ExitStack() as stack:
         stack.enter_context(interrupt_on_terminate())
         download = stack.enter_context(ProgressDisplay("download"))
         path = stack.enter_context(local_source(checkpoint, download.update))
         opened = open_weights(path, from_hf(config) if config else None, hints)
-        run_config = evaluation_config(opened.weights, overrides, world.size * nproc)
-        Layout.from_config(run_config, world.size * nproc)  # report an impossible layout before any process starts
+        run_config = evaluation_config(opened.weights, overrides, ranks)
+        Layout.from_config(run_config, ranks)  # report an impossible layout before any process starts
         if nproc > 1:
             options = {"--stride": stride, "--json-key": json_key, "--tasks": tasks, "--include-path": include_path}
             options |= {"--num-fewshot": num_fewshot, "--limit": limit, "--config": config}
@@ -113,58 +115,36 @@ def eval(
             return launch(["eval", str(path), *data, *overrides, *flags], nproc, environment, hosts=world)
         console = Console(highlight=False, stderr=as_json, quiet=world.rank > 0)
         print_header(console, checkpoint, opened, run_config, world)
+        progress = stack.enter_context(EvalProgress(enabled=world.rank == 0))
+        stack.enter_context(distributed_shutdown())
+        source = CheckpointSource(path, opened, run_config, world, progress.update)
+        report: dict[str, Any] = {"checkpoint": checkpoint, "format": opened.format}
+        report |= {"precision": run_config.precision.kind}
+        keys = {override.partition("=")[0] for override in overrides}
+        named_tokenizer = run_config.data.tokenizer if "data.tokenizer" in keys else None
         if tasks:
             from trainyard.evaluate.harness import run_tasks
 
-            with EvalProgress(enabled=world.rank == 0) as progress:
-                scores = run_tasks(
-                    opened,
-                    path,
-                    run_config,
-                    tasks.split(","),
-                    include_path,
-                    num_fewshot,
-                    limit,
-                    tokenizer,
-                    world,
-                    progress.update,
-                )
-            if world.rank == 0:
-                print_results(console, {"checkpoint": checkpoint, **scores}, task_table(scores), as_json)
-            return 0
-        results = evaluate_data(opened, path, run_config, overrides, data, stride, json_key, world)
+            names = tasks.split(",")
+            report |= run_tasks(source, names, include_path, num_fewshot, limit, named_tokenizer)
+        else:
+            from trainyard.evaluate.evaluate_data import evaluate_data
+
+            reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys)
+            report |= {"stride": stride, "results": evaluate_data(source, data, *reading)}
     if world.rank == 0:
-        facts = {"checkpoint": checkpoint, "format": opened.format, "precision": run_config.precision.kind}
-        print_results(console, {**facts, "stride": stride, "results": results}, results_table(results), as_json)
+        table = task_table(report["results"]) if tasks else results_table(report["results"])
+        print_results(console, report, table, as_json)
     return 0
 
 
-def evaluate_data(
-    opened: OpenedCheckpoint,
-    path: str | Path,
-    config: Config,
-    overrides: list[str],
-    data: list[str],
-    stride: int | None,
-    text_key: str,
-    world: World,
-) -> list[dict[str, Any]]:
-    """The results of each data set, on this rank."""
-    from trainyard.evaluate.checkpoint_tokenizer import load_evaluation_tokenizer
-    from trainyard.evaluate.data_sets import DataOptions, open_data
-    from trainyard.evaluate.evaluator import Evaluator
+@contextmanager
+def distributed_shutdown() -> Iterator[None]:
+    """Destroy the process groups after the block, if it succeeds: otherwise other ranks may wait in them."""
     from trainyard.parallel.mesh import shutdown_distributed
 
-    keys = {override.partition("=")[0] for override in overrides}
-    named = config.data.tokenizer if "data.tokenizer" in keys else None
-    tokenizer = load_evaluation_tokenizer(config, opened.weights, path, named)
-    options = DataOptions(config, tokenizer, stride, text_key, "data.seq_len" in keys)
-    opened_data = [open_data(argument, options) for argument in data]
-    with EvalProgress(enabled=world.rank == 0) as progress:
-        evaluator = Evaluator(config, opened.weights, world, on_progress=progress.update)
-        results = [evaluator.evaluate(each) for each in opened_data]
+    yield
     shutdown_distributed()
-    return results
 
 
 def data_paths(argument: str) -> tuple[str, ...]:
