@@ -37,7 +37,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def save_hf_folder(directory: Path, family: str) -> Any:
     """Save a random model and its tokenizer; returns the model."""
     config_class, model_class, base = HF_CLASSES[family]
-    sizes = {"vocab_size": VOCAB, MAX_POSITIONS[family]: 128, **SIZES[family]}
+    sizes = {"vocab_size": VOCAB, MAX_POSITIONS[family]: 128, "eos_token_id": 0, "bos_token_id": 0, **SIZES[family]}
     torch.manual_seed(1)
     model = model_class(config_class(**{**base, **sizes})).eval()
     with torch.no_grad():
