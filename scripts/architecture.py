@@ -26,6 +26,8 @@ PURPOSE = {
     "devices": "cpu, cuda, neuron, xla",
     "doctor": "checks of a machine",
     "dryrun": "trainer without memory",
+    "evaluate": "any checkpoint, any data",
+    "inference": "scheduler, text, chat",
     "kernels": "reference, Triton, fp8",
     "launch": "ranks of a host",
     "metrics": "logs, MFU",
