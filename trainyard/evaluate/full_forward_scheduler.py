@@ -1,4 +1,4 @@
-"""Greedy generation by full forward passes, without a cache of keys and values."""
+"""Greedy generation by full forward passes, with the interface of the inference scheduler."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -7,22 +7,21 @@ import torch
 
 from trainyard.core.errors import UserError
 from trainyard.evaluate.score_continuations import forward_padded, row_logits
-from trainyard.inference.requests import Request
+from trainyard.inference.requests import FinishReason, Request, TokenEvent
 from trainyard.models import TransformerStage
 
-NewToken = tuple[int, int, bool]
-"""Request id, token, and whether the request ends with it."""
 
+class RequestScheduler(Protocol):
+    """Generates tokens for several requests, as inference/scheduler.py does."""
 
-class TokenScheduler(Protocol):
-    """What generates tokens for several requests."""
+    @property
+    def has_work(self) -> bool: ...
 
     def add(self, request: Request) -> None: ...
 
     def cancel(self, request_id: int) -> None: ...
 
-    def step(self) -> list[NewToken]:
-        """One more token for some of the requests; empty when all have ended."""
+    def step(self) -> list[TokenEvent]: ...
 
 
 class FullForwardScheduler:
@@ -31,8 +30,13 @@ class FullForwardScheduler:
     def __init__(self, model: TransformerStage, max_seq_len: int, batch_size: int, device: torch.device) -> None:
         self.model, self.max_seq_len, self.batch_size, self.device = model, max_seq_len, batch_size, device
         self.requests: dict[int, Request] = {}
+        """Requests that have not ended."""
         self.sequences: dict[int, list[int]] = {}
-        """Prompt and new tokens of each request that has not ended."""
+        """Prompt and new tokens of each."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
 
     def add(self, request: Request) -> None:
         if request.options.temperature:
@@ -41,31 +45,40 @@ class FullForwardScheduler:
         self.sequences[request.request_id] = list(request.prompt)
 
     def cancel(self, request_id: int) -> None:
+        self.requests.pop(request_id, None)
         self.sequences.pop(request_id, None)
 
     @torch.no_grad()
-    def step(self) -> list[NewToken]:
-        active = list(self.sequences)[: self.batch_size]
-        if not active:
-            return []
-        rows = [self.sequences[request_id] for request_id in active]
+    def step(self) -> list[TokenEvent]:
+        """One more token for the first requests."""
+        active = list(self.requests.values())[: self.batch_size]
+        rows = [self.sequences[request.request_id] for request in active]
         output = forward_padded(self.model, rows, self.device)
         last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
-        logits = row_logits(output, output.hidden[torch.arange(len(rows), device=self.device), last])
-        tokens: list[NewToken] = []
-        for request_id, row, token in zip(active, rows, logits.argmax(-1).tolist(), strict=True):
+        hidden_BD = output.hidden[torch.arange(len(rows), device=self.device), last]
+        logprobs, tokens = row_logits(output, hidden_BD).log_softmax(-1).max(-1)
+        events: list[TokenEvent] = []
+        for request, row, token, logprob in zip(active, rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.append(token)
-            options = self.requests[request_id].options
-            new = len(row) - len(self.requests[request_id].prompt)
-            is_last = token in options.end_ids or new >= options.max_new_tokens or len(row) >= self.max_seq_len
-            tokens.append((request_id, token, is_last))
-            if is_last:
-                self.cancel(request_id)
-        return tokens
+            reason = self._finish_reason(request, row)
+            events.append(
+                TokenEvent(
+                    request_id=request.request_id, token=token, logprob=logprob, top_logprobs=(), finish_reason=reason
+                )
+            )
+            if reason:
+                self.cancel(request.request_id)
+        return events
+
+    def _finish_reason(self, request: Request, sequence: list[int]) -> FinishReason | None:
+        if sequence[-1] in request.options.end_ids:
+            return "stop"
+        limit = min(len(request.prompt) + request.options.max_new_tokens, self.max_seq_len)
+        return "length" if len(sequence) >= limit else None
 
 
 def run_requests(
-    scheduler: TokenScheduler,
+    scheduler: RequestScheduler,
     requests: Sequence[Request],
     is_stopped: Callable[[int, list[int]], bool],
     on_end: Callable[[], None] = lambda: None,
@@ -75,12 +88,13 @@ def run_requests(
     tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         scheduler.add(request)
-    while events := scheduler.step():
-        for request_id, token, is_last in events:
-            tokens[request_id].append(token)
-            stopped = not is_last and is_stopped(request_id, tokens[request_id])
-            if stopped:
-                scheduler.cancel(request_id)
-            if stopped or is_last:
+    while scheduler.has_work:
+        for event in scheduler.step():
+            new_tokens = tokens[event.request_id]
+            new_tokens.append(event.token)
+            if not event.finish_reason and is_stopped(event.request_id, new_tokens):
+                scheduler.cancel(event.request_id)
+                on_end()
+            elif event.finish_reason:
                 on_end()
     return tokens
