@@ -66,3 +66,10 @@ def test_scores_do_not_depend_on_the_layout(pool: Pool, checkpoints: dict[str, P
     for scores in pool.run(f"{JOBS}:score", (*arguments, layout), 2):
         for found, wanted in zip(scores, expected, strict=True):
             assert found == (pytest.approx(wanted[0], rel=1e-6), wanted[1])
+
+
+def test_sums_over_ranks_are_exact_in_fp64(pool: Pool, checkpoints: dict[str, Path]) -> None:
+    """Counts above 2^24 and small fractions, of which fp32 would lose digits."""
+    values = [2.0**40 + 2.0**-10, 2.0**24 + 1, 0.1, float("inf")]
+    for sums in pool.run(f"{JOBS}:sum_values", (str(checkpoints["llama"]), values, ["layout.tp=2"]), 4):
+        assert sums == [value + (value + 1) for value in values]

@@ -60,7 +60,7 @@ class TrainyardLM(TemplateLM):
         precision.kind."""
         super().__init__()
         if isinstance(pretrained, str):
-            if device:
+            if device == "cpu":  # the harness's default is a GPU, whatever this machine has
                 overrides["device.name"] = device
             weights = open_weights(pretrained).weights
             pairs = [f"{key}={value}" for key, value in overrides.items()]
