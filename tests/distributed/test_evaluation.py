@@ -16,8 +16,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 CASES = [
     pytest.param("llama", "tp-sp-pp"),
-    pytest.param("gpt", "cp-dp"),
     pytest.param("bert", "cp-dp"),
+    pytest.param("gpt", "cp-dp", marks=pytest.mark.nightly),
     *(pytest.param("llama", layout, marks=pytest.mark.nightly) for layout in ("cp-dp", "vpp-dp")),
     *(pytest.param("gpt", layout, marks=pytest.mark.nightly) for layout in ("tp-sp-pp", "vpp-dp")),
     pytest.param("bert", "tp-sp-pp", marks=pytest.mark.nightly),
