@@ -28,7 +28,7 @@ ORDER = [
     {"data", "metrics", "checkpoint", "launch", "compile"},
     {"inference"},
     {"train"},
-    {"dryrun", "verify", "tune"},
+    {"dryrun", "verify", "tune", "evaluate"},
     {"plan", "audit", "precompile"},
     {"cluster"},
     {"cli"},

@@ -117,7 +117,7 @@ def test_a_template_that_refuses_its_messages_is_a_user_error(template: str, mes
 
 
 def test_invalid_jinja_and_json_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="chat template: not valid Jinja: .*endfor"):
+    with pytest.raises(UserError, match=r"chat template: not valid Jinja: .*endfor"):
         ChatTemplate("{% for x in messages %}")
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config.json: not valid JSON"):

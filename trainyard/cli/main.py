@@ -22,7 +22,7 @@ from trainyard.launch.rank_guard import rank_process_guard
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError; typer may vendor its own click."""
 
-EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "s3fs": "s3"}
+EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "s3fs": "s3", "lm_eval": "lm-eval"}
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
@@ -40,6 +40,7 @@ COMMAND_HELP = {
     "precompile": "Compile all graphs of a run ahead of time.",
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
+    "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "generate": "Continue prompts with the model of a checkpoint; talk to it.",
     "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
@@ -57,6 +58,7 @@ MODULE_BY_COMMAND = {
     "convert-nxd": "convert_nxd",
     "generate": "inference.generate",
     "fill-mask": "inference.fill_mask",
+    "eval": "inference.eval",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

@@ -77,7 +77,6 @@ class Engine:
         self.model, self.state, self.device = model, state, device
         caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
         self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
-        """The last position takes the token that is in flight when a sequence ends."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
