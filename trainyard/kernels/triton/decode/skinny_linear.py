@@ -198,7 +198,7 @@ def _rms_scale(squares, m, M, K, eps, TILES: tl.constexpr):  # type: ignore[no-u
     return 1 / tl.sqrt(tl.sum(parts, 1) / K + eps)
 
 
-def linear_config(M: int, rows: int, K: int) -> LinearConfig:
+def linear_config(M: int, rows: int, K: int, dtype: torch.dtype) -> LinearConfig:
     """The fastest configuration for W [rows, K], by measurements on an H200 at the shapes of a 1.3B model (M 1, 8, 32).
     Tiles of 48 and 84 rows give each of its 132 multiprocessors one program."""
     few = M <= 16
@@ -206,6 +206,8 @@ def linear_config(M: int, rows: int, K: int) -> LinearConfig:
         if rows < 4096:
             return LinearConfig(2, 2048, 1) if K <= 2048 else LinearConfig(4, 2048, 4)
         return LinearConfig(4, 1024, 1) if rows < 16384 else LinearConfig(4, 2048, 8)
+    if dtype.itemsize > 2:  # without tensor cores, larger tiles take minutes to compile: for tests, not for speed
+        return LinearConfig(32, 32, 4, 2)
     if rows < 4096:
         if K <= 2048:
             return LinearConfig(64, 64, 4, 3, 4, 512)
@@ -240,7 +242,7 @@ def skinny_linear(
     assert not (swiglu and bias is not None)
     N = weight.shape[0] // (2 if swiglu else 1)
     out = x.new_empty(*x.shape[:-1], N)
-    c = (config or linear_config(1, weight.shape[0], K)).fit(K, x.dtype)
+    c = (config or linear_config(1, weight.shape[0], K, x.dtype)).fit(K, x.dtype)
     _one_row_kernel[(triton.cdiv(weight.shape[0], c.block_n),)](
         x.contiguous(), norm_weight, weight, bias, None if residual is None else residual.contiguous(), out, N, eps,
         K=K, ACTIVATION=activation,
@@ -263,7 +265,7 @@ def scaled_linear(
     x_MK = x.contiguous().view(-1, K)
     M = len(x_MK)
     assert M <= MAX_ROWS
-    c = (config or linear_config(M, weight.shape[0], K)).fit(K, x.dtype)
+    c = (config or linear_config(M, weight.shape[0], K, x.dtype)).fit(K, x.dtype)
     tiles = triton.cdiv(weight.shape[0], c.block_n)
     block_m, block_n = max(16, triton.next_power_of_2(M)), max(16, triton.next_power_of_2(c.block_n))
     out = x.new_empty(*x.shape[:-1], N)
