@@ -41,7 +41,6 @@ DEEPSEEK_1B = {
     "tie_word_embeddings": False,
 }
 NEW_TOKENS = 128
-ROUNDS = 5
 
 
 class Timing:
@@ -93,15 +92,17 @@ class Transformers:
         return tokens, time.perf_counter() - begin
 
 
-def measure(device: str, batches: list[int], prompt_length: int, shape: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(
+    device: str, batches: list[int], rounds: int, prompt_length: int, shape: dict[str, Any]
+) -> list[dict[str, Any]]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**shape, max_position_embeddings=2048)
-    theirs = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    with torch.device(device):
+        theirs = transformers.LlamaForCausalLM(config).to(dtype).eval()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         theirs.save_pretrained(directory)
-        theirs.to(device)
         for batch in batches:
             prompts = torch.randint(0, shape["vocab_size"], (batch, prompt_length), device=device)
             options = InferenceOptions(device, max_batch=batch, max_seq_len=1024, compile_blocks=device == "cpu")
@@ -115,7 +116,7 @@ def measure(device: str, batches: list[int], prompt_length: int, shape: dict[str
                 for new_tokens in (1, NEW_TOKENS, NEW_TOKENS):
                     peer.run(prompts, new_tokens)
             equal = 0
-            for _ in range(ROUNDS):  # turn by turn, so that a change of the clock hits all
+            for _ in range(rounds):  # turn by turn, so that a change of the clock hits all
                 tokens, seconds, first = run_ours(ours, prompts)
                 timings["trainyard"].seconds.append(seconds)
                 timings["trainyard"].first.append(first)
@@ -139,14 +140,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batches", type=int, nargs="*")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.device == "cpu":
-        rows = measure("cpu", arguments.batches or [1, 8], 64, SMALL)
+        rows = measure("cpu", arguments.batches or [1, 8], arguments.rounds, 64, SMALL)
     else:
-        rows = measure("cuda", arguments.batches or [1, 8, 32], 512, DEEPSEEK_1B)
+        rows = measure("cuda", arguments.batches or [1, 32], arguments.rounds, 512, DEEPSEEK_1B)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     device_name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{arguments.threads} CPU threads"
     result = {"device": device_name, **versions, "new_tokens": NEW_TOKENS, "rows": rows}

@@ -85,6 +85,7 @@ class Engine:
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.options = SlotOptions(self.num_slots, handle)
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
+        self.sample_ids = torch.zeros_like(self.lengths)
         self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
         self.decode_blocks: dict[str, Callable[..., Any]] = dict(model.layers.items())
         if compile_blocks:
@@ -176,7 +177,7 @@ class Engine:
         return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if variant.logprobs else ())]
 
     def _batch(self, tokens: Tensor, positions: Tensor) -> Batch:
-        sample_ids = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
+        sample_ids = self.sample_ids[: len(tokens)]  # seeds of dropout, which is off
         return {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
 
     def _logits(self, x_B1D: Tensor) -> Tensor:
@@ -186,8 +187,8 @@ class Engine:
         return output.logits()[:, 0]
 
     def _read(self, results: Sequence[Tensor]) -> Callable[[], NextTokens]:
-        """Start copying results to the host."""
-        copies = [self.device.copy_to_host(tensor.clone()) for tensor in results]
+        """Start copying results to the host. The copies are queued before the step that overwrites the results."""
+        copies = [self.device.copy_to_host(tensor) for tensor in results]
 
         def wait() -> NextTokens:
             tokens, *rest = (copy().tolist() for copy in copies)

@@ -162,8 +162,7 @@ def _rank_values(
     blueprint = family_of(config).blueprint(config)
 
     def values(name: str) -> Tensor:
-        return local_tensor(blueprint, name, mesh.tp.size, mesh.tp.rank, lambda piece: weights.read(piece)).to(
-            device, dtype
-        )
+        local = local_tensor(blueprint, name, mesh.tp.size, mesh.tp.rank, weights.read)
+        return local.to(device, dtype).contiguous()  # GPT-2's files store transposed matrices
 
     return values

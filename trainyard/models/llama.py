@@ -74,11 +74,11 @@ class Llama(TransformerStage):
         self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
         self.output = self.embedding if c.tie_embeddings else make.output_projection("output")
-        self.register_buffer("frequency", rope_frequencies(c), persistent=False)
+        self.register_buffer("frequency", torch.cat([rope_frequencies(c)] * 2), persistent=False)
 
     def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
-        angle_TK = torch.cat([position.float().unsqueeze(-1) * self.frequency] * 2, -1)
+        angle_TK = position.unsqueeze(-1) * self.frequency
         return angle_TK.cos(), angle_TK.sin(), batch.get("document_ids")
 
     def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:

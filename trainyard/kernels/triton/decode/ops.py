@@ -22,7 +22,7 @@ class DecodeKernels(TritonKernels):
     has_decode_attention = True
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
-        if fp8 or not _is_decode_step(x):
+        if fp8 or not _is_decode_step(x) or not weight.is_contiguous():
             return super().linear(value_of(x), weight, bias, fp8)
         return PendingLinear.of(x, weight, bias)
 

@@ -1,0 +1,37 @@
+"""The engine with the GPU's decode kernels, which run on a CPU in Triton's interpreter, generates what transformers does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.inference.test_generate import expected_tokens, load, run_prompts
+from trainyard.devices.cpu import CpuDevice
+from trainyard.kernels.triton.decode.ops import DecodeKernels
+
+TINY: dict[str, Any] = {"vocab_size": 50, "initializer_range": 0.3}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **TINY, hidden_size=32, intermediate_size=44, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=32,
+        )
+    ),
+    "gpt": lambda: GPT2LMHeadModel(  # its files store transposed matrices
+        GPT2Config(**TINY, n_embd=32, n_layer=1, n_head=2, n_positions=32, eos_token_id=49, bos_token_id=49)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("family", MODELS)
+def test_tokens_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDevice, "decode_kernels", lambda self, fused: DecodeKernels())
+    model = MODELS[family]().eval()
+    model.save_pretrained(tmp_path)
+    prompts = [torch.randint(1, 48, (length,)).tolist() for length in (1, 7)]
+    expected = [expected_tokens(model, prompt, max_new_tokens=3, eos_token_id=None) for prompt in prompts]
+    for batch in (1, 2):  # one row and several have different kernels
+        assert run_prompts(load(tmp_path, max_batch=batch, max_seq_len=16), prompts, max_new_tokens=3) == expected
