@@ -22,7 +22,11 @@ from trainyard.launch.rank_guard import rank_process_guard
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError; typer may vendor its own click."""
 
-EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "s3fs": "s3"}
+EXTRA_BY_MODULE = {
+    **dict.fromkeys(("pyarrow", "h5py", "sentencepiece"), "data"),
+    **dict.fromkeys(("fastapi", "uvicorn", "jinja2"), "serve"),
+    "s3fs": "s3",
+}
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
@@ -42,6 +46,7 @@ COMMAND_HELP = {
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "inspect": "Report what a checkpoint contains.",
+    "serve": "Answer OpenAI's API with a checkpoint, to look at a model while it trains.",
     "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
     "cluster": "AWS ParallelCluster files: init, validate, explain.",
     "doctor": "Check this machine, or the nodes of a cluster, before a run.",

@@ -112,7 +112,7 @@ class _GenerationTag(Extension):
 class _TemplateNamespace(Namespace):
     """`namespace()` without private attributes, which lead out of the sandbox."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805
+    def __init__(*args: Any, **kwargs: Any) -> None:
         self, attributes = args[0], dict(*args[1:], **kwargs)
         for name in attributes:
             _refuse_private(name)
