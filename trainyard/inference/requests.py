@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
-"""stop: an end token or a stop string; length: max_new_tokens, or the longest sequence that the cache holds."""
+"""stop: an end token; length: max_new_tokens, or the longest sequence that the cache holds."""
+MAX_LOGPROBS = 20
+"""Most likely tokens that can be reported with each token."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,11 @@ class SamplingOptions:
     max_new_tokens: int = 128
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence. They are reported, as the last token."""
-    num_logprobs: int = 0
-    """The most likely tokens to report with each token, besides the token itself."""
+    num_logprobs: int | None = None
+    """The most likely tokens to report with each token, besides the token itself; None: no log-probabilities."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
     """One sequence to continue."""
 
@@ -40,9 +42,9 @@ class TokenEvent(NamedTuple):
 
     request_id: int
     token: int
-    logprob: float
-    """Of the model's distribution before temperature, top_p and top_k."""
-    top_logprobs: tuple[tuple[int, float], ...]
-    """(token, logprob) of the most likely tokens, as many as the request asked for."""
     finish_reason: FinishReason | None
     """None: more tokens follow."""
+    logprob: float | None = None
+    """Of the model's distribution before temperature, top_p and top_k, if the request asked for log-probabilities."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    """(token, logprob) of the most likely tokens, as many as the request asked for."""

@@ -1,26 +1,178 @@
 """Continuous batching: requests join and leave a running batch between two tokens."""
 
-from trainyard.inference.requests import Request, TokenEvent
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainyard.core.errors import UserError
+from trainyard.inference.engine import Engine, NextTokens
+from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, TokenEvent
+
+PREFILL_CHUNK = 1024
+"""Tokens of a long prompt that are computed at a time, so that other requests do not wait for all of it."""
+PREFILL_TOKENS = 8192
+"""Tokens of several short prompts, padding included, that are computed together."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request that has a slot."""
+
+    request: Request
+    slot: int
+    prefilled: int = 0
+    """Tokens of the prompt that are in the cache."""
+    queued: int = 0
+    """New tokens that were queued on the device."""
+    reported: int = 0
+    """New tokens that callers have got."""
+    done: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and new ones, with those in flight."""
+        return len(self.request.prompt) + self.queued
+
+
+@dataclass
+class QueuedStep:
+    """A step on the device whose results have not been read."""
+
+    rows: list[tuple[int, Sequence]]
+    """Row of the result, and whose it is."""
+    wait: Callable[[], NextTokens]
 
 
 class Scheduler:
-    """Continues many requests together. Not thread-safe: one thread calls all methods."""
+    """Continues many requests together. Not thread-safe: one thread calls all methods.
 
-    max_seq_len: int
-    """Longest prompt plus new tokens that a request can have."""
+    A step of the device is queued before the results of the previous one are read, so that the device never waits for
+    the host. A request that ends is therefore computed one token too far, which nobody sees.
+    """
+
+    def __init__(self, engine: Engine, vocab_size: int) -> None:
+        self.engine, self.vocab_size = engine, vocab_size
+        self.max_seq_len = engine.max_seq_len
+        """Longest prompt plus new tokens that a request can have."""
+        self.waiting: deque[Request] = deque()
+        self.slots: list[Sequence | None] = [None] * engine.num_slots
+        self.queued_steps: deque[QueuedStep] = deque()
+        self.lookahead = 0 if engine.device.synchronous else 1
+        """Steps whose results are read later."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if its prompt is empty, longer than the cache, or has unknown tokens."""
-        raise NotImplementedError
+        """Queue a request. Raises UserError if its prompt is empty, too long, or has unknown tokens."""
+        if not request.prompt:
+            raise UserError("the prompt is empty: it needs at least one token")
+        if len(request.prompt) >= self.max_seq_len:
+            limit = f"{self.max_seq_len} tokens, new ones included"
+            raise UserError(f"the prompt has {len(request.prompt)} tokens; the limit is {limit}")
+        if unknown := next((token for token in request.prompt if not 0 <= token < self.vocab_size), None):
+            raise UserError(f"token {unknown} of the prompt is not in the vocabulary of {self.vocab_size}")
+        if request.options.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {request.options.max_new_tokens}; at least 1 is needed")
+        if (request.options.num_logprobs or 0) > MAX_LOGPROBS:
+            raise UserError(f"num_logprobs is {request.options.num_logprobs}; the limit is {MAX_LOGPROBS}")
+        self.waiting.append(request)
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request and free its place in the batch. No event follows. Unknown ids are ignored."""
-        raise NotImplementedError
+        """Drop a request and free its slot. No event follows. Unknown ids are ignored."""
+        self.waiting = deque(request for request in self.waiting if request.request_id != request_id)
+        for sequence in self.slots:
+            if sequence and sequence.request.request_id == request_id:
+                self._end(sequence)
 
     @property
     def has_work(self) -> bool:
-        raise NotImplementedError
+        return bool(self.waiting or self.queued_steps or any(self.slots))
+
+    @property
+    def num_active(self) -> int:
+        """Requests that have a slot."""
+        return sum(sequence is not None for sequence in self.slots)
 
     def step(self) -> list[TokenEvent]:
-        """Admit what fits, and compute one token of every request in the batch."""
-        raise NotImplementedError
+        """Admit what fits, compute one token of every request in the batch, and return the tokens that are known."""
+        self._admit()
+        self._prefill()
+        queued = self._decode()
+        events: list[TokenEvent] = []
+        while len(self.queued_steps) > (self.lookahead if queued else 0):
+            events += self._collect(self.queued_steps.popleft())
+        return events
+
+    def _admit(self) -> None:
+        for slot, sequence in enumerate(self.slots):
+            if sequence is None and self.waiting:
+                request = self.waiting.popleft()
+                self.slots[slot] = Sequence(request, slot)
+                self.engine.start(slot, request.options)
+
+    def _prefill(self) -> None:
+        """Queue one chunk of every prompt that is not in the cache. Prompts that fit a chunk are computed together."""
+        pending = [s for s in self.slots if s and s.prefilled < len(s.request.prompt)]
+        short = [s for s in pending if len(s.request.prompt) <= PREFILL_CHUNK]
+        short.sort(key=lambda sequence: len(sequence.request.prompt))  # little padding
+        while short:
+            group = [short.pop()]
+            longest = len(group[0].request.prompt)
+            while short and longest * (len(group) + 1) <= PREFILL_TOKENS:
+                group.append(short.pop())
+            self._prefill_chunk(group)
+        for sequence in pending:
+            if len(sequence.request.prompt) > PREFILL_CHUNK:
+                self._prefill_chunk([sequence])
+
+    def _prefill_chunk(self, group: list[Sequence]) -> None:
+        start = group[0].prefilled
+        chunks = [sequence.request.prompt[start : start + PREFILL_CHUNK] for sequence in group]
+        is_last = start + len(chunks[0]) == len(group[0].request.prompt)
+        logprobs = any(sequence.request.options.num_logprobs is not None for sequence in group)
+        wait = self.engine.prefill([s.slot for s in group], chunks, start, is_last, logprobs)
+        for sequence, chunk in zip(group, chunks, strict=True):
+            sequence.prefilled += len(chunk)
+            sequence.queued = int(is_last)
+        if wait:
+            self.queued_steps.append(QueuedStep(list(enumerate(group)), wait))
+
+    def _decode(self) -> bool:
+        """Queue one token of all requests whose prompts are in the cache. Returns whether there are any."""
+        active = [s for s in self.slots if s and 0 < s.queued < self._max_new_tokens(s)]
+        if not active:
+            return False
+        options = [sequence.request.options for sequence in active]
+        sampled, logprobs = any(o.temperature > 0 for o in options), any(o.num_logprobs is not None for o in options)
+        longest = max(sequence.length for sequence in active)
+        wait = self.engine.decode(max(s.slot for s in active) + 1, longest, sampled, logprobs)
+        for sequence in active:
+            sequence.queued += 1
+        self.queued_steps.append(QueuedStep([(sequence.slot, sequence) for sequence in active], wait))
+        return True
+
+    def _max_new_tokens(self, sequence: Sequence) -> int:
+        return min(sequence.request.options.max_new_tokens, self.max_seq_len - len(sequence.request.prompt))
+
+    def _collect(self, step: QueuedStep) -> list[TokenEvent]:
+        result, events = step.wait(), []
+        for row, sequence in step.rows:
+            if sequence.done:
+                continue
+            options, token = sequence.request.options, result.tokens[row]
+            sequence.reported += 1
+            finish_reason: FinishReason | None = None
+            if token in options.end_ids:
+                finish_reason = "stop"
+            elif sequence.reported >= self._max_new_tokens(sequence):
+                finish_reason = "length"
+            logprob, top = None, ()
+            if options.num_logprobs is not None and result.logprobs and result.top_logprobs:
+                logprob, top = result.logprobs[row], tuple(result.top_logprobs[row][: options.num_logprobs])
+            events.append(TokenEvent(sequence.request.request_id, token, finish_reason, logprob, top))
+            if finish_reason:
+                self._end(sequence)
+        return events
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.done = True
+        self.slots[sequence.slot] = None
+        self.engine.release(sequence.slot)

@@ -33,6 +33,9 @@ class Kernels:
     """(qkv, heads, kv heads, cu_seqlens, max_seqlen, causal, dropout) -> attention within packed sequences,
     [N, (H + 2 G) K] to [N, H, K]."""
 
+    has_decode_attention = False
+    """True if `decode_attention` reads only what each row needs, so that one static shape serves all lengths."""
+
     def __init__(self, has_fp32_gqa: bool = True) -> None:
         self.has_fp32_gqa = has_fp32_gqa
         """True if torch's attention has an fp32 kernel for fewer kv heads than heads. Otherwise each query head gets a
@@ -80,6 +83,19 @@ class Kernels:
         projections = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
         q, k, v = (y.view(*y.shape[:2], -1, head_dim).transpose(1, 2) for y in projections)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def decode_attention(
+        self, q_BH1K: Tensor, k_BG1K: Tensor, v_BG1K: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int,
+    ) -> Tensor:  # fmt: skip
+        """Store one key and value per row at position `lengths` [B] of the caches [slots, G, S, K], where row b has
+        slot b, and attend to all positions up to it. Positions from `visible` on are never read."""
+        rows = torch.arange(len(q_BH1K), device=lengths.device)
+        k_cache[rows, :, lengths] = k_BG1K[:, :, 0]
+        v_cache[rows, :, lengths] = v_BG1K[:, :, 0]
+        k, v = (cache[: len(q_BH1K), :, :visible] for cache in (k_cache, v_cache))
+        past = (torch.arange(visible, device=lengths.device) <= lengths[:, None])[:, None, None]
+        return F.scaled_dot_product_attention(q_BH1K, k, v, past, enable_gqa=q_BH1K.shape[1] != k.shape[1])
 
 
 def row_dropout(x: Tensor, dropout: DropoutRng) -> Tensor:

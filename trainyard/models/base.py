@@ -1,6 +1,6 @@
 """TransformerStage: embedding, blocks and head of any family, for the full model or for one pipeline stage of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,20 +62,26 @@ class TransformerStage(nn.Module):
 
     def forward(self, batch: Batch, x_BTD: Tensor | None = None) -> ModelOutput | Tensor:
         """Run this stage: `x_BTD` comes from the previous stage, and all but the last stage return a tensor."""
+        x_BTD = self.run_blocks(batch, x_BTD)
+        if not self.is_last:
+            return x_BTD
+        self.pre_layer_hook("last")
+        return self.head(x_BTD, batch)
+
+    def run_blocks(
+        self, batch: Batch, x_BTD: Tensor | None = None, blocks: Mapping[str, Callable[..., Any]] | None = None
+    ) -> Tensor:
+        """The output of this stage's last block. `blocks` replaces its blocks, for example by compiled ones."""
         block_inputs = self.block_inputs(batch)
         if self.is_first:
             self.pre_layer_hook("first")
             x_BTD = self.embed(batch, *block_inputs)
         assert x_BTD is not None
         x = self.pack_input(x_BTD)
-        for index, block in self.layers.items():
+        for index, block in (blocks or self.layers).items():
             self.pre_layer_hook(index)
             x = block(x, *block_inputs)
-        x_BTD = self.unpack_output(x)
-        if not self.is_last:
-            return x_BTD
-        self.pre_layer_hook("last")
-        return self.head(x_BTD, batch)
+        return self.unpack_output(x)
 
     def make_output(
         self,

@@ -7,11 +7,14 @@ from torch import Tensor, nn
 
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
+from trainyard.models.blueprint import Blueprint
 from trainyard.models.factory import Fp8Layers, ModuleFactory
 from trainyard.models.families import AnyModelConfig, family_of
 from trainyard.models.init import ParameterValues
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
+
+FactoryClass = Callable[[Blueprint, Axes, Kernels, Fp8Layers | None], ModuleFactory]
 
 
 def build_model(
@@ -21,11 +24,12 @@ def build_model(
     stage: StageSpec | None = None,
     kernels: Kernels | None = None,
     fp8: Fp8Layers | None = None,
+    factory: FactoryClass = ModuleFactory,
 ) -> TransformerStage:
     """The model of one rank, or one pipeline stage of it. Buffers are on `device`; parameters have no memory yet."""
     family = family_of(c)
     blueprint = family.blueprint(c)
-    model = family.module_class(c, ModuleFactory(blueprint, axes or Axes(), kernels or Kernels(), fp8))
+    model = family.module_class(c, factory(blueprint, axes or Axes(), kernels or Kernels(), fp8))
     if stage:
         model.prune_to_stage(stage, blueprint)
     for module in model.modules():

@@ -1,0 +1,212 @@
+"""`trainyard generate`: continue prompts with the model of a checkpoint."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from rich.console import Console
+from typer import Argument, Option
+
+from trainyard.cli.console import print_line
+from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.core.errors import UserError
+from trainyard.core.world import World
+from trainyard.launch.launcher import launch
+
+if TYPE_CHECKING:  # imports torch; `generate --help` does not wait for it
+    from trainyard.inference.generate import Completion, Prompt
+    from trainyard.inference.load import InferenceModel
+
+CheckpointSource = Annotated[
+    str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path or URL.")
+]
+InferenceDtype = Annotated[
+    Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: bf16 on accelerators, fp32 on the CPU.")
+]
+MaxSeqLen = Annotated[
+    int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
+]
+TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]
+DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
+
+
+def generate(
+    source: CheckpointSource,
+    prompt: Annotated[list[str] | None, Option("--prompt", "-p", help="Text to continue; repeatable.")] = None,
+    batch: Annotated[
+        Path | None,
+        Option(
+            "--batch",
+            metavar="FILE",
+            help="A prompt per line: text, or JSON with prompt, tokens or messages; - reads standard input.",
+        ),
+    ] = None,
+    chat: Annotated[bool, Option("--chat", help="Talk to the model; with --prompt, ask each as a user.")] = False,
+    system: Annotated[str, Option("--system", help="With --chat: the system message.")] = "",
+    max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", min=1, help="Most new tokens of a text.")] = 128,
+    temperature: Annotated[float, Option("--temperature", min=0, help="0: always the most likely token.")] = 0.0,
+    top_p: Annotated[float, Option("--top-p", min=0, max=1, help="Sample among tokens that sum to this.")] = 1.0,
+    top_k: Annotated[int, Option("--top-k", min=0, help="Sample among so many tokens; 0: all.")] = 0,
+    seed: Annotated[int, Option("--seed", help="Texts are a function of seed, prompt and options.")] = 0,
+    stop: Annotated[list[str] | None, Option("--stop", help="Text that ends a completion; repeatable.")] = None,
+    ignore_end: Annotated[bool, Option("--ignore-end", help="Continue after the end-of-text token.")] = False,
+    tp: TensorParallel = 1,
+    max_batch: Annotated[int, Option("--max-batch", min=1, help="Texts that are computed together.")] = 8,
+    max_seq_len: MaxSeqLen = None,
+    device: DeviceName = "auto",
+    dtype: InferenceDtype = None,
+    compile_blocks: Annotated[bool, Option("--compile", help="Compile the model first; for many tokens.")] = False,
+    tokenizer: TokenizerName = None,
+    as_json: AsJson = False,
+) -> int:
+    """Continue prompts with the model of a checkpoint.
+
+    CKPT needs no conversion: a run directory (its latest checkpoint), a native checkpoint of any layout, a Hugging Face
+    directory, NxD or Megatron-LM shards. The tokenizer comes with it. One prompt is printed as it is generated; of
+    several, each is printed when it is complete, in their order. Without a tokenizer, a prompt is a list of token ids:
+    --prompt "1 15 27".
+
+    Examples:
+
+      trainyard generate runs/my-run --prompt "Once upon a time"
+
+      trainyard generate hf-model -p "def add(" --temperature 0.7 --top-p 0.95 --seed 1
+
+      trainyard generate runs/my-run --batch prompts.jsonl --json > completions.jsonl
+
+      trainyard generate hf-model --chat
+    """
+    world = World.from_environment()
+    if not prompt and not batch and not chat:
+        raise UserError("nothing to continue: give --prompt, --batch or --chat")
+    if batch and prompt:
+        raise UserError("--batch: not together with --prompt")
+    if tp > 1 and world.size == 1:
+        if chat and not prompt:
+            raise UserError("--chat needs --prompt if --tp is larger than 1: ranks have no terminal")
+        if batch and str(batch) == "-":
+            raise UserError("--batch -: not with --tp; write the prompts to a file")
+        from trainyard import devices
+
+        return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
+    if world.size != tp:
+        raise UserError(f"--tp {tp}: there are {world.size} ranks")
+    from trainyard.inference.generate import Prompt, generate_texts
+    from trainyard.inference.load import InferenceOptions, load_for_inference
+    from trainyard.inference.requests import SamplingOptions
+    from trainyard.parallel.mesh import shutdown_distributed
+
+    texts = _read_batch(batch) if batch else [{"prompt": text} for text in prompt or []]
+    options = InferenceOptions(device, dtype, max(1, min(max_batch, len(texts) or 1)), max_seq_len, compile_blocks)
+    console = Console(highlight=False, stderr=True, quiet=world.rank > 0)
+    with console.status("loading"):
+        model = load_for_inference(source, options, tokenizer, world)
+    ends = frozenset() if ignore_end else model.end_ids
+    sampling = SamplingOptions(temperature, top_p, top_k, seed, max_new_tokens, ends)
+    if chat and not prompt and not batch:
+        return _talk(model, sampling, tuple(stop or ()), system, console)
+    prompts = [_make_prompt(model, text, index, chat, system) for index, text in enumerate(texts)]
+    begin, tokens = time.monotonic(), 0
+    streams = len(prompts) == 1 and not as_json
+    if streams and world.rank == 0 and prompts[0].text:
+        print(prompts[0].text if not chat else "", end="", flush=True)
+    for completion in generate_texts(
+        model, prompts, sampling, tuple(stop or ()), _print_now if streams and world.rank == 0 else None
+    ):
+        tokens += len(completion.tokens)
+        if world.rank == 0:
+            _print_completion(completion, as_json, streams, chat)
+    seconds = time.monotonic() - begin
+    print_line(console, f"{tokens} tokens in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s)", "dim")
+    shutdown_distributed()
+    return 0
+
+
+def _read_batch(path: Path) -> list[dict[str, Any]]:
+    """The prompts of a file: a JSON object, or plain text, per line. Empty lines are left out."""
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--batch {path}: cannot be read: {error}") from None
+    prompts = [_parse_line(line, path, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not prompts:
+        raise UserError(f"--batch {path}: has no prompts")
+    return prompts
+
+
+def _parse_line(line: str, path: Path, number: int) -> dict[str, Any]:
+    if not line.lstrip().startswith("{"):
+        return {"prompt": line}
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"--batch {path}, line {number}: not JSON: {error}") from None
+    if not isinstance(entry, dict) or not {"prompt", "tokens", "messages"} & set(entry):
+        raise UserError(f"--batch {path}, line {number}: needs prompt, tokens or messages")
+    return entry
+
+
+def _make_prompt(model: "InferenceModel", entry: dict[str, Any], index: int, chat: bool, system: str) -> "Prompt":
+    from trainyard.inference.generate import Prompt
+
+    if "tokens" in entry:
+        return Prompt(index, "", [int(token) for token in entry["tokens"]])
+    if "messages" in entry or chat:
+        messages = entry.get("messages") or [{"role": "user", "content": entry["prompt"]}]
+        if system:
+            messages = [{"role": "system", "content": system}, *messages]
+        return Prompt(index, "", model.encode_chat(messages))
+    text = str(entry["prompt"])
+    if model.tokenizer is None:
+        try:
+            return Prompt(index, "", [int(word) for word in text.replace(",", " ").split()])
+        except ValueError:
+            raise UserError("the checkpoint has no tokenizer: give --tokenizer, or token ids as prompt") from None
+    return Prompt(index, text, model.encode_prompt(text))
+
+
+def _print_now(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _print_completion(completion: "Completion", as_json: bool, streams: bool, chat: bool) -> None:
+    if as_json:
+        entry = {
+            "index": completion.prompt.index,
+            "prompt": completion.prompt.text,
+            "text": completion.text,
+            "tokens": completion.tokens,
+            "finish_reason": completion.finish_reason,
+        }
+        print(json.dumps(entry, ensure_ascii=False), flush=True)
+    elif streams:
+        print()
+    else:
+        print(completion.text if chat else completion.prompt.text + completion.text, end="\n\n", flush=True)
+
+
+def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system: str, console: Console) -> int:
+    """Read messages from the terminal until the end of the input, and answer each."""
+    from trainyard.inference.generate import Prompt, generate_texts
+
+    messages = [{"role": "system", "content": system}] if system else []
+    print_line(console, "Type a message; Ctrl-D ends.", "dim")
+    for line in _lines():
+        prompt = Prompt(0, "", model.encode_chat([*messages, {"role": "user", "content": line}]))
+        (answer,) = generate_texts(model, [prompt], sampling, stop, _print_now)
+        print()
+        messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer.text}]
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line

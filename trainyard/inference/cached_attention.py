@@ -1,0 +1,110 @@
+"""Causal attention over a preallocated cache of keys and values, with one slot for each sequence of a batch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainyard.core.counter_rng import RowSeeds
+from trainyard.kernels.reference import Kernels
+from trainyard.models.blueprint import Blueprint
+from trainyard.models.factory import Fp8Layers, ModuleFactory
+from trainyard.models.layers import CoreAttention
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.layout import head_range
+
+
+@dataclass
+class CacheState:
+    """What all layers need to know about the tokens of a forward pass. The engine sets it before each one."""
+
+    lengths: Tensor
+    """Tokens of each slot that are in the cache, int32 [slots]."""
+    decoding: bool = False
+    """True: one new token for each of the first slots. False: tokens `start`, ... of the slots in `slots`."""
+    visible: int = 0
+    """While decoding: no slot has more tokens than this, the new one included."""
+    slots: Tensor | None = None
+    """The slot of each row of a prefill, int64 [B]."""
+    start: int = 0
+    """The position of a prefill's first token. If it is not 0, there is one row."""
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    slots: int
+    max_seq_len: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CachedAttention(CoreAttention):
+    """Stores the keys and values of new tokens, and attends to all tokens of their sequences."""
+
+    k_cache: Tensor
+    """[slots, G, max_seq_len, K]; v_cache has the same shape."""
+    v_cache: Tensor
+
+    def __init__(self, size: CacheSize, state: CacheState, heads: int, kv_heads: int, *arguments: Any) -> None:
+        super().__init__(heads, kv_heads, *arguments)
+        tp = arguments[3]
+        first, end = head_range(kv_heads, tp.size, tp.rank)
+        self.state, groups = state, heads // tp.size if self.uneven_kv else end - first
+        for name in ("k_cache", "v_cache"):
+            shape = (size.slots, groups, size.max_seq_len, size.head_size)
+            self.register_buffer(name, torch.zeros(shape, dtype=size.dtype, device=size.device), persistent=False)
+
+    def forward(
+        self,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        documents_BT: Tensor | None = None,
+        seeds: RowSeeds | None = None,
+    ) -> Tensor:
+        if self.uneven_kv:
+            k_BGTK, v_BGTK = k_BGTK.index_select(1, self.kv_index), v_BGTK.index_select(1, self.kv_index)
+        if self.state.decoding:
+            lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
+            return self.kernels.decode_attention(
+                q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible
+            )
+        return self._prefill(q_BHTK, k_BGTK, v_BGTK)
+
+    def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Rows may be padded at the end: what padding leaves in the cache is overwritten before any token sees it."""
+        slots, start, tokens = self.state.slots, self.state.start, q_BHTK.shape[2]
+        end, past = start + tokens, None
+        self.k_cache[:, :, start:end].index_copy_(0, slots, k_BGTK)
+        self.v_cache[:, :, start:end].index_copy_(0, slots, v_BGTK)
+        if start:
+            k_BGTK, v_BGTK = self.k_cache[slots, :, :end], self.v_cache[slots, :, :end]
+            position = torch.arange(end, device=q_BHTK.device)
+            past = position <= position[start:, None]
+        grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped
+        )
+
+
+class CachingFactory(ModuleFactory):
+    """Builds models whose causal attention has a cache."""
+
+    def __init__(
+        self,
+        size: CacheSize,
+        state: CacheState,
+        blueprint: Blueprint,
+        axes: Axes,
+        kernels: Kernels,
+        fp8: Fp8Layers | None,
+    ) -> None:
+        super().__init__(blueprint, axes, kernels, fp8)
+        self.size, self.state = size, state
+
+    def core_attention(self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str) -> CoreAttention:
+        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels)
+        return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)

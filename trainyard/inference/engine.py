@@ -1,0 +1,209 @@
+"""Computes the next tokens of a batch of sequences, with a cache of keys and values at fixed addresses.
+
+A sequence has a slot. `prefill` puts tokens into the cache, `decode` computes one token for each of the first slots.
+Results stay on the device, where the next step finds them; the host reads them later. Every decode step has one of few
+static shapes, so that it can be compiled and captured as a graph of the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainyard.devices import Device
+from trainyard.inference.cached_attention import CachedAttention, CacheState
+from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
+from trainyard.inference.sampling import choose_tokens, token_logprobs
+from trainyard.models import Batch, ModelOutput, TransformerStage
+
+MIN_VISIBLE = 128
+"""Fewest positions that decode attends to; more are powers of two."""
+
+
+class NextTokens(NamedTuple):
+    """New tokens of some slots, on the host."""
+
+    tokens: list[int]
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
+    """MAX_LOGPROBS pairs of token and log-probability for each slot."""
+
+
+@dataclass
+class SlotOptions:
+    """Sampling options of all slots, on the device."""
+
+    slots: int
+    device: torch.device
+    temperature: Tensor = field(init=False)
+    top_k: Tensor = field(init=False)
+    top_p: Tensor = field(init=False)
+    seeds: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        zeros = partial(torch.zeros, self.slots, device=self.device)
+        self.temperature, self.top_k = zeros(), zeros(dtype=torch.int32)
+        self.top_p, self.seeds = zeros() + 1, zeros(dtype=torch.int32)
+
+    def set(self, slot: int, options: SamplingOptions) -> None:
+        self.temperature[slot], self.top_p[slot] = options.temperature, options.top_p
+        self.top_k[slot] = options.top_k
+        self.seeds[slot] = (options.seed & 0xFFFFFFFF) - (1 << 31)  # any integer to an int32
+
+    def rows(self, index: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `choose_tokens`."""
+        return self.temperature[index], self.top_k[index], self.top_p[index], self.seeds[index]
+
+
+class DecodeVariant(NamedTuple):
+    """What differs between captured decode steps."""
+
+    rows: int
+    visible: int
+    sampled: bool
+    """False: all rows take the most likely token."""
+    logprobs: bool
+
+
+class Engine:
+    """Owns the model, its cache, and the last token of every slot."""
+
+    def __init__(self, model: TransformerStage, state: CacheState, device: Device, compile_blocks: bool) -> None:
+        """`model` has attention layers with a cache that share `state`."""
+        self.model, self.state, self.device = model, state, device
+        caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
+        self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
+        """The last position takes the token that is in flight when a sequence ends."""
+        handle = device.torch_device
+        self.lengths = state.lengths
+        self.tokens = torch.zeros_like(self.lengths)
+        """The last token of each slot, which is not in the cache yet."""
+        self.is_active = torch.zeros_like(self.lengths)
+        """1 for slots that decode continues; the others compute a token that nobody reads."""
+        self.options = SlotOptions(self.num_slots, handle)
+        self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
+        self.static_decode = model_kernels(model).has_decode_attention
+        self.decode_blocks: dict[str, Callable[..., Any]] = dict(model.layers.items())
+        if compile_blocks:
+            compiled = partial(torch.compile, dynamic=False, fullgraph=True)
+            self.decode_blocks = {index: compiled(block.forward) for index, block in model.layers.items()}
+        self.steps: dict[DecodeVariant, tuple[Callable[[], None], list[Tensor]]] = {}
+
+    @torch.inference_mode()
+    def start(self, slot: int, options: SamplingOptions) -> None:
+        """Assign a slot to a new sequence."""
+        self.options.set(slot, options)
+        self.lengths[slot] = self.is_active[slot] = 0
+
+    @torch.inference_mode()
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.lengths[slot] = self.is_active[slot] = 0
+
+    @torch.inference_mode()
+    def prefill(
+        self, slots: Sequence[int], rows: Sequence[Sequence[int]], start: int, is_last: bool, logprobs: bool
+    ) -> Callable[[], NextTokens] | None:
+        """Put tokens into the cache, from position `start` on; several rows only from position 0 on.
+
+        If they end the prompts (`is_last`), the slots become active; returns a function that waits for their first new
+        tokens.
+        """
+        handle, longest = self.device.torch_device, max(map(len, rows))
+        padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
+        index = torch.tensor(slots, device=handle)
+        positions = torch.arange(start, start + longest, dtype=torch.int32, device=handle).expand(len(rows), -1)
+        self.state.decoding, self.state.slots, self.state.start = False, index, start
+        x_BTD = self.model.run_blocks(self._batch(padded.to(handle), positions))
+        if not is_last:
+            self.lengths[index] = start + longest  # decode steps of other slots leave their token there
+            return None
+        last = torch.tensor([len(row) - 1 for row in rows], device=handle)
+        logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None])
+        lengths = (last + start + 1).int()
+        chosen = choose_tokens(logits, *self.options.rows(index), lengths)
+        self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
+        return self._read([chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if logprobs else ())])
+
+    @torch.inference_mode()
+    def decode(self, rows: int, longest: int, sampled: bool, logprobs: bool) -> Callable[[], NextTokens]:
+        """Compute one token for each of the first slots. Returns a function that waits for them.
+
+        `longest` is the largest number of tokens of a slot, the one to be computed excluded; `sampled` is false if all
+        requests take the most likely token.
+        """
+        rows = min(_next_power_of_two(rows), self.num_slots)
+        visible = self.max_seq_len + 1
+        if not self.static_decode:
+            visible = min(max(_next_power_of_two(longest + 1), MIN_VISIBLE), visible)
+        variant = DecodeVariant(rows, visible, sampled, logprobs)
+        if variant not in self.steps:
+            self.steps[variant] = self._capture(variant)
+        replay, results = self.steps[variant]
+        replay()
+        return self._read(results)
+
+    def _capture(self, variant: DecodeVariant) -> tuple[Callable[[], None], list[Tensor]]:
+        """A function that computes a step, and the tensors in which it leaves the results."""
+        results: list[Tensor] = []
+
+        def work() -> None:
+            results[:] = self._decode(variant)
+
+        if self.device.supports_graphs:  # compile kernels and allocate their memory before the capture
+            before = self.tokens.clone(), self.lengths.clone()
+            for _ in range(2):
+                work()
+                self.tokens.copy_(before[0])
+                self.lengths.copy_(before[1])
+        return self.device.capture_graph(work), results
+
+    def _decode(self, variant: DecodeVariant) -> list[Tensor]:
+        rows = slice(variant.rows)
+        tokens, lengths = self.tokens[rows], self.lengths[rows]
+        self.state.decoding, self.state.visible = True, variant.visible
+        x_B1D = self.model.run_blocks(self._batch(tokens[:, None], lengths[:, None]), blocks=self.decode_blocks)
+        logits = self._logits(x_B1D)
+        if variant.sampled:
+            chosen = choose_tokens(logits, *self.options.rows(rows), lengths + 1)
+        else:
+            chosen = logits.argmax(-1).int()
+        tokens.copy_(chosen)
+        lengths.add_(self.is_active[rows])
+        return [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if variant.logprobs else ())]
+
+    def _batch(self, tokens: Tensor, positions: Tensor) -> Batch:
+        sample_ids = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
+        return {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
+
+    def _logits(self, x_B1D: Tensor) -> Tensor:
+        """fp32 logits of one token per row, [B, V], equal on all ranks."""
+        output = self.model.head(x_B1D, {})
+        assert isinstance(output, ModelOutput)
+        return output.logits()[:, 0].float()
+
+    def _read(self, results: Sequence[Tensor]) -> Callable[[], NextTokens]:
+        """Start copying results to the host."""
+        copies = [self.device.copy_to_host(tensor.clone()) for tensor in results]
+
+        def wait() -> NextTokens:
+            tokens, *rest = (copy().tolist() for copy in copies)
+            if not rest:
+                return NextTokens(tokens, None, None)
+            logprobs, top_ids, top_values = rest
+            tops = [list(zip(ids, values, strict=True)) for ids, values in zip(top_ids, top_values, strict=True)]
+            return NextTokens(tokens, logprobs, tops)
+
+        return wait
+
+
+def model_kernels(model: TransformerStage) -> Any:
+    """The kernels that a model was built with."""
+    return next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
+
+
+def _next_power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

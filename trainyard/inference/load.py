@@ -1,0 +1,209 @@
+"""Loads a checkpoint of any format for inference: model, cache, tokenizer and special tokens."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainyard import devices
+from trainyard.checkpoint.formats.tensor_map import WeightSource
+from trainyard.checkpoint.registry import open_weights, read_model_files
+from trainyard.core.constants import GIB
+from trainyard.core.errors import UserError
+from trainyard.core.world import ONE_RANK, World
+from trainyard.data.text.tokenizer import TOKENIZER_FILES, FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.devices import Device
+from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
+from trainyard.inference.engine import Engine
+from trainyard.inference.scheduler import Scheduler
+from trainyard.models import AnyModelConfig, TransformerStage, build_model, family_of, fill_parameters
+from trainyard.models.sharding import local_tensor
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.tensor_parallel import TensorAxis
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLAT_FUSIONS = {"fuse_qkv": True, "fuse_gate_up": True}
+"""Whatever the run stored: one product instead of three, and one instead of two."""
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    """How a checkpoint is loaded."""
+
+    device: str = "auto"
+    dtype: str | None = None
+    """A key of DTYPES; None: bf16 on accelerators, fp32 on the CPU."""
+    max_batch: int = 8
+    """Sequences that are computed together."""
+    max_seq_len: int | None = None
+    """Longest prompt plus new tokens; None: the model's limit."""
+    compile_blocks: bool = False
+    fused_kernels: bool = True
+
+
+@dataclass(frozen=True)
+class InferenceModel:
+    """A model that is ready to generate."""
+
+    model_config: AnyModelConfig
+    module: TransformerStage
+    scheduler: Scheduler
+    tokenizer: Tokenizer | None
+    """None if the checkpoint has no tokenizer: prompts are token ids then."""
+    model_files: dict[str, bytes]
+    """Contents of the checkpoint's tokenizer.json, generation_config.json and others."""
+    device: Device
+    mesh: Mesh
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.scheduler.max_seq_len
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: those of generation_config.json, of the model, or of the tokenizer."""
+        ids: Any = self.read_json("generation_config.json").get("eos_token_id")
+        if ids is None:
+            ids = self.model_config.eos_token_id
+        if ids is None:
+            ids = [self.tokenizer.end_id] if self.tokenizer else []
+        return frozenset([ids] if isinstance(ids, int) else ids)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """One of the model files; empty if there is none."""
+        try:
+            content = json.loads(self.model_files.get(name, b"{}"))
+        except ValueError:
+            raise UserError(f"{name} of the checkpoint is not JSON") from None
+        return content if isinstance(content, dict) else {}
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt, with the tokens that this tokenizer puts before every text."""
+        if self.tokenizer is None:
+            raise UserError("the checkpoint has no tokenizer; give --tokenizer, or prompts of token ids")
+        if isinstance(self.tokenizer, FastTokenizer):
+            return list(self.tokenizer.tokenizer.encode(text).ids)
+        tokens = [int(token) for token in self.tokenizer.encode([text])[0]]
+        bos = self.model_config.bos_token_id
+        return [bos, *tokens] if bos is not None and self.read_json("tokenizer_config.json").get("add_bos_token") else tokens
+
+
+def load_for_inference(
+    source: str, options: InferenceOptions, tokenizer: str | None = None, world: World = ONE_RANK
+) -> InferenceModel:
+    """Load the checkpoint at `source`, a path or URL of any known format. All ranks of a tensor-parallel group call this.
+
+    `tokenizer` is the path of one, or `bytes`; by default it comes with the checkpoint.
+    """
+    weights = open_weights(source).weights
+    config = weights.model.model_copy(
+        update={key: value for key, value in FLAT_FUSIONS.items() if hasattr(weights.model, key)}
+    )
+    if family_of(config).loss != "causal_lm":
+        raise UserError(f"{source}: a {config.family} model fills masks and does not generate; see trainyard fill-mask")
+    device = devices.select(options.device)
+    dtype = _choose_dtype(options.dtype, device)
+    device.prepare(False, world)
+    mesh = _create_mesh(config, device, world)
+    limit = config.max_positions
+    max_seq_len = options.max_seq_len or limit
+    if not 2 <= max_seq_len <= limit:
+        raise UserError(f"--max-seq-len {max_seq_len}: the model's limit is {limit}, and 2 are needed")
+    slots, handle = options.max_batch, device.torch_device
+    _check_memory(config, mesh, slots, max_seq_len + 1, dtype, device)
+    state = CacheState(torch.zeros(slots, dtype=torch.int32, device=handle))
+    size = CacheSize(slots, max_seq_len + 1, config.head_size, dtype, handle)
+    kernels = device.kernels(options.fused_kernels)
+    factory = partial(CachingFactory, size, state)
+    module = build_model(config, handle, Axes(TensorAxis(mesh.tp)), kernels=kernels, factory=factory)
+    fill_parameters(module, _rank_values(weights, config, mesh, handle, dtype), dtype)
+    module.eval().requires_grad_(False)
+    model_files = read_model_files(weights, source)
+    engine = Engine(module, state, device, options.compile_blocks)
+    return InferenceModel(
+        config,
+        module,
+        Scheduler(engine, config.vocab),
+        _find_tokenizer(tokenizer, model_files),
+        model_files,
+        device,
+        mesh,
+    )
+
+
+def _choose_dtype(name: str | None, device: Device) -> torch.dtype:
+    return DTYPES[name] if name else torch.float32 if device.synchronous else torch.bfloat16
+
+
+def _create_mesh(config: AnyModelConfig, device: Device, world: World) -> Mesh:
+    if config.heads % world.size:
+        raise UserError(f"--tp {world.size}: does not divide the model's {config.heads} heads")
+    return Mesh.create(Layout(tp=world.size), device, world)
+
+
+def _rank_values(
+    weights: WeightSource, config: AnyModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """A function from parameter names to this rank's values, which are read when it is called."""
+    blueprint = family_of(config).blueprint(config)
+
+    def values(name: str) -> Tensor:
+        return local_tensor(blueprint, name, mesh.tp.size, mesh.tp.rank, lambda piece: weights.read(piece)).to(
+            device, dtype
+        )
+
+    return values
+
+
+def _check_memory(
+    config: AnyModelConfig, mesh: Mesh, slots: int, max_seq_len: int, dtype: torch.dtype, device: Device
+) -> None:
+    """Raise UserError if weights and cache cannot fit."""
+    available = device.memory_per_rank(mesh.tp.size)
+    heads = max(config.num_kv_heads // mesh.tp.size, 1)
+    cache = 2 * config.layers * slots * max_seq_len * heads * config.head_size * dtype.itemsize
+    parameters = family_of(config).blueprint(config).parameter_count() // mesh.tp.size * dtype.itemsize
+    if available and cache + parameters > available:
+        raise UserError(
+            f"the weights need {parameters / GIB:.1f} GiB and a cache of {slots} x {max_seq_len} tokens "
+            f"{cache / GIB:.1f} GiB, but there are {available / GIB:.1f} GiB; use a smaller --max-seq-len or --max-batch"
+        )
+
+
+def _find_tokenizer(name: str | None, model_files: dict[str, bytes]) -> Tokenizer | None:
+    """The tokenizer at `name`, or the one among the checkpoint's files."""
+    if name:
+        return load_tokenizer(TokenizerSpec(name))
+    if not any(file in model_files for file in TOKENIZER_FILES):
+        if "vocab.txt" in model_files:
+            return _load_from_files("wordpiece", model_files, vocab_file="vocab.txt")
+        if {"vocab.json", "merges.txt"} <= set(model_files):
+            return _load_from_files("gpt2", model_files, vocab_file="vocab.json", merges_file="merges.txt")
+        return None
+    return _load_from_files(None, model_files)
+
+
+def _load_from_files(name: str | None, model_files: dict[str, bytes], **paths: str) -> Tokenizer:
+    end_token = _end_token(model_files)
+    with TemporaryDirectory() as directory:  # the libraries read files
+        for file, content in model_files.items():
+            (Path(directory) / file).write_bytes(content)
+        files = {key: str(Path(directory) / file) for key, file in paths.items()}
+        return load_tokenizer(TokenizerSpec(name or directory, end_token=end_token, **files))
+
+
+def _end_token(model_files: dict[str, bytes]) -> str | None:
+    """The end-of-text token that tokenizer_config.json names."""
+    try:
+        token = json.loads(model_files.get("tokenizer_config.json", b"{}")).get("eos_token")
+    except (ValueError, AttributeError):
+        return None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
