@@ -1,8 +1,9 @@
 """A real server on loopback, with a scheduler that needs no model."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -36,6 +37,13 @@ class RunningServer:
     def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
         sent = {"json": body} if body is not None else {}
         return httpx.post(self.url + path, timeout=WAIT_S, **(sent | options))  # type: ignore[arg-type]
+
+    def wait_until_idle(self) -> None:
+        """Wait until every sequence has left the scheduler."""
+        deadline = time.monotonic() + WAIT_S
+        while self.worker.num_pending or self.scheduler.waiting or self.scheduler.running:
+            assert time.monotonic() < deadline, "sequences are left"
+            time.sleep(0.005)
 
     def health(self) -> dict[str, object]:
         found: dict[str, object] = httpx.get(self.url.removesuffix("/v1") + "/health", timeout=WAIT_S).json()
@@ -83,7 +91,5 @@ def served() -> Iterator[RunningServer]:
 @pytest.fixture
 def start_server() -> Iterator[StartServer]:
     """Starts a server of one's own; it must end in order, too."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(running_server(**options))

@@ -97,5 +97,5 @@ class FakeScheduler(Scheduler):
             reason = "length"
         if reason:
             del self.running[request_id]
-        top = tuple((token + offset, self.logprob - offset) for offset in range(options.num_logprobs))
-        return TokenEvent(request_id, token, self.logprob, top, reason)
+        top = tuple((token + offset, self.logprob - offset) for offset in range(options.num_logprobs or 0))
+        return TokenEvent(request_id, token, reason, self.logprob, top)

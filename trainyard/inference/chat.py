@@ -7,7 +7,6 @@ transformers' `apply_chat_template` does, in a sandbox: the template is code of 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -47,16 +46,15 @@ class ChatTemplate:
             raise UserError(f"chat template: not valid Jinja: {one_line(error)}") from None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "ChatTemplate":
-        """The template of a checkpoint directory; the default one if it has none."""
-        config = _read_json(directory / "tokenizer_config.json")
+    def from_files(cls, files: Mapping[str, bytes]) -> "ChatTemplate":
+        """The template among the files of a checkpoint, by name; the default one if there is none."""
+        config = _read_json(files, "tokenizer_config.json")
         template: Any = config.get("chat_template")
         if isinstance(template, list):  # named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        file = directory / "chat_template.jinja"
-        if file.exists():
-            template = file.read_text(encoding="utf-8")
-        tokens = {**_read_json(directory / "special_tokens_map.json"), **config}
+        if "chat_template.jinja" in files:
+            template = files["chat_template.jinja"].decode()
+        tokens = {**_read_json(files, "special_tokens_map.json"), **config}
         special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(tokens.get(name))) is not None}
         return cls(template, special)
 
@@ -79,13 +77,11 @@ class ChatTemplate:
             raise UserError(f"chat template: {one_line(error)}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(files.get(name, b"{}"))
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {one_line(error)}") from None
+        raise UserError(f"{name}: not valid JSON: {one_line(error)}") from None
     return found if isinstance(found, dict) else {}
 
 

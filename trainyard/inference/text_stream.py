@@ -5,6 +5,8 @@ of the first token of a text, and a stop string can begin in one token and end i
 window of tokens, so the cost of a token does not grow with the length of the output.
 """
 
+from collections.abc import Sequence
+
 from trainyard.data.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -19,8 +21,8 @@ MAX_PENDING = 16
 class TextStream:
     """The text of one output. Concatenating the results of all `push` and of `finish` gives the complete text."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
-        """`stop`: strings that end the text. They are not part of it."""
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()) -> None:
+        """`stop`: strings that end the text. They are not part of it. `prompt`: the tokens before the text."""
         self.stopped = False
         """True once the text contains a stop string; later tokens give no text."""
         self.decoded_length = 0
@@ -29,8 +31,8 @@ class TextStream:
         """Characters returned so far."""
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
-        self._context: list[int] = []
-        self._context_text = ""
+        self._context = list(prompt[-MAX_PENDING:])
+        self._context_text = tokenizer.decode(self._context) if self._context else ""
         self._pending: list[int] = []
         self._held = ""
 

@@ -14,10 +14,10 @@ from trainyard.serve.response_types import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
-    ChatCompletion,
     ChatCompletionChunk,
-    Completion,
+    ChatCompletionResponse,
     CompletionChoice,
+    CompletionResponse,
     Usage,
 )
 from trainyard.serve.served_model import ServedModel
@@ -44,18 +44,18 @@ class CompletionFormat:
     def first_chunks(self) -> Iterable[BaseModel]:
         for index, text in enumerate(self._echoes):
             if text:
-                yield Completion(**self._head, choices=[CompletionChoice(index=index, text=text)])
+                yield CompletionResponse(**self._head, choices=[CompletionChoice(index=index, text=text)])
 
     def chunk(self, delta: ChoiceDelta) -> BaseModel:
-        return Completion(**self._head, choices=[self._choice(delta, delta.text)])
+        return CompletionResponse(**self._head, choices=[self._choice(delta, delta.text)])
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
-        return Completion(**self._head, choices=[], usage=usage)
+        return CompletionResponse(**self._head, choices=[], usage=usage)
 
     def complete(self, choices: Sequence[ChoiceDelta], usage: Usage) -> BaseModel:
         texts = [self._echoes[choice.index] + choice.text for choice in choices]
         found = [self._choice(choice, text) for choice, text in zip(choices, texts, strict=True)]
-        return Completion(**self._head, choices=found, usage=usage)
+        return CompletionResponse(**self._head, choices=found, usage=usage)
 
     def _choice(self, delta: ChoiceDelta, text: str) -> CompletionChoice:
         offset = len(self._echoes[delta.index])
@@ -96,4 +96,4 @@ class ChatFormat:
             )
             for choice in choices
         ]
-        return ChatCompletion(**self._head, choices=found, usage=usage)
+        return ChatCompletionResponse(**self._head, choices=found, usage=usage)

@@ -19,8 +19,8 @@ from trainyard.serve.errors import ApiError, add_error_handlers
 from trainyard.serve.generation import ChoiceDelta, Generation
 from trainyard.serve.middleware import MAX_BODY_BYTES, LimitBody, RequireToken
 from trainyard.serve.response_types import (
-    ChatCompletion,
-    Completion,
+    ChatCompletionResponse,
+    CompletionResponse,
     ErrorResponse,
     Health,
     ModelCard,
@@ -78,24 +78,26 @@ def create_app(model: ServedModel, token: str | None = None, max_body_bytes: int
         model.require_name(name)
         return card()
 
-    @app.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS | STREAM)
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=GENERATION_ERRORS | STREAM)
     async def completions(fields: CompletionRequest, request: Request) -> Response:
         model.require_name(fields.model)
         if fields.echo and fields.logprobs is not None:
             raise ApiError(400, "echo: cannot be combined with logprobs; the prompt has none", "echo")
-        prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in fields.prompts]
+        prompts = [
+            await model.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in fields.prompts
+        ]
         sequences = model.sequences(fields, prompts, DEFAULT_MAX_TOKENS)
         texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in fields.prompts]
         echoes = [text if fields.echo else "" for text in texts for _ in range(fields.n or 1)]
         generation = Generation(model.worker, model.tokenizer, sequences, fields.stop_strings)
         return await _answer(request, generation, CompletionFormat(model, fields, echoes), fields, prompts)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=GENERATION_ERRORS | STREAM)
+    @app.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=GENERATION_ERRORS | STREAM)
     async def chat_completions(fields: ChatCompletionRequest, request: Request) -> Response:
         model.require_name(fields.model)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
-        prompts = [await model.encode(model.render_chat([message.for_template() for message in fields.messages]))]
+        prompts = [await model.encode_chat([message.for_template() for message in fields.messages])]
         sequences = model.sequences(fields, prompts, None)
         stop = fields.stop_strings + model.chat_template.stop
         generation = Generation(model.worker, model.tokenizer, sequences, stop)

@@ -32,11 +32,11 @@ class ChoiceDelta:
 class Choice:
     """One sequence: its tokens become text; tokens of a stop string and the end token are not part of it."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...], end_ids: frozenset[int]) -> None:
+    def __init__(self, index: int, stream: TextStream, end_ids: frozenset[int]) -> None:
         self.index = index
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self._stream = TextStream(tokenizer, stop)
+        self._stream = stream
         self._end_ids = end_ids
         self._waiting: deque[TextToken] = deque()
 
@@ -70,7 +70,10 @@ class Generation:
         sequences: Sequence[tuple[list[int], SamplingOptions]],
         stop: tuple[str, ...],
     ) -> None:
-        self.choices = [Choice(index, tokenizer, stop, options.end_ids) for index, (_, options) in enumerate(sequences)]
+        self.choices = [
+            Choice(index, TextStream(tokenizer, stop, prompt), options.end_ids)
+            for index, (prompt, options) in enumerate(sequences)
+        ]
         self._worker, self._sequences = worker, sequences
         self._subscription: Subscription | None = None
 

@@ -48,7 +48,7 @@ def completion_logprobs(tokens: Iterable[TextToken], texts: TokenTexts, first_of
 
 
 def chat_logprobs(tokens: Iterable[TextToken], texts: TokenTexts) -> ChatLogprobs:
-    def entry(token: int, logprob: float) -> TopLogprob:
+    def entry(token: int, logprob: float | None) -> TopLogprob:
         return TopLogprob(token=texts.text(token), logprob=_finite(logprob), bytes=texts.utf8(token))
 
     content = []
@@ -59,5 +59,5 @@ def chat_logprobs(tokens: Iterable[TextToken], texts: TokenTexts) -> ChatLogprob
     return ChatLogprobs(content=content)
 
 
-def _finite(logprob: float) -> float:
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB  # a comparison with NaN is false
+def _finite(logprob: float | None) -> float:
+    return logprob if logprob is not None and logprob > MIN_LOGPROB else MIN_LOGPROB  # a comparison with NaN is false

@@ -60,7 +60,7 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None = None
 
 
-class Completion(BaseModel):
+class CompletionResponse(BaseModel):
     """A complete answer, or one chunk of a streamed one."""
 
     id: str
@@ -99,7 +99,7 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletionResponse(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int

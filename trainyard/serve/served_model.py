@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from trainyard.core.errors import UserError
@@ -31,10 +31,13 @@ class ServedModel:
         max_seq_len: int,
         chat_template: ChatTemplate,
         end_ids: frozenset[int],
+        encode_prompt: Callable[[str], list[int]] | None = None,
     ) -> None:
-        """`end_ids`: tokens that end a text."""
+        """`end_ids`: tokens that end a text. `encode_prompt`: adds what the model expects before every text; a chat
+        template has that itself."""
         self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, max_seq_len
         self.chat_template, self.end_ids = chat_template, end_ids
+        self._encode_prompt = encode_prompt or self._encode_plain
         self.created = int(time.time())
         self.token_texts = TokenTexts(tokenizer)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -44,21 +47,25 @@ class ServedModel:
             message = f"model {name!r}: this server has only {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def encode(self, text: str) -> list[int]:
-        """Tokens of a text. An empty text is the beginning of a document, which follows an end token."""
-        if len(text) <= SHORT_TEXT:
-            return self._encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._encode, text)
+    async def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
+        return await self._encode(self._encode_prompt, text) or [self.tokenizer.end_id]
 
-    def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode([text])[0].tolist()
-        return tokens or [self.tokenizer.end_id]
-
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         try:
-            return self.chat_template.render(messages)
+            text = self.chat_template.render(messages)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
+        return await self._encode(self._encode_plain, text) or [self.tokenizer.end_id]
+
+    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        if len(text) <= SHORT_TEXT:
+            return encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, text)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode([text])[0].tolist()
+        return tokens
 
     def sequences(
         self, fields: GenerationFields, prompts: list[list[int]], default_tokens: int | None
@@ -103,5 +110,5 @@ class ServedModel:
             seed=seed & SEED_MASK,
             max_new_tokens=new_tokens,
             end_ids=self.end_ids,
-            num_logprobs=fields.num_logprobs or 0,
+            num_logprobs=fields.num_logprobs,
         )

@@ -2,12 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
+from trainyard.cli.commands.generate import CheckpointSource, DeviceName, InferenceDtype, MaxSeqLen, TensorParallel
+from trainyard.cli.options import TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
+
+if TYPE_CHECKING:  # imports torch; `serve --help` does not wait for it
+    from trainyard.inference.load import InferenceOptions
+    from trainyard.serve.served_model import ServedModel
 
 TOKEN_VARIABLE = "TRAINYARD_SERVE_TOKEN"
 PENDING_PER_SLOT = 4
@@ -15,19 +21,11 @@ PENDING_PER_SLOT = 4
 
 
 def serve(
-    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Path of a checkpoint or of a run directory.")],
+    source: CheckpointSource,
     host: Annotated[
         str, Option("--host", help="Address to listen on. Others than loopback need a token.")
     ] = "127.0.0.1",
     port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Sequences computed together.")] = 64,
-    max_seq_len: Annotated[
-        int | None,
-        Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: what the model was made for."),
-    ] = None,
-    dtype: Annotated[str, Option("--dtype", help="Of weights and cache: auto, fp32 or bf16.")] = "auto",
-    device: Annotated[str, Option("--device", help="As the key device.name.")] = "auto",
-    tp: Annotated[int, Option("--tp", min=1, help="Ranks that share each layer.")] = 1,
     model_name: Annotated[
         str | None, Option("--model-name", metavar="NAME", help="Name in the API. Default: that of the directory.")
     ] = None,
@@ -35,6 +33,12 @@ def serve(
         Path | None,
         Option("--token-file", metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set."),
     ] = None,
+    max_batch: Annotated[int, Option("--max-batch", min=1, help="Sequences that are computed together.")] = 64,
+    max_seq_len: MaxSeqLen = None,
+    tp: TensorParallel = 1,
+    device: DeviceName = "auto",
+    dtype: InferenceDtype = None,
+    tokenizer: TokenizerName = None,
 ) -> int:
     """Serve a checkpoint with OpenAI's API: completions and chats, with streaming and continuous batching.
 
@@ -47,38 +51,46 @@ def serve(
 
       trainyard serve runs/my-run --port 0 --model-name my-model
 
-      trainyard serve exports/hf --host 0.0.0.0 --token-file token.txt
+      trainyard serve hf-model --host 0.0.0.0 --token-file token.txt
     """
-    from trainyard.inference.chat import ChatTemplate
     from trainyard.serve.app import create_app
-    from trainyard.serve.served_model import ServedModel
     from trainyard.serve.server import ModelServer, base_url, bind_socket, is_loopback
-    from trainyard.serve.worker import SchedulerWorker
 
+    if tp > 1:
+        raise UserError(f"--tp {tp}: serve runs on one rank; trainyard generate has --tp")
     token = read_token(token_file)
     if not token and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach it, so it needs a token: --token-file or ${TOKEN_VARIABLE}")
     with interrupt_on_terminate(), bind_socket(host, port) as bound:
-        from trainyard.inference.load import load_for_inference
+        from trainyard.inference.load import InferenceOptions
 
-        loaded = load_for_inference(
-            checkpoint, device=device, dtype=dtype, max_batch=max_batch, max_seq_len=max_seq_len, tp=tp
-        )
-        tokenizer = loaded.tokenizer
-        if tokenizer is None:
-            raise UserError(f"{checkpoint}: has no tokenizer; put its tokenizer.json into the directory")
-        worker = SchedulerWorker(loaded.scheduler, PENDING_PER_SLOT * max_batch)
-        template = ChatTemplate(loaded.chat_template)
-        name = model_name or Path(checkpoint).resolve().name
-        end_ids = frozenset({tokenizer.end_id})
-        model = ServedModel(name, tokenizer, worker, loaded.max_seq_len, template, end_ids)
-        server = ModelServer(
-            create_app(model, token), worker, lambda: print(f"serving {name} at {base_url(bound)}", flush=True)
-        )
+        model = load_model(source, model_name, InferenceOptions(device, dtype, max_batch, max_seq_len), tokenizer)
+        url = base_url(bound)
+        ready = f"serving {model.name} at {url}"
+        server = ModelServer(create_app(model, token), model.worker, lambda: print(ready, flush=True))
         server.run_on(bound)
-    if worker.failure:
-        raise RunStopped(f"the engine failed: {worker.failure}")
+    if model.worker.failure:
+        raise RunStopped(f"the engine failed: {model.worker.failure}")
     return 0
+
+
+def load_model(source: str, name: str | None, options: "InferenceOptions", tokenizer: str | None) -> "ServedModel":
+    from trainyard.inference.load import load_for_inference
+    from trainyard.serve.served_model import ServedModel
+    from trainyard.serve.worker import SchedulerWorker
+
+    loaded = load_for_inference(source, options, tokenizer)
+    if loaded.tokenizer is None:
+        raise UserError(f"{source}: has no tokenizer; give --tokenizer")
+    return ServedModel(
+        name or Path(source).resolve().name,
+        loaded.tokenizer,
+        SchedulerWorker(loaded.scheduler, PENDING_PER_SLOT * options.max_batch),
+        loaded.max_seq_len,
+        loaded.chat_template,
+        loaded.end_ids,
+        loaded.encode_prompt,
+    )
 
 
 def read_token(file: Path | None) -> str | None:
