@@ -1,5 +1,6 @@
 """A scheduler without a model: what it writes follows from the prompt and the seed."""
 
+import threading
 import time
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -49,7 +50,8 @@ class FakeScheduler(Scheduler):
         self.cancelled: list[int] = []
         self.options: list[SamplingOptions] = []
         self.faults: list[BaseException] = []
-        """Raised by the next steps."""
+        """Raised by the steps after `fail_now`."""
+        self.fail_now = threading.Event()
         self.cancel_fault: BaseException | None = None
         self.lose_requests = False
         self.logprob = -1.0
@@ -78,7 +80,7 @@ class FakeScheduler(Scheduler):
 
     def step(self) -> list[TokenEvent]:
         time.sleep(self.step_s)
-        if self.faults:
+        if self.faults and self.fail_now.is_set():
             raise self.faults.pop()
         while self.waiting and len(self.running) < self.max_batch:
             request_id = next(iter(self.waiting))

@@ -59,9 +59,10 @@ def test_token_ids_are_one_prompt_and_an_empty_text_starts_a_document(served: Ru
     assert empty.usage is not None
     assert empty.usage.prompt_tokens == 1
     tokens = client.completions.create(model="tiny", prompt=[END], max_tokens=9, temperature=0)
-    assert tokens.choices[0].text == client.completions.create(
-        model="tiny", prompt="", max_tokens=9, temperature=0
-    ).choices[0].text
+    assert (
+        tokens.choices[0].text
+        == client.completions.create(model="tiny", prompt="", max_tokens=9, temperature=0).choices[0].text
+    )
 
 
 def test_seeds(client: openai.OpenAI) -> None:
@@ -208,7 +209,9 @@ def test_chat_stream_with_logprobs_and_usage(chat: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == fake_text("<user>Hello<assistant>", 6, seed=3)
-    entries = [entry for chunk in chunks[:-1] if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content or []]
+    entries = [
+        entry for chunk in chunks[:-1] if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content or []
+    ]
     assert "".join(entry.token for entry in entries) == text
     assert entries[0].bytes == list(text[0].encode())
     assert [top.logprob for top in entries[0].top_logprobs] == [-1.0, -2.0]

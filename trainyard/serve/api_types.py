@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -13,10 +13,21 @@ MAX_CHOICES = 128
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion, as in OpenAI's API. A chat has no limit but the length of the cache."""
 
+
+def _require_unicode(text: str) -> str:
+    """JSON strings can have lone surrogates, which no tokenizer encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("lone_surrogate", "must be valid Unicode, without lone surrogates") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_require_unicode)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+StopString = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Prompts = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 TokenPrompts = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
 
@@ -97,7 +108,7 @@ class GenerationFields(ApiModel):
 
 
 class CompletionRequest(GenerationFields):
-    prompt: str | Prompts | TokenIds | TokenPrompts
+    prompt: Text | Prompts | TokenIds | TokenPrompts
     """An empty string starts a new document."""
     echo: bool | None = None
     """Repeat the prompt before the text."""
@@ -120,13 +131,13 @@ class CompletionRequest(GenerationFields):
 
 class TextPart(ApiModel):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(ApiModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    name: Text | None = None
     refusal: Annotated[Any, Neutral()] = None
     annotations: Annotated[Any, Neutral([])] = None
     audio: Annotated[Any, Neutral()] = None

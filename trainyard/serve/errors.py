@@ -90,5 +90,6 @@ def validation_error(found: Iterable[Any]) -> ApiError:
         return ApiError(400, f"{param}: {first['msg']}", param, "unsupported_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: this field is required", param, "missing_required_parameter")
-    message = EXPECTED[names[0]] if names else first["msg"][:1].lower() + first["msg"][1:]
+    several = names and first["type"] != "lone_surrogate"
+    message = EXPECTED[names[0]] if several else first["msg"][:1].lower() + first["msg"][1:]
     return ApiError(400, f"{param}: {message}", param, "invalid_value")
