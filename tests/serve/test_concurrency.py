@@ -11,6 +11,7 @@ import pytest
 
 from tests.serve.conftest import RunningServer, StartServer
 from tests.serve.fake_scheduler import FakeScheduler, fake_text
+from trainyard.serve import server
 
 NUM_CLIENTS = 64
 ENDLESS = 10**6
@@ -159,7 +160,10 @@ def test_an_engine_that_stays_broken_ends_the_server(start_server: StartServer, 
     assert running.worker.failure == "RuntimeError: device lost"
 
 
-def test_requests_in_flight_finish_or_end_when_the_server_stops(start_server: StartServer) -> None:
+def test_requests_in_flight_finish_or_end_when_the_server_stops(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "DRAIN_S", 1.0)
     running = start_server(scheduler=FakeScheduler(max_seq_len=ENDLESS, step_s=0.002))
     with (
         httpx.stream("POST", running.url + "/completions", json=STREAM | {"max_tokens": 100}) as short,
