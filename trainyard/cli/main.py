@@ -45,6 +45,8 @@ COMMAND_HELP = {
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
+    "generate": "Continue prompts with the model of a checkpoint; talk to it.",
+    "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
     "inspect": "Report what a checkpoint contains.",
     "serve": "Answer OpenAI's API with a checkpoint, to look at a model while it trains.",
     "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
@@ -58,6 +60,8 @@ COMMAND_HELP = {
 MODULE_BY_COMMAND = {
     "import": "import_config",  # `import` is a keyword of Python
     "convert-nxd": "convert_nxd",
+    "generate": "inference.generate",
+    "fill-mask": "inference.fill_mask",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

@@ -1,6 +1,6 @@
 """Causal attention over a preallocated cache of keys and values, with one slot for each sequence of a batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class CacheState:
     """True: one new token for each of the first slots. False: tokens `start`, ... of the slots in `slots`."""
     visible: int = 0
     """While decoding: no slot has more tokens than this, the new one included."""
-    slots: Tensor | None = None
-    """The slot of each row of a prefill, int64 [B]."""
+    slots: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """The slot of each row of a prefill."""
     start: int = 0
     """The position of a prefill's first token. If it is not 0, there is one row."""
 
@@ -69,9 +69,7 @@ class CachedAttention(CoreAttention):
             k_BGTK, v_BGTK = k_BGTK.index_select(1, self.kv_index), v_BGTK.index_select(1, self.kv_index)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            return self.kernels.decode_attention(
-                q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible
-            )
+            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 
     def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -85,9 +83,7 @@ class CachedAttention(CoreAttention):
             position = torch.arange(end, device=q_BHTK.device)
             past = position <= position[start:, None]
         grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped)
 
 
 class CachingFactory(ModuleFactory):

@@ -40,7 +40,7 @@ def generate_texts(
     """
     completions: dict[int, Completion] = {}
     for prompt in prompts:
-        stream = TextStream(model.tokenizer, stop) if model.tokenizer else None
+        stream = TextStream(model.tokenizer, stop, prompt.tokens) if model.tokenizer else None
         completions[prompt.index] = Completion(prompt, stream)
         model.scheduler.add(Request(prompt.index, prompt.tokens, sampling))
     order = iter([prompt.index for prompt in prompts])

@@ -3,8 +3,6 @@
 import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,11 +14,13 @@ from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
-from trainyard.data.text.tokenizer import TOKENIZER_FILES, FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
+from trainyard.inference.chat import ChatTemplate
 from trainyard.inference.engine import Engine
-from trainyard.inference.scheduler import Scheduler
+from trainyard.inference.scheduler import RequestScheduler
+from trainyard.inference.tokenizer_files import find_tokenizer
 from trainyard.models import AnyModelConfig, TransformerStage, build_model, family_of, fill_parameters
 from trainyard.models.sharding import local_tensor
 from trainyard.parallel.axes import Axes
@@ -54,7 +54,7 @@ class InferenceModel:
 
     model_config: AnyModelConfig
     module: TransformerStage
-    scheduler: Scheduler
+    scheduler: RequestScheduler
     tokenizer: Tokenizer | None
     """None if the checkpoint has no tokenizer: prompts are token ids then."""
     model_files: dict[str, bytes]
@@ -91,14 +91,25 @@ class InferenceModel:
         if isinstance(self.tokenizer, FastTokenizer):
             return list(self.tokenizer.tokenizer.encode(text).ids)
         tokens = [int(token) for token in self.tokenizer.encode([text])[0]]
-        bos = self.model_config.bos_token_id
-        return [bos, *tokens] if bos is not None and self.read_json("tokenizer_config.json").get("add_bos_token") else tokens
+        bos, adds_bos = self.model_config.bos_token_id, self.read_json("tokenizer_config.json").get("add_bos_token")
+        return [bos, *tokens] if bos is not None and adds_bos else tokens
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of the prompt that the checkpoint's chat template makes of `messages`."""
+        text = self.chat_template.render(messages)
+        if isinstance(self.tokenizer, FastTokenizer):  # the template has the special tokens
+            return list(self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids)
+        return self.encode_prompt(text)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        return ChatTemplate.from_files(self.model_files)
 
 
 def load_for_inference(
     source: str, options: InferenceOptions, tokenizer: str | None = None, world: World = ONE_RANK
 ) -> InferenceModel:
-    """Load the checkpoint at `source`, a path or URL of any known format. All ranks of a tensor-parallel group call this.
+    """Load the checkpoint at `source`, a path or URL of any known format. All tensor-parallel ranks call this.
 
     `tokenizer` is the path of one, or `bytes`; by default it comes with the checkpoint.
     """
@@ -111,7 +122,7 @@ def load_for_inference(
     device = devices.select(options.device)
     dtype = _choose_dtype(options.dtype, device)
     device.prepare(False, world)
-    mesh = _create_mesh(config, device, world)
+    mesh = _create_mesh(device, world)
     limit = config.max_positions
     max_seq_len = options.max_seq_len or limit
     if not 2 <= max_seq_len <= limit:
@@ -130,8 +141,8 @@ def load_for_inference(
     return InferenceModel(
         config,
         module,
-        Scheduler(engine, config.vocab),
-        _find_tokenizer(tokenizer, model_files),
+        RequestScheduler(engine, config.vocab),
+        find_tokenizer(tokenizer, model_files),
         model_files,
         device,
         mesh,
@@ -142,9 +153,14 @@ def _choose_dtype(name: str | None, device: Device) -> torch.dtype:
     return DTYPES[name] if name else torch.float32 if device.synchronous else torch.bfloat16
 
 
-def _create_mesh(config: AnyModelConfig, device: Device, world: World) -> Mesh:
-    if config.heads % world.size:
-        raise UserError(f"--tp {world.size}: does not divide the model's {config.heads} heads")
+def check_tensor_parallel(source: str, tp: int) -> None:
+    """Raise UserError if `tp` ranks cannot share the model, before they start."""
+    heads = open_weights(source).weights.model.heads
+    if heads % tp:
+        raise UserError(f"--tp {tp}: does not divide the model's {heads} heads")
+
+
+def _create_mesh(device: Device, world: World) -> Mesh:
     return Mesh.create(Layout(tp=world.size), device, world)
 
 
@@ -173,37 +189,5 @@ def _check_memory(
     if available and cache + parameters > available:
         raise UserError(
             f"the weights need {parameters / GIB:.1f} GiB and a cache of {slots} x {max_seq_len} tokens "
-            f"{cache / GIB:.1f} GiB, but there are {available / GIB:.1f} GiB; use a smaller --max-seq-len or --max-batch"
+            f"{cache / GIB:.1f} GiB, but there are {available / GIB:.1f} GiB; lower --max-seq-len or --max-batch"
         )
-
-
-def _find_tokenizer(name: str | None, model_files: dict[str, bytes]) -> Tokenizer | None:
-    """The tokenizer at `name`, or the one among the checkpoint's files."""
-    if name:
-        return load_tokenizer(TokenizerSpec(name))
-    if not any(file in model_files for file in TOKENIZER_FILES):
-        if "vocab.txt" in model_files:
-            return _load_from_files("wordpiece", model_files, vocab_file="vocab.txt")
-        if {"vocab.json", "merges.txt"} <= set(model_files):
-            return _load_from_files("gpt2", model_files, vocab_file="vocab.json", merges_file="merges.txt")
-        return None
-    return _load_from_files(None, model_files)
-
-
-def _load_from_files(name: str | None, model_files: dict[str, bytes], **paths: str) -> Tokenizer:
-    end_token = _end_token(model_files)
-    with TemporaryDirectory() as directory:  # the libraries read files
-        for file, content in model_files.items():
-            (Path(directory) / file).write_bytes(content)
-        files = {key: str(Path(directory) / file) for key, file in paths.items()}
-        return load_tokenizer(TokenizerSpec(name or directory, end_token=end_token, **files))
-
-
-def _end_token(model_files: dict[str, bytes]) -> str | None:
-    """The end-of-text token that tokenizer_config.json names."""
-    try:
-        token = json.loads(model_files.get("tokenizer_config.json", b"{}")).get("eos_token")
-    except (ValueError, AttributeError):
-        return None
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None

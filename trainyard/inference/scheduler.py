@@ -43,7 +43,7 @@ class QueuedStep:
     wait: Callable[[], NextTokens]
 
 
-class Scheduler:
+class RequestScheduler:
     """Continues many requests together. Not thread-safe: one thread calls all methods.
 
     A step of the device is queued before the results of the previous one are read, so that the device never waits for
@@ -61,7 +61,12 @@ class Scheduler:
         """Steps whose results are read later."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError if its prompt is empty, too long, or has unknown tokens."""
+        """Queue a request. Raises UserError if it cannot be computed."""
+        self.check(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if a prompt is empty, too long, or has unknown tokens."""
         if not request.prompt:
             raise UserError("the prompt is empty: it needs at least one token")
         if len(request.prompt) >= self.max_seq_len:
@@ -73,7 +78,6 @@ class Scheduler:
             raise UserError(f"max_new_tokens is {request.options.max_new_tokens}; at least 1 is needed")
         if (request.options.num_logprobs or 0) > MAX_LOGPROBS:
             raise UserError(f"num_logprobs is {request.options.num_logprobs}; the limit is {MAX_LOGPROBS}")
-        self.waiting.append(request)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its slot. No event follows. Unknown ids are ignored."""
@@ -164,7 +168,8 @@ class Scheduler:
                 finish_reason = "stop"
             elif sequence.reported >= self._max_new_tokens(sequence):
                 finish_reason = "length"
-            logprob, top = None, ()
+            logprob: float | None = None
+            top: tuple[tuple[int, float], ...] = ()
             if options.num_logprobs is not None and result.logprobs and result.top_logprobs:
                 logprob, top = result.logprobs[row], tuple(result.top_logprobs[row][: options.num_logprobs])
             events.append(TokenEvent(sequence.request.request_id, token, finish_reason, logprob, top))

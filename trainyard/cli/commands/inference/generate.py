@@ -90,11 +90,13 @@ def generate(
         if batch and str(batch) == "-":
             raise UserError("--batch -: not with --tp; write the prompts to a file")
         from trainyard import devices
+        from trainyard.inference.load import check_tensor_parallel
 
+        check_tensor_parallel(source, tp)
         return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
     if world.size != tp:
         raise UserError(f"--tp {tp}: there are {world.size} ranks")
-    from trainyard.inference.generate import Prompt, generate_texts
+    from trainyard.inference.generate import generate_texts
     from trainyard.inference.load import InferenceOptions, load_for_inference
     from trainyard.inference.requests import SamplingOptions
     from trainyard.parallel.mesh import shutdown_distributed

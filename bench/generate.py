@@ -1,0 +1,158 @@
+"""Tokens per second of `trainyard generate`'s engine next to transformers' generate, on the same weights in one run.
+
+    python bench/generate.py [--device cpu|cuda] [--out bench/results/generate-cpu.json]
+
+cpu: a Llama of 15 million weights in fp32, prompts of 64 tokens. cuda: the shape of DeepSeek-Coder 1.3B in bf16,
+prompts of 512 tokens. Greedy, random weights and prompts, no end token. Decode speed leaves out the time to the first
+token. transformers runs eagerly and, on a GPU, also with its static cache and torch.compile. On the CPU the tokens of
+both must be equal; in bf16 they may differ where two logits are nearly equal.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from trainyard.inference.load import InferenceModel, InferenceOptions, load_for_inference
+from trainyard.inference.requests import Request, SamplingOptions
+
+SMALL = {
+    "hidden_size": 288,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+}
+DEEPSEEK_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 32256,
+    "tie_word_embeddings": False,
+}
+NEW_TOKENS = 128
+ROUNDS = 5
+
+
+class Timing:
+    """Medians over rounds."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.seconds: list[float] = []
+        self.first: list[float] = []
+
+    def summary(self) -> dict[str, float]:
+        seconds, first = statistics.median(self.seconds), statistics.median(self.first)
+        return {
+            "decode_tokens_per_s": round(self.batch * (NEW_TOKENS - 1) / (seconds - first), 1),
+            "tokens_per_s": round(self.batch * NEW_TOKENS / seconds, 1),
+            "first_token_ms": round(first * 1e3, 2),
+        }
+
+
+def run_ours(model: InferenceModel, prompts: torch.Tensor) -> tuple[list[list[int]], float, float]:
+    """Tokens, seconds, and seconds to the first token of all sequences."""
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS)
+    begin, first = time.perf_counter(), 0.0
+    for index, prompt in enumerate(prompts.tolist()):
+        model.scheduler.add(Request(index, prompt, options))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while model.scheduler.has_work:
+        for event in model.scheduler.step():
+            tokens[event.request_id].append(event.token)
+        if not first and all(tokens):
+            first = time.perf_counter() - begin
+    return tokens, time.perf_counter() - begin, first
+
+
+class Transformers:
+    """transformers' generate with the given arguments."""
+
+    def __init__(self, model: Any, **arguments: Any) -> None:
+        self.model = model
+        self.arguments = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **arguments}
+
+    @torch.no_grad()
+    def run(self, prompts: torch.Tensor, new_tokens: int) -> tuple[list[list[int]], float]:
+        begin = time.perf_counter()
+        output = self.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, **self.arguments
+        )
+        tokens = output[:, prompts.shape[1] :].tolist()
+        return tokens, time.perf_counter() - begin
+
+
+def measure(device: str, batches: list[int], prompt_length: int, shape: dict[str, Any]) -> list[dict[str, Any]]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**shape, max_position_embeddings=2048)
+    theirs = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        theirs.to(device)
+        for batch in batches:
+            prompts = torch.randint(0, shape["vocab_size"], (batch, prompt_length), device=device)
+            options = InferenceOptions(device, max_batch=batch, max_seq_len=1024, compile_blocks=device == "cpu")
+            ours = load_for_inference(directory, options)
+            peers = {"transformers": Transformers(theirs)}
+            if device == "cuda":
+                peers["transformers, static cache, compiled"] = Transformers(theirs, cache_implementation="static")
+            timings = {name: Timing(batch) for name in ("trainyard", *peers)}
+            run_ours(ours, prompts)  # compile, capture, tune
+            for peer in peers.values():
+                for new_tokens in (1, NEW_TOKENS, NEW_TOKENS):
+                    peer.run(prompts, new_tokens)
+            equal = 0
+            for _ in range(ROUNDS):  # turn by turn, so that a change of the clock hits all
+                tokens, seconds, first = run_ours(ours, prompts)
+                timings["trainyard"].seconds.append(seconds)
+                timings["trainyard"].first.append(first)
+                for name, peer in peers.items():
+                    peer_tokens, seconds = peer.run(prompts, NEW_TOKENS)
+                    timings[name].seconds.append(seconds)
+                    timings[name].first.append(peer.run(prompts, 1)[1])
+                    if name == "transformers":
+                        equal = sum(a == b for a, b in zip(tokens, peer_tokens, strict=True))
+            for name, timing in timings.items():
+                rows.append({"batch": batch, "system": name, **timing.summary()})
+                print(rows[-1], flush=True)
+            print(f"batch {batch}: {equal} of {batch} texts equal", flush=True)
+            if device == "cpu" and equal != batch:
+                raise SystemExit("the texts differ")
+            del ours
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--batches", type=int, nargs="*")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.device == "cpu":
+        rows = measure("cpu", arguments.batches or [1, 8], 64, SMALL)
+    else:
+        rows = measure("cuda", arguments.batches or [1, 8, 32], 512, DEEPSEEK_1B)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    device_name = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{arguments.threads} CPU threads"
+    result = {"device": device_name, **versions, "new_tokens": NEW_TOKENS, "rows": rows}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Generated tokens equal those of transformers, whatever the batch, the format of the checkpoint and the layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.support.forkserver import ForkServer
+from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
+from trainyard.checkpoint.registry import open_weights
+from trainyard.core.errors import UserError
+from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
+from trainyard.data.text.tokenizer import TokenizerSpec
+from trainyard.inference import scheduler as scheduler_module
+from trainyard.inference.load import InferenceModel, InferenceOptions, load_for_inference
+from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
+
+VOCAB, END = 257, 256
+SMALL: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": END, "bos_token_id": END}
+LLAMA: dict[str, Any] = {
+    **SMALL,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | {"tie_word_embeddings": True})),
+    "llama one kv head": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA | {"num_key_value_heads": 1})),
+    "deepseek": lambda: LlamaForCausalLM(
+        LlamaConfig(**LLAMA | {"num_key_value_heads": 8}, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    ),
+    "gpt": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)),
+}
+LENGTHS = (1, 5, 17, 40, 90, 3, 64)
+NEW_TOKENS = 20
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    torch.manual_seed(1)
+    return save(MODELS[request.param](), tmp_path_factory.mktemp("model"))
+
+
+def save(model: Any, directory: Path) -> tuple[Path, Any]:
+    model.eval().save_pretrained(directory)
+    for name, content in hf_tokenizer_files(TokenizerSpec("bytes")).items():
+        (directory / name).write_bytes(content)
+    return directory, model
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    return [torch.randint(0, END, (length,)).tolist() for length in lengths]
+
+
+def expected_tokens(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    tokens = torch.tensor([prompt])
+    arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | options
+    output = model.generate(tokens, attention_mask=torch.ones_like(tokens), **arguments)
+    return list(output[0, len(prompt) :].tolist())
+
+
+def load(source: Path | str, **options: Any) -> InferenceModel:
+    return load_for_inference(str(source), InferenceOptions(**{"device": "cpu", "max_batch": 3} | options))
+
+
+def run(model: InferenceModel, requests: list[Request]) -> dict[int, list[TokenEvent]]:
+    for request in requests:
+        model.scheduler.add(request)
+    events: dict[int, list[TokenEvent]] = {request.request_id: [] for request in requests}
+    while model.scheduler.has_work:
+        for event in model.scheduler.step():
+            events[event.request_id].append(event)
+    return events
+
+
+def run_prompts(model: InferenceModel, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    sampling = SamplingOptions(**{"max_new_tokens": NEW_TOKENS, "end_ids": frozenset([END])} | options)
+    events = run(model, [Request(index, prompt, sampling) for index, prompt in enumerate(prompts)])
+    return [[event.token for event in events[index]] for index in range(len(prompts))]
+
+
+def test_greedy_tokens_equal_those_of_transformers(reference: tuple[Path, Any]) -> None:
+    """Prompts of different lengths share a batch that is smaller than their number."""
+    directory, model = reference
+    prompts = random_prompts(*LENGTHS)
+    assert run_prompts(load(directory), prompts) == [expected_tokens(model, prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    torch.manual_seed(2)
+    return save(MODELS["llama"](), tmp_path_factory.mktemp("llama"))
+
+
+def test_long_prompts_in_chunks(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests are decoded between the chunks of a prompt, and must not disturb its cache."""
+    monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 16)
+    prompts = random_prompts(3, 70, 16, 17, 33)
+    assert run_prompts(load(llama[0]), prompts) == [expected_tokens(llama[1], prompt) for prompt in prompts]
+
+
+def test_sequences_end_at_the_longest_length_and_at_end_tokens(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    (prompt,) = random_prompts(30)
+    tokens = expected_tokens(model, prompt, max_new_tokens=10)
+    loaded = load(directory, max_seq_len=35)
+    events = run(loaded, [Request(0, prompt, SamplingOptions(max_new_tokens=50))])[0]
+    assert [event.token for event in events] == tokens[:5]
+    assert [event.finish_reason for event in events] == [None] * 4 + ["length"]
+    ends = frozenset([tokens[3]])
+    events = run(loaded, [Request(0, prompt, SamplingOptions(max_new_tokens=50, end_ids=ends))])[0]
+    assert [event.token for event in events] == tokens[: tokens.index(tokens[3]) + 1]
+    assert events[-1].finish_reason == "stop"
+
+
+def test_cancelled_requests_leave_their_slot_to_others(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    loaded = load(directory, max_batch=1)
+    first, second = random_prompts(9, 12)
+    loaded.scheduler.add(Request(1, first, SamplingOptions(max_new_tokens=60)))
+    loaded.scheduler.add(Request(2, second, SamplingOptions(max_new_tokens=NEW_TOKENS)))
+    for _ in range(3):
+        assert {event.request_id for event in loaded.scheduler.step()} <= {1}
+    loaded.scheduler.cancel(1)
+    tokens = []
+    while loaded.scheduler.has_work:
+        events = loaded.scheduler.step()
+        assert all(event.request_id == 2 for event in events)
+        tokens += [event.token for event in events]
+    assert tokens == expected_tokens(model, second)[: len(tokens)]
+    assert len(tokens) == NEW_TOKENS
+
+
+def test_logprobs_equal_those_of_transformers(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    (prompt,) = random_prompts(11)
+    options = SamplingOptions(max_new_tokens=6, num_logprobs=3)
+    events = run(load(directory), [Request(0, prompt, options)])[0]
+    tokens = [event.token for event in events]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    for row, event in zip(expected, events, strict=True):
+        assert event.logprob == pytest.approx(float(row[event.token]), abs=1e-4)
+        top = row.topk(3)
+        assert [token for token, _ in event.top_logprobs] == top.indices.tolist()
+        assert [value for _, value in event.top_logprobs] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_samples_do_not_depend_on_the_batch(llama: tuple[Path, Any]) -> None:
+    prompts = random_prompts(*LENGTHS)
+    options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 7}
+    together = run_prompts(load(llama[0], max_batch=4), prompts, **options)
+    alone = [run_prompts(load(llama[0], max_batch=1), [prompt], **options)[0] for prompt in prompts[:3]]
+    assert together[:3] == alone
+    assert run_prompts(load(llama[0]), prompts[:1], **options | {"seed": 8}) != alone[:1]
+
+
+@pytest.mark.parametrize(("target", "layout"), [("native", "tp=2,pp=2"), ("nxd", "tp=2,kv_multiplier=1"), ("dcp", "")])
+def test_any_format_generates_without_conversion(
+    llama: tuple[Path, Any], tmp_path: Path, target: Any, layout: str
+) -> None:
+    directory, model = llama
+    destination = tmp_path / target
+    conversion = ConversionTarget(target, parse_layout(target, layout))
+    convert_checkpoint(open_weights(directory), directory, destination, conversion, lambda size: None)
+    if target == "nxd":
+        (destination / "config.json").write_bytes((directory / "config.json").read_bytes())
+    prompts = random_prompts(4, 9)
+    assert run_prompts(load(destination), prompts) == [expected_tokens(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.nightly
+def test_compiled_blocks_give_the_same_tokens(llama: tuple[Path, Any]) -> None:
+    prompts = random_prompts(4, 9)
+    assert run_prompts(load(llama[0], compile_blocks=True), prompts) == run_prompts(load(llama[0]), prompts)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_tensor_parallel_ranks_generate_the_same_text(llama: tuple[Path, Any], cli: ForkServer, tp: int) -> None:
+    arguments = ["generate", str(llama[0]), "--prompt", "The quick", "--prompt", "x", "--json", "-n", "12"]
+    one, several = (cli.run([*arguments, "--device", "cpu", "--tp", str(ranks)]) for ranks in (1, tp))
+    assert (one.returncode, several.returncode) == (0, 0), several.stderr
+    assert several.stdout == one.stdout
+    lines = [json.loads(line) for line in one.stdout.splitlines()]
+    assert [line["prompt"] for line in lines] == ["The quick", "x"]
+
+
+def test_prompts_with_mistakes_are_refused(llama: tuple[Path, Any]) -> None:
+    loaded = load(llama[0], max_seq_len=16)
+    for prompt, options, message in [
+        ([], {}, "is empty"),
+        ([1] * 16, {}, "the limit is 16 tokens"),
+        ([VOCAB], {}, "not in the vocabulary"),
+        ([-1], {}, "not in the vocabulary"),
+        ([1], {"num_logprobs": 21}, "limit is 20"),
+        ([1], {"max_new_tokens": 0}, "at least 1"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            loaded.scheduler.add(Request(0, prompt, SamplingOptions(**options)))
+    assert not loaded.scheduler.has_work
+
+
+def test_command_prints_text_and_stops(llama: tuple[Path, Any], cli: ForkServer, tmp_path: Path) -> None:
+    directory = str(llama[0])
+    text = cli.run(["generate", directory, "-p", "The quick", "-n", "8", "--device", "cpu"])
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith("The quick")
+    tokens = expected_tokens(llama[1], list(b"The quick"), max_new_tokens=8)
+    complete = bytes(token for token in tokens if token < 256).decode(errors="replace")
+    assert text.stdout == f"The quick{complete}\n"
+    assert "8 tokens in" in text.stderr
+    batch = tmp_path / "prompts.jsonl"
+    batch.write_text('{"prompt": "The quick"}\nplain text\n{"tokens": [1, 2]}\n')
+    done = cli.run(["generate", directory, "--batch", str(batch), "-n", "8", "--json", "--device", "cpu"])
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert lines[0]["tokens"] == tokens
+    stop = complete[2:4]
+    stopped = cli.run(["generate", directory, "-p", "The quick", "--stop", stop, "--json", "--device", "cpu"])
+    (line,) = (json.loads(line) for line in stopped.stdout.splitlines())
+    assert (line["text"], line["finish_reason"]) == (complete[: complete.index(stop)], "stop")
+    chat = cli.run(["generate", directory, "--chat", "-p", "hello", "-n", "4", "--device", "cpu"])
+    assert chat.returncode == 0, chat.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["MODEL"], "nothing to continue"),
+        (["MODEL", "-p", "a", "--batch", "x"], "not together"),
+        (["MODEL", "--batch", "no-such-file"], "cannot be read"),
+        (["no-such-directory", "-p", "a"], "no such file"),
+        (["MODEL", "-p", ""], "empty"),
+        (["MODEL", "-p", "a", "--max-seq-len", "1000"], "limit is 128"),
+        (["MODEL", "-p", "a", "--tp", "3"], "does not divide"),
+        (["MODEL", "-p", "a", "--temperature", "-1"], "temperature"),
+        (["MODEL", "-p", "a", "--device", "tpu"], "unknown device"),
+    ],
+)
+def test_mistakes_are_one_line(llama: tuple[Path, Any], cli: ForkServer, arguments: list[str], message: str) -> None:
+    done = cli.run(["generate", *(str(llama[0]) if word == "MODEL" else word for word in arguments)])
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_masks_are_filled_as_by_transformers(tmp_path: Path, cli: ForkServer) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, initializer_range=0.3,
+    )  # fmt: skip
+    model = BertForPreTraining(config).eval()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    done = cli.run(["fill-mask", str(tmp_path), "a b [MASK] d [MASK]", "--json", "--device", "cpu", "--top", "3"])
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(done.stdout)
+    tokens = torch.tensor([[2, 5, 6, 4, 8, 4, 3]])
+    with torch.no_grad():
+        probabilities = model(tokens).prediction_logits[0].softmax(-1)
+    for position, mask in zip((3, 5), entry["masks"], strict=True):
+        top = probabilities[position].topk(3)
+        assert [candidate["token"] for candidate in mask] == top.indices.tolist()
+        assert [candidate["probability"] for candidate in mask] == pytest.approx(top.values.tolist(), abs=1e-5)
+        assert [candidate["text"] for candidate in mask] == [words[token] for token in top.indices.tolist()]
+    refused = cli.run(["fill-mask", str(tmp_path), "no mask", "--device", "cpu"])
+    assert refused.returncode == 2
+    assert "has no [MASK]" in refused.stderr
