@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.inference.chat import ChatTemplate
+from trainyard.serve import server
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class InferenceOptions:
 def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | None) -> SimpleNamespace:
     bytes_tokenizer = ByteTokenizer()
     scheduler = FakeScheduler(options.max_batch, options.max_seq_len or 10**6, step_s=0.002)
+    server.DRAIN_S = 0.5
     if os.environ.get("FAKE_FAULT"):
         scheduler.fail_now.set()
         scheduler.faults = [RuntimeError("device lost")] * 9

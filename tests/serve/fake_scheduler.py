@@ -8,7 +8,6 @@ from hashlib import blake2b
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.inference.requests import FinishReason, Request, SamplingOptions, TokenEvent
-from trainyard.inference.scheduler import Scheduler
 
 SCRIPT = b"say:"
 """A prompt with this is answered with what follows it, then the end token."""
@@ -41,7 +40,7 @@ class _Sequence:
         self.request, self.tokens, self.count = request, fake_tokens(request.prompt, request.options), 0
 
 
-class FakeScheduler(Scheduler):
+class FakeScheduler:
     def __init__(self, max_batch: int = 64, max_seq_len: int = 512, step_s: float = 0.0) -> None:
         self.max_batch, self.max_seq_len, self.step_s = max_batch, max_seq_len, step_s
         self.waiting: dict[int, _Sequence] = {}

@@ -47,8 +47,8 @@ COMMAND_HELP = {
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "generate": "Continue prompts with the model of a checkpoint; talk to it.",
     "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
-    "inspect": "Report what a checkpoint contains.",
     "serve": "Answer OpenAI's API with a checkpoint, to look at a model while it trains.",
+    "inspect": "Report what a checkpoint contains.",
     "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
     "cluster": "AWS ParallelCluster files: init, validate, explain.",
     "doctor": "Check this machine, or the nodes of a cluster, before a run.",
@@ -62,6 +62,7 @@ MODULE_BY_COMMAND = {
     "convert-nxd": "convert_nxd",
     "generate": "inference.generate",
     "fill-mask": "inference.fill_mask",
+    "serve": "inference.serve",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

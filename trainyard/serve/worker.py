@@ -10,10 +10,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from trainyard.core.errors import UserError, one_line
 from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
-from trainyard.inference.scheduler import Scheduler
 from trainyard.serve.errors import ApiError
 
 MAX_FAULTS = 3
@@ -23,6 +23,22 @@ logger = logging.getLogger("trainyard.serve")
 
 Command = Request | int | None
 """A request to add, the id of one to cancel, or None: stop."""
+
+
+class StepScheduler(Protocol):
+    """What the worker needs of a scheduler: RequestScheduler has it, and LeadingScheduler."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if the model cannot continue it."""
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request. No event follows. Unknown ids are ignored."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[TokenEvent]:
+        """Compute one token of every request in the batch, and return the tokens that are known."""
 
 
 class Subscription:
@@ -67,7 +83,7 @@ class Subscription:
 class SchedulerWorker:
     """Runs a scheduler in a thread. All public methods except those of the thread belong to the event loop."""
 
-    def __init__(self, scheduler: Scheduler, max_pending: int, on_dead: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, scheduler: StepScheduler, max_pending: int, on_dead: Callable[[], None] = lambda: None) -> None:
         """`max_pending`: sequences that may wait or run. `on_dead`: called in the event loop when the engine is given
         up."""
         self.scheduler, self.max_pending, self.on_dead = scheduler, max_pending, on_dead

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from trainyard.cli.commands.generate import CheckpointSource, DeviceName, InferenceDtype, MaxSeqLen, TensorParallel
+from trainyard.cli.commands.inference.generate import (
+    CheckpointSource,
+    DeviceName,
+    InferenceDtype,
+    MaxSeqLen,
+    TensorParallel,
+)
 from trainyard.cli.options import TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
