@@ -45,8 +45,13 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 GENERATION_ERRORS = _errors(400, 401, 404, 413, 500, 503)
+EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+"""An event of a stream: `data` is a chunk in JSON, or `[DONE]`."""
 STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
+    200: {
+        "content": {"text/event-stream": {"schema": EVENT_SCHEMA}},
+        "description": "The answer, or a stream of chunks.",
+    }
 }
 
 
