@@ -5,7 +5,7 @@
 #   make test-xla   the Trainium1 path on torch_xla, in an environment of its own
 .PHONY: train test test-all test-part test-xla check fast prepare lock clean
 
-PYTEST = .venv/bin/python -m pytest -n auto --maxprocesses=4 --no-loadscope-reorder
+PYTEST = .venv/bin/python -m pytest -n auto --no-loadscope-reorder
 
 train:
 	@scripts/prepare run

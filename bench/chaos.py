@@ -17,18 +17,17 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster
+from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
 
 NUM_NODES, USED_NODES, RANKS_PER_NODE = 4, 3, 1
 RUN_NAME = "tiny-llama-smoke"
@@ -130,11 +129,13 @@ def inject(kind: str, run: Run, generator: random.Random) -> tuple[str, Callable
     """Cause a fault. Returns where it struck, and a function that repairs what lasts."""
     cluster = run.cluster
     if kind in ("rank", "hang"):
+        run.wait_for(run.ranks, "ranks")  # they may be starting again
         pid = generator.choice(run.ranks())
         os.kill(pid, signal.SIGKILL if kind == "rank" else signal.SIGSTOP)
         return f"process {pid}", lambda: None
     if kind in ("launcher", "supervisor"):
         words = ("train", "--logs") if kind == "launcher" else ("supervise",)
+        run.wait_for(lambda: run.processes(*words), kind)
         pid = generator.choice(run.processes(*words))
         os.kill(pid, signal.SIGKILL)
         return f"process {pid}", lambda: None
@@ -181,6 +182,17 @@ def strike(kind: str, run: Run, generator: random.Random) -> dict[str, Any]:
     return {"fault": kind, "where": where, "step": step, "steps_lost": lost, "seconds": round(seconds, 1)}
 
 
+@contextmanager
+def small_disk() -> Iterator[Path]:
+    """A file system that can be filled. Nodes that start later see it."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as path:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "chaos", path], check=True)
+        try:
+            yield Path(path)
+        finally:
+            subprocess.run(["umount", "--lazy", path], check=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
@@ -194,12 +206,7 @@ def main() -> None:
     generator = random.Random(arguments.seed)
     kinds = [arguments.kinds[index % len(arguments.kinds)] for index in range(arguments.faults)]
     generator.shuffle(kinds)
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
-    runs = directory / "runs"
-    runs.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "chaos", str(runs)], check=True)
-    cluster = SlurmCluster(directory, NUM_NODES)
-    try:
+    with small_disk() as runs, temporary_cluster(NUM_NODES) as cluster:
         undisturbed = Run(cluster, runs / "undisturbed", arguments.steps)
         seconds = undisturbed.wait_for(lambda: undisturbed.state() == "COMPLETED", "the undisturbed run", 1200)
         expected = undisturbed.losses()
@@ -231,10 +238,6 @@ def main() -> None:
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
         if losses != expected or leftover:
             raise SystemExit("the curve differs, or processes are left")
-    finally:
-        cluster.stop()
-        subprocess.run(["umount", str(runs)], check=False)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

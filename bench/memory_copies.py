@@ -8,16 +8,14 @@ that every copy goes to the other node. The model has 10 million weights: 40 MiB
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster
+from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
 
-STEPS, WARM_UP = 30, 5
+STEPS, WARM_UP = 45, 5
 MODEL = [
     "model.hidden=256",
     "model.layers=8",
@@ -27,8 +25,8 @@ MODEL = [
     "model.vocab=4096",
 ]
 TRAIN = [
-    *("tiny-llama", *MODEL, "data.source=synthetic", "data.seq_len=128", "data.validation_fraction=0"),
-    *("train.global_batch=8", "train.micro_batch=4", f"train.steps={STEPS}", "layout.zero=1", "log.every=1"),
+    *("tiny-llama", *MODEL, "data.source=synthetic", "data.seq_len=64", "data.validation_fraction=0"),
+    *("train.global_batch=4", "train.micro_batch=2", f"train.steps={STEPS}", "layout.zero=1", "log.every=1"),
     *("checkpoint.every=1000", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"),
 ]
 INTERVALS = (0, 10, 2, 1)
@@ -50,20 +48,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := missing_for_cluster():
         raise SystemExit(f"no Slurm cluster: {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = SlurmCluster(directory, 2)
-    try:
+    with temporary_cluster(2) as cluster:
         result = {}
         for every in INTERVALS:
-            times = step_ms(cluster, directory / f"every-{every}", every)
+            times = step_ms(cluster, cluster.directory / f"every-{every}", every)
             result[str(every)] = {"median_ms": statistics.median(times), "mean_ms": statistics.fmean(times)}
             print(f"copy every {every or 'never':>5}: median {statistics.median(times):.0f} ms, mean", end=" ")
             print(f"{statistics.fmean(times):.0f} ms a step", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    finally:
-        cluster.stop()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ that nothing runs beside the measurement.
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster
+from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
 
 ROUNDS = 7
 
@@ -33,12 +31,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := missing_for_cluster():
         raise SystemExit(f"no Slurm cluster: {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = SlurmCluster(directory, 4)
-    try:
+    with temporary_cluster(4) as cluster:
         ours, theirs = [], []
         for number in range(ROUNDS):
-            runs = directory / f"runs-{number}"
+            runs = cluster.directory / f"runs-{number}"
             options = ["--nodes", "4", "--nproc", "1", "--sbatch=--begin=now+1hour", f"log.directory={runs}"]
             submit = [sys.executable, "-m", "trainyard", "submit", "tiny-llama", "--smoke", "train.global_batch=8"]
             ours.append(seconds([*submit, *options], cluster))
@@ -47,9 +43,6 @@ def main() -> None:
         print(f"trainyard submit {result['submit_s']:.2f} s, sbatch {result['sbatch_s']:.2f} s (medians of {ROUNDS})")
         if arguments.out:
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    finally:
-        cluster.stop()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

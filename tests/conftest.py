@@ -27,6 +27,7 @@ POOL_TESTS = "tests/distributed/"
 """The tests that use a pool of ranks."""
 SLURM_TESTS = ("tests/cluster/test_slurm.py", "tests/doctor/test_nodes.py")
 """The tests that use the Slurm cluster, of which a machine can have one."""
+LONG_GROUPS = (*SLURM_TESTS, POOL_TESTS, "tests/cli/test_precompile.py", "tests/launch/", "tests/cluster/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         selected = [item for item in items if not _is_nightly(item)]
     config.stash[LEFT_OUT] = len(items) - len(selected)
-    items[:] = selected
+    items[:] = sorted(selected, key=_start_order)  # stable: the order within a file stays
+
+
+def _start_order(item: pytest.Item) -> int:
+    """Position of a test's group: the long groups start first, so that no worker is left alone with one at the end."""
+    file = item.nodeid.partition("::")[0]
+    return next((place for place, group in enumerate(LONG_GROUPS) if file.startswith(group)), len(LONG_GROUPS))
 
 
 def _is_nightly(item: pytest.Item) -> bool:
@@ -59,6 +66,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 class _XdistHooks:
     """Hooks of pytest-xdist, which the environment of `make test-xla` does not have."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_auto_num_workers(self) -> int:
+        """One worker more than cores, at most four: tests of launchers and Slurm mostly wait for other processes."""
+        return min((os.cpu_count() or 1) + 1, 4)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:

@@ -17,6 +17,7 @@ from trainyard.devices.cpu import CpuDevice
 from trainyard.models import Batch, ModelOutput
 from trainyard.train import trainer as trainer_module
 from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.train.text_samples.generate import continue_prompts
 from trainyard.train.trainer import Trainer
 from trainyard.verify.compare_layouts import compare_records, record_training, single_rank_config
 
@@ -166,3 +167,61 @@ def abort_on_rank_1() -> int:
     if os.environ["RANK"] == "1":
         os.abort()
     return 0
+
+
+def continued_prompts(config: Config, prompts: list[list[int]]) -> list[list[list[int]] | None]:
+    """The new tokens of prompts after two steps: the most likely ones, and sampled ones. The optimizer may still be
+    gathering weights, and training continues afterwards."""
+    trainer = Trainer(config)
+    for model in trainer.models:
+        model.train()
+    for step in (1, 2):
+        trainer.train_step(trainer.loader.batch(step - 1, trainer.batch_slice), step, 1e-3)
+    results = []
+    for temperature in (0.0, 1.0):
+        samples = config.samples.model_copy(update={"temperature": temperature})
+        sampled_config = config.model_copy(update={"samples": samples})
+        results.append(continue_prompts(trainer.runner, sampled_config, prompts, end_id=-1))
+    assert all(model.training for model in trainer.models)
+    trainer.train_step(trainer.loader.batch(2, trainer.batch_slice), 3, 1e-3)
+    return results
+
+
+def stopped_between_tokens(config: Config, rank: int) -> dict[str, Any]:
+    """Ask one rank to stop before the third token of the first text samples."""
+
+    class RequestStop(Callback):
+        tokens = 0
+
+        def on_evaluation_batch(self, trainer: TrainerView) -> None:
+            self.tokens += 1
+            if torch.distributed.get_rank() == rank and self.tokens == 3:
+                trainer.stop_signal.requested = True  # type: ignore[attr-defined]
+
+    callback = RequestStop()
+    summary = Trainer(config, callbacks=[callback]).run()
+    return {"steps": summary.steps, "interrupted": summary.interrupted, "polls": callback.tokens}
+
+
+def graphs_of_run(config: Config) -> dict[str, int]:
+    """Graphs compiled until the first logged step, until the first evaluation, and until the end of the run."""
+    counts: dict[str, int] = {}
+
+    def count(event: str) -> None:
+        counts.setdefault(event, torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    class CountGraphs(Callback):
+        def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+            count("step")
+
+        def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
+            count("evaluate")
+
+        def on_end(self, trainer: TrainerView) -> None:
+            count("end")
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with patch.object(CpuDevice, "compile_options", lambda self: CompileOptions("aot_eager")):
+        Trainer(config, callbacks=[CountGraphs()]).run()
+    return counts

@@ -9,9 +9,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter")
@@ -78,6 +80,22 @@ def missing_for_cluster() -> str:
     probe = ["unshare", *spaces, "--fork", "sh", "-c", "ip link add name probe0 type bridge && echo works"]
     done = subprocess.run(probe, capture_output=True, text=True, check=False)  # some kernels give unshare exit code 1
     return "" if "works" in done.stdout else f"cannot create namespaces: {done.stderr.strip()}"
+
+
+@contextmanager
+def temporary_cluster(num_nodes: int) -> Iterator["SlurmCluster"]:
+    """A cluster in a directory of its own. Both are gone afterwards, also after SIGTERM."""
+    directory = Path(tempfile.mkdtemp(prefix="slurm-"))  # sockets need a short path
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        cluster = SlurmCluster(directory, num_nodes)
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class SlurmCluster:

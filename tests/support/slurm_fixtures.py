@@ -1,13 +1,10 @@
 """The Slurm cluster as a fixture for all tests."""
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster
+from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
 
 NUM_NODES = 4
 
@@ -16,11 +13,8 @@ NUM_NODES = 4
 def slurm_cluster() -> Iterator[SlurmCluster]:
     if reason := missing_for_cluster():
         pytest.skip(f"no Slurm cluster: {reason}")
-    directory = Path(tempfile.mkdtemp(prefix="slurm-"))  # sockets need a short path
-    cluster = SlurmCluster(directory, NUM_NODES)
-    yield cluster
-    cluster.stop()
-    shutil.rmtree(directory, ignore_errors=True)
+    with temporary_cluster(NUM_NODES) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -35,6 +35,12 @@ def print_line(console: Console, line: str, style: str = "") -> None:
     console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
+def terminal_safe(text: str, encoding: str = "utf-8") -> str:
+    """Text from a model on one line: control characters, and what the terminal cannot encode, become escapes."""
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)
+
+
 class SkipReporter:
     """Prints each record that could not be read; with `strict`, the first one raises UserError."""
 

@@ -23,6 +23,9 @@ class HeartbeatCallback(Callback):
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.heartbeat.beat(trainer.completed_steps)
 
+    def on_samples(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
+        self.heartbeat.beat(trainer.completed_steps)
+
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         self.heartbeat.beat(trainer.completed_steps)
 

@@ -10,9 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from trainyard.cli.console import print_line
+from trainyard.cli.console import print_line, terminal_safe
 from trainyard.core.constants import GIB
 from trainyard.train.callbacks import Callback, TrainerView
+
+SAMPLE_CHARACTERS = 160
+"""Length at which the line of a text sample is cut off; samples.jsonl has all of it."""
 
 
 class ConsoleLogHandler(logging.Handler):
@@ -41,7 +44,7 @@ def log_to_console(console: Console) -> Iterator[None]:
 
 
 class TrainConsole(Callback):
-    """Shows the steps, evaluations and checkpoints of a run."""
+    """Shows the steps, evaluations, text samples and checkpoints of a run."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -86,6 +89,12 @@ class TrainConsole(Callback):
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         fields = [f"{name.removeprefix('evaluate/')} {value:.4f}" for name, value in record.items() if name != "step"]
         print_line(self.console, " | ".join([f"evaluation at step {record['step']}", *fields]))
+
+    def on_samples(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            text = f"sample at step {record['step']} | {record['prompt']} | {record['text']}"
+            text = terminal_safe(text, self.console.encoding)
+            print_line(self.console, text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + "...")
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         text = (

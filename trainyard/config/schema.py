@@ -174,6 +174,29 @@ class EvaluateSection(Section):
     """User metrics by name, `module:function`: each takes (output, batch), returns (sum, count)."""
 
 
+class SamplesSection(Section):
+    """Text samples during training: the model continues prompts. Losses and weights of the run do not change."""
+
+    every: NonNegativeInt = 0
+    """Steps between samples; 0: none. Each time costs samples.max_new_tokens forward passes. Llama and GPT only."""
+    prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = ("Once upon a time", "The")
+    """Texts to continue. An empty text starts a document."""
+    tokenizer: str | None = None
+    """Tokenizer of the prompts, as data.tokenizer. Default: data.tokenizer; if that is bytes and data.source is not
+    text, the tokenizer of the checkpoint from which the run resumes or starts."""
+    max_new_tokens: PositiveInt = 32
+    """Maximum new tokens per prompt. A sample ends before that at the end-of-text token, or if prompt and new tokens
+    are data.seq_len tokens long."""
+    temperature: float = Field(0.8, ge=0)
+    """Divides the logits; 0: always the most likely token."""
+    top_k: NonNegativeInt = 0
+    """Sample among this many of the most likely tokens; 0: all."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Sample among the most likely tokens whose probabilities sum to this, above 0 to 1."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the samples, 0 to 2^63 - 1. It is the same at each step, so that samples of two steps can be compared."""
+
+
 class LogSection(Section):
     """Logging and the run directory."""
 
@@ -230,6 +253,7 @@ class Config(Section):
     compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluate: EvaluateSection = EvaluateSection()
+    samples: SamplesSection = SamplesSection()
     log: LogSection = LogSection()
     device: DeviceSection = DeviceSection()
 
@@ -251,6 +275,8 @@ class Config(Section):
                 f"nearest: {model.max_positions}"
             )
         if isinstance(model, BertConfig):
+            if self.samples.every:
+                raise ValueError(f"samples.every={self.samples.every}: BERT does not continue text; nearest: 0")
             if data.document_mask:
                 raise ValueError("data.document_mask=true: each BERT sample is one sentence pair; nearest: false")
             if data.source not in ("hdf5", "synthetic"):

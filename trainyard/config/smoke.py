@@ -16,6 +16,7 @@ from trainyard.config.yaml_io import format_value
 SMOKE_SEQ_LEN = 64
 SMOKE_PREDICTIONS = 8
 SMOKE_STEPS = 8
+SMOKE_NEW_TOKENS = 16
 SMOKE_HEAD_DIM = 16
 SMOKE_VOCAB = 320
 SMOKE_VALIDATION_FRACTION = 0.05
@@ -73,6 +74,8 @@ def smoke_config(
     shrink("schedule", warmup_steps=min(config.schedule.warmup_steps, 2), decay_steps=None)
     if data["evaluate"]["every"]:
         shrink("evaluate", every=SMOKE_STEPS // 2, batches=2)
+    if data["samples"]["every"]:
+        shrink("samples", every=SMOKE_STEPS // 2, max_new_tokens=min(config.samples.max_new_tokens, SMOKE_NEW_TOKENS))
     if config.checkpoint.saving_enabled:
         shrink("checkpoint", every=SMOKE_STEPS // 2, every_minutes=0.0, keep=1)
     shrink("checkpoint", **CHECKPOINT_DEFAULTS)

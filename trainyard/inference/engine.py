@@ -21,6 +21,7 @@ from trainyard.models import Batch, ModelOutput, TransformerStage
 
 MIN_VISIBLE = 128
 """Fewest positions that decode attends to; more are powers of two."""
+MAX_SEED = 2**63 - 1
 
 
 class NextTokens(NamedTuple):
@@ -46,12 +47,12 @@ class SlotOptions:
     def __post_init__(self) -> None:
         zeros = partial(torch.zeros, self.slots, device=self.device)
         self.temperature, self.top_k = zeros(), zeros(dtype=torch.int32)
-        self.top_p, self.seeds = zeros() + 1, zeros(dtype=torch.int32)
+        self.top_p, self.seeds = zeros() + 1, zeros(dtype=torch.int64)
 
     def set(self, slot: int, options: SamplingOptions) -> None:
         self.temperature[slot], self.top_p[slot] = options.temperature, options.top_p
         self.top_k[slot] = options.top_k
-        self.seeds[slot] = (options.seed & 0xFFFFFFFF) - (1 << 31)  # any integer to an int32
+        self.seeds[slot] = options.seed & MAX_SEED  # any integer is one
 
     def rows(self, index: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The arguments of `choose_tokens`."""

@@ -1,6 +1,7 @@
 """Pipeline parallelism: runs a rank's stages with torch's pipeline schedules."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ MULTI_STAGE_SCHEDULES: dict[str, Any] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+"""The actions of a schedule that a pass without backward needs."""
 
 
 class Pipeline:
@@ -78,7 +81,26 @@ class Pipeline:
         if backward:
             self.schedule.step(*arguments, target=target, return_outputs=False, **batch_tensors(batch))
         else:
-            self.schedule.eval(*arguments, target=target, **batch_tensors(batch))
+            with _forward_actions_only(self.schedule):
+                self.schedule.eval(*arguments, target=target, **batch_tensors(batch))
+
+
+@contextmanager
+def _forward_actions_only(schedule: Any) -> Iterator[None]:
+    """Leave the backward actions out of a V-shaped schedule, whose `eval` (torch 2.13) otherwise fails: it passes
+    gradients, which do not exist, between the two stages of a rank."""
+    if not isinstance(schedule, ScheduleZBVZeroBubble):
+        yield
+        return
+    all_actions: dict[int, list[Any]] = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [action for action in actions if action.computation_type.name in FORWARD_ACTIONS]
+        for rank, actions in all_actions.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = all_actions
 
 
 def _sum_loss(part: Tensor, target: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def collect_graphs(request: CollectRequest, send: SendMessage) -> None:
                 graphs.phase = "train"
                 trainer.train_step(batch(), 1, config.optimizer.lr)
                 trainer.optimizer.wait_for_weights()
-                if config.evaluate.every and not config.evaluate.function:
+                if config.samples.every or (config.evaluate.every and not config.evaluate.function):
                     graphs.phase = "evaluate"
                     evaluate(trainer.runner, trainer.loss_fn, trainer.metrics, [batch()], 1)
 

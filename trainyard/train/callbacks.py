@@ -41,10 +41,13 @@ class Callback:
         """A step is logged; `record` goes to metrics.jsonl."""
 
     def on_evaluation_batch(self, trainer: TrainerView) -> None:
-        """A batch of an evaluation follows."""
+        """A batch of an evaluation, or the next token of text samples, follows."""
 
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         """An evaluation is complete."""
+
+    def on_samples(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
+        """The model has continued the prompts of samples.prompts; the records go to samples.jsonl."""
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         """A checkpoint is committed. `record` has its path, its bytes, how long it took and how long steps waited."""

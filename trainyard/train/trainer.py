@@ -48,6 +48,8 @@ from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult, TrainStep
 from trainyard.train.stragglers import StragglerMonitor
+from trainyard.train.text_samples.generate import continue_prompts
+from trainyard.train.text_samples.prompts import TextPrompts
 from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class Trainer:
         """The checkpoint that the run continues."""
         if resumed:
             check_compatible(resumed, config, mesh, device)
+        self.text_prompts = TextPrompts(config, mesh, device, resumed) if config.samples.every else None
         compile_fn = make_compile_fn(config.compile, device, world.local_rank)
         kernels = device.kernels(fused=config.device.kernels == "fused")
         self.loss_fn = build.build_loss(config, loss, kernels, compile_fn, device)
@@ -178,12 +181,15 @@ class Trainer:
         with self.stop_signal.handle_signals(), self.deadline_saver, quiet_garbage_collector():
             try:
                 self._notify("on_start")
+                if self.text_prompts and self.mesh.broadcast_object(self._lacks_samples, self.device):
+                    self._sample_if_due(self.completed_steps)
                 for record in self._train_steps():
                     losses.append(record["loss"])
                     self._publish("on_log", record)
                     check_weights(record["param_norm"], record["step"])  # before the step is saved
                     if evaluation := self._evaluate_if_due(record):
                         self._publish("on_evaluate", evaluation)
+                    self._sample_if_due(record["step"])
                 self.deadline_saver.stop()
                 self._notify("on_last_step")
                 if self.saver:
@@ -233,14 +239,14 @@ class Trainer:
         return evaluate(self.runner, self.loss_fn, self.metrics, batches, limit, self._poll_stop)
 
     def _poll_stop(self) -> bool:
-        """Between evaluation batches: True if any rank was asked to stop."""
+        """Between evaluation batches and tokens of samples: True if any rank was asked to stop."""
         self._notify("on_evaluation_batch")
         requested = torch.tensor(float(self.stop_signal.requested), device=self.device.torch_device)
         self.stop_requested = self.stop_requested or bool(self.mesh.world.all_reduce_max(requested))
         return self.stop_requested
 
     def _train_steps(self) -> Iterator[dict[str, Any]]:
-        """Run the steps and yield a record for each that is logged or evaluated.
+        """Run the steps and yield a record for each that is logged, evaluated or sampled from.
 
         On devices with a queue, the results of a step are read only after the next step is queued, so the device never
         waits for the host.
@@ -287,9 +293,8 @@ class Trainer:
             yield self._make_record(result)
 
     def _log_due(self, step: int) -> bool:
-        every = self.config.evaluate.every
-        logged = step % self.config.log.every == 0 or step in (1, self.config.train.steps)
-        return logged or bool(every and step % every == 0)
+        intervals = (self.config.log.every, self.config.evaluate.every, self.config.samples.every)
+        return step in (1, self.config.train.steps) or any(every and step % every == 0 for every in intervals)
 
     def _handle_status(self, result: StepResult) -> None:
         """Act on the reduced status of a step. Raises RunStopped after too many skipped steps in a row."""
@@ -325,6 +330,25 @@ class Trainer:
             return None
         self.last_evaluation = result
         return {"step": step, **{f"evaluate/{name}": value for name, value in result.items()}}
+
+    def _sample_if_due(self, step: int) -> None:
+        every, prompts = self.config.samples.every, self.text_prompts
+        if not prompts or self.should_stop() or (step % every and step != self.config.train.steps):
+            return
+        new_tokens = continue_prompts(self.runner, self.config, prompts.tokens, prompts.end_id, self._poll_stop)
+        self.throughput.start()
+        if new_tokens is None:  # a signal; the resumed run samples again
+            return
+        records = self.mesh.broadcast_object(partial(prompts.records, step, new_tokens), self.device)
+        if self.writer:
+            self.writer.write_samples(records)
+        self._notify("on_samples", records)
+
+    def _lacks_samples(self) -> bool:
+        """On rank 0: True if the run continues in its directory after a signal that came before the samples of its last
+        step were complete."""
+        assert self.writer
+        return self.writer.continues and self.writer.last_sample_step < self.completed_steps
 
     def _on_gradients_ready(self) -> None:
         self._notify("on_gradients_ready")

@@ -157,6 +157,8 @@ def summary_lines(summary: "RunSummary") -> list[str]:
         f"  metrics      {directory / 'metrics.jsonl'}",
         f"  tensorboard  {directory / 'tensorboard'}   (view: tensorboard --logdir {directory})",
     ]
+    if (directory / "samples.jsonl").is_file():
+        lines.append(f"  samples      {directory / 'samples.jsonl'}")
     if summary.exported_weights:
         lines.append(f"  weights      {summary.exported_weights}   (Hugging Face format, for from_pretrained)")
     if summary.last_checkpoint:

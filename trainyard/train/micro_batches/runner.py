@@ -1,6 +1,7 @@
 """Runs the micro batches of a step through this rank's pipeline stages, forward and backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -97,6 +98,18 @@ class MicroBatchRunner:
                 else:
                     run(micro)
                 self.device.flush()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Put all stages into evaluation mode, and back into the mode they were in."""
+        was_training = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
+        try:
+            yield
+        finally:
+            for model, training in zip(self.models, was_training, strict=True):
+                model.train(training)
 
     def _build_pipeline(self, config: Config) -> "Pipeline":
         from trainyard.parallel import pipeline

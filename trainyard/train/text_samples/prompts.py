@@ -1,0 +1,77 @@
+"""The prompts of samples.prompts as tokens, and new tokens as text."""
+
+from typing import Any
+
+from tokenizers import Tokenizer as Fast
+
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from trainyard.devices import Device
+from trainyard.parallel.mesh import Mesh
+from trainyard.train.model_files import run_model_files
+
+
+class TextPrompts:
+    """The prompts of a run. Rank 0 has the tokenizer; all ranks have the tokens."""
+
+    def __init__(self, config: Config, mesh: Mesh, device: Device, resumed: Checkpoint | None = None) -> None:
+        """Raises UserError on all ranks if the tokenizer is not known or a prompt does not fit."""
+        self.config, self.resumed = config, resumed
+        self.tokenizer: Tokenizer
+        self.tokens: list[list[int]]
+        """Tokens of each prompt."""
+        self.end_id: int
+        self.tokens, self.end_id = mesh.broadcast_object(self._encode, device)
+
+    def _encode(self) -> tuple[list[list[int]], int]:
+        self.tokenizer = sample_tokenizer(self.config, self.resumed)
+        return [self._encode_prompt(prompt) for prompt in self.config.samples.prompts], self.tokenizer.end_id
+
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        """The tokens of a prompt; of an empty one, the token that ends a document, after which the next one starts."""
+        tokens: list[int] = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.end_id]
+        if len(tokens) >= (seq_len := self.config.data.seq_len):
+            raise UserError(
+                f"samples.prompts: {prompt[:40]!r} has {len(tokens)} tokens, and data.seq_len={seq_len} leaves no room "
+                f"for a new one; nearest: a prompt of {seq_len - 1} tokens"
+            )
+        return tokens
+
+    def records(self, step: int, new_tokens: list[list[int]]) -> list[dict[str, Any]]:
+        """What samples.jsonl says about each prompt: step, prompt, text and tokens."""
+        return [
+            {"step": step, "prompt": prompt, "text": self._decode(tokens, new), "tokens": new}
+            for prompt, tokens, new in zip(self.config.samples.prompts, self.tokens, new_tokens, strict=True)
+        ]
+
+    def _decode(self, prompt: list[int], new: list[int]) -> str:
+        """The text of new tokens. They are decoded after their prompt, since the first one may begin with a space."""
+        end_id, size = self.tokenizer.end_id, self.tokenizer.vocab_size
+        known = [token for token in new if token < size and token != end_id]  # model.vocab may be larger
+        before, text = self.tokenizer.decode(prompt), self.tokenizer.decode(prompt + known)
+        return text.removeprefix(before) if text.startswith(before) else self.tokenizer.decode(known)
+
+
+def sample_tokenizer(config: Config, resumed: Checkpoint | None) -> Tokenizer:
+    """The tokenizer of samples.prompts: samples.tokenizer, that of the data section, or that of the checkpoint from
+    which the run resumes or starts."""
+    data, named = config.data, config.samples.tokenizer
+    if named or data.source == "text" or data.tokenizer != "bytes":
+        spec = tokenizer_spec(config)
+        tokenizer = load_tokenizer(spec._replace(name=named) if named else spec)
+    elif file := run_model_files(config, resumed).get("tokenizer.json"):
+        tokenizer = FastTokenizer(Fast.from_buffer(file), data.end_of_text, "tokenizer.json of the checkpoint")
+    else:  # bytes is the default of data.tokenizer, and says nothing about tokens that were made elsewhere
+        raise UserError(
+            f"samples.every={config.samples.every}: the tokenizer of data.source={data.source} is not known; set "
+            "data.tokenizer to the path of its tokenizer.json (or samples.tokenizer=bytes)"
+        )
+    if tokenizer.vocab_size > config.model.vocab:
+        raise UserError(
+            f"model.vocab={config.model.vocab}: the tokenizer for samples.prompts has {tokenizer.vocab_size} tokens; "
+            f"nearest: {tokenizer.vocab_size}"
+        )
+    return tokenizer
