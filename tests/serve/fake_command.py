@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 from tests.serve.fake_scheduler import FakeScheduler
+from trainyard.core.world import World
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.inference.chat import ChatTemplate
 from trainyard.serve import server
@@ -19,7 +20,7 @@ class InferenceOptions:
     max_seq_len: int | None
 
 
-def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | None) -> SimpleNamespace:
+def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | None, world: World) -> SimpleNamespace:
     bytes_tokenizer = ByteTokenizer()
     scheduler = FakeScheduler(options.max_batch, options.max_seq_len or 10**6, step_s=0.002)
     server.DRAIN_S = 0.5
@@ -38,7 +39,9 @@ def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | 
 
 if __name__ == "__main__":
     module = ModuleType("trainyard.inference.load")
-    module.__dict__.update(load_for_inference=load_for_inference, InferenceOptions=InferenceOptions)
+    module.__dict__.update(
+        load_for_inference=load_for_inference, InferenceOptions=InferenceOptions, check_tensor_parallel=None
+    )
     sys.modules[module.__name__] = module
     from trainyard.cli.main import main
 

@@ -93,7 +93,6 @@ def test_mistakes_are_one_line(call: Call, tmp_path: Path, monkeypatch: pytest.M
     fail(call("serve", "x", "--host", "192.0.2.1"), r"--host 192.0.2.1: not an address of this machine")
     fail(call("serve", "x", "--token-file", "nope"), "--token-file nope: No such file or directory")
     fail(call("serve", "x", "--token-file", "empty"), "--token-file empty: must hold one token")
-    fail(call("serve", "x", "--tp", "2"), "--tp 2: serve runs on one rank")
     fail(call("serve", "x", "--port", "70000"), "Invalid value for '--port'")
     fail(call("serve", "nope", "--port", "0"), "nope: ")
 

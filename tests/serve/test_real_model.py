@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import openai
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,9 +63,11 @@ def ready_url(process: ForkedProcess, name: str) -> str:
     raise AssertionError(text)
 
 
-def test_completions_are_those_of_transformers(cli: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_completions_are_those_of_transformers(cli: ForkServer, tmp_path: Path, tp: int) -> None:
     model = save_llama(tmp_path / "tiny")
-    process = cli.start(["serve", tmp_path / "tiny", "--port", "0", "--device", "cpu", "--max-batch", "3"])
+    options = ["--port", "0", "--device", "cpu", "--max-batch", "3", "--tp", str(tp)]
+    process = cli.start(["serve", tmp_path / "tiny", *options])
     url = ready_url(process, "tiny")
 
     async def complete() -> list[str]:

@@ -83,10 +83,17 @@ class Subscription:
 class SchedulerWorker:
     """Runs a scheduler in a thread. All public methods except those of the thread belong to the event loop."""
 
-    def __init__(self, scheduler: StepScheduler, max_pending: int, on_dead: Callable[[], None] = lambda: None) -> None:
-        """`max_pending`: sequences that may wait or run. `on_dead`: called in the event loop when the engine is given
-        up."""
-        self.scheduler, self.max_pending, self.on_dead = scheduler, max_pending, on_dead
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        max_pending: int,
+        max_faults: int = MAX_FAULTS,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`max_pending`: sequences that may wait or run. `close`: called in the thread after the last step."""
+        self.scheduler, self.max_pending, self.max_faults, self.close = scheduler, max_pending, max_faults, close
+        self.on_dead: Callable[[], None] = lambda: None
+        """Called in the event loop when the engine is given up."""
         self.num_tokens = 0
         """Tokens delivered since the start."""
         self.failure: str | None = None
@@ -180,8 +187,9 @@ class SchedulerWorker:
     # What follows runs in the thread.
 
     def _run(self) -> None:
-        while self._faults < MAX_FAULTS:
+        while self._faults < self.max_faults:
             if not self._take_commands():
+                self.close()
                 return
             if not self._active:
                 continue
@@ -236,8 +244,8 @@ class SchedulerWorker:
             try:
                 self.scheduler.cancel(request_id)
             except BaseException:
-                self._faults = MAX_FAULTS
-        if self._faults >= MAX_FAULTS:
+                self._faults = self.max_faults
+        if self._faults >= self.max_faults:
             self._call(self._give_up, failure)
         else:
             self._call(self._fail, request_ids, ApiError(500, f"the engine failed: {failure}", code="engine_error"))
@@ -247,4 +255,4 @@ class SchedulerWorker:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the event loop has ended; so does the process
-            self._faults = MAX_FAULTS
+            self._faults = self.max_faults

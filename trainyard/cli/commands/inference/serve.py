@@ -1,6 +1,8 @@
 """`trainyard serve`: answer OpenAI's API with a checkpoint, to look at a model while it trains."""
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +18,13 @@ from trainyard.cli.commands.inference.generate import (
 from trainyard.cli.options import TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.world import World
+from trainyard.launch.launcher import launch
 
 if TYPE_CHECKING:  # imports torch; `serve --help` does not wait for it
-    from trainyard.inference.load import InferenceOptions
+    from trainyard.inference.load import InferenceModel, InferenceOptions
     from trainyard.serve.served_model import ServedModel
+    from trainyard.serve.worker import SchedulerWorker
 
 TOKEN_VARIABLE = "TRAINYARD_SERVE_TOKEN"
 PENDING_PER_SLOT = 4
@@ -62,17 +67,25 @@ def serve(
     from trainyard.serve.app import create_app
     from trainyard.serve.server import ModelServer, base_url, bind_socket, is_loopback
 
-    if tp > 1:
-        raise UserError(f"--tp {tp}: serve runs on one rank; trainyard generate has --tp")
     token = read_token(token_file)
     if not token and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach it, so it needs a token: --token-file or ${TOKEN_VARIABLE}")
-    with interrupt_on_terminate(), bind_socket(host, port) as bound:
-        from trainyard.inference.load import InferenceOptions
+    world = World.from_environment()
+    with interrupt_on_terminate(), bind_socket(host, port if world.rank == 0 else 0) as bound:
+        from trainyard import devices
+        from trainyard.inference.load import InferenceOptions, check_tensor_parallel
 
-        model = load_model(source, model_name, InferenceOptions(device, dtype, max_batch, max_seq_len), tokenizer)
-        url = base_url(bound)
-        ready = f"serving {model.name} at {url}"
+        if tp > 1 and world.size == 1:
+            bound.close()  # the first rank binds it again
+            check_tensor_parallel(source, tp)
+            return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
+        if world.size != tp:
+            raise UserError(f"--tp {tp}: there are {world.size} ranks")
+        options = InferenceOptions(device, dtype, max_batch, max_seq_len)
+        if world.rank > 0:
+            return follow_first_rank(source, options, tokenizer, world)
+        model = load_model(source, model_name, options, tokenizer, world)
+        ready = f"serving {model.name} at {base_url(bound)}"
         server = ModelServer(create_app(model, token), model.worker, lambda: print(ready, flush=True))
         server.run_on(bound)
     if model.worker.failure:
@@ -80,23 +93,58 @@ def serve(
     return 0
 
 
-def load_model(source: str, name: str | None, options: "InferenceOptions", tokenizer: str | None) -> "ServedModel":
+def load_model(
+    source: str, name: str | None, options: "InferenceOptions", tokenizer: str | None, world: World
+) -> "ServedModel":
     from trainyard.inference.load import load_for_inference
     from trainyard.serve.served_model import ServedModel
-    from trainyard.serve.worker import SchedulerWorker
 
-    loaded = load_for_inference(source, options, tokenizer)
+    loaded = load_for_inference(source, options, tokenizer, world)
     if loaded.tokenizer is None:
         raise UserError(f"{source}: has no tokenizer; give --tokenizer")
     return ServedModel(
         name or Path(source).resolve().name,
         loaded.tokenizer,
-        SchedulerWorker(loaded.scheduler, PENDING_PER_SLOT * options.max_batch),
+        create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world),
         loaded.max_seq_len,
         loaded.chat_template,
         loaded.end_ids,
         loaded.encode_prompt,
     )
+
+
+def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "SchedulerWorker":
+    """The worker of one rank, or of the first of several, which the others follow."""
+    from trainyard.serve.worker import SchedulerWorker
+
+    if world.size == 1:
+        return SchedulerWorker(loaded.scheduler, max_pending)
+    from trainyard.inference.replicated import LeadingScheduler
+    from trainyard.parallel.mesh import shutdown_distributed
+
+    leader = LeadingScheduler(loaded.scheduler, loaded.mesh.store)
+
+    def close() -> None:
+        leader.close()
+        shutdown_distributed()
+
+    # After a fault, the other ranks may be inside a collective that this one never joins.
+    return SchedulerWorker(leader, max_pending, max_faults=1, close=close)
+
+
+def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> int:
+    """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
+    decides when they end."""
+    from trainyard.inference.load import load_for_inference
+    from trainyard.inference.replicated import follow
+    from trainyard.parallel.mesh import shutdown_distributed
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    loaded = load_for_inference(source, options, tokenizer, world)
+    follow(loaded.scheduler, loaded.mesh.store)
+    shutdown_distributed()
+    return 0
 
 
 def read_token(file: Path | None) -> str | None:
