@@ -84,7 +84,7 @@ async def run_client(
 
 async def measure(url: str, model: str, clients: int, seconds: float, is_fake: bool) -> tuple[Totals, float]:
     totals = Totals()
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
         start = time.perf_counter()
         ask = lambda job: stream(client, model, job)  # noqa: E731
         await asyncio.gather(*(run_client(number, start + seconds, ask, totals) for number in range(clients)))
