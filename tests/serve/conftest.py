@@ -19,6 +19,8 @@ from trainyard.serve.server import ModelServer, base_url, bind_socket
 from trainyard.serve.worker import SchedulerWorker
 
 WAIT_S = 20
+HTTP = httpx.Client(timeout=WAIT_S)
+"""One client for all tests: making one reads all certificates of the system."""
 
 
 @dataclass
@@ -31,12 +33,12 @@ class RunningServer:
 
     def client(self, **options: object) -> openai.OpenAI:
         """OpenAI's client, which does not retry unless asked."""
-        defaults: dict[str, object] = {"base_url": self.url, "api_key": "none", "max_retries": 0, "timeout": WAIT_S}
+        defaults: dict[str, object] = {"base_url": self.url, "api_key": "none", "max_retries": 0, "http_client": HTTP}
         return openai.OpenAI(**(defaults | options))  # type: ignore[arg-type]
 
     def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
         sent = {"json": body} if body is not None else {}
-        return httpx.post(self.url + path, timeout=WAIT_S, **(sent | options))  # type: ignore[arg-type]
+        return HTTP.post(self.url + path, **(sent | options))  # type: ignore[arg-type]
 
     def wait_until_idle(self) -> None:
         """Wait until every sequence has left the scheduler."""
@@ -46,7 +48,7 @@ class RunningServer:
             time.sleep(0.005)
 
     def health(self) -> dict[str, object]:
-        found: dict[str, object] = httpx.get(self.url.removesuffix("/v1") + "/health", timeout=WAIT_S).json()
+        found: dict[str, object] = HTTP.get(self.url.removesuffix("/v1") + "/health").json()
         return found
 
 

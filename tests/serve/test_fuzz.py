@@ -63,7 +63,7 @@ MODES = pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: m
 @PATHS
 @MODES
 def test_generated_requests(description: schemathesis.BaseSchema, path: str, mode: GenerationMode) -> None:
-    send_generated(description, path, mode, 15)
+    send_generated(description, path, mode, 8)
 
 
 @pytest.mark.nightly

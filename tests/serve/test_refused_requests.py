@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.conftest import RunningServer, StartServer
+from tests.serve.conftest import HTTP, RunningServer, StartServer
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.core.constants import MIB
 
@@ -128,7 +128,7 @@ def test_malformed_bodies(served: RunningServer, body: bytes, message: str) -> N
 def test_other_content_types_and_routes(served: RunningServer) -> None:
     refusal(served.post("/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"}))
     refusal(served.post("/embeddings", {"input": "x"}), 404)
-    answer = httpx.get(served.url + "/completions")
+    answer = HTTP.get(served.url + "/completions")
     refusal(answer, 405)
     assert answer.headers["allow"] == "POST"
 
@@ -162,14 +162,14 @@ def test_a_template_that_refuses_the_messages_is_a_bad_request(start_server: Sta
 def test_a_token_is_required_under_v1(start_server: StartServer) -> None:
     running = start_server(token="s3cret-é")
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
-        answer = httpx.get(running.url + "/models", headers=headers)
+        answer = HTTP.get(running.url + "/models", headers=headers)
         assert refusal(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
         refusal(running.post("/completions", PROMPT, headers=headers), 401)
     assert running.health()["status"] == "ok"
     headers_with_token = {"Authorization": "Bearer s3cret-é".encode()}
-    assert httpx.get(running.url + "/models", headers=headers_with_token).status_code == 200  # type: ignore[arg-type]
-    description = httpx.get(running.url.removesuffix("/v1") + "/openapi.json").json()
+    assert HTTP.get(running.url + "/models", headers=headers_with_token).status_code == 200  # type: ignore[arg-type]
+    description = HTTP.get(running.url.removesuffix("/v1") + "/openapi.json").json()
     assert description["security"] == [{"token": []}]
 
 
@@ -184,7 +184,7 @@ def test_the_client_sends_its_key_as_the_token(start_server: StartServer) -> Non
 def test_a_full_queue_is_answered_with_503_and_retry_after(start_server: StartServer) -> None:
     scheduler = FakeScheduler(2, 10**6, step_s=0.002)
     running = start_server(scheduler=scheduler, max_pending=4)
-    with httpx.stream(
+    with HTTP.stream(
         "POST", running.url + "/completions", json=PROMPT | {"n": 4, "max_tokens": 900_000, "stream": True}
     ):
         answer = running.post("/completions", PROMPT)
@@ -199,7 +199,7 @@ def test_a_full_queue_is_answered_with_503_and_retry_after(start_server: StartSe
 
 
 def test_the_description_has_the_real_status_codes(served: RunningServer) -> None:
-    description = httpx.get(served.url.removesuffix("/v1") + "/openapi.json").json()
+    description = HTTP.get(served.url.removesuffix("/v1") + "/openapi.json").json()
     for path in ("/v1/completions", "/v1/chat/completions"):
         responses = description["paths"][path]["post"]["responses"]
         assert set(responses) == {"200", "400", "401", "404", "413", "500", "503"}
