@@ -106,8 +106,8 @@ def test_sequence_parallel_ranks_save_no_full_activation(pool: Pool, family: str
 
 COMPILED_LAYOUTS = [{"tp": 2, "sequence_parallel": True}, {"zero": 3}, {"pp": 2}, {"cp": 2}]
 COMPILED = [
-    *(pytest.param("aot_eager", layout, id=f"aot_eager-{layout}") for layout in COMPILED_LAYOUTS[:3]),
-    pytest.param("aot_eager", COMPILED_LAYOUTS[3], id="aot_eager-cp2", marks=SLOW),
+    *(pytest.param("aot_eager", layout, id=f"aot_eager-{layout}") for layout in COMPILED_LAYOUTS[:1]),
+    *(pytest.param("aot_eager", layout, id=f"aot_eager-{layout}", marks=SLOW) for layout in COMPILED_LAYOUTS[1:]),
     *(pytest.param("inductor", layout, id=f"inductor-{layout}", marks=SLOW) for layout in COMPILED_LAYOUTS),
 ]
 

@@ -76,6 +76,7 @@ def test_hung_run_dumps_the_collectives_of_all_ranks(tmp_path: Path, capfd: pyte
         assert sorted(dump["rank"] for dump in details.values()) == [0, 1]
 
 
+@pytest.mark.nightly
 def test_ranks_that_do_not_read_their_pipe_do_not_block_the_launcher(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -367,6 +367,7 @@ def run_rank(rank: int, world_size: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_processes(tmp_path: Path, world_size: int) -> None:
     torch.multiprocessing.spawn(run_rank, (world_size, str(tmp_path / "store")), nprocs=world_size)

@@ -38,7 +38,7 @@ FAST, SLOW = 0.2, 0.3
         pytest.param("1", ["layout.zero=0"], 2, "rank 1 on HOST is slow: its part", marks=pytest.mark.nightly),
         ("0", ["layout.zero=1"], 2, "rank 0 on HOST is slow: its part"),
         pytest.param("3", ["layout.tp=2"], 4, "ranks 2-3 on HOST are slow: their part", marks=pytest.mark.nightly),
-        ("none", ["layout.zero=1"], 2, None),
+        pytest.param("none", ["layout.zero=1"], 2, None, marks=pytest.mark.nightly),
     ],
 )
 def test_slow_rank_is_named(

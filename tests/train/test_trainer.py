@@ -91,7 +91,7 @@ def test_precisions_learn_and_agree_roughly(tmp_path: Path) -> None:
         assert run[-1] == pytest.approx(runs["fp32"][-1], rel=0.1)
 
 
-COMPILED = [("llama", "fp32"), ("gpt", "bf16"), ("bert", "bf16_sr")]
+COMPILED = [("llama", "fp32"), ("gpt", "bf16"), pytest.param("bert", "bf16_sr", marks=pytest.mark.nightly)]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ EXTRA_BY_MODULE = {
     **dict.fromkeys(("pyarrow", "h5py", "sentencepiece"), "data"),
     **dict.fromkeys(("fastapi", "uvicorn", "jinja2"), "serve"),
     "s3fs": "s3",
+    "lm_eval": "lm-eval",
 }
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
@@ -44,6 +45,7 @@ COMMAND_HELP = {
     "precompile": "Compile all graphs of a run ahead of time.",
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
+    "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "generate": "Continue prompts with the model of a checkpoint; talk to it.",
     "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
@@ -63,6 +65,7 @@ MODULE_BY_COMMAND = {
     "generate": "inference.generate",
     "fill-mask": "inference.fill_mask",
     "serve": "inference.serve",
+    "eval": "inference.eval",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

@@ -34,6 +34,7 @@ from trainyard.compat.matmul import add_matmul_, has_fast_bf16_matmul, scaled_mm
 from trainyard.compat.optim import foreach_norm, fused_adamw_, has_fused_adamw
 from trainyard.compat.tracing import (
     DispatchMode,
+    call_as_plain_tensor,
     current_backward_node_id,
     custom_op_body,
     disable_fake_tensors,
@@ -41,5 +42,6 @@ from trainyard.compat.tracing import (
     has_memory,
     last_forward_node_id,
     register_device_module,
+    tensor_without_memory,
 )
 from trainyard.compat.version import has_recorder_pipe_by_default, supports_unsorted_groups, supports_zero_bubble

@@ -47,6 +47,17 @@ def has_memory(x: torch.Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def tensor_without_memory(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of a subclass that has no memory and implements `__torch_dispatch__`."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def call_as_plain_tensor(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a torch function from `__torch_function__`, without the conversion of its result to the subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 def custom_op_body(op: Any) -> Callable[..., Any]:
     """The Python function of a custom operator, without the operator's rules for autograd and fake tensors."""
     return op._init_fn

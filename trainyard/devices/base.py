@@ -180,6 +180,10 @@ class Device(ABC):
         """Model kernels: the device's fused kernels if it has any and `fused` is true, otherwise plain torch."""
         return Kernels()
 
+    def decode_kernels(self, fused: bool = True) -> Kernels:
+        """Kernels for models that compute one token of each sequence at a time."""
+        return self.kernels(fused)
+
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
         """Let torch try attention kernels in order of speed, or the `preferred` one of `attention_kernels` first."""

@@ -139,6 +139,13 @@ class CudaDevice(StreamDevice):
             return TritonKernels(has_fp32_gqa=False)
         return Kernels(has_fp32_gqa=False)
 
+    def decode_kernels(self, fused: bool = True) -> Kernels:
+        if fused and importlib.util.find_spec("triton"):
+            from trainyard.kernels.triton.decode.ops import DecodeKernels
+
+            return DecodeKernels(has_fp32_gqa=False)
+        return self.kernels(fused)
+
     @contextmanager
     def sdpa_priority(self, preferred: str = "auto") -> Iterator[None]:
         # A kernel selected by name competes only with the fallback that accepts every input.

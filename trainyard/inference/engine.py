@@ -77,7 +77,6 @@ class Engine:
         self.model, self.state, self.device = model, state, device
         caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
         self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
-        """The last position takes the token that is in flight when a sequence ends."""
         handle = device.torch_device
         self.lengths = state.lengths
         self.tokens = torch.zeros_like(self.lengths)
@@ -86,7 +85,7 @@ class Engine:
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.options = SlotOptions(self.num_slots, handle)
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
-        self.static_decode = model_kernels(model).has_decode_attention
+        self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
         self.decode_blocks: dict[str, Callable[..., Any]] = dict(model.layers.items())
         if compile_blocks:
             compiled = partial(torch.compile, dynamic=False, fullgraph=True)
@@ -123,7 +122,7 @@ class Engine:
             self.lengths[index] = start + longest  # decode steps of other slots leave their token there
             return None
         last = torch.tensor([len(row) - 1 for row in rows], device=handle)
-        logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None])
+        logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
         chosen = choose_tokens(logits, *self.options.rows(index), lengths)
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
@@ -138,7 +137,7 @@ class Engine:
         """
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
-        if not self.static_decode:
+        if not self.kernels.has_decode_attention:
             visible = min(max(_next_power_of_two(longest + 1), MIN_VISIBLE), visible)
         variant = DecodeVariant(rows, visible, sampled, logprobs)
         if variant not in self.steps:
@@ -169,22 +168,22 @@ class Engine:
         x_B1D = self.model.run_blocks(self._batch(tokens[:, None], lengths[:, None]), blocks=self.decode_blocks)
         logits = self._logits(x_B1D)
         if variant.sampled:
-            chosen = choose_tokens(logits, *self.options.rows(rows), lengths + 1)
+            chosen = choose_tokens(logits.float(), *self.options.rows(rows), lengths + 1)
         else:
-            chosen = logits.argmax(-1).int()
+            chosen = self.kernels.greedy_tokens(logits)
         tokens.copy_(chosen)
         lengths.add_(self.is_active[rows])
-        return [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if variant.logprobs else ())]
+        return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if variant.logprobs else ())]
 
     def _batch(self, tokens: Tensor, positions: Tensor) -> Batch:
         sample_ids = torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
         return {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
 
     def _logits(self, x_B1D: Tensor) -> Tensor:
-        """fp32 logits of one token per row, [B, V], equal on all ranks."""
+        """Logits of one token per row, [B, V], equal on all ranks."""
         output = self.model.head(x_B1D, {})
         assert isinstance(output, ModelOutput)
-        return output.logits()[:, 0].float()
+        return output.logits()[:, 0]
 
     def _read(self, results: Sequence[Tensor]) -> Callable[[], NextTokens]:
         """Start copying results to the host."""
@@ -199,11 +198,6 @@ class Engine:
             return NextTokens(tokens, logprobs, tops)
 
         return wait
-
-
-def model_kernels(model: TransformerStage) -> Any:
-    """The kernels that a model was built with."""
-    return next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
 
 
 def _next_power_of_two(number: int) -> int:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,22 +10,18 @@ from torch import Tensor
 from trainyard import devices
 from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.checkpoint.registry import open_weights, read_model_files
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
-from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer
+from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
-from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
+from trainyard.inference.build import EngineShape, build_engine
 from trainyard.inference.chat import ChatTemplate
-from trainyard.inference.engine import Engine
 from trainyard.inference.scheduler import RequestScheduler
-from trainyard.inference.tokenizer_files import find_tokenizer
-from trainyard.models import AnyModelConfig, TransformerStage, build_model, family_of, fill_parameters
+from trainyard.inference.tokenizer_files import load_model_tokenizer
+from trainyard.models import AnyModelConfig, ParameterValues, TransformerStage, family_of
 from trainyard.models.sharding import local_tensor
-from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.tensor_parallel import TensorAxis
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAT_FUSIONS = {"fuse_qkv": True, "fuse_gate_up": True}
@@ -127,26 +122,22 @@ def load_for_inference(
     max_seq_len = options.max_seq_len or limit
     if not 2 <= max_seq_len <= limit:
         raise UserError(f"--max-seq-len {max_seq_len}: the model's limit is {limit}, and 2 are needed")
-    slots, handle = options.max_batch, device.torch_device
-    _check_memory(config, mesh, slots, max_seq_len + 1, dtype, device)
-    state = CacheState(torch.zeros(slots, dtype=torch.int32, device=handle))
-    size = CacheSize(slots, max_seq_len + 1, config.head_size, dtype, handle)
-    kernels = device.kernels(options.fused_kernels)
-    factory = partial(CachingFactory, size, state)
-    module = build_model(config, handle, Axes(TensorAxis(mesh.tp)), kernels=kernels, factory=factory)
-    fill_parameters(module, _rank_values(weights, config, mesh, handle, dtype), dtype)
-    module.eval().requires_grad_(False)
-    model_files = read_model_files(weights, source)
-    engine = Engine(module, state, device, options.compile_blocks)
-    return InferenceModel(
+    engine = build_engine(
         config,
-        module,
-        RequestScheduler(engine, config.vocab),
-        find_tokenizer(tokenizer, model_files),
-        model_files,
         device,
-        mesh,
+        mesh.tp,
+        EngineShape(options.max_batch, max_seq_len, dtype),
+        _rank_values(weights, config, mesh, device.torch_device, dtype),
+        compile_blocks=options.compile_blocks,
+        fused_kernels=options.fused_kernels,
     )
+    model_files = read_model_files(weights, source)
+    if tokenizer:
+        found: Tokenizer | None = load_tokenizer(TokenizerSpec(tokenizer))
+    else:
+        found = load_model_tokenizer(model_files)
+    scheduler = RequestScheduler(engine, config.vocab)
+    return InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh)
 
 
 def _choose_dtype(name: str | None, device: Device) -> torch.dtype:
@@ -166,7 +157,7 @@ def _create_mesh(device: Device, world: World) -> Mesh:
 
 def _rank_values(
     weights: WeightSource, config: AnyModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype
-) -> Any:
+) -> ParameterValues:
     """A function from parameter names to this rank's values, which are read when it is called."""
     blueprint = family_of(config).blueprint(config)
 
@@ -176,18 +167,3 @@ def _rank_values(
         )
 
     return values
-
-
-def _check_memory(
-    config: AnyModelConfig, mesh: Mesh, slots: int, max_seq_len: int, dtype: torch.dtype, device: Device
-) -> None:
-    """Raise UserError if weights and cache cannot fit."""
-    available = device.memory_per_rank(mesh.tp.size)
-    heads = max(config.num_kv_heads // mesh.tp.size, 1)
-    cache = 2 * config.layers * slots * max_seq_len * heads * config.head_size * dtype.itemsize
-    parameters = family_of(config).blueprint(config).parameter_count() // mesh.tp.size * dtype.itemsize
-    if available and cache + parameters > available:
-        raise UserError(
-            f"the weights need {parameters / GIB:.1f} GiB and a cache of {slots} x {max_seq_len} tokens "
-            f"{cache / GIB:.1f} GiB, but there are {available / GIB:.1f} GiB; lower --max-seq-len or --max-batch"
-        )

@@ -2,6 +2,7 @@
 tested against."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng, element_bits
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
+
+Activation = Literal["none", "swiglu", "gelu", "gelu_tanh"]
 
 
 class Kernels:
@@ -85,17 +88,20 @@ class Kernels:
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
     def decode_attention(
-        self, q_BH1K: Tensor, k_BG1K: Tensor, v_BG1K: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         visible: int,
     ) -> Tensor:  # fmt: skip
-        """Store one key and value per row at position `lengths` [B] of the caches [slots, G, S, K], where row b has
-        slot b, and attend to all positions up to it. Positions from `visible` on are never read."""
-        rows = torch.arange(len(q_BH1K), device=lengths.device)
-        k_cache[rows, :, lengths] = k_BG1K[:, :, 0]
-        v_cache[rows, :, lengths] = v_BG1K[:, :, 0]
-        k, v = (cache[: len(q_BH1K), :, :visible] for cache in (k_cache, v_cache))
+        """The function `decode_attention` below, for slots of at most `visible` tokens, the new one included."""
+        rows = torch.arange(len(q_BHTK), device=lengths.device)
+        k_cache[rows, :, lengths] = k_BGTK[:, :, 0]
+        v_cache[rows, :, lengths] = v_BGTK[:, :, 0]
+        k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
         past = (torch.arange(visible, device=lengths.device) <= lengths[:, None])[:, None, None]
-        return F.scaled_dot_product_attention(q_BH1K, k, v, past, enable_gqa=q_BH1K.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(q_BHTK, k, v, past, enable_gqa=q_BHTK.shape[1] != k.shape[1])
+
+    def greedy_tokens(self, logits: Tensor) -> Tensor:
+        """The most likely token of each row of [M, V], int64."""
+        return logits.argmax(-1)
 
 
 def row_dropout(x: Tensor, dropout: DropoutRng) -> Tensor:
@@ -122,3 +128,48 @@ def split_qkv(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, T
     """Views [N, H, K], [N, G, K] and [N, G, K]."""
     x = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
     return x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+
+
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm_weight: Tensor | None = None, eps: float = 0.0, activation: Activation = "none",
+) -> Tensor:  # fmt: skip
+    """activation(rms_norm(x) W^T + bias) + residual. Without `norm_weight`, x is multiplied as it is. SwiGLU halves the
+    columns."""
+    x = x if norm_weight is None else F.rms_norm(x, norm_weight.shape, norm_weight, eps)
+    y = F.linear(x, weight, bias)
+    if activation == "swiglu":
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    elif activation != "none":
+        y = F.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return y if residual is None else residual + y
+
+
+def decode_attention(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    cos: Tensor | None = None, sin: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one new token (T = 1) of each slot over the tokens before it, [B, H, 1, K].
+
+    The caches are [slots, G, S, K], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts the
+    tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With cos
+    and sin [B, 1, 1, K], q and k are rotated first.
+    """
+    B, H, T, K = q_BHTK.shape
+    assert T == 1
+    if cos is not None and sin is not None:
+        q_BHTK, k_BGTK = apply_rope(q_BHTK, cos, sin), apply_rope(k_BGTK, cos, sin)
+    lengths = lengths[:B].long()
+    slot = torch.arange(B, device=lengths.device)
+    k_cache[slot, :, lengths] = k_BGTK.squeeze(2)
+    v_cache[slot, :, lengths] = v_BGTK.squeeze(2)
+    visible = torch.arange(k_cache.shape[2], device=lengths.device) <= lengths[:, None]
+    keys, values = k_cache[:B], v_cache[:B]
+    # Unwritten positions may hold anything; 0 * nan would be nan.
+    values = torch.where(visible[:, None, :, None], values, 0.0)
+    repeat = H // keys.shape[1]
+    keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
+    score = (q_BHTK.float() @ keys.float().transpose(2, 3)) * K**-0.5
+    weight = score.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+    return (weight @ values.float()).to(q_BHTK.dtype)

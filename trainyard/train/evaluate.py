@@ -1,6 +1,10 @@
-"""Evaluation that is exact over tokens at any batch size: sums and counts are accumulated and divided once."""
+"""Evaluation that is exact over tokens at any batch size and layout: sums and counts are accumulated and divided once.
+
+Sums of a batch are fp32, sums over batches and ranks fp64.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from math import exp
 
@@ -20,17 +24,40 @@ RESERVED_NAMES = ("loss", "perplexity")
 """Results of every evaluation, besides the loss terms; metrics have other names."""
 
 
+@dataclass(frozen=True)
+class EvaluationTotals:
+    """Sum and count of each loss term and metric over all evaluated samples and ranks."""
+
+    term_names: tuple[str, ...]
+    """The loss terms; all other names are metrics."""
+    sums: dict[str, float]
+    counts: dict[str, float]
+
+    def means(self) -> dict[str, float]:
+        """Loss, its terms, perplexity and the user's metrics; NaN where nothing was counted."""
+        names = list(self.sums)
+        sums, counts = (
+            torch.tensor([values[name] for name in names], dtype=torch.float64) for values in (self.sums, self.counts)
+        )
+        means = dict(zip(names, mean_loss(sums, counts)[1].tolist(), strict=True))
+        terms = len(self.term_names)
+        result = {"loss": float(mean_loss(sums[:terms], counts[:terms])[0])}
+        for name in set(self.term_names) & set(PERPLEXITY_TERMS):
+            result["perplexity"] = exp(min(means[name], 700.0))
+        # A single term equals the loss and is not repeated.
+        return result | {name: mean for name, mean in means.items() if self.term_names != (name,)}
+
+
 @torch.no_grad()
 def evaluate(
     runner: MicroBatchRunner,
     loss: Loss,
     metrics: Mapping[str, Metric],
     batches: Iterable[Batch | list[Batch]],
-    max_batches: int,
+    max_batches: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float]:
-    """Loss, its terms, perplexity and the user's metrics over at most `max_batches` validation batches; NaN where
-    nothing was counted.
+) -> EvaluationTotals:
+    """Evaluate the loss and the user's metrics on at most `max_batches` batches (None: all).
 
     All ranks call this, each with its own samples. `should_stop` is asked before every batch.
     """
@@ -40,26 +67,40 @@ def evaluate(
         model.eval()
     rng_key = torch.zeros(2, dtype=torch.int32, device=device)
     names = [*loss.term_names, *metrics]
-    sums = LossAccumulator(names, device, runner.mesh)
+    batch_sums = LossAccumulator(names, device, runner.mesh)
+    totals = torch.zeros(2, len(names), dtype=torch.float64)
 
     def accumulate(output: ModelOutput, micro: Batch) -> Tensor:
         terms = loss.terms(output, micro)
         terms |= {name: check_sum_and_count(metric(output, micro), metric) for name, metric in metrics.items()}
-        sums.add(terms)
-        return sums.values[0, 0]
+        batch_sums.add(terms)
+        return batch_sums.values[0, 0]
 
     for batch in islice(batches, max_batches):
         if should_stop():
             break
+        batch_sums.values.zero_()
         runner(runner.to_device(batch), rng_key, accumulate, backward=False)
+        totals += torch.tensor(batch_sums.values.tolist(), dtype=torch.float64)
     for model, training in zip(runner.models, was_training, strict=True):
         model.train(training)
-    totals, counts, _ = sums.all_reduce(torch.zeros(1, device=device))
-    exact = [torch.tensor(values.tolist(), dtype=torch.float64) for values in (totals, counts)]
-    means = dict(zip(names, mean_loss(*exact)[1].tolist(), strict=True))
-    terms = len(loss.term_names)
-    result = {"loss": float(mean_loss(*(values[:terms] for values in exact))[0])}
-    for name in set(loss.term_names) & set(PERPLEXITY_TERMS):
-        result["perplexity"] = exp(min(means[name], 700.0))
-    # A single term equals the loss and is not repeated.
-    return result | {name: mean for name, mean in means.items() if loss.term_names != (name,)}
+    sums, counts = sum_over_ranks(totals, runner).tolist()
+    return EvaluationTotals(loss.term_names, dict(zip(names, sums, strict=True)), dict(zip(names, counts, strict=True)))
+
+
+def sum_over_ranks(totals: Tensor, runner: MicroBatchRunner) -> Tensor:
+    """The fp64 sums of all ranks' host tensors, exact also on devices without fp64.
+
+    Each rank puts its values into a row of its own, as three fp32 numbers that add up to an fp64 number; the sum of all
+    tables then rounds nothing. Tensor-parallel ranks have the same values, so only the first of them contributes.
+    """
+    mesh = runner.mesh
+    if mesh.world.size == 1:
+        return totals
+    table = torch.zeros(mesh.world.size, 3, *totals.shape)
+    remainder = totals if mesh.tp.rank == 0 else torch.zeros_like(totals)
+    for part in table[mesh.layout_rank]:
+        part.copy_(remainder)
+        remainder = torch.where(part.isfinite(), remainder - part.double(), 0.0)
+    reduced = mesh.world.all_reduce_sum(runner.device.to_device(table))
+    return torch.tensor(reduced.tolist(), dtype=torch.float64).sum((0, 1))

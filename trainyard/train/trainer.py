@@ -236,7 +236,7 @@ class Trainer:
         if self.validation_loader is None:
             raise UserError("data.validation_fraction=0: there are no validation samples to evaluate on; nearest: 0.05")
         batches, limit = self.validation_loader.one_epoch(self.batch_slice), self.config.evaluate.batches
-        return evaluate(self.runner, self.loss_fn, self.metrics, batches, limit, self._poll_stop)
+        return evaluate(self.runner, self.loss_fn, self.metrics, batches, limit, self._poll_stop).means()
 
     def _poll_stop(self) -> bool:
         """Between evaluation batches and tokens of samples: True if any rank was asked to stop."""

@@ -1,4 +1,4 @@
-"""Prefetched batches equal the batches of their step."""
+"""Prefetched batches equal the batches of their step; an epoch has every sample once."""
 
 import threading
 import time
@@ -8,8 +8,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from trainyard.core.constants import IGNORE_INDEX
 from trainyard.data.loading.dataset import Sample
 from trainyard.data.loading.loader import BatchLoader
+from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples
 
 
 class IndexDataset:
@@ -58,3 +60,24 @@ def test_an_error_is_raised_at_its_step() -> None:
         next(batches)
     with pytest.raises(ValueError, match="cannot be read"):
         next(batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_padding_of_an_epoch_changes_labels_only(ranks: int) -> None:
+    """Also for one sample per rank, whose tokens and labels are views of one array."""
+    stream = ContiguousTokens("x", np.arange(25), np.zeros(1, np.int64))
+    loader = BatchLoader(TokenSamples(stream, 4, 25), 4, seed=0, shuffle=False)
+    share = 4 // ranks
+    tokens, labels = (
+        torch.cat(
+            [
+                batch[name]
+                for rank in range(ranks)
+                for batch in loader.one_epoch(slice(rank * share, (rank + 1) * share))
+            ]
+        )
+        for name in ("tokens", "labels")
+    )
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(1, 25))
+    assert (tokens >= 0).all()
+    assert (tokens[labels != IGNORE_INDEX] == labels[labels != IGNORE_INDEX] - 1).all()

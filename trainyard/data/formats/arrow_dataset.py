@@ -114,6 +114,16 @@ def list_column(path: Path, batch: pa.RecordBatch, name: str) -> tuple[NDArray[n
     return pc.list_value_length(column).to_numpy().astype(np.int64), values.to_numpy(zero_copy_only=True)
 
 
+def row_length(directory: Path) -> int:
+    """Tokens in the first row of a saved dataset."""
+    for file in data_files(directory.expanduser()):
+        for batch in open_stream(file).batches:
+            lengths, _ = list_column(file, batch, "input_ids")
+            if len(lengths):
+                return int(lengths[0])
+    raise UserError(f"{directory}: has no rows")
+
+
 class ArrowDataset:
     """A dataset of rows of `seq_len` tokens in one or more saved directories.
 

@@ -1,12 +1,11 @@
 """From a configuration to its training and validation datasets."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
@@ -25,7 +24,7 @@ from trainyard.data.loading.megatron_order import (
 )
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
-from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -143,32 +142,42 @@ def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
     """Tokenize every document into memory, with the end token after each."""
     data = config.data
     tokenizer = load_tokenizer(tokenizer_spec(config))
-    if tokenizer.vocab_size > config.model.vocab:
-        raise UserError(
-            f"model.vocab={config.model.vocab}: the tokenizer has {tokenizer.vocab_size} tokens; "
-            f"nearest: {tokenizer.vocab_size}"
-        )
-    token_arrays: list[NDArray[np.int32]] = []
-    length_arrays: list[NDArray[np.int64]] = []
-
-    def add(texts: list[str]) -> None:
-        tokens, lengths = tokenizer.encode(texts)
-        token_arrays.append(np.insert(tokens, np.cumsum(lengths), tokenizer.end_id))
-        length_arrays.append(lengths + 1)
-
+    check_vocab_size(tokenizer, config.model.vocab)
     if not paths:
         if data.tokenizer != "bytes":
             raise UserError("data.paths: missing; set it to text files (or data.tokenizer=bytes for the built-in text)")
-        add(make_stories(DEMO_DOCUMENTS))
-    for path in match_files(paths, directories=True):
+        return encode_documents([make_stories(DEMO_DOCUMENTS)], tokenizer, "the built-in text")
+    return encode_documents(text_blocks(match_files(paths, directories=True)), tokenizer, ", ".join(paths))
+
+
+def check_vocab_size(tokenizer: Tokenizer, model_vocab: int) -> None:
+    if tokenizer.vocab_size > model_vocab:
+        raise UserError(
+            f"model.vocab={model_vocab}: the tokenizer has {tokenizer.vocab_size} tokens; "
+            f"nearest: {tokenizer.vocab_size}"
+        )
+
+
+def text_blocks(paths: Sequence[Path], text_key: str = "text") -> Iterator[list[str]]:
+    """The documents of text files, some at a time. `text_key` is the JSON key or column that holds the text."""
+    for path in paths:
         logger.info("reading %s", path)
         for input_slice in _text_slices(path):
-            texts, unreadable = documents.read_documents(input_slice, ["text"])
+            texts, unreadable = documents.read_documents(input_slice, [text_key])
             if unreadable:
                 raise UserError(str(unreadable[0]))
-            add([text for (text,) in texts])
+            yield [text for (text,) in texts]
+
+
+def encode_documents(blocks: Iterable[list[str]], tokenizer: Tokenizer, name: str) -> ContiguousTokens:
+    """The tokens of all documents in memory, with the end token after each. `name` is for error messages."""
+    token_arrays = [np.zeros(0, np.int32)]
+    length_arrays = [np.zeros(0, np.int64)]
+    for texts in blocks:
+        tokens, lengths = tokenizer.encode(texts)
+        token_arrays.append(np.insert(tokens, np.cumsum(lengths), tokenizer.end_id))
+        length_arrays.append(lengths + 1)
     lengths = np.concatenate(length_arrays)
-    name = ", ".join(paths) or "the built-in text"
     return ContiguousTokens(name, np.concatenate(token_arrays), np.cumsum(lengths) - lengths)
 
 

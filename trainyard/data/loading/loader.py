@@ -50,10 +50,11 @@ class BatchLoader:
         for start in range(0, len(self.dataset), self.global_batch):
             indices = start + sample_ids
             batch = self._collate(indices % len(self.dataset), sample_ids)
-            padding = torch.from_numpy(indices >= len(self.dataset))
-            batch["labels"][padding] = IGNORE_INDEX
+            is_padding = torch.from_numpy(indices >= len(self.dataset))
+            # Not in place: the labels of a single sample share their memory with its tokens.
+            batch["labels"] = batch["labels"].masked_fill(is_padding[:, None], IGNORE_INDEX)
             if "next_sentence_labels" in batch:
-                batch["next_sentence_labels"][padding] = IGNORE_INDEX
+                batch["next_sentence_labels"] = batch["next_sentence_labels"].masked_fill(is_padding, IGNORE_INDEX)
             yield batch
 
     def _collate(self, indices: NDArray[np.int64], sample_ids: NDArray[np.int64]) -> Batch:

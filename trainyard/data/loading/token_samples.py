@@ -98,6 +98,8 @@ class TokenSamples:
     ) -> None:
         """`document_mask` adds `document_ids`; `mask_eod_loss` ignores the loss on the first token of a document."""
         self.stream, self.seq_len, self.vocab_size = stream, seq_len, vocab_size
+        self.stride = seq_len
+        """Tokens from the start of a sample to the start of the next one."""
         self.document_mask, self.mask_eod_loss = document_mask, mask_eod_loss
 
     def __len__(self) -> int:
@@ -108,8 +110,8 @@ class TokenSamples:
     def samples(self, indices: NDArray[np.int64]) -> Sample:
         width = self.seq_len + 1
         windows = np.zeros((len(indices), width), np.int32)
-        lengths = np.minimum(len(self.stream) - indices * self.seq_len, width)
-        for window, start, length in zip(windows, (indices * self.seq_len).tolist(), lengths.tolist(), strict=True):
+        lengths = np.minimum(len(self.stream) - indices * self.stride, width)
+        for window, start, length in zip(windows, (indices * self.stride).tolist(), lengths.tolist(), strict=True):
             window[:length] = self.stream.tokens(start, length)
         if windows.size and (windows.max() >= self.vocab_size or windows.min() < 0):
             self._raise_token_out_of_range(windows, indices)
@@ -128,13 +130,13 @@ class TokenSamples:
         """[len(indices), seq_len + 1] True at the first token of each document."""
         starts = np.zeros((len(indices), self.seq_len + 1), np.bool_)
         for row, index, length in zip(starts, indices.tolist(), lengths.tolist(), strict=True):
-            first = index * self.seq_len
+            first = index * self.stride
             row[self.stream.document_starts(first, first + length) - first] = True
         return starts
 
     def _raise_token_out_of_range(self, windows: NDArray[Any], indices: NDArray[np.int64]) -> None:
         row, column = np.argwhere((windows >= self.vocab_size) | (windows < 0))[0]
         raise UserError(
-            f"{self.stream.name}: token {windows[row, column]} at {indices[row] * self.seq_len + column}, but "
+            f"{self.stream.name}: token {windows[row, column]} at {indices[row] * self.stride + column}, but "
             f"model.vocab={self.vocab_size}; the tokens come from another tokenizer, or model.vocab is too small"
         )

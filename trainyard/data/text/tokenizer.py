@@ -40,6 +40,8 @@ class Tokenizer(Protocol):
     """All token ids are below this."""
     end_id: int
     """Token id that ends a document."""
+    special_ids: frozenset[int]
+    """Token ids that stand for no text, such as the ones that begin and end a document."""
 
     def encode(self, texts: list[str]) -> EncodedTexts: ...
 
@@ -54,6 +56,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_id = 256
+    special_ids = frozenset((end_id,))
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         data = [text.encode() for text in texts]
@@ -80,6 +83,8 @@ class FastTokenizer:
             wanted = end_token or "usual end-of-text token"
             raise UserError(f"{source}: has no {wanted}; set data.end_of_text (--end-of-text) to the one to use")
         self.end_id = end_ids[0]
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_ids = frozenset((self.end_id, *(number for number, token in added if token.special)))
         self.gpt2_encoder = None
         if _is_plain_gpt2(tokenizer):
             from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder  # imports pyarrow
@@ -123,6 +128,7 @@ class SentencePieceTokenizer:
         self.end_id = self.model.piece_to_id(end_token) if end_token else self.model.eos_id()
         if self.end_id < 0 or (end_token and self.model.id_to_piece(self.end_id) != end_token):
             raise UserError(f"{path}: has no {end_token or 'end-of-sentence token'}; set --end-of-text to one it has")
+        self.special_ids = frozenset((self.end_id, *filter(self.model.is_control, range(self.vocab_size))))
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         return _concatenate(self.model.encode(texts, num_threads=1))

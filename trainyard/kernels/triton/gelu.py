@@ -27,7 +27,7 @@ def _tile_shape(tile: tuple[int, int], columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _normal_cdf(x):  # type: ignore[no-untyped-def]
+def normal_cdf(x):  # type: ignore[no-untyped-def]
     """The normal CDF at x, and exp(-x^2 / 2)."""
     t = 1 / (1 + 0.2316418882 * tl.abs(x))
     e = tl.exp2(x * x * -0.7213475204444817)
@@ -36,7 +36,7 @@ def _normal_cdf(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tanh_gate(x):  # type: ignore[no-untyped-def]
+def tanh_gate(x):  # type: ignore[no-untyped-def]
     """The gate of the tanh approximation, sigmoid(z(x)) (GELU(x) = x * gate), and dz/dx."""
     gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return gate, 1.5957691216057308 * (1 + 0.134145 * x * x)
@@ -56,9 +56,9 @@ def _gelu_forward(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.cons
     v = tl.load(x + first_row * columns + offset, mask, 0.0).to(tl.float32)
     v += tl.load(bias + column, column < columns, 0.0).to(tl.float32)[None, :]
     if TANH:
-        gate, _ = _tanh_gate(v)
+        gate, _ = tanh_gate(v)
     else:
-        gate, _ = _normal_cdf(v)
+        gate, _ = normal_cdf(v)
     tl.store(out + first_row * columns + offset, (v * gate).to(out.dtype.element_ty), mask)
 
 
@@ -80,10 +80,10 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
         d = tl.load(d_out + start * columns + offset, mask, 0.0).to(tl.float32)
         v = tl.load(x + start * columns + offset, mask, 0.0).to(tl.float32) + b[None, :]
         if TANH:
-            gate, slope = _tanh_gate(v)
+            gate, slope = tanh_gate(v)
             g = gate + v * gate * (1 - gate) * slope
         else:
-            gate, e = _normal_cdf(v)
+            gate, e = normal_cdf(v)
             g = gate + 0.3989422804014327 * v * e
         d = d * g
         tl.store(dx + start * columns + offset, d.to(dx.dtype.element_ty), mask)

@@ -1,0 +1,33 @@
+"""Evaluates a checkpoint on data sets."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainyard.checkpoint.registry import read_model_files
+from trainyard.data.loading.build import tokenizer_spec
+from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
+from trainyard.evaluate.checkpoint_source import CheckpointSource
+from trainyard.evaluate.data_sets import DataOptions, open_data
+from trainyard.evaluate.evaluator import Evaluator
+from trainyard.inference.tokenizer_files import load_model_tokenizer
+
+
+def evaluate_data(
+    source: CheckpointSource,
+    data: Sequence[str],
+    tokenizer: str | None = None,
+    stride: int | None = None,
+    text_key: str = "text",
+    seq_len_is_given: bool = False,
+) -> list[dict[str, Any]]:
+    """The results of each data set. `tokenizer` names one; by default it comes with the checkpoint. The other arguments
+    are those of DataOptions. All ranks call this."""
+    config, weights = source.config, source.opened.weights
+    if tokenizer:
+        loaded: Tokenizer | None = load_tokenizer(tokenizer_spec(config)._replace(name=tokenizer))
+    else:
+        loaded = load_model_tokenizer(read_model_files(weights, source.path), config.data.end_of_text)
+    options = DataOptions(config, loaded, stride, text_key, seq_len_is_given)
+    opened = [open_data(argument, options) for argument in data]  # a wrong path is reported before weights are read
+    evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)
+    return [evaluator.evaluate(each) for each in opened]

@@ -1,0 +1,117 @@
+"""The Evaluator holds the model of a checkpoint on one rank of any layout, without an optimizer, and evaluates data
+sets with the code that evaluates during training."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from math import log
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from trainyard import models
+from trainyard.checkpoint.formats.tensor_map import WeightSource, tp_rank_values
+from trainyard.compile.compile_blocks import make_compile_fn
+from trainyard.config.schema import Config
+from trainyard.core.batch import Batch
+from trainyard.core.world import World
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.evaluate.checkpoint_source import OnProgress
+from trainyard.evaluate.data_sets import EvaluationData
+from trainyard.evaluate.eval_config import with_sample_shape
+from trainyard.parallel.layout import Layout
+from trainyard.parallel.mesh import Mesh
+from trainyard.train import build
+from trainyard.train.decisions import packs_batches
+from trainyard.train.evaluate import PERPLEXITY_TERMS, Metric, evaluate
+from trainyard.train.micro_batches.runner import MicroBatchRunner
+from trainyard.train.micro_batches.split import rank_samples
+from trainyard.train.optim.flat_state import DTYPES
+
+BITS_PER_NAT = 1 / log(2)
+
+
+class Evaluator:
+    """One rank of an evaluation."""
+
+    def __init__(
+        self,
+        config: Config,
+        weights: WeightSource,
+        world: World | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        on_progress: OnProgress = lambda what, done, total: None,
+    ) -> None:
+        """Build the stages of this rank and read its part of `weights`. `metrics` are added to evaluate.metrics."""
+        self.config, self.on_progress = config, on_progress
+        self.world = world = world or World.from_environment()
+        self.layout = Layout.from_config(config, world.size)
+        self.device = build.build_device(config, world)
+        rank_order = self.device.rank_order(self.layout.tp, world.size)
+        self.mesh = Mesh.create(self.layout, self.device, world, rank_order)
+        compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
+        kernels = self.device.kernels(fused=config.device.kernels == "fused")
+        self.loss_fn = build.build_loss(config, None, kernels, compile_fn, self.device)
+        self.metrics = build.build_metrics(config, metrics, self.loss_fn)
+        self.models = build.build_stages(config, self.mesh, self.device, kernels)
+        """This rank's pipeline stages; without a pipeline, the full model alone."""
+        self._load(weights)
+        self.padding_free = packs_batches(config, self.layout, kernels.has_varlen_attention)
+        build.wrap_blocks(config, self.models, self.device, self.mesh, compile_fn, self.padding_free)
+        for model in self.models:
+            model.eval()
+        self._runners: dict[tuple[int, int], MicroBatchRunner] = {}
+
+    def _load(self, weights: WeightSource) -> None:
+        read = tp_rank_values(weights, self.mesh.tp.size, self.mesh.tp.rank)
+        total = sum(len(list(model.parameters())) for model in self.models)
+        done = 0
+        dtype = DTYPES[self.config.precision.compute_dtype]
+
+        def value(name: str) -> Tensor:
+            nonlocal done
+            done += 1
+            self.on_progress("tensors", done, total)
+            return read(name).to(self.device.torch_device, dtype)
+
+        for model in self.models:
+            models.fill_parameters(model, value, dtype)
+
+    def evaluate(self, data: EvaluationData) -> dict[str, Any]:
+        """Loss, perplexity, loss terms, metrics, the number of tokens and, if they can be decoded, bits per byte.
+
+        All ranks call this and get the same result, except that only the first one counts bytes.
+        """
+        start = perf_counter()
+        config = with_sample_shape(self.config, data.seq_len, data.max_predictions)
+        loader = BatchLoader(data.dataset, config.train.global_batch, config.train.seed, shuffle=False)
+        batches = loader.one_epoch(rank_samples(config.train.global_batch, self.layout.dp, self.mesh.coords["dp"]))
+        total = -(-len(data.dataset) // config.train.global_batch)
+        totals = evaluate(self._runner(config), self.loss_fn, self.metrics, self._counted(batches, total))
+        main_term = next((name for name in totals.term_names if name in PERPLEXITY_TERMS), totals.term_names[0])
+        result: dict[str, Any] = {
+            "data": data.name,
+            **totals.means(),
+            "tokens": round(totals.counts[main_term]),
+            "seq_len": data.seq_len,
+        }
+        if data.count_bytes and main_term == "lm" and self.mesh.layout_rank == 0 and (count := data.count_bytes()):
+            result |= {"bytes": count, "bits_per_byte": totals.sums[main_term] * BITS_PER_NAT / count}
+        return result | {"seconds": perf_counter() - start}
+
+    def _runner(self, config: Config) -> MicroBatchRunner:
+        """A runner for samples of this shape."""
+        shape = (config.data.seq_len, config.data.max_predictions)
+        if shape not in self._runners:
+            Layout.from_config(config, self.world.size)  # its rules depend on seq_len
+            self._runners[shape] = MicroBatchRunner(self.models, config, self.device, self.mesh, self.padding_free)
+        for model in self.models:
+            model.max_seq_len = config.data.seq_len
+        return self._runners[shape]
+
+    def _counted(self, batches: Iterable[Batch], total: int) -> Iterator[Batch]:
+        report = partial(self.on_progress, "batches")
+        for index, batch in enumerate(batches):
+            report(index, total)
+            yield batch
+        report(total, total)

@@ -1,0 +1,74 @@
+"""Builds an engine: a model whose attention has a cache, with parameters from any source."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from trainyard.core.constants import GIB
+from trainyard.core.errors import UserError
+from trainyard.devices import Device
+from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
+from trainyard.inference.engine import Engine
+from trainyard.models import AnyModelConfig, assign_parameters, build_model, family_of
+from trainyard.parallel.axes import Axes
+from trainyard.parallel.process_group import Group
+from trainyard.parallel.tensor_parallel import TensorAxis
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """Sizes and numbers of an engine."""
+
+    slots: int
+    """Sequences that are computed together."""
+    max_seq_len: int
+    """Longest prompt plus new tokens."""
+    dtype: torch.dtype
+
+
+def build_engine(
+    config: AnyModelConfig,
+    device: Device,
+    tp: Group,
+    shape: EngineShape,
+    make_parameter: Callable[[str], Tensor],
+    existing: dict[str, nn.Parameter] | None = None,
+    compile_blocks: bool = False,
+    fused_kernels: bool = True,
+) -> Engine:
+    """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it;
+    `make_parameter` makes the others."""
+    check_memory(config, device, tp.size, shape, shares_parameters=bool(existing))
+    handle = device.torch_device
+    state = CacheState(torch.zeros(shape.slots, dtype=torch.int32, device=handle))
+    # The last position takes the token that is in flight when a sequence ends.
+    size = CacheSize(shape.slots, shape.max_seq_len + 1, config.head_size, shape.dtype, handle)
+    # Products that absorb the residual sum must not do so before ranks have summed their parts.
+    kernels = device.decode_kernels(fused_kernels) if tp.size == 1 else device.kernels(fused_kernels)
+    model = build_model(
+        config,
+        handle,
+        Axes(TensorAxis(tp)),
+        kernels=kernels,
+        factory=partial(CachingFactory, size, state),
+    )
+    assign_parameters(model, make_parameter, existing)
+    return Engine(model.eval(), state, device, compile_blocks)
+
+
+def check_memory(config: AnyModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:
+    """Raise UserError if weights and cache cannot fit."""
+    available = device.memory_per_rank(tp)
+    tokens, heads = shape.slots * (shape.max_seq_len + 1), max(config.num_kv_heads // tp, 1)
+    cache = 2 * config.layers * tokens * heads * config.head_size * shape.dtype.itemsize
+    weights = 0
+    if not shares_parameters:
+        weights = family_of(config).blueprint(config).parameter_count() // tp * shape.dtype.itemsize
+    if available and cache + weights > available:
+        raise UserError(
+            f"the weights need {weights / GIB:.1f} GiB and a cache of {shape.slots} x {shape.max_seq_len} tokens "
+            f"{cache / GIB:.1f} GiB, but there are {available / GIB:.1f} GiB; lower --max-seq-len or --max-batch"
+        )

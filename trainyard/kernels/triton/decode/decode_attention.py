@@ -1,0 +1,228 @@
+"""Attention of one new token per slot over a slotted KV cache, with RoPE and the cache write in the same kernel."""
+
+# Programs split the keys of a slot and kv head evenly by the slot's length, so that the grid is static while the work
+# follows the lengths. The last program of a slot and kv head combines the parts in a fixed order. The first program
+# rotates the new key, writes it and the new value to the cache, and starts its softmax with them.
+#
+# Shapes: B slots, H heads, G kv heads, R heads per kv head, S positions of the cache, K head dim. Exponents are base 2.
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainyard.kernels.triton.attention.tiles import LOG2_E, dot
+from trainyard.kernels.triton.decode.dependent_launch import (
+    arrival_counters,
+    is_last_program,
+    launch_options,
+    start,
+    wait,
+)
+
+
+class DecodeAttentionConfig(NamedTuple):
+    """Programs per slot and kv head, keys per block, and launch options."""
+
+    splits: int
+    block_s: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _load_rotated(x, cos, sin, column, mask, HEAD_DIM: tl.constexpr, HAS_ROPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows at `x` (a block of pointers to their starts) with RoPE on halves, in the dtype of x."""
+    v = tl.load(x + column, mask, 0.0)
+    if HAS_ROPE:
+        partner = tl.load(x + (column + HEAD_DIM // 2) % HEAD_DIM, mask, 0.0).to(tl.float32)
+        partner = tl.where(column < HEAD_DIM // 2, -partner, partner)
+        c = tl.load(cos + column, column < HEAD_DIM, 0.0).to(tl.float32)
+        s = tl.load(sin + column, column < HEAD_DIM, 0.0).to(tl.float32)
+        v = (v.to(tl.float32) * c + partner * s).to(v.dtype)
+    return v
+
+
+@triton.jit
+def _load_rows(x, position, s, end, column, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows `position + s` of [S, K] in the cache, zero from `end` on."""
+    offset = (position + s)[:, None] * HEAD_DIM + column[None, :]
+    return tl.load(x + offset, (position + s < end)[:, None] & (column < HEAD_DIM)[None, :], 0.0)
+
+
+@triton.jit
+def _attend_by_rows(  # type: ignore[no-untyped-def]
+    query, new_score, new_total, new_value, key, value, k_cache, v_cache, first, end, s, column,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Softmax statistics and weighted sum of one head without tensor cores. Each row of a block has a softmax of its
+    own until the end, so that warps never wait for each other. `key` and `value` are the first block."""
+    top = tl.where(s == 0, new_score, -1e30)
+    total = tl.where(s == 0, new_total, 0.0)
+    acc = tl.where((s == 0)[:, None], new_value[None, :], 0.0)
+    for position in range(first, end, BLOCK_S):
+        this_key, this_value = key, value
+        key = _load_rows(k_cache, position + BLOCK_S, s, end, column, HEAD_DIM)
+        value = _load_rows(v_cache, position + BLOCK_S, s, end, column, HEAD_DIM)
+        score = tl.sum(this_key.to(tl.float32) * query, 1)
+        in_range = position + s < end
+        new_top = tl.where(in_range, tl.maximum(top, score), top)
+        weight = tl.where(in_range, tl.exp2(score - new_top), 0.0)
+        decay = tl.exp2(top - new_top)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + weight[:, None] * this_value.to(tl.float32)
+        top = new_top
+    block_top = tl.max(top, 0, keep_dims=True)
+    decay = tl.exp2(top - block_top)
+    return block_top, tl.sum(total * decay, 0, keep_dims=True), tl.sum(acc * decay[:, None], 0, keep_dims=True)
+
+
+@triton.jit
+def _attend_by_products(  # type: ignore[no-untyped-def]
+    query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The same for all heads of a kv head, with tensor cores."""
+    top = new_score
+    total = new_total
+    acc = tl.zeros_like(query).to(tl.float32) + new_value[None, :]
+    for position in range(first, end, BLOCK_S):
+        in_range = (position + s < end)[None, :]
+        key = _load_rows(k_cache, position, s, end, column, HEAD_DIM)
+        score = tl.where(in_range, dot(query, key.T) * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weight, 1)
+        value = _load_rows(v_cache, position, s, end, column, HEAD_DIM)
+        acc = dot(weight.to(value.dtype), value, acc * decay[:, None])
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def _decode_attention_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, k_cache, v_cache, lengths, cos, sin, out, partial, partial_lse, counters, scale,
+    q_slot_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, angle_stride, max_seq_len,
+    G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_ROPE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    split, g, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(lengths + slot), max_seq_len - 1)
+    keys_per_split = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
+    first = split * keys_per_split
+    end = tl.minimum(first + keys_per_split, length)
+    cache = (slot * G + g) * max_seq_len * HEAD_DIM
+    k_cache += cache
+    v_cache += cache
+    column = tl.arange(0, BLOCK_K)
+    s = tl.arange(0, BLOCK_S)
+    r = tl.arange(0, BLOCK_R)
+    in_head = column < HEAD_DIM
+    if BLOCK_R == 1:
+        key = _load_rows(k_cache, first, s, end, column, HEAD_DIM)
+        value = _load_rows(v_cache, first, s, end, column, HEAD_DIM)
+    wait(PDL)
+    if split == 0 or first < end:
+        scale *= LOG2_E
+        if HAS_ROPE:
+            cos += slot * angle_stride
+            sin += slot * angle_stride
+        head = g * R + r
+        query_mask = (r < R)[:, None] & in_head[None, :]
+        query_row = q + slot * q_slot_stride + head[:, None] * q_head_stride
+        query = _load_rotated(query_row, cos, sin, column[None, :], query_mask, HEAD_DIM, HAS_ROPE)
+        new_score = tl.full((BLOCK_R,), -1e30, tl.float32)
+        new_total = tl.zeros((BLOCK_R,), tl.float32)
+        new_value = tl.zeros((BLOCK_K,), tl.float32)
+        if split == 0:
+            key_row = k + slot * k_slot_stride + g * k_head_stride
+            new_key = _load_rotated(key_row, cos, sin, column, in_head, HEAD_DIM, HAS_ROPE)
+            raw_value = tl.load(v + slot * v_slot_stride + g * v_head_stride + column, in_head, 0.0)
+            tl.store(k_cache + length * HEAD_DIM + column, new_key, in_head)
+            tl.store(v_cache + length * HEAD_DIM + column, raw_value, in_head)
+            new_score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+            new_total += 1.0
+            new_value = raw_value.to(tl.float32)
+        if BLOCK_R == 1:
+            top, total, acc = _attend_by_rows(
+                query.to(tl.float32) * scale, new_score, new_total, new_value, key, value, k_cache, v_cache,
+                first, end, s, column, HEAD_DIM, BLOCK_S,
+            )  # fmt: skip
+        else:
+            top, total, acc = _attend_by_products(
+                query, new_score, new_total, new_value, k_cache, v_cache, first, end, s, column, scale,
+                HEAD_DIM, BLOCK_S,
+            )  # fmt: skip
+        acc = acc / total[:, None]
+        out += slot * G * R * HEAD_DIM
+        if SPLITS == 1:
+            tl.store(out + head[:, None] * HEAD_DIM + column[None, :], acc.to(out.dtype.element_ty), query_mask)
+        else:
+            base = (slot * G + g) * SPLITS
+            partial += base * R * HEAD_DIM
+            partial_lse += base * BLOCK_R
+            tl.store(partial + (split * R + r)[:, None] * HEAD_DIM + column[None, :], acc, query_mask)
+            tl.store(partial_lse + split * BLOCK_R + r, top + tl.log2(total))
+            used_splits = tl.maximum(tl.cdiv(length, tl.maximum(keys_per_split, 1)), 1)
+            if is_last_program(counters + slot * G + g, used_splits):
+                i = tl.arange(0, SPLITS)
+                used = i < used_splits
+                for row in tl.static_range(R):
+                    part = tl.load(
+                        partial + (i * R + row)[:, None] * HEAD_DIM + column[None, :],
+                        used[:, None] & in_head[None, :], 0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    lse = tl.load(partial_lse + i * BLOCK_R + row, used, float("-inf"), cache_modifier=".cg")
+                    weight = tl.exp2(lse - tl.max(lse, 0))
+                    y = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+                    tl.store(out + (g * R + row) * HEAD_DIM + column, y.to(out.dtype.element_ty), in_head)
+
+
+def attention_config(slots: int, kv_heads: int, heads_per_kv_head: int, max_seq_len: int) -> DecodeAttentionConfig:
+    """Enough programs to fill a GPU and to share a long sequence, by measurements on an H200."""
+    splits = max(triton.cdiv(512, slots * kv_heads), max_seq_len // 2048)
+    splits = min(triton.next_power_of_2(splits), 32)
+    return (
+        DecodeAttentionConfig(splits, 32, 2, 1) if heads_per_kv_head == 1 else DecodeAttentionConfig(splits, 32, 1, 4)
+    )
+
+
+def decode_attention(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+    cos: Tensor | None = None, sin: Tensor | None = None, config: DecodeAttentionConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one token per slot, as `reference.decode_attention`. The last dims must be contiguous.
+
+    The kernel reads `lengths` and the cache before the kernel right before it has ended: at least one other kernel must
+    run after the last write to either. A model has its embedding and the qkv projection there. A cache whose S is no
+    power of two is 2% faster (S + 8, say).
+    """
+    B, H, T, K = q_BHTK.shape
+    G, S = k_cache.shape[1:3]
+    assert T == 1
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert all(x is None or x.stride(-1) == 1 for x in (q_BHTK, k_BGTK, v_BGTK, cos, sin))
+    assert cos is None or sin is None or (cos.numel() == B * K and cos.stride(0) == sin.stride(0))
+    R = H // G
+    c = config or attention_config(B, G, R, S)
+    block_r = max(16, triton.next_power_of_2(R)) if R > 1 else 1
+    block_k = max(16, triton.next_power_of_2(K))
+    out = q_BHTK.new_empty(B, 1, H, K)
+    partial = partial_lse = out
+    if c.splits > 1:
+        partial = q_BHTK.new_empty(B * G * c.splits, R, K, dtype=torch.float32)
+        partial_lse = q_BHTK.new_empty(B * G * c.splits, block_r, dtype=torch.float32)
+    strides = (stride for x in (q_BHTK, k_BGTK, v_BGTK) for stride in x.stride()[:2])
+    _decode_attention_kernel[(c.splits, G, B)](
+        q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin, out, partial, partial_lse,
+        arrival_counters(out.device), K**-0.5, *strides, 0 if cos is None else cos.stride(0), S,
+        G=G, R=R, HEAD_DIM=K, HAS_ROPE=cos is not None, SPLITS=c.splits,
+        BLOCK_R=block_r, BLOCK_S=c.block_s, BLOCK_K=block_k,
+        num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(),
+    )  # fmt: skip
+    return out.transpose(1, 2)
