@@ -1,7 +1,7 @@
 """Write requirements.lock and requirements-test.lock from the packages installed in this environment.
 
-Run in a virtual environment right after `pip install -e .[data,serve,test,lint]` (`make lock` does). Both include the extras
-`data` and `serve`, so that a checkout runs every command. torch is pinned to one release on purpose: plain
+Run in a virtual environment right after `pip install -e .[data,serve,test,lint]` (`make lock` does). Both include the
+extras `data` and `serve`, so that a checkout runs every command. torch is pinned to one release on purpose: plain
 `pip install torch==VERSION` selects a CPU build where one is available.
 """
 
