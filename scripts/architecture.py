@@ -35,6 +35,7 @@ PURPOSE = {
     "parallel": "layout, tp, cp, pp, ZeRO",
     "plan": "memory, time, cost",
     "precompile": "graphs ahead of time",
+    "serve": "OpenAI's API",
     "train": "trainer, optimizer, step",
     "tune": "measured settings",
     "verify": "layout = one rank?",

@@ -28,7 +28,7 @@ ORDER = [
     {"data", "metrics", "checkpoint", "launch", "compile"},
     {"inference"},
     {"train"},
-    {"dryrun", "verify", "tune", "evaluate"},
+    {"dryrun", "verify", "tune", "evaluate", "serve"},
     {"plan", "audit", "precompile"},
     {"cluster"},
     {"cli"},

@@ -74,7 +74,7 @@ def test_package_is_typed_and_has_metadata() -> None:
 def test_locks_have_every_package_that_the_project_names() -> None:
     """`make train` and `make test` install nothing but the locks."""
     extras = PROJECT["optional-dependencies"]
-    run = PROJECT["dependencies"] + extras["data"]
+    run = PROJECT["dependencies"] + extras["data"] + extras["serve"]
     for lock, needs in (("requirements.lock", run), ("requirements-test.lock", run + extras["test"] + extras["lint"])):
         locked = {line.partition("==")[0] for line in (ROOT / lock).read_text().splitlines()}
         names = {re.split(r"[<>=!~\[ ]", need, maxsplit=1)[0].lower().replace("_", "-") for need in needs}

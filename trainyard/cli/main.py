@@ -22,7 +22,12 @@ from trainyard.launch.rank_guard import rank_process_guard
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError; typer may vendor its own click."""
 
-EXTRA_BY_MODULE = {"pyarrow": "data", "h5py": "data", "sentencepiece": "data", "s3fs": "s3", "lm_eval": "lm-eval"}
+EXTRA_BY_MODULE = {
+    **dict.fromkeys(("pyarrow", "h5py", "sentencepiece"), "data"),
+    **dict.fromkeys(("fastapi", "uvicorn", "jinja2"), "serve"),
+    "s3fs": "s3",
+    "lm_eval": "lm-eval",
+}
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
@@ -44,6 +49,7 @@ COMMAND_HELP = {
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "generate": "Continue prompts with the model of a checkpoint; talk to it.",
     "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
+    "serve": "Answer OpenAI's API with a checkpoint, to look at a model while it trains.",
     "inspect": "Report what a checkpoint contains.",
     "convert-nxd": "Convert checkpoints with the flags of NxD's checkpoint_converter.py.",
     "cluster": "AWS ParallelCluster files: init, validate, explain.",
@@ -58,6 +64,7 @@ MODULE_BY_COMMAND = {
     "convert-nxd": "convert_nxd",
     "generate": "inference.generate",
     "fill-mask": "inference.fill_mask",
+    "serve": "inference.serve",
     "eval": "inference.eval",
     "cluster": "cluster.config_file",
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},

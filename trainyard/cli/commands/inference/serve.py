@@ -1,0 +1,161 @@
+"""`trainyard serve`: answer OpenAI's API with a checkpoint, to look at a model while it trains."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from trainyard.cli.commands.inference.generate import (
+    CheckpointSource,
+    DeviceName,
+    InferenceDtype,
+    MaxSeqLen,
+    TensorParallel,
+)
+from trainyard.cli.options import TokenizerName
+from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.world import World
+from trainyard.launch.launcher import launch
+
+if TYPE_CHECKING:  # imports torch; `serve --help` does not wait for it
+    from trainyard.inference.load import InferenceModel, InferenceOptions
+    from trainyard.serve.served_model import ServedModel
+    from trainyard.serve.worker import SchedulerWorker
+
+TOKEN_VARIABLE = "TRAINYARD_SERVE_TOKEN"
+PENDING_PER_SLOT = 4
+"""Sequences that may wait or run, for each place in the batch."""
+
+
+def serve(
+    source: CheckpointSource,
+    host: Annotated[
+        str, Option("--host", help="Address to listen on. Others than loopback need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    model_name: Annotated[
+        str | None, Option("--model-name", metavar="NAME", help="Name in the API. Default: that of the directory.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        Option("--token-file", metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set."),
+    ] = None,
+    max_batch: Annotated[int, Option("--max-batch", min=1, help="Sequences that are computed together.")] = 64,
+    max_seq_len: MaxSeqLen = None,
+    tp: TensorParallel = 1,
+    device: DeviceName = "auto",
+    dtype: InferenceDtype = None,
+    tokenizer: TokenizerName = None,
+) -> int:
+    """Serve a checkpoint with OpenAI's API: completions and chats, with streaming and continuous batching.
+
+    It is made to look at a model while it trains, for a few users. It does not replace a serving stack such as vLLM:
+    convert the checkpoint to Hugging Face files for that. Ctrl-C ends it; requests in flight get a few seconds.
+
+    Examples:
+
+      trainyard serve runs/my-run
+
+      trainyard serve runs/my-run --port 0 --model-name my-model
+
+      trainyard serve hf-model --host 0.0.0.0 --token-file token.txt
+    """
+    from trainyard.serve.app import create_app
+    from trainyard.serve.server import ModelServer, base_url, bind_socket, is_loopback
+
+    token = read_token(token_file)
+    if not token and not is_loopback(host):
+        raise UserError(f"--host {host}: others can reach it, so it needs a token: --token-file or ${TOKEN_VARIABLE}")
+    world = World.from_environment()
+    with interrupt_on_terminate(), bind_socket(host, port if world.rank == 0 else 0) as bound:
+        from trainyard import devices
+        from trainyard.inference.load import InferenceOptions, check_tensor_parallel
+
+        if tp > 1 and world.size == 1:
+            bound.close()  # the first rank binds it again
+            check_tensor_parallel(source, tp)
+            return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
+        if world.size != tp:
+            raise UserError(f"--tp {tp}: there are {world.size} ranks")
+        options = InferenceOptions(device, dtype, max_batch, max_seq_len)
+        if world.rank > 0:
+            return follow_first_rank(source, options, tokenizer, world)
+        model = load_model(source, model_name, options, tokenizer, world)
+        ready = f"serving {model.name} at {base_url(bound)}"
+        server = ModelServer(create_app(model, token), model.worker, lambda: print(ready, flush=True))
+        server.run_on(bound)
+    if model.worker.failure:
+        raise RunStopped(f"the engine failed: {model.worker.failure}")
+    return 0
+
+
+def load_model(
+    source: str, name: str | None, options: "InferenceOptions", tokenizer: str | None, world: World
+) -> "ServedModel":
+    from trainyard.inference.load import load_for_inference
+    from trainyard.serve.served_model import ServedModel
+
+    loaded = load_for_inference(source, options, tokenizer, world)
+    if loaded.tokenizer is None:
+        raise UserError(f"{source}: has no tokenizer; give --tokenizer")
+    return ServedModel(
+        name or Path(source).resolve().name,
+        loaded.tokenizer,
+        create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world),
+        loaded.max_seq_len,
+        loaded.chat_template,
+        loaded.end_ids,
+        loaded.encode_prompt,
+    )
+
+
+def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "SchedulerWorker":
+    """The worker of one rank, or of the first of several, which the others follow."""
+    from trainyard.serve.worker import SchedulerWorker
+
+    if world.size == 1:
+        return SchedulerWorker(loaded.scheduler, max_pending)
+    from trainyard.inference.replicated import LeadingScheduler
+    from trainyard.parallel.mesh import shutdown_distributed
+
+    leader = LeadingScheduler(loaded.scheduler, loaded.mesh.store)
+
+    def close() -> None:
+        leader.close()
+        shutdown_distributed()
+
+    # After a fault, the other ranks may be inside a collective that this one never joins.
+    return SchedulerWorker(leader, max_pending, max_faults=1, close=close)
+
+
+def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> int:
+    """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
+    decides when they end."""
+    from trainyard.inference.load import load_for_inference
+    from trainyard.inference.replicated import follow
+    from trainyard.parallel.mesh import shutdown_distributed
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    loaded = load_for_inference(source, options, tokenizer, world)
+    follow(loaded.scheduler, loaded.mesh.store)
+    shutdown_distributed()
+    return 0
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token that clients must send. Raises UserError if the file has none."""
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    try:
+        token = file.expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise UserError(f"--token-file {file}: {reason}") from None
+    if not token or len(token.split()) > 1:
+        raise UserError(f"--token-file {file}: must hold one token without spaces")
+    return token

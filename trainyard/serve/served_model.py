@@ -1,0 +1,114 @@
+"""The model that a server serves: prompts become sequences for the scheduler."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from trainyard.core.errors import UserError
+from trainyard.data.text.tokenizer import Tokenizer
+from trainyard.inference.chat import ChatTemplate
+from trainyard.inference.requests import SamplingOptions
+from trainyard.serve.api_types import MAX_CHOICES, GenerationFields
+from trainyard.serve.errors import ApiError
+from trainyard.serve.logprobs import TokenTexts
+from trainyard.serve.worker import SchedulerWorker
+
+SEED_STEP = 0x9E3779B97F4A7C15
+"""Distance of the seeds of a request's choices: that of a later choice is nobody's first."""
+SEED_MASK = (1 << 63) - 1
+SHORT_TEXT = 2000
+"""Characters that are encoded in the event loop; longer texts would delay the other requests."""
+
+
+class ServedModel:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        worker: SchedulerWorker,
+        max_seq_len: int,
+        chat_template: ChatTemplate,
+        end_ids: frozenset[int],
+        encode_prompt: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """`end_ids`: tokens that end a text. `encode_prompt`: adds what the model expects before every text; a chat
+        template has that itself."""
+        self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, max_seq_len
+        self.chat_template, self.end_ids = chat_template, end_ids
+        self._encode_prompt = encode_prompt or self._encode_plain
+        self.created = int(time.time())
+        self.token_texts = TokenTexts(tokenizer)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    def require_name(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            message = f"model {name!r}: this server has only {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
+        return await self._encode(self._encode_prompt, text) or [self.tokenizer.end_id]
+
+    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        try:
+            text = self.chat_template.render(messages)
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
+        return await self._encode(self._encode_plain, text) or [self.tokenizer.end_id]
+
+    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        if len(text) <= SHORT_TEXT:
+            return encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, text)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode([text])[0].tolist()
+        return tokens
+
+    def sequences(
+        self, fields: GenerationFields, prompts: list[list[int]], default_tokens: int | None
+    ) -> list[tuple[list[int], SamplingOptions]]:
+        """What the scheduler continues: n sequences per prompt. `default_tokens` None: as many as the cache holds."""
+        count = fields.n or 1
+        if len(prompts) * count > MAX_CHOICES:
+            message = (
+                f"{len(prompts)} prompts with n={count} are {len(prompts) * count} choices; the limit is {MAX_CHOICES}"
+            )
+            raise ApiError(400, message, "n")
+        return [
+            (prompt, self._options(fields, self._new_tokens(fields, len(prompt), default_tokens), choice))
+            for prompt in prompts
+            for choice in range(count)
+        ]
+
+    def _new_tokens(self, fields: GenerationFields, prompt_length: int, default_tokens: int | None) -> int:
+        room, wanted = self.max_seq_len - prompt_length, fields.requested_tokens
+        if room < 1:
+            message = (
+                f"the prompt has {prompt_length} tokens; the longest sequence is {self.max_seq_len} tokens, prompt and "
+                f"new tokens together"
+            )
+            raise ApiError(400, message, "messages" if default_tokens is None else "prompt", "context_length_exceeded")
+        if wanted is not None and wanted > room:
+            message = (
+                f"max_tokens={wanted} and a prompt of {prompt_length} tokens are {prompt_length + wanted} tokens; the "
+                f"longest sequence is {self.max_seq_len}"
+            )
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        return min(room, default_tokens or room) if wanted is None else wanted
+
+    def _options(self, fields: GenerationFields, new_tokens: int, choice: int) -> SamplingOptions:
+        seed = secrets.randbits(63) if fields.seed is None else fields.seed + choice * SEED_STEP
+        temperature = 1.0 if fields.temperature is None else fields.temperature
+        top_p, top_k = 1.0 if fields.top_p is None else fields.top_p, fields.top_k or 0
+        return SamplingOptions(
+            temperature=temperature if top_p > 0 else 0.0,
+            top_p=top_p if top_p > 0 else 1.0,
+            top_k=top_k if top_k < self.tokenizer.vocab_size else 0,
+            seed=seed & SEED_MASK,
+            max_new_tokens=new_tokens,
+            end_ids=self.end_ids,
+            num_logprobs=fields.num_logprobs,
+        )
