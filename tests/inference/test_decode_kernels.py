@@ -1,4 +1,4 @@
-"""The engine with the GPU's decode kernels, which run on a CPU in Triton's interpreter, generates what transformers does."""
+"""The engine with the decode kernels of GPUs, in Triton's interpreter, generates what transformers does."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.inference.test_generate import expected_tokens, load, run_prompts
 from trainyard.devices.cpu import CpuDevice
+from trainyard.kernels.triton.decode import decode_attention as attention
+from trainyard.kernels.triton.decode import skinny_linear as products
+from trainyard.kernels.triton.decode.decode_attention import DecodeAttentionConfig
 from trainyard.kernels.triton.decode.ops import DecodeKernels
+from trainyard.kernels.triton.decode.skinny_linear import LinearConfig
 
 TINY: dict[str, Any] = {"vocab_size": 50, "initializer_range": 0.3}
 MODELS = {
@@ -29,6 +33,9 @@ MODELS = {
 @pytest.mark.parametrize("family", MODELS)
 def test_tokens_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "decode_kernels", lambda self, fused: DecodeKernels())
+    # In the interpreter, a program costs much more than an element: use few programs.
+    monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(32, 64, 4, 3, preload_k=64))
+    monkeypatch.setattr(attention, "attention_config", lambda *_: DecodeAttentionConfig(2, 16, 4, 1))
     model = MODELS[family]().eval()
     model.save_pretrained(tmp_path)
     prompts = [torch.randint(1, 48, (length,)).tolist() for length in (1, 7)]

@@ -119,7 +119,7 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
 
     if world.size == 1:
         return SchedulerWorker(loaded.scheduler, max_pending)
-    from trainyard.inference.replicated import LeadingScheduler
+    from trainyard.inference.leading_scheduler import LeadingScheduler
     from trainyard.parallel.mesh import shutdown_distributed
 
     leader = LeadingScheduler(loaded.scheduler, loaded.mesh.store)
@@ -136,7 +136,7 @@ def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str |
     """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
     decides when they end."""
     from trainyard.inference.load import load_for_inference
-    from trainyard.inference.replicated import follow
+    from trainyard.inference.leading_scheduler import follow
     from trainyard.parallel.mesh import shutdown_distributed
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -239,7 +239,8 @@ def skinny_linear(
             x = rms_norm.add_rms_norm(x, None, norm_weight, eps)[1]
         return scaled_linear(x, weight, bias, residual, activation=activation, config=config)[0]
     K, swiglu = x.shape[-1], activation == "swiglu"
-    assert weight.is_contiguous() and not (swiglu and bias is not None)
+    assert weight.is_contiguous()
+    assert not (swiglu and bias is not None)
     N = weight.shape[0] // (2 if swiglu else 1)
     out = x.new_empty(*x.shape[:-1], N)
     c = (config or linear_config(1, weight.shape[0], K, x.dtype)).fit(K, x.dtype)
@@ -260,7 +261,8 @@ def scaled_linear(
     epsilon of an RMSNorm of the result, return that norm's input too."""
     x, squares, eps = x if isinstance(x, ScaledRows) else (x, None, 0.0)
     K, swiglu = x.shape[-1], activation == "swiglu"
-    assert weight.is_contiguous() and not (swiglu and bias is not None)
+    assert weight.is_contiguous()
+    assert not (swiglu and bias is not None)
     N = weight.shape[0] // (2 if swiglu else 1)
     x_MK = x.contiguous().view(-1, K)
     M = len(x_MK)
