@@ -135,8 +135,8 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
 def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> int:
     """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
     decides when they end."""
-    from trainyard.inference.load import load_for_inference
     from trainyard.inference.leading_scheduler import follow
+    from trainyard.inference.load import load_for_inference
     from trainyard.parallel.mesh import shutdown_distributed
 
     for number in (signal.SIGINT, signal.SIGTERM):
