@@ -105,7 +105,7 @@ def measure(
         theirs.save_pretrained(directory)
         for batch in batches:
             prompts = torch.randint(0, shape["vocab_size"], (batch, prompt_length), device=device)
-            options = InferenceOptions(device, max_batch=batch, max_seq_len=1024, compile_blocks=device == "cpu")
+            options = InferenceOptions(device, max_batch=batch, max_seq_len=1024, compiled=device == "cpu")
             ours = load_for_inference(directory, options)
             peers = {"transformers": Transformers(theirs)}
             if device == "cuda":

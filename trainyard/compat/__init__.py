@@ -22,6 +22,7 @@ from trainyard.compat.inductor import (
     GraphNotCompiled,
     GraphRequest,
     TracingBackend,
+    allow_recompiles,
     compile_counts,
     default_inductor_dir,
     disable_autograd_cache,

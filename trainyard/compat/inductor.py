@@ -180,6 +180,14 @@ def disable_automatic_dynamic_shapes() -> None:
     config.automatic_dynamic_shapes = False
 
 
+def allow_recompiles(count: int) -> None:
+    """Let one function have so many graphs; beyond its limit, torch silently runs it without compilation."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
 def skip_rng_state_of_attention() -> None:
     """Recompute attention without saving torch's random state first, where it has no dropout and draws no numbers.
 

@@ -13,6 +13,8 @@ from trainyard import compat
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import Device, PeakThroughput
 from trainyard.kernels import bf16_cpu
+from trainyard.kernels.cpu_decode import CpuDecodeKernels
+from trainyard.kernels.reference import Kernels
 
 
 class CpuDevice(Device):
@@ -39,6 +41,9 @@ class CpuDevice(Device):
 
     def max_local_ranks(self) -> int:
         return 8  # any number works; this many still run well on a laptop
+
+    def decode_kernels(self, fused: bool = True) -> Kernels:
+        return CpuDecodeKernels() if fused else Kernels()
 
     def describe(self) -> str:
         threads = torch.get_num_threads()

@@ -36,7 +36,7 @@ def build_engine(
     shape: EngineShape,
     make_parameter: Callable[[str], Tensor],
     existing: dict[str, nn.Parameter] | None = None,
-    compile_blocks: bool = False,
+    compiled: bool = False,
     fused_kernels: bool = True,
 ) -> Engine:
     """The engine of one tensor-parallel rank. `existing` has parameters by name that another model shares with it;
@@ -56,7 +56,7 @@ def build_engine(
         factory=partial(CachingFactory, size, state),
     )
     assign_parameters(model, make_parameter, existing)
-    return Engine(model.eval(), state, device, compile_blocks)
+    return Engine(model.eval(), state, device, compiled)
 
 
 def check_memory(config: AnyModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import choose_tokens, token_logprobs
-from trainyard.models import Batch, ModelOutput, TransformerStage
+from trainyard.models import Batch, TransformerStage
 
 MIN_VISIBLE = 128
 """Fewest positions that decode attends to; more are powers of two."""
 MAX_SEED = 2**63 - 1
+MAX_GRAPHS = 256
+"""Compiled decode steps: powers of two of rows and of visible positions."""
 
 
 class NextTokens(NamedTuple):
@@ -72,8 +75,9 @@ class DecodeVariant(NamedTuple):
 class Engine:
     """Owns the model, its cache, and the last token of every slot."""
 
-    def __init__(self, model: TransformerStage, state: CacheState, device: Device, compile_blocks: bool) -> None:
-        """`model` has attention layers with a cache that share `state`."""
+    def __init__(self, model: TransformerStage, state: CacheState, device: Device, compiled: bool) -> None:
+        """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
+        graph for each shape."""
         self.model, self.state, self.device = model, state, device
         caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
         self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
@@ -87,10 +91,16 @@ class Engine:
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
         self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
-        self.decode_blocks: dict[str, Callable[..., Any]] = dict(model.layers.items())
-        if compile_blocks:
-            compiled = partial(torch.compile, dynamic=False, fullgraph=True)
-            self.decode_blocks = {index: compiled(block.forward) for index, block in model.layers.items()}
+        self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
+        if compiled:
+            compat.allow_recompiles(MAX_GRAPHS)
+            # Nothing of the model changes between steps, and checking that would take 5 % of the time of a small one.
+            self.compute_logits = torch.compile(
+                self._decode_logits,
+                dynamic=False,
+                fullgraph=True,
+                options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
+            )
         self.steps: dict[DecodeVariant, tuple[Callable[[], None], list[Tensor]]] = {}
 
     @torch.inference_mode()
@@ -106,12 +116,18 @@ class Engine:
 
     @torch.inference_mode()
     def prefill(
-        self, slots: Sequence[int], rows: Sequence[Sequence[int]], start: int, is_last: bool, logprobs: bool
+        self,
+        slots: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        start: int,
+        is_last: bool,
+        sampled: bool,
+        logprobs: bool,
     ) -> Callable[[], NextTokens] | None:
         """Put tokens into the cache, from position `start` on; several rows only from position 0 on.
 
         If they end the prompts (`is_last`), the slots become active; returns a function that waits for their first new
-        tokens.
+        tokens. `sampled` is false if all of them take the most likely token.
         """
         handle, longest = self.device.torch_device, max(map(len, rows))
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
@@ -125,7 +141,7 @@ class Engine:
         last = torch.tensor([len(row) - 1 for row in rows], device=handle)
         logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
-        chosen = choose_tokens(logits, *self.options.rows(index), lengths)
+        chosen = choose_tokens(logits, *self.options.rows(index), lengths) if sampled else logits.argmax(-1).int()
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
         return self._read([chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if logprobs else ())])
 
@@ -165,9 +181,7 @@ class Engine:
     def _decode(self, variant: DecodeVariant) -> list[Tensor]:
         rows = slice(variant.rows)
         tokens, lengths = self.tokens[rows], self.lengths[rows]
-        self.state.decoding, self.state.visible = True, variant.visible
-        x_B1D = self.model.run_blocks(self._batch(tokens[:, None], lengths[:, None]), blocks=self.decode_blocks)
-        logits = self._logits(x_B1D)
+        logits = self.compute_logits(tokens, lengths, variant.visible)
         if variant.sampled:
             chosen = choose_tokens(logits.float(), *self.options.rows(rows), lengths + 1)
         else:
@@ -176,6 +190,10 @@ class Engine:
         lengths.add_(self.is_active[rows])
         return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if variant.logprobs else ())]
 
+    def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
+        self.state.decoding, self.state.visible = True, visible
+        return self._logits(self.model.run_blocks(self._batch(tokens[:, None], lengths[:, None])))
+
     def _batch(self, tokens: Tensor, positions: Tensor) -> Batch:
         sample_ids = self.sample_ids[: len(tokens)]  # seeds of dropout, which is off
         return {"tokens": tokens, "position_ids": positions, "sample_ids": sample_ids, "rng_key": self.rng_key}
@@ -183,8 +201,8 @@ class Engine:
     def _logits(self, x_B1D: Tensor) -> Tensor:
         """Logits of one token per row, [B, V], equal on all ranks."""
         output = self.model.head(x_B1D, {})
-        assert isinstance(output, ModelOutput)
-        return output.logits()[:, 0]
+        logits = self.kernels.linear(output.hidden_for_head(), output.weight, output.bias)
+        return output.tp.gather_last_dim(logits)[:, 0, : output.vocab_size]
 
     def _read(self, results: Sequence[Tensor]) -> Callable[[], NextTokens]:
         """Start copying results to the host. The copies are queued before the step that overwrites the results."""

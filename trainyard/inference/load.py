@@ -39,7 +39,8 @@ class InferenceOptions:
     """Sequences that are computed together."""
     max_seq_len: int | None = None
     """Longest prompt plus new tokens; None: the model's limit."""
-    compile_blocks: bool = False
+    compiled: bool = False
+    """Compile decode steps: worth it for many tokens on a CPU."""
     fused_kernels: bool = True
 
 
@@ -128,7 +129,7 @@ def load_for_inference(
         mesh.tp,
         EngineShape(options.max_batch, max_seq_len, dtype),
         _rank_values(weights, config, mesh, device.torch_device, dtype),
-        compile_blocks=options.compile_blocks,
+        compiled=options.compiled,
         fused_kernels=options.fused_kernels,
     )
     model_files = read_model_files(weights, source)

@@ -131,8 +131,7 @@ class RequestScheduler:
         start = group[0].prefilled
         chunks = [sequence.request.prompt[start : start + PREFILL_CHUNK] for sequence in group]
         is_last = start + len(chunks[0]) == len(group[0].request.prompt)
-        logprobs = any(sequence.request.options.num_logprobs is not None for sequence in group)
-        wait = self.engine.prefill([s.slot for s in group], chunks, start, is_last, logprobs)
+        wait = self.engine.prefill([s.slot for s in group], chunks, start, is_last, *_needs(group))
         for sequence, chunk in zip(group, chunks, strict=True):
             sequence.prefilled += len(chunk)
             sequence.queued = int(is_last)
@@ -144,10 +143,8 @@ class RequestScheduler:
         active = [s for s in self.slots if s and 0 < s.queued < self._max_new_tokens(s)]
         if not active:
             return False
-        options = [sequence.request.options for sequence in active]
-        sampled, logprobs = any(o.temperature > 0 for o in options), any(o.num_logprobs is not None for o in options)
         longest = max(sequence.length for sequence in active)
-        wait = self.engine.decode(max(s.slot for s in active) + 1, longest, sampled, logprobs)
+        wait = self.engine.decode(max(s.slot for s in active) + 1, longest, *_needs(active))
         for sequence in active:
             sequence.queued += 1
         self.queued_steps.append(QueuedStep([(sequence.slot, sequence) for sequence in active], wait))
@@ -181,3 +178,9 @@ class RequestScheduler:
         sequence.done = True
         self.slots[sequence.slot] = None
         self.engine.release(sequence.slot)
+
+
+def _needs(sequences: list[Sequence]) -> tuple[bool, bool]:
+    """Whether a sequence is sampled, and whether one reports log-probabilities."""
+    options = [sequence.request.options for sequence in sequences]
+    return any(o.temperature > 0 for o in options), any(o.num_logprobs is not None for o in options)

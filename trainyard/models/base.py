@@ -1,6 +1,6 @@
 """TransformerStage: embedding, blocks and head of any family, for the full model or for one pipeline stage of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,17 +68,15 @@ class TransformerStage(nn.Module):
         self.pre_layer_hook("last")
         return self.head(x_BTD, batch)
 
-    def run_blocks(
-        self, batch: Batch, x_BTD: Tensor | None = None, blocks: Mapping[str, Callable[..., Any]] | None = None
-    ) -> Tensor:
-        """The output of this stage's last block. `blocks` replaces its blocks, for example by compiled ones."""
+    def run_blocks(self, batch: Batch, x_BTD: Tensor | None = None) -> Tensor:
+        """The output of this stage's last block."""
         block_inputs = self.block_inputs(batch)
         if self.is_first:
             self.pre_layer_hook("first")
             x_BTD = self.embed(batch, *block_inputs)
         assert x_BTD is not None
         x = self.pack_input(x_BTD)
-        for index, block in (blocks or self.layers).items():
+        for index, block in self.layers.items():
             self.pre_layer_hook(index)
             x = block(x, *block_inputs)
         return self.unpack_output(x)

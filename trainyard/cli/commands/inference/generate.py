@@ -58,7 +58,7 @@ def generate(
     max_seq_len: MaxSeqLen = None,
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
-    compile_blocks: Annotated[bool, Option("--compile", help="Compile the model first; for many tokens.")] = False,
+    compiled: Annotated[bool, Option("--compile", help="Compile the model first; for many tokens.")] = False,
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
 ) -> int:
@@ -102,7 +102,7 @@ def generate(
     from trainyard.parallel.mesh import shutdown_distributed
 
     texts = _read_batch(batch) if batch else [{"prompt": text} for text in prompt or []]
-    options = InferenceOptions(device, dtype, max(1, min(max_batch, len(texts) or 1)), max_seq_len, compile_blocks)
+    options = InferenceOptions(device, dtype, max(1, min(max_batch, len(texts) or 1)), max_seq_len, compiled)
     console = Console(highlight=False, stderr=True, quiet=world.rank > 0)
     with console.status("loading"):
         model = load_for_inference(source, options, tokenizer, world)

@@ -1,0 +1,37 @@
+"""`Kernels` for decoding on a CPU: products of few rows with large matrices."""
+
+import torch
+from torch import Tensor
+
+from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.reference import Kernels
+
+MAX_ROWS = 64
+
+
+class CpuDecodeKernels(Kernels):
+    """Kernels for a step of one token per sequence. Larger inputs get the plain kernels."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
+        """With few rows, oneMKL multiplies W by x^T up to three times faster than x by W^T, unless W is wide."""
+        rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
+        if fp8 or not 1 < rows <= MAX_ROWS or outputs < inputs or x.dtype != torch.float32:
+            return super().linear(x, weight, bias, fp8)
+        y = (weight @ x.reshape(rows, inputs).T).T.contiguous().view(*x.shape[:-1], outputs)
+        return y if bias is None else y + bias
+
+    def decode_attention(
+        self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
+        visible: int,
+    ) -> Tensor:  # fmt: skip
+        """Two batched products: torch's fused kernel divides its work over queries, of which there is one."""
+        B, H, _, K = q_BHTK.shape
+        rows = torch.arange(B, device=lengths.device)
+        k_cache[rows, :, lengths] = k_BGTK[:, :, 0]
+        v_cache[rows, :, lengths] = v_BGTK[:, :, 0]
+        k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
+        q_BGRK = q_BHTK.reshape(B, k.shape[1], -1, K) * K**-0.5
+        score_BGRS = (q_BGRK @ k.transpose(2, 3)).float()
+        future = torch.arange(visible, device=lengths.device) > lengths[:, None]
+        weight = score_BGRS.masked_fill(future[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
+        return (weight @ v).reshape(B, H, 1, K)
