@@ -181,7 +181,7 @@ def test_any_format_generates_without_conversion(
 @pytest.mark.nightly
 def test_compiled_steps_give_the_same_tokens(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when sequences outgrow the positions for which a step was compiled."""
-    monkeypatch.setattr(engine_module, "MIN_VISIBLE", 8)
+    monkeypatch.setattr(engine_module, "VISIBLE_STEP", 8)
     prompts = random_prompts(4, 9)
     assert run_prompts(load(llama[0], compiled=True), prompts) == run_prompts(load(llama[0]), prompts)
 

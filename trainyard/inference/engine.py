@@ -20,8 +20,9 @@ from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import choose_tokens, token_logprobs
 from trainyard.models import Batch, TransformerStage
 
-MIN_VISIBLE = 128
-"""Fewest positions that decode attends to; more are powers of two."""
+VISIBLE_STEP = 64
+"""Decode attends to a multiple of this many positions; to a coarser one if there are many, so that there are few
+shapes."""
 MAX_SEED = 2**63 - 1
 MAX_GRAPHS = 256
 """Compiled decode steps: powers of two of rows and of visible positions."""
@@ -155,7 +156,7 @@ class Engine:
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
         if not self.kernels.has_decode_attention:
-            visible = min(max(_next_power_of_two(longest + 1), MIN_VISIBLE), visible)
+            visible = min(_round_up(longest + 1), visible)
         variant = DecodeVariant(rows, visible, sampled, logprobs)
         if variant not in self.steps:
             self.steps[variant] = self._capture(variant)
@@ -166,9 +167,11 @@ class Engine:
     def _capture(self, variant: DecodeVariant) -> tuple[Callable[[], None], list[Tensor]]:
         """A function that computes a step, and the tensors in which it leaves the results."""
         results: list[Tensor] = []
+        rows = slice(variant.rows)
+        tensors = self.tokens[rows], self.lengths[rows], self.is_active[rows]
 
         def work() -> None:
-            results[:] = self._decode(variant)
+            results[:] = self._decode(*tensors, variant)
 
         if self.device.supports_graphs:  # compile kernels and allocate their memory before the capture
             before = self.tokens.clone(), self.lengths.clone()
@@ -178,16 +181,14 @@ class Engine:
                 self.lengths.copy_(before[1])
         return self.device.capture_graph(work), results
 
-    def _decode(self, variant: DecodeVariant) -> list[Tensor]:
-        rows = slice(variant.rows)
-        tokens, lengths = self.tokens[rows], self.lengths[rows]
+    def _decode(self, tokens: Tensor, lengths: Tensor, is_active: Tensor, variant: DecodeVariant) -> list[Tensor]:
         logits = self.compute_logits(tokens, lengths, variant.visible)
         if variant.sampled:
-            chosen = choose_tokens(logits.float(), *self.options.rows(rows), lengths + 1)
+            chosen = choose_tokens(logits.float(), *self.options.rows(slice(variant.rows)), lengths + 1)
         else:
             chosen = self.kernels.greedy_tokens(logits)
         tokens.copy_(chosen)
-        lengths.add_(self.is_active[rows])
+        lengths.add_(is_active)
         return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if variant.logprobs else ())]
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
@@ -217,6 +218,12 @@ class Engine:
             return NextTokens(tokens, logprobs, tops)
 
         return wait
+
+
+def _round_up(positions: int) -> int:
+    """A multiple of VISIBLE_STEP and of a power of two between an eighth and a fourth of the positions."""
+    step = max(VISIBLE_STEP, _next_power_of_two(positions) // 8)
+    return -(-positions // step) * step
 
 
 def _next_power_of_two(number: int) -> int:

@@ -7,6 +7,8 @@ from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 
 MAX_ROWS = 64
+MAX_COPIED_OUTPUTS = 8192
+"""Larger products, such as logits, stay transposed in memory."""
 
 
 class CpuDecodeKernels(Kernels):
@@ -17,8 +19,12 @@ class CpuDecodeKernels(Kernels):
         rows, (outputs, inputs) = x.numel() // x.shape[-1], weight.shape
         if fp8 or not 1 < rows <= MAX_ROWS or outputs < inputs or x.dtype != torch.float32:
             return super().linear(x, weight, bias, fp8)
-        y = (weight @ x.reshape(rows, inputs).T).T.contiguous().view(*x.shape[:-1], outputs)
+        y = (weight @ x.reshape(rows, inputs).T).T
+        y = (y if outputs > MAX_COPIED_OUTPUTS else y.contiguous()).unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
+
+    def greedy_tokens(self, logits: Tensor) -> Tensor:
+        return logits.max(-1).indices  # the first of equal ones; faster than argmax if logits are transposed
 
     def decode_attention(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
