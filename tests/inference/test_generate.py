@@ -240,6 +240,11 @@ def test_command_prints_text_and_stops(llama: tuple[Path, Any], cli: ForkServer,
         (["MODEL"], "nothing to continue"),
         (["MODEL", "-p", "a", "--batch", "x"], "not together"),
         (["MODEL", "--batch", "no-such-file"], "cannot be read"),
+        (["MODEL", "--batch", 'BATCH:{"x": 1}'], "needs prompt"),
+        (["MODEL", "--batch", 'BATCH:{"tokens": ["a"]}'], "list of numbers"),
+        (["MODEL", "--batch", 'BATCH:{"messages": "hi"}'], "list of objects"),
+        (["MODEL", "--batch", "BATCH:{"], "not JSON"),
+        (["MODEL", "--batch", "BATCH:"], "has no prompts"),
         (["no-such-directory", "-p", "a"], "no such file"),
         (["MODEL", "-p", ""], "empty"),
         (["MODEL", "-p", "a", "--max-seq-len", "1000"], "limit is 128"),
@@ -248,8 +253,14 @@ def test_command_prints_text_and_stops(llama: tuple[Path, Any], cli: ForkServer,
         (["MODEL", "-p", "a", "--device", "tpu"], "unknown device"),
     ],
 )
-def test_mistakes_are_one_line(llama: tuple[Path, Any], cli: ForkServer, arguments: list[str], message: str) -> None:
-    done = cli.run(["generate", *(str(llama[0]) if word == "MODEL" else word for word in arguments)])
+def test_mistakes_are_one_line(
+    llama: tuple[Path, Any], cli: ForkServer, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    words = [str(llama[0]) if word == "MODEL" else word for word in arguments]
+    if words[-1].startswith("BATCH:"):
+        (tmp_path / "prompts.jsonl").write_text(words[-1].removeprefix("BATCH:"))
+        words[-1] = str(tmp_path / "prompts.jsonl")
+    done = cli.run(["generate", *words])
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -53,7 +53,7 @@ def generate_texts(
             completion.tokens.append(event.token)
             completion.finish_reason = event.finish_reason
             new = _new_text(completion, event.token, event.token in sampling.end_ids)
-            if completion.stream and completion.stream.stopped and not completion.finish_reason:
+            if completion.stream and completion.stream.stopped:
                 completion.finish_reason = "stop"
                 model.scheduler.cancel(event.request_id)
             completion.text += new

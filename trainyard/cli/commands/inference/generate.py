@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rich.console import Console
 from typer import Argument, Option
 
-from trainyard.cli.console import print_line
+from trainyard.cli.console import print_line, terminal_safe
 from trainyard.cli.options import AsJson, TokenizerName
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
@@ -109,14 +109,15 @@ def generate(
     ends = frozenset() if ignore_end else model.end_ids
     sampling = SamplingOptions(temperature, top_p, top_k, seed, max_new_tokens, ends)
     if chat and not prompt and not batch:
-        return _talk(model, sampling, tuple(stop or ()), system, console)
+        return _talk(model, sampling, tuple(stop or ()) + model.chat_template.stop, system, console)
+    stops = tuple(stop or ()) + (model.chat_template.stop if chat else ())
     prompts = [_make_prompt(model, text, index, chat, system) for index, text in enumerate(texts)]
     begin, tokens = time.monotonic(), 0
     streams = len(prompts) == 1 and not as_json
     if streams and world.rank == 0 and prompts[0].text:
         print(prompts[0].text if not chat else "", end="", flush=True)
     for completion in generate_texts(
-        model, prompts, sampling, tuple(stop or ()), _print_now if streams and world.rank == 0 else None
+        model, prompts, sampling, stops, _print_now if streams and world.rank == 0 else None
     ):
         tokens += len(completion.tokens)
         if world.rank == 0:
@@ -148,6 +149,11 @@ def _parse_line(line: str, path: Path, number: int) -> dict[str, Any]:
         raise UserError(f"--batch {path}, line {number}: not JSON: {error}") from None
     if not isinstance(entry, dict) or not {"prompt", "tokens", "messages"} & set(entry):
         raise UserError(f"--batch {path}, line {number}: needs prompt, tokens or messages")
+    tokens, messages = entry.get("tokens", []), entry.get("messages", [])
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        raise UserError(f"--batch {path}, line {number}: tokens is not a list of numbers")
+    if not isinstance(messages, list) or any(not isinstance(message, dict) for message in messages):
+        raise UserError(f"--batch {path}, line {number}: messages is not a list of objects with role and content")
     return entry
 
 
@@ -155,7 +161,7 @@ def _make_prompt(model: "InferenceModel", entry: dict[str, Any], index: int, cha
     from trainyard.inference.generate import Prompt
 
     if "tokens" in entry:
-        return Prompt(index, "", [int(token) for token in entry["tokens"]])
+        return Prompt(index, "", entry["tokens"])
     if "messages" in entry or chat:
         messages = entry.get("messages") or [{"role": "user", "content": entry["prompt"]}]
         if system:
@@ -171,7 +177,14 @@ def _make_prompt(model: "InferenceModel", entry: dict[str, Any], index: int, cha
 
 
 def _print_now(text: str) -> None:
-    print(text, end="", flush=True)
+    print(_safe(text), end="", flush=True)
+
+
+def _safe(text: str) -> str:
+    """Text of a model for a terminal, which must not obey control characters in it. Files get it unchanged."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c in "\n\t" or c.isprintable() else terminal_safe(c) for c in text)
 
 
 def _print_completion(completion: "Completion", as_json: bool, streams: bool, chat: bool) -> None:
@@ -187,7 +200,7 @@ def _print_completion(completion: "Completion", as_json: bool, streams: bool, ch
     elif streams:
         print()
     else:
-        print(completion.text if chat else completion.prompt.text + completion.text, end="\n\n", flush=True)
+        print(_safe(completion.text if chat else completion.prompt.text + completion.text), end="\n\n", flush=True)
 
 
 def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system: str, console: Console) -> int:
