@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
+from tests.support.slurm_cluster import SlurmCluster, exit_on_sigterm, missing_for_cluster, temporary_cluster
 
 NUM_NODES, USED_NODES, RANKS_PER_NODE = 4, 3, 1
 RUN_NAME = "tiny-llama-smoke"
@@ -203,6 +203,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := missing_for_cluster():
         raise SystemExit(f"no Slurm cluster: {reason}")
+    exit_on_sigterm()
     generator = random.Random(arguments.seed)
     kinds = [arguments.kinds[index % len(arguments.kinds)] for index in range(arguments.faults)]
     generator.shuffle(kinds)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
+from tests.support.slurm_cluster import SlurmCluster, exit_on_sigterm, missing_for_cluster, temporary_cluster
 
 STEPS, WARM_UP = 45, 5
 MODEL = [
@@ -48,6 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := missing_for_cluster():
         raise SystemExit(f"no Slurm cluster: {reason}")
+    exit_on_sigterm()
     with temporary_cluster(2) as cluster:
         result = {}
         for every in INTERVALS:

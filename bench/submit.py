@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.slurm_cluster import SlurmCluster, missing_for_cluster, temporary_cluster
+from tests.support.slurm_cluster import SlurmCluster, exit_on_sigterm, missing_for_cluster, temporary_cluster
 
 ROUNDS = 7
 
@@ -31,6 +31,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if reason := missing_for_cluster():
         raise SystemExit(f"no Slurm cluster: {reason}")
+    exit_on_sigterm()
     with temporary_cluster(4) as cluster:
         ours, theirs = [], []
         for number in range(ROUNDS):

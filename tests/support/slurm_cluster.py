@@ -84,9 +84,8 @@ def missing_for_cluster() -> str:
 
 @contextmanager
 def temporary_cluster(num_nodes: int) -> Iterator["SlurmCluster"]:
-    """A cluster in a directory of its own. Both are gone afterwards, also after SIGTERM."""
+    """A cluster in a directory of its own. Both are gone afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="slurm-"))  # sockets need a short path
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         cluster = SlurmCluster(directory, num_nodes)
         try:
@@ -94,8 +93,12 @@ def temporary_cluster(num_nodes: int) -> Iterator["SlurmCluster"]:
         finally:
             cluster.stop()
     finally:
-        signal.signal(signal.SIGTERM, previous)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process with its `finally` blocks, so that a script leaves no cluster behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class SlurmCluster:

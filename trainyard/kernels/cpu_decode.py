@@ -20,7 +20,7 @@ class CpuDecodeKernels(Kernels):
         if fp8 or not 1 < rows <= MAX_ROWS or outputs < inputs or x.dtype != torch.float32:
             return super().linear(x, weight, bias, fp8)
         y = (weight @ x.reshape(rows, inputs).T).T
-        y = (y if outputs > MAX_COPIED_OUTPUTS else y.contiguous()).unflatten(0, x.shape[:-1])
+        y = (y if outputs > MAX_COPIED_OUTPUTS else y.contiguous()).view(*x.shape[:-1], outputs)
         return y if bias is None else y + bias
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:

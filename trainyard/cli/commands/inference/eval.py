@@ -82,7 +82,7 @@ def eval(
 
       trainyard eval runs/my-run valid.jsonl test.jsonl
 
-      trainyard eval hf-model data/wiki_text_document data.seq_len=1024 --stride 512
+      trainyard eval hf-model data/wiki data.seq_len=1024 --stride 512
 
       trainyard eval nxd/step_1000 valid.jsonl --config config.json layout.tp=2 layout.pp=2 --nproc 4
 

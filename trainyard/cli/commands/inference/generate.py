@@ -73,9 +73,9 @@ def generate(
 
       trainyard generate runs/my-run --prompt "Once upon a time"
 
-      trainyard generate hf-model -p "def add(" --temperature 0.7 --top-p 0.95 --seed 1
+      trainyard generate hf-model -p "def add(" --temperature 0.7 --seed 1
 
-      trainyard generate runs/my-run --batch prompts.jsonl --json > completions.jsonl
+      trainyard generate runs/my-run --batch prompts.jsonl --json > out.jsonl
 
       trainyard generate hf-model --chat
     """
