@@ -45,8 +45,12 @@ def transformers_logits(logits: Tensor, options: Options) -> Tensor:
     return TopPLogitsWarper(options.top_p)(no_ids, logits) if options.top_p < 1 else logits
 
 
+TOP_P = st.one_of(st.just(1.0), st.floats(1 / 64, 1 - 1 / 1024, width=32))
+"""Closer to 1, the sums of transformers, in fp32, decide by their rounding."""
+
+
 @given(
-    st.builds(Options, st.floats(0.1, 3.0), st.integers(0, 70), st.floats(0.01, 1.0)),
+    st.builds(Options, st.floats(0.1, 3.0), st.integers(0, 70), TOP_P),
     st.integers(2, 64),
     st.integers(0, 2**31),
 )

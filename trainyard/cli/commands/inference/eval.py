@@ -84,9 +84,11 @@ def eval(
 
       trainyard eval hf-model data/wiki data.seq_len=1024 --stride 512
 
-      trainyard eval nxd/step_1000 valid.jsonl --config config.json layout.tp=2 layout.pp=2 --nproc 4
+      trainyard eval nxd/step_1000 valid.jsonl --config config.json
 
-      trainyard eval runs/my-run --tasks arc_easy,lambada_openai --num-fewshot 0 --json
+      trainyard eval runs/my-run valid.jsonl layout.tp=2 --nproc 4
+
+      trainyard eval runs/my-run --tasks arc_easy,piqa --num-fewshot 0 --json
     """
     overrides = [argument for argument in arguments or [] if OVERRIDE.match(argument)]
     data = [path for argument in arguments or [] if argument not in overrides for path in data_paths(argument)]
