@@ -100,7 +100,7 @@ class Engine:
                 self._decode_logits,
                 dynamic=False,
                 fullgraph=True,
-                options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe},
+                options={"guard_filter_fn": _guards_to_keep},
             )
         self.steps: dict[DecodeVariant, tuple[Callable[[], None], list[Tensor]]] = {}
 
@@ -218,6 +218,13 @@ class Engine:
             return NextTokens(tokens, logprobs, tops)
 
         return wait
+
+
+def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:
+    """Which of its conditions a compiled step checks: not those on modules and globals."""
+    compiler: Any = torch.compiler
+    filters = compiler.skip_guard_on_all_nn_modules_unsafe, compiler.skip_guard_on_globals_unsafe
+    return [all(keeps) for keeps in zip(*(keep(guards) for keep in filters), strict=True)]
 
 
 def _round_up(positions: int) -> int:
