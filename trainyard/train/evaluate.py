@@ -3,6 +3,7 @@
 Sums of a batch are fp32, sums over batches and ranks fp64.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +21,8 @@ from trainyard.train.user_functions import check_sum_and_count
 Metric = Callable[[ModelOutput, Batch], tuple[Tensor, Tensor]]
 PERPLEXITY_TERMS = ("lm", "mlm")
 """Loss terms whose exponential is a perplexity."""
+MAX_PENDING_BATCHES = 8
+"""Batches of an evaluation whose sums the host has not read."""
 RESERVED_NAMES = ("loss", "perplexity")
 """Results of every evaluation, besides the loss terms; metrics have other names."""
 
@@ -62,13 +65,12 @@ def evaluate(
     All ranks call this, each with its own samples. `should_stop` is asked before every batch.
     """
     device = runner.device.torch_device
-    was_training = [model.training for model in runner.models]
-    for model in runner.models:
-        model.eval()
     rng_key = torch.zeros(2, dtype=torch.int32, device=device)
     names = [*loss.term_names, *metrics]
     batch_sums = LossAccumulator(names, device, runner.mesh)
     totals = torch.zeros(2, len(names), dtype=torch.float64)
+    # Sums of the last batches on their way to the host. Waiting for each would leave the device idle.
+    pending: deque[Callable[[], Tensor]] = deque()
 
     def accumulate(output: ModelOutput, micro: Batch) -> Tensor:
         terms = loss.terms(output, micro)
@@ -76,14 +78,17 @@ def evaluate(
         batch_sums.add(terms)
         return batch_sums.values[0, 0]
 
-    for batch in islice(batches, max_batches):
-        if should_stop():
-            break
-        batch_sums.values.zero_()
-        runner(runner.to_device(batch), rng_key, accumulate, backward=False)
-        totals += torch.tensor(batch_sums.values.tolist(), dtype=torch.float64)
-    for model, training in zip(runner.models, was_training, strict=True):
-        model.train(training)
+    with runner.eval_mode():
+        for batch in islice(batches, max_batches):
+            if should_stop():
+                break
+            batch_sums.values.zero_()
+            runner(runner.to_device(batch), rng_key, accumulate, backward=False)
+            pending.append(runner.device.copy_to_host(batch_sums.values.clone()))
+            if len(pending) > MAX_PENDING_BATCHES:
+                totals += torch.tensor(pending.popleft()().tolist(), dtype=torch.float64)
+    for wait in pending:
+        totals += torch.tensor(wait().tolist(), dtype=torch.float64)
     sums, counts = sum_over_ranks(totals, runner).tolist()
     return EvaluationTotals(loss.term_names, dict(zip(names, sums, strict=True)), dict(zip(names, counts, strict=True)))
 
