@@ -65,8 +65,7 @@ class CachedAttention(CoreAttention):
         documents_BT: Tensor | None = None,
         seeds: RowSeeds | None = None,
     ) -> Tensor:
-        if self.uneven_kv:
-            k_BGTK, v_BGTK = k_BGTK.index_select(1, self.kv_index), v_BGTK.index_select(1, self.kv_index)
+        k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
             return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible)

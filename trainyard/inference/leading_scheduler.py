@@ -5,7 +5,6 @@ leader sends those through the store where the ranks met, a message per step.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -59,10 +58,10 @@ class LeadingScheduler:
         self.steps += 1
 
 
-def follow(scheduler: RequestScheduler, store: Any, leader_lives: Callable[[], bool] = lambda: True) -> None:
+def follow(scheduler: RequestScheduler, store: Any) -> None:
     """Do what the leader does, until it closes."""
     step = 0
-    while leader_lives():
+    while True:
         try:
             store.wait([_key(step)], POLL)
         except RuntimeError as error:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels
+from trainyard.kernels.reference import Kernels, write_cache
 
 MAX_ROWS = 64
 MAX_COPIED_OUTPUTS = 8192
@@ -32,9 +32,7 @@ class CpuDecodeKernels(Kernels):
     ) -> Tensor:  # fmt: skip
         """Two batched products: torch's fused kernel divides its work over queries, of which there is one."""
         B, H, _, K = q_BHTK.shape
-        rows = torch.arange(B, device=lengths.device)
-        k_cache[rows, :, lengths] = k_BGTK[:, :, 0]
-        v_cache[rows, :, lengths] = v_BGTK[:, :, 0]
+        write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
         k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
         q_BGRK = q_BHTK.reshape(B, k.shape[1], -1, K) * K**-0.5
         score_BGRS = (q_BGRK @ k.transpose(2, 3)).float()

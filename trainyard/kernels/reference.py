@@ -92,9 +92,7 @@ class Kernels:
         visible: int,
     ) -> Tensor:  # fmt: skip
         """The function `decode_attention` below, for slots of at most `visible` tokens, the new one included."""
-        rows = torch.arange(len(q_BHTK), device=lengths.device)
-        k_cache[rows, :, lengths] = k_BGTK[:, :, 0]
-        v_cache[rows, :, lengths] = v_BGTK[:, :, 0]
+        write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
         k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
         past = (torch.arange(visible, device=lengths.device) <= lengths[:, None])[:, None, None]
         return F.scaled_dot_product_attention(q_BHTK, k, v, past, enable_gqa=q_BHTK.shape[1] != k.shape[1])
@@ -146,6 +144,13 @@ def skinny_linear(
     return y if residual is None else residual + y
 
 
+def write_cache(k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
+    """Store the key and value of one new token of each slot behind the slot's `lengths` [B] tokens."""
+    slot = torch.arange(len(k_BGTK), device=lengths.device)
+    k_cache[slot, :, lengths] = k_BGTK[:, :, 0]
+    v_cache[slot, :, lengths] = v_BGTK[:, :, 0]
+
+
 def decode_attention(
     q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     cos: Tensor | None = None, sin: Tensor | None = None,
@@ -161,9 +166,7 @@ def decode_attention(
     if cos is not None and sin is not None:
         q_BHTK, k_BGTK = apply_rope(q_BHTK, cos, sin), apply_rope(k_BGTK, cos, sin)
     lengths = lengths[:B].long()
-    slot = torch.arange(B, device=lengths.device)
-    k_cache[slot, :, lengths] = k_BGTK.squeeze(2)
-    v_cache[slot, :, lengths] = v_BGTK.squeeze(2)
+    write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
     visible = torch.arange(k_cache.shape[2], device=lengths.device) <= lengths[:, None]
     keys, values = k_cache[:B], v_cache[:B]
     # Unwritten positions may hold anything; 0 * nan would be nan.

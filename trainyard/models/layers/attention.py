@@ -73,8 +73,7 @@ class CoreAttention(Recomputable):
         seeds: RowSeeds | None = None,
     ) -> Tensor:
         """A query sees only keys of its own document. Without a causal mask, document 0 is padding."""
-        if self.uneven_kv:
-            k_BGTK, v_BGTK = k_BGTK.index_select(1, self.kv_index), v_BGTK.index_select(1, self.kv_index)
+        k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         use_dropout = self.training and self.p > 0
         if not self.cp.decomposes_attention and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
             rng = DropoutRng(self.p, *seeds, self.site, self.head_offset) if use_dropout and seeds else None
@@ -104,6 +103,10 @@ class CoreAttention(Recomputable):
         row_B1T1 = (seeds.seed0[:, None, :, None], seeds.seed1[:, None, :, None])
         weight_BHTS = counter_dropout(score_BHTS.softmax(-1), self.p, row_B1T1, self.site, column_H1S)
         return weight_BHTS.to(v_BGSK.dtype) @ v_BGSK
+
+    def even_kv_heads(self, x_BGTK: Tensor) -> Tensor:
+        """Keys or values in which every local kv head serves the same number of query heads."""
+        return x_BGTK.index_select(1, self.kv_index) if self.uneven_kv else x_BGTK
 
     def _visible_keys(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
         """Mask of the keys that each query sees, [B or 1, 1, T or 1, S]; None if it is all keys or a plain triangle."""
