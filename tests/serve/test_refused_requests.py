@@ -1,4 +1,4 @@
-"""Requests that the server refuses: what is wrong is said in OpenAI's format, and the server goes on."""
+"""Requests that the server refuses: what is wrong is said in OpenAI's format, and the server continues."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A rank that computes slower than the others is named while the run goes on."""
+"""A rank that computes slower than the others is named while the run continues."""
 
 import json
 from pathlib import Path

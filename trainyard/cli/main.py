@@ -31,7 +31,7 @@ EXTRA_BY_MODULE = {
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
-    "submit": "Train as a job of Slurm that restarts by itself.",
+    "submit": "Train as a Slurm job that restarts automatically.",
     "jobs": "List submitted runs: state, step, loss, time left.",
     "logs": "Print or follow the log of a submitted run.",
     "cancel": "End the job of a submitted run.",

@@ -106,7 +106,7 @@ def requeue(job_id: str) -> None:
 
 
 def end_steps(job_id: str) -> None:
-    """End all steps of a job that srun started, and wait for that. The batch script itself goes on."""
+    """End all steps of a job that srun started, and wait for that. The batch script continues."""
     query = ["squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i"]
     deadline = time.monotonic() + TIMEOUT_S
     while steps := [step for step in run_command(query).split() if step.partition(".")[2].isdigit()]:

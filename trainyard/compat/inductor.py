@@ -181,7 +181,7 @@ def disable_automatic_dynamic_shapes() -> None:
 
 
 def allow_recompiles(count: int) -> None:
-    """Let one function have so many graphs; beyond its limit, torch silently runs it without compilation."""
+    """Let one function have `count` graphs; beyond its limit, torch silently runs it without compilation."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, count)

@@ -1,6 +1,6 @@
 """The survey of several nodes: the checks of each one, the directory they share, the network and clocks between them.
 
-A node that does not answer, or that others cannot reach, is a finding; the survey goes on without it.
+A node that does not answer, or that others cannot reach, is a finding; the survey continues without it.
 """
 
 import secrets

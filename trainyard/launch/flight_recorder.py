@@ -17,7 +17,7 @@ DIRECTORY = "flight-recorder"
 DUMP_LIMIT_S = 10.0
 """Seconds for which the launcher waits for dumps; a rank looks at its pipe every second."""
 DUMP_POLL_S = 0.25
-"""A dump that has not grown for so many seconds is complete."""
+"""A dump that has not grown for this many seconds is complete."""
 READER = "torchfrtrace"
 """The command of torch that compares the dumps of a directory."""
 

@@ -22,7 +22,7 @@ from trainyard.parallel.mesh import Mesh
 SLOW_FACTOR = 1.3
 """A slow replica takes more than this many times the median."""
 MIN_EXCESS_S = 0.05
-"""A slow replica takes at least so many seconds more than the median; less is noise."""
+"""A slow replica takes at least this many seconds more than the median; less is noise."""
 STREAK = 3
 """Logged steps in a row after which a slow replica is reported."""
 REPEAT_EVERY = 100

@@ -42,7 +42,7 @@ def train(
     ] = None,
     hang_timeout: Annotated[
         float,
-        Option("--hang-timeout", min=0, help="With --nproc: end a run without a step for so many seconds; 0: never."),
+        Option("--hang-timeout", min=0, help="With --nproc: end a run that makes no step for N seconds; 0: never."),
     ] = 0,
 ) -> int:
     """Train a model. Without arguments: a small Llama on built-in text.

@@ -140,7 +140,7 @@ class DeadlineSaver:
             os.close(self.reader)
 
     def stop(self) -> None:
-        """No step follows: the main thread saves by itself."""
+        """No step follows: the main thread saves."""
         self.ended.set()
         self.gate.close()
 

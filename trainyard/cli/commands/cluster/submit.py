@@ -54,7 +54,7 @@ def submit(
         int, Option("--max-restarts", min=0, help="Failures in a row, without a new checkpoint, before giving up.")
     ] = 3,
     hang_timeout: Annotated[
-        float, Option("--hang-timeout", min=0, help="Restart a run without a step for so many seconds; 0: never.")
+        float, Option("--hang-timeout", min=0, help="Restart a run that makes no step for this many seconds; 0: never.")
     ] = 600,
     precompile: Annotated[
         bool, Option("--precompile/--no-precompile", help="Compile in a job of its own first, if the run compiles.")
@@ -62,7 +62,7 @@ def submit(
     smoke: Smoke = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the batch scripts; write and submit nothing.")] = False,
 ) -> int:
-    """Train as a job of Slurm that restarts by itself: after a preemption, a time limit, or a failed rank or node.
+    """Train as a Slurm job that restarts automatically: after a preemption, a time limit, or a failed rank or node.
 
     Creates the run directory with the configuration, the batch scripts and the logs of every node. On a machine without
     Slurm, --nodes 1 trains in the background here, with the same restarts.

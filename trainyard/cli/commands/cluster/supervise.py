@@ -14,7 +14,7 @@ def supervise(
     directory: Annotated[Path, Argument(metavar="RUN", help="Run directory that trainyard submit created.")],
     nproc: Annotated[int, Option("--nproc", min=1, help="Ranks on each node.")] = 1,
     hang_timeout: Annotated[
-        float, Option("--hang-timeout", min=0, help="End a run without a step for so many seconds; 0: never.")
+        float, Option("--hang-timeout", min=0, help="End a run that makes no step for this many seconds; 0: never.")
     ] = 600,
     local: Annotated[bool, Option("--local", help="Run on this machine, without Slurm.")] = False,
 ) -> int:

@@ -73,7 +73,7 @@ def eval(
 
     Prints loss, perplexity, tokens and bits per byte of each data set: sums over tokens divided once, in fp64, equal at
     every batch size and layout. Text and token files are streams of documents, of which each token but the first is
-    scored once; data.document_mask=true and data.mask_eod_loss=true score each document by itself. BERT reports both
+    scored once; data.document_mask=true and data.mask_eod_loss=true score each document separately. BERT reports both
     terms of its loss. Your metrics are evaluate.metrics.NAME=module:function.
 
     --tasks runs lm-evaluation-harness (pip install 'trainyard[lm-eval]').

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from trainyard.cli.commands.inference.generate import CheckpointSource, DeviceName
+from trainyard.cli.commands.inference.generate import CheckpointArgument, DeviceName
 from trainyard.cli.options import AsJson, TokenizerName
 
 
 def fill_mask(
-    source: CheckpointSource,
+    source: CheckpointArgument,
     texts: Annotated[list[str], Argument(metavar="TEXT...", help="Text with [MASK], one or several times.")],
     top: Annotated[int, Option("--top", min=1, help="Candidates to print for each mask.")] = 5,
     device: DeviceName = "auto",

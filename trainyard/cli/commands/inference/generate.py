@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imports torch; `generate --help` does not wait for it
     from trainyard.inference.generate import Completion, Prompt
     from trainyard.inference.load import InferenceModel
 
-CheckpointSource = Annotated[
+CheckpointArgument = Annotated[
     str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path or URL.")
 ]
 InferenceDtype = Annotated[
@@ -34,7 +34,7 @@ DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron."
 
 
 def generate(
-    source: CheckpointSource,
+    source: CheckpointArgument,
     prompt: Annotated[list[str] | None, Option("--prompt", "-p", help="Text to continue; repeatable.")] = None,
     batch: Annotated[
         Path | None,
@@ -48,8 +48,10 @@ def generate(
     system: Annotated[str, Option("--system", help="With --chat: the system message.")] = "",
     max_new_tokens: Annotated[int, Option("--max-new-tokens", "-n", min=1, help="Most new tokens of a text.")] = 128,
     temperature: Annotated[float, Option("--temperature", min=0, help="0: always the most likely token.")] = 0.0,
-    top_p: Annotated[float, Option("--top-p", min=0, max=1, help="Sample among tokens that sum to this.")] = 1.0,
-    top_k: Annotated[int, Option("--top-k", min=0, help="Sample among so many tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, Option("--top-p", min=0, max=1, help="Sample among the likeliest tokens of this mass.")
+    ] = 1.0,
+    top_k: Annotated[int, Option("--top-k", min=0, help="Sample among the K most likely tokens; 0: all.")] = 0,
     seed: Annotated[int, Option("--seed", help="Texts are a function of seed, prompt and options.")] = 0,
     stop: Annotated[list[str] | None, Option("--stop", help="Text that ends a completion; repeatable.")] = None,
     ignore_end: Annotated[bool, Option("--ignore-end", help="Continue after the end-of-text token.")] = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from trainyard.cli.commands.inference.generate import (
-    CheckpointSource,
+    CheckpointArgument,
     DeviceName,
     InferenceDtype,
     MaxSeqLen,
@@ -32,7 +32,7 @@ PENDING_PER_SLOT = 4
 
 
 def serve(
-    source: CheckpointSource,
+    source: CheckpointArgument,
     host: Annotated[
         str, Option("--host", help="Address to listen on. Others than loopback need a token.")
     ] = "127.0.0.1",
