@@ -34,7 +34,7 @@ MODELS = {
 def test_tokens_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "decode_kernels", lambda self, fused: DecodeKernels())
     # In the interpreter, a program costs much more than an element: use few programs.
-    monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(32, 64, 4, 3, preload_k=64))
+    monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(32, 64, 4, 3))
     monkeypatch.setattr(attention, "attention_config", lambda *_: DecodeAttentionConfig(2, 16, 4, 1))
     model = MODELS[family]().eval()
     model.save_pretrained(tmp_path)

@@ -1,6 +1,7 @@
 """Generated tokens equal those of transformers, whatever the batch, the format of the checkpoint and the layout."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,27 @@ def test_any_format_generates_without_conversion(
     assert run_prompts(load(destination), prompts) == [expected_tokens(model, prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_fp8_weights_give_the_tokens_of_rounded_weights(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    directory, model = save(MODELS[family](), tmp_path)
+    changed = 0
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and re.search("proj|attn|mlp", name):
+            matrix = weight.data.T if family == "gpt" else weight.data  # GPT-2 stores [inputs, outputs]
+            exponent = torch.floor(torch.log2(448 / matrix.abs().amax(1, keepdim=True)))
+            rounded = (matrix * 2**exponent).to(torch.float8_e4m3fn).float() / 2**exponent
+            changed += int((matrix != rounded).sum())
+            matrix.copy_(rounded)
+    assert changed
+    prompts = random_prompts(*LENGTHS)
+    expected = [expected_tokens(model, prompt) for prompt in prompts]
+    assert run_prompts(load(directory), prompts) != expected
+    assert run_prompts(load(directory, fp8_weights=True), prompts) == expected
+    with pytest.raises(UserError, match="not with --compile"):
+        load(directory, fp8_weights=True, compiled=True)
+
+
 @pytest.mark.nightly
 def test_compiled_steps_give_the_same_tokens(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when sequences outgrow the positions for which a step was compiled."""
@@ -186,9 +208,18 @@ def test_compiled_steps_give_the_same_tokens(llama: tuple[Path, Any], monkeypatc
     assert run_prompts(load(llama[0], compiled=True), prompts) == run_prompts(load(llama[0]), prompts)
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_tensor_parallel_ranks_generate_the_same_text(llama: tuple[Path, Any], cli: ForkServer, tp: int) -> None:
-    arguments = ["generate", str(llama[0]), "--prompt", "The quick", "--prompt", "x", "--json", "-n", "12"]
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [
+        (2, []),
+        pytest.param(4, [], marks=pytest.mark.nightly),
+        pytest.param(2, ["--fp8-weights"], marks=pytest.mark.nightly),
+    ],
+)
+def test_tensor_parallel_ranks_generate_the_same_text(
+    llama: tuple[Path, Any], cli: ForkServer, tp: int, options: list[str]
+) -> None:
+    arguments = ["generate", str(llama[0]), "--prompt", "The quick", "--prompt", "x", "--json", "-n", "12", *options]
     one, several = (cli.run([*arguments, "--device", "cpu", "--tp", str(ranks)]) for ranks in (1, tp))
     assert (one.returncode, several.returncode) == (0, 0), several.stderr
     assert several.stdout == one.stdout

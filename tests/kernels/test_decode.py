@@ -11,6 +11,7 @@ from tests.support.pairwise import pairwise
 from trainyard import models
 from trainyard.config.model_schema import GptConfig, LlamaConfig
 from trainyard.kernels import reference
+from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.reference import Activation, Kernels
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import skinny_linear as products
@@ -28,7 +29,7 @@ EPS = 1e-5
 def _no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
     """In the interpreter, a program costs much more than an element: use few programs."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(32, 64, 4, 3, preload_k=64))
+        monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(32, 64, 4, 3))
         monkeypatch.setattr(attention, "attention_config", lambda *_: DecodeAttentionConfig(2, 16, 4, 1))
     with torch.inference_mode():
         yield
@@ -58,10 +59,19 @@ def test_linear_absorbs(rows: int, parts: str) -> None:
     check_linear(rows, 40, 72, torch.float32, "none", parts)
 
 
+@pairwise(dtype=DTYPES, rows=[1, 3], activation=["none", "swiglu"])
+def test_linear_with_fp8_weight(dtype: torch.dtype, rows: int, activation: Activation) -> None:
+    x = random(rows, 1, 72, dtype=dtype)
+    weight = Fp8Weight.quantize(random(40, 72, dtype=dtype) * torch.logspace(-3, 3, 40, device=DEVICE)[:, None])
+    actual = skinny_linear(x, weight, activation=activation)
+    expected = reference.skinny_linear(x.float(), weight.to_dtype(torch.float32), activation=activation)
+    close(actual, expected.to(dtype), dtype)
+
+
 @pytest.mark.parametrize("split_k", [1, 2, 3])
 def test_linear_split_over_columns_is_used_twice(split_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call finds the counters at zero again."""
-    monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(24, 16, 4, 3, split_k, 16))
+    monkeypatch.setattr(products, "linear_config", lambda *_: LinearConfig(24, 16, 4, 3, split_k))
     for _ in range(2):
         check_linear(5, 40, 72, torch.float32, "none", "residual")
 

@@ -43,6 +43,21 @@ def compile_counts() -> CompileCounts:
     return CompileCounts(compiled, counts["fxgraph_cache_hit"], seconds)
 
 
+def on_compile(started: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
+    """Call `started` and `ended` around each compilation of this process (torch 2.9 to 2.14). Returns a function that
+    ends that."""
+    from torch._dynamo.callback import callback_handler
+
+    first = callback_handler.register_start_callback(lambda *args: started())
+    last = callback_handler.register_end_callback(lambda *args: ended())
+
+    def remove() -> None:
+        callback_handler.remove_start_callback(first)
+        callback_handler.remove_end_callback(last)
+
+    return remove
+
+
 class GraphNotCompiled(BaseException):
     """A graph is not in the cache and is not compiled here. Not an Exception, which inductor would wrap."""
 

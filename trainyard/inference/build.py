@@ -12,7 +12,9 @@ from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
 from trainyard.inference.engine import Engine
+from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.models import AnyModelConfig, assign_parameters, build_model, family_of
+from trainyard.models.blueprint import ParamSpec
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.tensor_parallel import TensorAxis
@@ -27,6 +29,8 @@ class EngineShape:
     max_seq_len: int
     """Longest prompt plus new tokens."""
     dtype: torch.dtype
+    fp8_weights: bool = False
+    """Keep the matrices of linear layers in fp8; vocabularies and all computations stay in `dtype`."""
 
 
 def build_engine(
@@ -55,8 +59,20 @@ def build_engine(
         kernels=kernels,
         factory=partial(CachingFactory, size, state),
     )
-    assign_parameters(model, make_parameter, existing)
+    blueprint = family_of(config).blueprint(config)
+
+    def make_weight(name: str) -> Tensor:
+        tensor, spec = make_parameter(name), blueprint.spec(name)
+        if not shape.fp8_weights or not _is_linear_weight(spec):
+            return tensor
+        return Fp8Weight.quantize(tensor, tp.all_reduce_max if spec.tp_dim == 1 else lambda amax: amax)
+
+    assign_parameters(model, make_weight, existing)
     return Engine(model.eval(), state, device, compiled)
+
+
+def _is_linear_weight(spec: ParamSpec) -> bool:
+    return len(spec.shape) == 2 and spec.flops_tokens != "nothing" and not spec.padded
 
 
 def check_memory(config: AnyModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:
@@ -66,7 +82,11 @@ def check_memory(config: AnyModelConfig, device: Device, tp: int, shape: EngineS
     cache = 2 * config.layers * tokens * heads * config.head_size * shape.dtype.itemsize
     weights = 0
     if not shares_parameters:
-        weights = family_of(config).blueprint(config).parameter_count() // tp * shape.dtype.itemsize
+        blueprint = family_of(config).blueprint(config)
+        weights = blueprint.parameter_count() * shape.dtype.itemsize // tp
+        if shape.fp8_weights:
+            matrices = blueprint.parameter_count(_is_linear_weight)
+            weights -= matrices * (shape.dtype.itemsize - 1) // tp
     if available and cache + weights > available:
         raise UserError(
             f"the weights need {weights / GIB:.1f} GiB and a cache of {shape.slots} x {shape.max_seq_len} tokens "

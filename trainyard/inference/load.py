@@ -42,6 +42,8 @@ class InferenceOptions:
     compiled: bool = False
     """Compile decode steps: worth it for many tokens on a CPU."""
     fused_kernels: bool = True
+    fp8_weights: bool = False
+    """Keep the matrices of linear layers in fp8."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def load_for_inference(
     )
     if family_of(config).loss != "causal_lm":
         raise UserError(f"{source}: a {config.family} model fills masks and does not generate; see trainyard fill-mask")
+    if options.fp8_weights and options.compiled:
+        raise UserError("--fp8-weights: not with --compile")
     device = devices.select(options.device)
     dtype = _choose_dtype(options.dtype, device)
     device.prepare(False, world)
@@ -127,7 +131,7 @@ def load_for_inference(
         config,
         device,
         mesh.tp,
-        EngineShape(options.max_batch, max_seq_len, dtype),
+        EngineShape(options.max_batch, max_seq_len, dtype, options.fp8_weights),
         _rank_values(weights, config, mesh, device.torch_device, dtype),
         compiled=options.compiled,
         fused_kernels=options.fused_kernels,

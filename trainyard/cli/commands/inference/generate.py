@@ -29,6 +29,9 @@ InferenceDtype = Annotated[
 MaxSeqLen = Annotated[
     int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
 ]
+Fp8Weights = Annotated[
+    bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, other roundings.")
+]
 TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]
 DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
 
@@ -60,6 +63,7 @@ def generate(
     max_seq_len: MaxSeqLen = None,
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
+    fp8_weights: Fp8Weights = False,
     compiled: Annotated[bool, Option("--compile", help="Compile the model first; for many tokens.")] = False,
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
@@ -104,7 +108,9 @@ def generate(
     from trainyard.parallel.mesh import shutdown_distributed
 
     texts = _read_batch(batch) if batch else [{"prompt": text} for text in prompt or []]
-    options = InferenceOptions(device, dtype, max(1, min(max_batch, len(texts) or 1)), max_seq_len, compiled)
+    options = InferenceOptions(
+        device, dtype, max(1, min(max_batch, len(texts) or 1)), max_seq_len, compiled, fp8_weights=fp8_weights
+    )
     console = Console(highlight=False, stderr=True, quiet=world.rank > 0)
     with console.status("loading"):
         model = load_for_inference(source, options, tokenizer, world)

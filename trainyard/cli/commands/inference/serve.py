@@ -1,6 +1,5 @@
 """`trainyard serve`: answer OpenAI's API with a checkpoint, to look at a model while it trains."""
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typer import Option
 from trainyard.cli.commands.inference.generate import (
     CheckpointArgument,
     DeviceName,
+    Fp8Weights,
     InferenceDtype,
     MaxSeqLen,
     TensorParallel,
@@ -49,6 +49,7 @@ def serve(
     tp: TensorParallel = 1,
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
+    fp8_weights: Fp8Weights = False,
     tokenizer: TokenizerName = None,
 ) -> int:
     """Serve a checkpoint with OpenAI's API: completions and chats, with streaming and continuous batching.
@@ -65,9 +66,11 @@ def serve(
       trainyard serve hf-model --host 0.0.0.0 --token-file token.txt
     """
     from trainyard.serve.app import create_app
-    from trainyard.serve.server import ModelServer, base_url, bind_socket, is_loopback
+    from trainyard.serve.server import ModelServer
+    from trainyard.web.sockets import base_url, bind_socket, is_loopback
+    from trainyard.web.tokens import read_token
 
-    token = read_token(token_file)
+    token = read_token(token_file, TOKEN_VARIABLE)
     if not token and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach it, so it needs a token: --token-file or ${TOKEN_VARIABLE}")
     world = World.from_environment()
@@ -81,11 +84,11 @@ def serve(
             return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
         if world.size != tp:
             raise UserError(f"--tp {tp}: there are {world.size} ranks")
-        options = InferenceOptions(device, dtype, max_batch, max_seq_len)
+        options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights)
         if world.rank > 0:
             return follow_first_rank(source, options, tokenizer, world)
         model = load_model(source, model_name, options, tokenizer, world)
-        ready = f"serving {model.name} at {base_url(bound)}"
+        ready = f"serving {model.name} at {base_url(bound, '/v1')}"
         server = ModelServer(create_app(model, token), model.worker, lambda: print(ready, flush=True))
         server.run_on(bound)
     if model.worker.failure:
@@ -145,17 +148,3 @@ def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str |
     follow(loaded.scheduler, loaded.mesh.store)
     shutdown_distributed()
     return 0
-
-
-def read_token(file: Path | None) -> str | None:
-    """The token that clients must send. Raises UserError if the file has none."""
-    if file is None:
-        return os.environ.get(TOKEN_VARIABLE, "").strip() or None
-    try:
-        token = file.expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise UserError(f"--token-file {file}: {reason}") from None
-    if not token or len(token.split()) > 1:
-        raise UserError(f"--token-file {file}: must hold one token without spaces")
-    return token

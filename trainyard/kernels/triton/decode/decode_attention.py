@@ -49,7 +49,8 @@ def _load_rotated(x, cos, sin, column, mask, HEAD_DIM: tl.constexpr, HAS_ROPE: t
 def _load_rows(x, position, s, end, column, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows `position + s` of [S, K] in the cache, zero from `end` on."""
     offset = (position + s)[:, None] * HEAD_DIM + column[None, :]
-    return tl.load(x + offset, (position + s < end)[:, None] & (column < HEAD_DIM)[None, :], 0.0)
+    mask = (position + s < end)[:, None] & (column < HEAD_DIM)[None, :]
+    return tl.load(x + offset, mask, 0.0, cache_modifier=".cg")  # read once: not through the L1 cache
 
 
 @triton.jit

@@ -51,6 +51,20 @@ def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def index_after_wait(index, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`index`, known after all earlier kernels have ended: what is addressed with it is loaded after that.
+
+    In a loop that Triton pipelines, loads that do not use it start before the wait. It must depend on the loop's
+    variable, or it is computed before the loop.
+    """
+    if PDL:
+        index = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [index], tl.int32, is_pure=True, pack=1
+        )
+    return index
+
+
+@triton.jit
 def is_last_program(counter, programs):  # type: ignore[no-untyped-def]
     """True in the last of several programs to get here. It sees what the others stored before."""
     tl.debug_barrier()
