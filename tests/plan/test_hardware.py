@@ -59,6 +59,11 @@ def test_every_number_has_a_source() -> None:
         assert set(entry.sources) <= {"all", *(field.name for field in fields(CatalogEntry))}
 
 
+@pytest.mark.parametrize(("name", "size"), [("trn1:4", "trn1.32xlarge"), ("trn2", "trn2.48xlarge")])
+def test_a_family_of_instances_is_its_largest_one(name: str, size: str) -> None:
+    assert parse_hardware(name).name == size
+
+
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_hardware_of_recipes_has_their_number_of_ranks(recipe: str) -> None:
     config = load(recipe)

@@ -20,6 +20,7 @@ from trainyard.checkpoint.io.storage import Storage, open_storage
 from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
 from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
 
@@ -103,12 +104,12 @@ def open_weights(
 
 def latest_checkpoint(storage: Storage) -> Storage | None:
     """The native checkpoint at `storage`, or the latest committed one in it or in its subdirectory checkpoints/."""
-    if storage.file_size(native_checkpoint.COMMIT_FILE) is not None:
+    if storage.file_size(COMMIT_FILE) is not None:
         return storage
     for directory in (storage, storage / "checkpoints"):
         for step in native_checkpoint.list_steps(directory):
             if native_checkpoint.is_committed(directory, step):
-                return directory / native_checkpoint.step_directory(step)
+                return directory / step_directory(step)
     return None
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainyard.config.base import Section
-from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES
+from trainyard.config.renamed_keys import NEW_VALUES, RENAMED_KEYS, RENAMED_VALUES
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import TAGGED_UNIONS, allowed_values, field_docstrings, schema_keys, without_tags
 from trainyard.config.yaml_io import format_value
@@ -40,7 +40,7 @@ def _error_line(error: ErrorDetails) -> str:
     assignment = f"{key}={format_value(value)}"
     tag_key = f"{key}.family" if key == "model" else f"{key}.kind"
     if kind == "extra_forbidden":
-        return f"{assignment}: {_unknown_key_hint(key, section)}"
+        return f"{assignment}: {_unknown_key_hint(key, section, value)}"
     if kind == "missing":
         return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
     if kind == "union_tag_not_found":
@@ -89,17 +89,26 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
     return ".".join(names), section
 
 
-def _unknown_key_hint(key: str, section: type[Section] | None) -> str:
+TAG = re.compile(r"\[(\w+)\]")
+"""The family of a model, or the kind of another section, in the name of a documented key."""
+
+
+def _unknown_key_hint(key: str, section: type[Section] | None, value: object) -> str:
     prefix, _, leaf = key.rpartition(".")
     siblings = list(section.model_fields) if section else []
     renamed = RENAMED_KEYS.get(key, "")
     if renamed.rsplit(".", 1)[-1] in siblings:
-        return f"renamed to {renamed}"
+        values = NEW_VALUES.get(key, {}) if isinstance(value, bool) else {}
+        return f"renamed to {renamed}" + "".join(f"={format_value(new)}" for old, new in values.items() if old is value)
+    tags = [TAG.findall(doc.name) for doc in schema_keys() if without_tags(doc.name) == key]
+    if owners := [tag[-1] for tag in tags if tag]:
+        return f"unknown key here; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
     close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
     if close:
         nearest = f"{prefix}.{close[0]}" if prefix else close[0]
     else:
-        every_key = [without_tags(doc.name) for doc in schema_keys()]
+        others = [name for doc in schema_keys() if not (name := without_tags(doc.name)).startswith(f"{prefix}.")]
+        every_key = [*others, *(f"{prefix}.{sibling}" for sibling in siblings)]
         same_leaf = [dotted for dotted in every_key if dotted.split(".")[-1] == leaf]
         nearest = (same_leaf or [_closest(key, every_key)])[0]
     return f"unknown key; nearest: {nearest}"

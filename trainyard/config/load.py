@@ -1,5 +1,6 @@
 """Loading a configuration: YAML plus `section.key=value` overrides become a validated Config, or a one-line error."""
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ def warn_on_stderr(line: str) -> None:
 
 def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "") -> Config:
     """Validate plain data as a Config. The first mistake becomes a UserError, with `source` in front."""
+    data = copy.deepcopy(data)
     apply_overrides(data, overrides)
     model = data.get("model")
     if isinstance(model, dict) and "from_hf" in model:

@@ -38,8 +38,11 @@ RENAMED_KEYS: dict[str, str] = {
     "checkpoint.start": "checkpoint.init_from",
     "checkpoint.window": "checkpoint.writers_per_host",
     "checkpoint.final": "checkpoint.export_hf",
+    "log.tensorboard": "log.loggers",
 }
 RENAMED_VALUES: dict[str, dict[str, str]] = {"recompute.kind": {"parts": "selective"}}
+NEW_VALUES: dict[str, dict[bool, list[str]]] = {"log.tensorboard": {True: ["tensorboard"], False: []}}
+"""Values of a renamed key whose type has changed, by its old name and value."""
 
 
 def upgrade_keys(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -49,6 +52,8 @@ def upgrade_keys(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         key = RENAMED_KEYS.get(prefix + name, prefix + name)
         if isinstance(value, dict):
             value = upgrade_keys(value, f"{key}.")
+        elif isinstance(value, bool):
+            value = NEW_VALUES.get(prefix + name, {}).get(value, value)
         elif isinstance(value, str):
             value = RENAMED_VALUES.get(key, {}).get(value, value)
         upgraded[key.rsplit(".", 1)[-1]] = value

@@ -3,6 +3,8 @@
 Checks here need neither a device nor the number of ranks; those that do live in parallel/layout.py.
 """
 
+import difflib
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
@@ -16,6 +18,10 @@ from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
 
 FunctionPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`module:function`, imported when the run starts, with the current directory on the Python path."""
+
+
+LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
+"""The built-in loggers of log.loggers."""
 
 
 class TrainSection(Section):
@@ -206,8 +212,39 @@ class LogSection(Section):
     """Name of the run; its directory is log.directory/NAME."""
     directory: str = "runs"
     """Parent of run directories."""
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
+    loggers: Annotated[tuple[str, ...], Strict(False)] = ("tensorboard",)
+    """What receives metrics, text samples and events besides the files of the run: tensorboard, wandb, mlflow, or a
+    subclass of trainyard.Logger, `module:Class`."""
+    spans: bool = True
+    """Record where the time of each rank goes (spans/ in the run directory), for `trainyard trace` and `top`."""
+
+    @field_validator("loggers")
+    @classmethod
+    def _check_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in LOGGER_NAMES and not re.fullmatch(r"[\w.]+:\w+", name):
+                nearest = (difflib.get_close_matches(name.lower(), LOGGER_NAMES, 1) or ["my_module:MyLogger"])[0]
+                raise ValueError(f"{name} is not one of {', '.join(LOGGER_NAMES)} or module:Class; nearest: {nearest}")
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{min(repeated)} is listed twice")
+        return names
+
+
+class ProfileSection(Section):
+    """A trace of a few steps by torch's profiler, with a memory snapshot, in profile/ of the run directory."""
+
+    steps: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    """First and last step to trace, such as [10, 12]; empty: none."""
+    ranks: Annotated[tuple[NonNegativeInt, ...], Strict(False), Field(min_length=1)] = (0,)
+    """Ranks that write a trace."""
+
+    @field_validator("steps")
+    @classmethod
+    def _check_steps(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if steps and (len(steps) != 2 or steps[0] > steps[1]):
+            nearest = [min(steps), max(steps)]
+            raise ValueError(f"not a first and a last step; nearest: {nearest}")
+        return steps
 
 
 class DeviceSection(Section):
@@ -255,6 +292,7 @@ class Config(Section):
     evaluate: EvaluateSection = EvaluateSection()
     samples: SamplesSection = SamplesSection()
     log: LogSection = LogSection()
+    profile: ProfileSection = ProfileSection()
     device: DeviceSection = DeviceSection()
 
     @model_validator(mode="after")
@@ -268,6 +306,11 @@ class Config(Section):
         if data.order != "shuffled" and train.seed >= 2**32:
             raise ValueError(
                 f"train.seed={train.seed}: data.order={data.order} uses seeds of 32 bits; nearest: {2**32 - 1}"
+            )
+        if self.profile.steps and self.profile.steps[1] > train.steps:
+            raise ValueError(
+                f"profile.steps={list(self.profile.steps)}: the run ends with step train.steps={train.steps}; "
+                f"nearest: [{min(self.profile.steps[0], train.steps)}, {train.steps}]"
             )
         if data.seq_len > model.max_positions:
             raise ValueError(

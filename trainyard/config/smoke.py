@@ -79,6 +79,8 @@ def smoke_config(
     if config.checkpoint.saving_enabled:
         shrink("checkpoint", every=SMOKE_STEPS // 2, every_minutes=0.0, keep=1)
     shrink("checkpoint", **CHECKPOINT_DEFAULTS)
+    if config.profile.steps and config.profile.steps[1] > train["steps"]:
+        shrink("profile", steps=[])
     shrink("log", every=1, name=f"{config.log.name}-smoke")
     small = parse(data)
     if unused := _unused_parts(config, small):

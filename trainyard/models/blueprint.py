@@ -7,7 +7,7 @@ table and nothing else. In a name pattern `*` stands for the layer index.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -121,9 +121,10 @@ class Blueprint:
             shape[spec.tp_dim] = sum(piece.sizes[spec.tp_dim] for piece in self.tp_slices(name, tp, rank))
         return tuple(shape)
 
-    def parameter_count(self) -> int:
-        """Number of weights in the full model."""
-        return sum(prod(spec.shape) * (self.layers if "*" in spec.name else 1) for spec in self.specs)
+    def parameter_count(self, included: Callable[[ParamSpec], bool] = lambda spec: True) -> int:
+        """Number of weights in the full model, or in those of its parameters that are `included`."""
+        specs = [spec for spec in self.specs if included(spec)]
+        return sum(prod(spec.shape) * (self.layers if "*" in spec.name else 1) for spec in specs)
 
 
 def column_parallel_specs(

@@ -51,7 +51,8 @@ def assign_parameters(
         for key, parameter in list(module.named_parameters(recurse=False)):
             name = names[parameter]
             if name not in parameters:
-                parameters[name] = nn.Parameter(make_tensor(name))
+                tensor = make_tensor(name)
+                parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
             module.register_parameter(key, parameters[name])
     return parameters
 

@@ -1,6 +1,5 @@
 """Comparison of a plan with a finished run, whose directory has config.yaml and a line of metrics per logged step."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,6 +9,7 @@ from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
+from trainyard.metrics.json_lines import read_json_lines
 from trainyard.plan.hardware.catalog import CATALOG
 from trainyard.plan.report import Plan
 
@@ -71,18 +71,9 @@ def compare_with_measured(plan: Plan, directory: Path) -> list[ComparisonRow]:
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
     """Records of training steps. A line that a crash truncated is ignored."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("ms_per_iteration"), float):
-            records.append(record)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    records = [record for record in read_json_lines(path).records if isinstance(record.get("ms_per_iteration"), float)]
     if not records:
         raise UserError(f"{path}: has no step yet; let the run log one (log.every)")
     return records

@@ -1,6 +1,7 @@
 """The exported weights of a run load in transformers with the same logits, and load here bit for bit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ from safetensors.torch import load_file, save_file
 from tests.support import configs
 from tests.support.configs import tiny_batch
 from trainyard import Trainer, load_model
-from trainyard.checkpoint.formats.hf import open_hf, save_hf
+from trainyard.checkpoint.formats.hf import InMemoryWeights, open_hf, save_hf, write_hf
+from trainyard.checkpoint.formats.nxd.files import write_nxd
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.models import families
+from trainyard.models.blueprint import Blueprint, ParamSpec
 
 AUTO = {
     "llama": transformers.AutoModelForCausalLM,
@@ -117,3 +123,23 @@ def test_checkpoints_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> 
     file.unlink()
     with pytest.raises(UserError, match="no such file"):
         open_hf(tmp_path / "model")
+
+
+def test_no_format_drops_a_parameter_that_it_has_no_name_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family with a parameter more than its name map, and than NxD's Llama, has."""
+    family = families.FAMILIES["llama"]
+
+    def blueprint(c: LlamaConfig) -> Blueprint:
+        known = family.blueprint(c)
+        return replace(known, specs=(*known.specs, ParamSpec("layers.*.attention.q_norm.weight", (c.head_size,))))
+
+    monkeypatch.setitem(families.FAMILIES, "llama", replace(family, blueprint=blueprint))
+    model = configs.tiny_config().model.model_copy(update={"max_positions": 77})  # one that no other test has cached
+    assert isinstance(model, LlamaConfig)
+    weights = InMemoryWeights(model, lambda name: torch.zeros(blueprint(model).spec(name).shape))
+    missing = "have none for layers.0.attention.q_norm.weight, which would be lost"
+    with pytest.raises(UserError, match=f"its Hugging Face names {missing}"):
+        write_hf(tmp_path / "hf", weights)
+    with pytest.raises(UserError, match=f"NxD's names {missing}"):
+        write_nxd(tmp_path / "nxd", weights, NxdLayout(tp=2))
+    assert list(tmp_path.iterdir()) == []

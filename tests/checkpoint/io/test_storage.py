@@ -225,7 +225,8 @@ def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[li
         model, train={"steps": steps}, schedule=schedule, checkpoint=section, log={"directory": str(logs)}
     )
     summary, messages = run_training(config)
-    text = (summary.directory / "metrics.jsonl").read_text()
+    path = summary.directory / "metrics.jsonl"  # a run that has nothing left to do writes none
+    text = path.read_text() if path.exists() else ""
     return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record], messages
 
 

@@ -69,7 +69,7 @@ def run_rank(request: dict[str, Any], rank: int, pipe: int) -> None:
         train={"steps": STEPS, "global_batch": 2, "micro_batch": 1},
         checkpoint={"every": request["every"], "resume": "auto", "keep": KEPT_CHECKPOINTS, "export_hf": False},
         layout={"zero": 1 if ranks > 1 else 0},
-        log={"directory": request["directory"]},
+        log={"directory": request["directory"], "spans": False},
     )
     last_step = request["last_step"] - (ranks > 1)  # several ranks agree on a stop with the next step
     with captured_log(lambda line: report("message", line)):

@@ -186,7 +186,7 @@ def test_the_command_exits_with_one_line_and_code_1(
         "checkpoint.every=1",
         "checkpoint.on_failure=stop",
         f"log.directory={tmp_path}",
-        "log.tensorboard=false",
+        "log.loggers=[]",
     ]
     monkeypatch.setattr(sys, "argv", ["trainyard", "train", "tiny-llama", "--smoke", *overrides])
     with pytest.raises(SystemExit) as exit_info:

@@ -61,7 +61,7 @@ class KilledRun:
         """The content of the run directory with exactly these checkpoints."""
         files = ["", "/complete.json", *(f"/rank_{rank:05d}.safetensors" for rank in range(self.ranks))]
         paths = [f"checkpoints/{checkpoint.step_directory(step)}{file}" for step in steps for file in files]
-        return ["checkpoints", *paths, "config.yaml", "metrics.jsonl", "run.json"]
+        return ["checkpoints", *paths, "config.yaml", "events.jsonl", "metrics.jsonl", "run.json"]
 
     def finish(self) -> None:
         """Resume once without a kill, then compare all losses bit for bit with an undisturbed run."""

@@ -21,6 +21,7 @@ from trainyard.checkpoint.formats.tensor_map import (
     StoredTensor,
     WeightSource,
     assemble,
+    check_all_stored,
     check_tensors,
     tp_rank_values,
     unfused_tensors,
@@ -60,6 +61,7 @@ def stored_tensors(model: models.AnyModelConfig) -> tuple[StoredTensor, ...]:
             unfused_name, name = (text.replace("*", str(layer)) for text in (unfused_pattern, hf.name))
             slices = out[name].slices if name in out else ()
             out[name] = StoredTensor(name, 0, (*slices, tensors[unfused_name]), transposed=hf.transposed)
+    check_all_stored(model, out.values(), "its Hugging Face names")
     return tuple(out.values())
 
 

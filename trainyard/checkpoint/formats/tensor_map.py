@@ -86,6 +86,14 @@ def unfused_tensors(model: models.AnyModelConfig) -> Mapping[str, TensorSlice]:
     return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
 
 
+def check_all_stored(model: models.AnyModelConfig, tensors: Iterable[StoredTensor], names: str) -> None:
+    """Raise UserError if a tensor of the model is in none of the `tensors` that a format has for it. `names` says whose
+    names the format uses."""
+    stored = {piece.name for tensor in tensors for piece in tensor.slices}
+    if missing := next((name for name in unfused_tensors(model) if name not in stored), None):
+        raise UserError(f"model.family={model.family}: {names} have none for {missing}, which would be lost")
+
+
 def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | None = None) -> Tensor:
     """Read the slices of a stored tensor and return it on the host as the file holds it (`dtype` None: its own)."""
     pieces = [weights.read(piece) for piece in stored.slices]

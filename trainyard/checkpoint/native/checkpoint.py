@@ -9,7 +9,6 @@ slices are in which file, so that a rank of any layout reads exactly the bytes i
 """
 
 import json
-import re
 import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -26,6 +25,7 @@ from trainyard.checkpoint.formats.hf import TOKENIZER_FILES
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.io.storage import Storage
+from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY, shard_name, step_directory
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint, ShardFile
 from trainyard.config.load import parse
@@ -36,21 +36,11 @@ from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
 
-COMMIT_FILE = "complete.json"
 FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
 """State saved for every parameter, by the names in the files: master weights (or the weights if there are none),
 exp_avg and exp_avg_sq."""
 COUNTERS = ("step", "updates", "skipped", "consumed_samples", "data_files")
-STEP_DIRECTORY = re.compile(r"step_(\d{8,})")
-
-
-def step_directory(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def shard_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
 
 
 def tensor_key(kind: str, name: str) -> str:

@@ -14,6 +14,7 @@ from trainyard.checkpoint.io.async_io import OrderedWorkers, prefetch
 from trainyard.checkpoint.io.safetensors_file import TensorSpec
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint.native.file_names import shard_name
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import stream_shard
 from trainyard.config.schema import Config
@@ -63,7 +64,7 @@ def write_checkpoint(
             (TensorSpec(checkpoint.tensor_key(kind, piece.name), state.dtypes[kind], piece.sizes), piece.offsets)
             for kind, piece in slices
         ]
-        stream_shard(storage, checkpoint.shard_name(rank), specs, tensors())
+        stream_shard(storage, shard_name(rank), specs, tensors())
 
     with OrderedWorkers() as workers:
         for rank in range(layout.world_size):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from rich.console import Console
@@ -106,7 +106,8 @@ def verify(
 def findings_table(findings: list[VerifyFinding]) -> Table:
     table = Table()
     for heading in ("compared", "largest difference", "allowed", "where", ""):
-        table.add_column(heading, justify="right" if heading in ("largest difference", "allowed") else "left")
+        justify: Literal["left", "right"] = "right" if heading in ("largest difference", "allowed") else "left"
+        table.add_column(heading, justify=justify, overflow="fold")  # names are never cut off
     for finding in findings:
         difference = "none" if finding.max_difference == 0 else f"{finding.max_difference:.1e}"
         allowed = "none" if finding.tolerance == 0 else f"{finding.tolerance:.0e}"

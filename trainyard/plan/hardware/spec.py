@@ -92,6 +92,8 @@ def parse_hardware(
         raise too_many
     if name == "cpu" and measure:
         return Hardware("cpu", measure(count), 1)
+    if name not in catalog and (sizes := [known for known in catalog if known.startswith(f"{name}.")]):
+        name = max(sizes, key=lambda size: catalog[size].devices)  # trn2 is trn2.48xlarge
     if name not in catalog:
         nearest = difflib.get_close_matches(name, [*catalog, "cpu"], 1, 0.0)[0]
         raise UserError(f"--hardware {name}: unknown; nearest: {nearest}; known: {', '.join([*catalog, 'cpu'])}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.formats import hf
-from trainyard.checkpoint.formats.tensor_map import StoredTensor, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import StoredTensor, check_all_stored, unfused_tensors
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
@@ -52,6 +52,7 @@ def dcp_tensors(model: models.AnyModelConfig, names: DcpNames) -> tuple[StoredTe
             if name == "output.weight" and model.tie_embeddings:
                 name = "embedding.weight"
             out.append(StoredTensor(torchtitan_name, 0, (unfused[name],)))
+    check_all_stored(model, out, "torchtitan's names")
     return tuple(out) if names == "torchtitan" else tuple(rename(stored, earlier_name(stored.name)) for stored in out)
 
 

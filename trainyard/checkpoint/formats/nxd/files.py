@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from trainyard.checkpoint.formats.tensor_map import (
     StoredTensor,
     WeightSource,
     assemble,
+    check_all_stored,
     check_tensors,
     find_mismatched_copy,
 )
@@ -148,6 +150,8 @@ def write_nxd(
     """
     model = require_llama(weights.model)
     nxd_layout.check_layout(model, layout)
+    on_ranks = nxd_layout.rank_tensors(model, layout).values()
+    check_all_stored(model, chain.from_iterable(on_ranks), "NxD's names")
     with _atomic_checkpoint(directory) as folder:
         for pp in range(layout.pp):
             with _open_writers([folder / _rank_file_name(tp, pp) for tp in range(layout.tp)], xser) as writers:

@@ -71,7 +71,7 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
     candidates = [
         (command, index, match[1])
         for command in read_commands(text, variables, str(path))
-        if command.words[0] not in NOT_LAUNCHERS
+        if command.words and command.words[0] not in NOT_LAUNCHERS
         for index, word in enumerate(command.words)
         if (match := TRAINING_PROGRAM.fullmatch(word))
     ]

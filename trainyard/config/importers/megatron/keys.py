@@ -92,7 +92,7 @@ MAPPED: dict[str, KeyRule] = {
     "eval-interval": maps_to("int", "evaluate.every"),
     "eval-iters": maps_to("int", "evaluate.batches"),
     "log-interval": copies_to("int", "log.every", 100),
-    "tensorboard-dir": maps_to("text", "log.tensorboard"),
+    "tensorboard-dir wandb-project": maps_to("text", "log.loggers"),
 }
 REFUSED: dict[str, KeyRule] = {
     "fp16": refuse("switch", "fp16 with loss scaling is not supported; nearest: --bf16"),
@@ -168,7 +168,7 @@ IGNORED: dict[str, KeyRule] = {
     "log-validation-ppl-to-tensorboard log-throughput no-log-learnig-rate-to-tensorboard "
     "no-log-loss-scale-to-tensorboard": ignore("switch", LOGS),
     "tensorboard-log-interval tensorboard-queue-size timing-log-level": ignore("int", LOGS),
-    "wandb-project wandb-exp-name wandb-save-dir": ignore("text", LOGS),
+    "wandb-exp-name wandb-save-dir": ignore("text", LOGS),
     "override-lr-scheduler override-opt_param-scheduler use-checkpoint-lr-scheduler "
     "use-checkpoint-opt_param-scheduler": ignore("switch", SCHEDULE),
     "no-save-rng no-load-rng": ignore("switch", "the RNG is a function of seed and step"),

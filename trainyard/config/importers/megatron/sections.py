@@ -215,8 +215,12 @@ def checkpoint_and_log_keys(flags: Flags, warnings: list[str]) -> ConfigKeys:
     keys: ConfigKeys = {
         "checkpoint.keep": 1 if flags.get("keep-last-checkpoint-only") else 0,
         "checkpoint.resume": "auto" if load and load == save else "none",
-        "log.tensorboard": bool(flags.get("tensorboard-dir")),
+        "log.loggers": [
+            name for name, flag in (("tensorboard", "tensorboard-dir"), ("wandb", "wandb-project")) if flags.get(flag)
+        ],
     }
+    if project := flags.get("wandb-project"):
+        warnings.append(f"--wandb-project={format_value(project)}: set the environment variable WANDB_PROJECT instead")
     if save:
         keys["checkpoint.directory"] = save
     if load and load != save:

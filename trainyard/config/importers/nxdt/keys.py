@@ -13,7 +13,8 @@ SFT = "supervised fine-tuning on prompt and answer records: " + ALIGN
 DPO = "preference training (DPO): " + ALIGN
 ORPO = "preference training (ORPO): " + ALIGN
 DEVICE = "a setting of the device's compiler or runtime; set its environment variable instead"
-LOGGING = "logging is set by log.every, log.directory and log.tensorboard"
+LOGGING = "logging is set by log.every, log.directory and log.loggers"
+LOGGER_OPTIONS = "set by environment variables, such as WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME"
 EPOCHS = "runs are measured in steps, not epochs"
 FUSED = "the device chooses kernels (device.kernels)"
 CHECKPOINT_FORMAT = "NxDT's checkpoint format; our checkpoints are complete, in fp32 where the run has fp32"
@@ -59,9 +60,9 @@ TRAINER: dict[str, KeyRule] = {
 EXP_MANAGER: dict[str, KeyRule] = {
     "log_local_rank_0_only log_global_rank_0_only use_datetime_version log_step_timing log_parameter_norm "
     "log_gradient_norm enable_recovery_time_instrumentation": ignore("bool", LOGGING),
-    "create_tensorboard_logger": copies_to("bool", "log.tensorboard"),
-    "create_wandb_logger create_mlflow_logger": ignore("bool", LOGGING, False),
-    "wandb_logger_kwargs mlflow_logger_kwargs step_timing_kwargs summary_writer_kwargs": ignore("mapping", LOGGING),
+    "create_tensorboard_logger create_wandb_logger create_mlflow_logger": maps_to("bool", "log.loggers"),
+    "wandb_logger_kwargs mlflow_logger_kwargs": ignore("mapping", LOGGER_OPTIONS),
+    "step_timing_kwargs summary_writer_kwargs": ignore("mapping", LOGGING),
     "explicit_log_dir exp_log_dir": maps_to("text", "log.directory, log.name"),
     "exp_dir": maps_to("text", "log.directory"),
     "name": maps_to("text", "log.name"),

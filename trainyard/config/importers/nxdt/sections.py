@@ -189,6 +189,13 @@ def _minutes(interval: dict[str, Any]) -> float:
     return sum(MINUTES[unit] * count for unit, count in interval.items())
 
 
+def logger_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
+    choices = {name: keys.get(f"exp_manager.create_{name}_logger") for name in ("tensorboard", "wandb", "mlflow")}
+    if all(choice is None for choice in choices.values()):
+        return {}
+    return {"log.loggers": [name for name, choice in choices.items() if choice]}
+
+
 def log_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
     run_directory = keys.get("exp_manager.explicit_log_dir") or keys.get("exp_manager.exp_log_dir")
     if run_directory:
