@@ -35,7 +35,7 @@ prepare:
 	@scripts/prepare test
 
 lock: prepare
-	@.venv/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[data,serve,test,lint]' 'torch==2.13.0'
+	@.venv/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager -e '.[data,serve,page,test,lint]' 'torch==2.13.0'
 	@.venv/bin/python scripts/lock.py
 
 clean:

@@ -34,7 +34,7 @@ RUN_NAME = "tiny-llama-smoke"
 TRAIN = [
     *("tiny-llama", "--smoke", "train.global_batch=12", "train.micro_batch=4", "layout.zero=1"),
     *("checkpoint.every=10", "checkpoint.memory_every=2", "checkpoint.export_hf=false", "checkpoint.stop_grace_s=2"),
-    *("log.every=1", "log.tensorboard=false", "evaluate.every=0"),
+    *("log.every=1", "log.loggers=[]", "evaluate.every=0"),
 ]
 SUBMIT = ["--nodes", str(USED_NODES), "--nproc", str(RANKS_PER_NODE), "--hang-timeout", "10", "--max-restarts", "9"]
 RESTARTING = ("rank", "hang", "launcher", "supervisor", "power", "cable", "notice")

@@ -182,7 +182,7 @@ def bench_save(root: Path) -> dict[str, Any]:
         "model": {**model, "max_positions": 128},
         "data": {"source": "synthetic", "seq_len": 128},
         "train": {"steps": 12, "global_batch": 4, "micro_batch": 4},
-        "log": {"every": 4, "tensorboard": False, "directory": str(root / "runs")},
+        "log": {"every": 4, "loggers": [], "directory": str(root / "runs")},
         "device": {"name": "cpu"},
     }
     out: dict[str, Any] = {}

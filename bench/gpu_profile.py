@@ -7,7 +7,6 @@ Runs the real Trainer, warms up, then traces steps with torch's profiler.
 
 import argparse
 import json
-import re
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,23 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainyard import Trainer
 from trainyard.config.load import parse
-
-KERNEL_KINDS = [
-    ("attention", r"fmha|flash|sdpa|cudnn.*attn|attention|attend|dot_do_o|convert_dq|^_forward$|^_dq$|^_dkdv$"),
-    ("matmul", r"gemm|cutlass|nvjet|xmma|cublas|splitk|s16816|wgmma"),
-    ("norm", r"norm"),
-    ("activation", r"swiglu|_gelu"),
-    ("rope", r"rope"),
-    ("loss", r"softmax"),
-    ("update", r"adam|lpnorm|l2norm|multi_tensor|LpNorm"),
-    ("fp8 cast", r"_cast|_amax|fp8"),
-    ("compiled", r"^triton_"),
-    ("add, copy, fill", r"elementwise|copy|fill|memset|memcpy|CatArray|reduce|index|embedding"),
-]
-
-
-def kernel_kind(name: str) -> str:
-    return next((kind for kind, pattern in KERNEL_KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
+from trainyard.metrics.kernel_profile import kernel_kind, time_by_kind
 
 
 def main() -> None:
@@ -74,11 +57,9 @@ def main() -> None:
         if event.device_type.name == "CUDA":
             kernels[event.name][0] += event.device_time_total / 1000 / arguments.steps
             kernels[event.name][1] += 1 / arguments.steps
-    kinds: dict[str, float] = defaultdict(float)
-    for name, (milliseconds, _) in kernels.items():
-        kinds[kernel_kind(name)] += milliseconds
+    kinds = time_by_kind({name: milliseconds for name, (milliseconds, _) in kernels.items()})
     total = sum(kinds.values())
-    for kind, milliseconds in sorted(kinds.items(), key=lambda item: -item[1]):
+    for kind, milliseconds in kinds.items():
         print(f"  {kind:16} {milliseconds:9.2f} ms  {milliseconds / total:6.1%}")
     print(f"  {'all kernels':16} {total:9.2f} ms")
     for name, (milliseconds, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[: arguments.top]:
@@ -94,7 +75,7 @@ def main() -> None:
             "torch": torch.__version__,
             "ms_per_step": wall * 1000,
             "tokens_per_second": samples * config.data.seq_len,
-            "kinds_ms": dict(kinds),
+            "kinds_ms": kinds,
             "memory_bytes": trainer.device.max_memory_allocated(),
         }
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -27,7 +27,7 @@ MODEL = [
 TRAIN = [
     *("tiny-llama", *MODEL, "data.source=synthetic", "data.seq_len=64", "data.validation_fraction=0"),
     *("train.global_batch=4", "train.micro_batch=2", f"train.steps={STEPS}", "layout.zero=1", "log.every=1"),
-    *("checkpoint.every=1000", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"),
+    *("checkpoint.every=1000", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"),
 ]
 INTERVALS = (0, 10, 2, 1)
 """Steps between copies; 0: none."""

@@ -137,7 +137,7 @@ def make_config(where: str, case: str, directory: str = ".") -> tuple[Config, La
         if where == "gpu"
         else (CPU_MODELS[CPU_CASES[case][0]], *CPU_CASES[case][1:])
     )
-    quiet = ["checkpoint.export_hf=false", "log.every=1", "log.tensorboard=false", f"log.directory={directory}"]
+    quiet = ["checkpoint.export_hf=false", "log.every=1", "log.loggers=[]", f"log.directory={directory}"]
     config = parse(json.loads(json.dumps(base)), [*words, *quiet])
     return config, Layout.from_config(config, ranks)
 

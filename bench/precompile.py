@@ -40,7 +40,7 @@ def make_config(model: dict[str, Any]) -> Config:
             "train": {"steps": 2, "global_batch": 4, "micro_batch": 4},
             "evaluate": {"every": 2, "batches": 1},
             "checkpoint": {"export_hf": False},
-            "log": {"tensorboard": False},
+            "log": {"loggers": []},
             "compile": {"enabled": True},
             "device": {"name": "cpu", "threads": 1},
         }

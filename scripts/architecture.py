@@ -32,6 +32,7 @@ PURPOSE = {
     "launch": "ranks of a host",
     "metrics": "logs, MFU",
     "models": "blueprint, llama, gpt, bert",
+    "page": "runs in a browser",
     "parallel": "layout, tp, cp, pp, ZeRO",
     "plan": "memory, time, cost",
     "precompile": "graphs ahead of time",
@@ -39,6 +40,7 @@ PURPOSE = {
     "train": "trainer, optimizer, step",
     "tune": "measured settings",
     "verify": "layout = one rank?",
+    "web": "sockets, tokens, signals",
 }
 """One line per package; a new package needs one."""
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 150, 46, 18, 42, 24

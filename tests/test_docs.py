@@ -15,7 +15,7 @@ from trainyard.config.schema_docs import schema_keys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SECTIONS = "data|train|optimizer|schedule|precision|layout|recompute|compile|checkpoint|evaluate|log|device"
+SECTIONS = "data|train|optimizer|schedule|precision|layout|recompute|compile|checkpoint|evaluate|log|profile|device"
 DELIBERATE_MISTAKES = ("train.lr",)
 """Keys that pages show together with the error they cause."""
 FILE_SUFFIXES = ("md", "py", "sh", "pt", "hdf5", "json", "jsonl", "yaml", "svg", "idx", "bin", "parquet")

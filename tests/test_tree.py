@@ -25,12 +25,13 @@ ORDER = [
     {"config", "doctor"},
     {"parallel"},
     {"models"},
-    {"data", "metrics", "checkpoint", "launch", "compile"},
+    {"data", "metrics", "checkpoint", "launch", "compile", "web"},
     {"inference"},
     {"train"},
     {"dryrun", "verify", "tune", "evaluate", "serve"},
     {"plan", "audit", "precompile"},
     {"cluster"},
+    {"page"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

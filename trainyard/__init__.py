@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from trainyard.config.hf_config import from_hf
     from trainyard.config.load import load
     from trainyard.config.schema import Config
+    from trainyard.metrics.loggers.base import Logger
     from trainyard.train.callbacks import Callback
     from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Trainer", "from_hf", "load", "load_model"]
+__all__ = ["Callback", "Config", "Logger", "Trainer", "from_hf", "load", "load_model"]
 
 _EXPORTS = {
     "Config": "trainyard.config.schema",
     "Callback": "trainyard.train.callbacks",
+    "Logger": "trainyard.metrics.loggers.base",
     "Trainer": "trainyard.train.trainer",
     "from_hf": "trainyard.config.hf_config",
     "load": "trainyard.config.load",

@@ -108,7 +108,7 @@ def test_version(call: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("trainyard tr", {"train"}),
+        ("trainyard tr", {"train", "trace"}),
         ("trainyard train tiny", {"tiny-llama"}),
         ("trainyard plan llama2", {"llama2-7b"}),
         ("trainyard plan --sea", {"--search"}),

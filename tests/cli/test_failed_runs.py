@@ -14,7 +14,7 @@ from tests.support.forkserver import ForkServer
 from trainyard import Trainer
 from trainyard.launch.rank_guard import LAUNCHER_ENV
 
-SMALL = ["--smoke", "log.tensorboard=false", "evaluate.every=0", "device.name=cpu"]
+SMALL = ["--smoke", "log.loggers=[]", "evaluate.every=0", "device.name=cpu"]
 LOSS = """
 import torch.nn.functional as F
 

@@ -10,7 +10,7 @@ from tests.core.test_world import CAPTURED
 from tests.support.forkserver import ForkServer
 from trainyard.launch.launcher import reserved_port
 
-TRAIN = ["train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+TRAIN = ["train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 TRAIN += ["train.steps=4", "train.global_batch=4", "train.micro_batch=2"]
 NIGHTLY = pytest.mark.nightly
 

@@ -15,6 +15,7 @@ from trainyard.cli.main import EXTRA_BY_MODULE
 from trainyard.config.model_schema import BertConfig, GptConfig, LlamaConfig
 from trainyard.config.recipes import recipe_names
 from trainyard.models import FAMILIES
+from trainyard.page.app import static_files
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,10 +83,11 @@ def test_locks_have_every_package_that_the_project_names() -> None:
 
 
 @pytest.mark.nightly
-def test_wheel_contains_types_and_recipes(tmp_path: Path) -> None:
+def test_wheel_contains_types_recipes_and_the_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "trainyard/py.typed" in names
+    assert {f"trainyard/page/static/{name}" for name in (*static_files(), "uplot/LICENSE", "uplot/VERSION")} <= names
     assert {f"trainyard/recipes/{name}.yaml" for name in recipe_names()} <= names

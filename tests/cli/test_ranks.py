@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.forkserver import ForkedProcess, ForkServer
 
-TRAIN = ["train", "tiny-llama", "--smoke", "--nproc", "2", "checkpoint.export_hf=false", "log.tensorboard=false"]
+TRAIN = ["train", "tiny-llama", "--smoke", "--nproc", "2", "checkpoint.export_hf=false", "log.loggers=[]"]
 
 
 def children(pid: int) -> list[int]:
@@ -106,7 +106,7 @@ def test_a_killed_launcher_leaves_no_rank(cli: ForkServer, tmp_path: Path) -> No
 @pytest.mark.nightly
 def test_default_recipe_trains_on_two_ranks_and_is_verified(cli: ForkServer, tmp_path: Path) -> None:
     """Neither worked without more arguments: the micro batch of the recipe was its entire batch."""
-    small = ["train.steps=2", "evaluate.every=0", "log.tensorboard=false", f"log.directory={tmp_path}"]
+    small = ["train.steps=2", "evaluate.every=0", "log.loggers=[]", f"log.directory={tmp_path}"]
     done = cli.run(["train", "--nproc", "2", *small])
     assert done.returncode == 0, done.stderr
     done = cli.run(["verify", "tiny-llama", "--steps", "1"])

@@ -71,7 +71,7 @@ def test_own_tokens_are_trained_on_with_their_vocabulary(call: Call, tmp_path: P
         "train.steps=2",
         "evaluate.every=0",
         "precision.kind=fp32",
-        "log.tensorboard=false",
+        "log.loggers=[]",
     ]
     code, _, err = call("train", "gpt3-6.7b", "--smoke", *own, *run)
     assert code == 0, err

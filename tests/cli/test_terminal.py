@@ -1,15 +1,19 @@
 """What a user sees in a terminal of 80 columns, read through a terminal emulator that others wrote (pyte)."""
 
+import io
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.support.forkserver import ForkServer
 from tests.support.terminal import run_in_terminal
+from trainyard.cli.commands.verify import findings_table
 from trainyard.cli.train_console import screen_line
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
+from trainyard.verify.compare_layouts import VerifyFinding
 
 BAR = re.compile(r"step +(\d+)/6 [━╸╺ ]+ \d:\d\d:\d\d elapsed(, \d:\d\d:\d\d left|, first step .*)?")
 
@@ -70,3 +74,12 @@ def test_plan_fits_80_columns(cli: ForkServer, recipe: str) -> None:
     assert heading.split()[-1] == "total"
     assert "…" not in "".join(lines)
     assert not broken_words
+
+
+def test_verify_never_cuts_the_name_of_a_tensor() -> None:
+    """Without a terminal, a table is 80 columns wide."""
+    name = "layers.31.attention.output_projection.weight"
+    output = io.StringIO()
+    Console(file=output, width=80).print(findings_table([VerifyFinding("new weights", 3e-4, name, 1e-5)]))
+    cells = [line.split("│")[4].strip() for line in output.getvalue().splitlines() if line.count("│") == 6]
+    assert "".join(cells) == name

@@ -17,7 +17,7 @@ from tests.support.forkserver import ForkServer
 from tests.support.slurm_cluster import SlurmCluster
 
 STEPS = 40
-TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 TRAIN += [f"train.steps={STEPS}", "train.global_batch=8", "train.micro_batch=1", "checkpoint.every=3", "log.every=1"]
 TIMEOUT_S = 120
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.forkserver import ForkServer
 
-TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Loading configurations: every mistake is one line with the key, the value and the nearest valid value."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -31,6 +32,7 @@ def base_file(directory: Path) -> Path:
 MISTAKES = [
     # overrides, parts of the error line
     (["model.hiden=3"], ["model.hiden=3", "unknown key", "model.hidden"]),
+    (["model.hidden_dropout=0.1"], ["model.hidden_dropout=0.1", "unknown key here; gpt and bert have it"]),
     (["tarin.steps=3"], ["tarin", "unknown key", "train"]),
     (["train.lr=1e-3"], ["train.lr=0.001", "unknown key", "optimizer.lr"]),
     (["model.rope_scaling={kind: linear, facter: 2.0}"], ["model.rope_scaling.facter", "factor"]),
@@ -87,6 +89,12 @@ MISTAKES = [
     (["device.threads=1000000"], ["device.threads=1000000", "nearest: 1024"]),  # used to crash the process
     (["train.steps=many"], ["train.steps=many", "needed: whole number, >= 1 (Optimizer steps)"]),
 ]
+
+
+def test_the_input_stays_as_it_is() -> None:
+    data = copy.deepcopy(BASE)
+    assert parse(data, ["train.steps=7"]).train.steps == 7
+    assert data == BASE
 
 
 @pytest.mark.parametrize(("overrides", "parts"), MISTAKES, ids=[" ".join(mistake[0]) for mistake in MISTAKES])

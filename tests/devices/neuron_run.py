@@ -46,7 +46,7 @@ def main(layout: dict[str, Any], precision: str, directory: str) -> None:
     model = {**configs.LLAMA, "layers": 4}
     common = {
         "precision": {"kind": precision},
-        "log": {"every": 1, "tensorboard": False, "directory": directory},
+        "log": {"every": 1, "loggers": [], "directory": directory},
     }
     config = configs.tiny_config(
         model, layout=layout, compile={"enabled": True}, checkpoint={"export_hf": False, "every": 2}, **common

@@ -24,7 +24,7 @@ def loss(output, batch):
     logits, labels = output.logits().flatten(0, 1), batch["labels"].long().flatten()
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), labels.numel()
 """
-TRAIN = ["train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+TRAIN = ["train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 
 
 def test_rank_that_stops_is_named(cli: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

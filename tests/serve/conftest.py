@@ -15,8 +15,9 @@ from trainyard.data.text.tokenizer import ByteTokenizer, Tokenizer
 from trainyard.inference.chat import ChatTemplate
 from trainyard.serve.app import create_app
 from trainyard.serve.served_model import ServedModel
-from trainyard.serve.server import ModelServer, base_url, bind_socket
+from trainyard.serve.server import ModelServer
 from trainyard.serve.worker import SchedulerWorker
+from trainyard.web.sockets import base_url, bind_socket
 
 WAIT_S = 20
 HTTP = httpx.Client(timeout=WAIT_S)
@@ -68,7 +69,7 @@ def running_server(
     ready = threading.Event()
     server = ModelServer(create_app(model, token), worker, ready.set)
     with bind_socket("127.0.0.1", 0) as bound:
-        url = base_url(bound)
+        url = base_url(bound, "/v1")
         thread = threading.Thread(target=server.run_on, args=[bound], daemon=True)
         thread.start()
         assert ready.wait(WAIT_S)

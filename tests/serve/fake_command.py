@@ -18,6 +18,7 @@ class InferenceOptions:
     dtype: str | None
     max_batch: int
     max_seq_len: int | None
+    fp8_weights: bool
 
 
 def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | None, world: World) -> SimpleNamespace:

@@ -103,7 +103,7 @@ def test_without_the_extra_it_says_what_to_install(
     call: Call,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("trainyard.serve")]:
+    for name in [name for name in sys.modules if name.startswith(("trainyard.serve", "trainyard.web"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     fail(call("serve", "x"), rf"this needs the package {module}, .*: pip install 'trainyard\[serve\]'")

@@ -33,7 +33,7 @@ def tiny_config(model: dict[str, Any] | str = "llama", **sections: dict[str, Any
         "model": model,
         "data": {"source": "synthetic", "seq_len": 16, "max_predictions": 4},
         "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
-        "log": {"every": 1, "tensorboard": False},
+        "log": {"every": 1, "loggers": []},
         "checkpoint": {"export_hf": False},
         "device": {"name": "cpu"},
     }

@@ -30,7 +30,7 @@ def loss(output, batch):
     noise = 1 + 0.1 * torch.rand(())  # the random generators of a resumed run must be those of the saved step
     return noise * torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), labels.numel()
 """
-TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"]
+TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 TRAIN += ["train.loss=mine:loss", f"train.steps={STEPS}", "train.global_batch=4", "train.micro_batch=1", "log.every=1"]
 TRAIN += ["checkpoint.every=1000", "checkpoint.stop_grace_s=0.5", "log.directory=runs"]
 

@@ -10,10 +10,11 @@ from torch.utils._pytree import tree_iter
 
 from tests.support import configs
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import import_function
 from trainyard.models.output import ModelOutput
 from trainyard.train import decisions, losses
 from trainyard.train.cross_entropy import chunked_cross_entropy
-from trainyard.train.user_functions import check_sum_and_count, import_function
+from trainyard.train.user_functions import check_sum_and_count
 
 
 def case(tokens: int = 50, vocab: int = 37, hidden: int = 16, bias: bool = False, dtype: torch.dtype = torch.float32):

@@ -78,7 +78,7 @@ def test_loss_lr_and_grad_norm_of_20_steps_equal_plain_torch(
             "optimizer": {**OPTIMIZER, "max_grad_norm": max_grad_norm},
             "schedule": {"kind": "cosine", "warmup_steps": WARMUP},
             "checkpoint": {"init_from": str(tmp_path / "start"), "export_hf": False},
-            "log": {"every": 1, "tensorboard": False, "directory": str(tmp_path)},
+            "log": {"every": 1, "loggers": [], "directory": str(tmp_path)},
             "device": {"name": "cpu"},
         }
     )

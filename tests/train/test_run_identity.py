@@ -19,7 +19,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory
 
-SMOKE = ["train", "tiny-llama", "--smoke", "log.tensorboard=false", "checkpoint.export_hf=false", "evaluate.every=0"]
+SMOKE = ["train", "tiny-llama", "--smoke", "log.loggers=[]", "checkpoint.export_hf=false", "evaluate.every=0"]
 
 
 def named(tmp_path: Path, name: str, steps: int = 2, **checkpoint: Any) -> Config:

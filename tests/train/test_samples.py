@@ -224,11 +224,11 @@ def test_resuming_an_older_step_drops_later_samples(tmp_path: Path) -> None:
 def test_tensorboard_has_the_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    summary = run_in(configure(tmp_path, train={"steps": 2}, log={"tensorboard": True}))
+    summary = run_in(configure(tmp_path, train={"steps": 2}, log={"loggers": ["tensorboard"]}))
     board = EventAccumulator(str(summary.directory / "tensorboard"))
     board.Reload()
     record = samples_of(summary.directory)[0]
-    (event,) = board.Tensors("samples/0/text_summary")
+    (event,) = board.Tensors("samples/0")
     assert event.step == 2
     text = event.tensor_proto.string_val[0].decode()
     assert text == "    " + (record["prompt"] + record["text"]).replace("\n", "\n    ")

@@ -25,7 +25,7 @@ def loss(output, batch):
 """
 STEPS = 6
 TRAIN = [
-    *("train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.tensorboard=false", "evaluate.every=0"),
+    *("train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"),
     *("train.loss=mine:loss", f"train.steps={STEPS}", "train.global_batch=2", "train.micro_batch=1", "log.every=1"),
     *("log.directory=runs", "log.name=run"),
 ]

@@ -281,7 +281,7 @@ def test_contents_of_the_run_directory(tmp_path: Path) -> None:
     from trainyard.config.load import load
 
     config = configs.tiny_config(
-        log={"directory": str(tmp_path), "tensorboard": True, "every": 2}, checkpoint={"export_hf": True}
+        log={"directory": str(tmp_path), "loggers": ["tensorboard"], "every": 2}, checkpoint={"export_hf": True}
     )
     first, second = Trainer(config).run(), Trainer(config).run()
     assert (first.directory.name, second.directory.name) == ("run", "run-2")

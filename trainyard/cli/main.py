@@ -25,8 +25,12 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 EXTRA_BY_MODULE = {
     **dict.fromkeys(("pyarrow", "h5py", "sentencepiece"), "data"),
     **dict.fromkeys(("fastapi", "uvicorn", "jinja2"), "serve"),
+    "starlette": "page",
     "s3fs": "s3",
     "lm_eval": "lm-eval",
+    "wandb": "wandb",
+    **dict.fromkeys(("mlflow", "sqlalchemy", "alembic"), "mlflow"),
+    "pynvml": "nvidia",
 }
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
@@ -36,6 +40,12 @@ COMMAND_HELP = {
     "logs": "Print or follow the log of a submitted run.",
     "cancel": "End the job of a submitted run.",
     "supervise": "Start the ranks of a run inside its job, and again if they fail.",
+    "top": "Show a run and its devices live: utilization, memory, loss, speed, slowest rank.",
+    "page": "Show runs in a browser while they train.",
+    "report": "Write the page of a run as one HTML file.",
+    "board": "Start TensorBoard for runs.",
+    "trace": "Write what each rank did as a Perfetto trace; say which rank waits for which.",
+    "profile": "Print the trace that profile.steps has written, by kind of kernel.",
     "plan": "Predict memory, speed and cost of a run, also for hardware you do not have.",
     "config": "Validate a configuration and print it with all defaults.",
     "import": "Convert an NxD Training or Megatron-LM configuration.",
@@ -44,7 +54,7 @@ COMMAND_HELP = {
     "audit": "Check a run against Trainium's rules without a Trainium.",
     "precompile": "Compile all graphs of a run ahead of time.",
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
-    "data": "Prepare data: extract, tokenize, pack, bert, inspect.",
+    "data": "Prepare data: extract, tokenize, pack, bert, inspect; show the samples of a step.",
     "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "generate": "Continue prompts with the model of a checkpoint; talk to it.",
@@ -67,6 +77,7 @@ MODULE_BY_COMMAND = {
     "serve": "inference.serve",
     "eval": "inference.eval",
     "cluster": "cluster.config_file",
+    **{name: f"watch.{name}" for name in ("top", "page", "report", "board", "trace", "profile")},
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }
 """Modules whose names differ from those of their commands."""

@@ -12,10 +12,15 @@ from rich.table import Column
 
 from trainyard.cli.console import print_line, terminal_safe
 from trainyard.core.constants import GIB
+from trainyard.metrics.loggers.base import event_text
 from trainyard.train.callbacks import Callback, TrainerView
 
 SAMPLE_CHARACTERS = 160
 """Length at which the line of a text sample is cut off; samples.jsonl has all of it."""
+
+
+EVENT_SAMPLES = 8
+"""Sample indices in the line of an event; events.jsonl has all of them."""
 
 
 class ConsoleLogHandler(logging.Handler):
@@ -44,7 +49,7 @@ def log_to_console(console: Console) -> Iterator[None]:
 
 
 class TrainConsole(Callback):
-    """Shows the steps, evaluations, text samples and checkpoints of a run."""
+    """Shows the steps, evaluations, text samples, events and checkpoints of a run."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -83,8 +88,6 @@ class TrainConsole(Callback):
             print_line(self.console, f"first step done {record['seconds_from_start']:.1f} s after the start", "dim")
         if "graphs_compiled" in record:
             print_line(self.console, compile_summary(record), "dim")
-        if "not_finite" in record:
-            print_line(self.console, f"step {record['step']} skipped: {record['not_finite']}")
 
     def on_evaluate(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         fields = [f"{name.removeprefix('evaluate/')} {value:.4f}" for name, value in record.items() if name != "step"]
@@ -95,6 +98,11 @@ class TrainConsole(Callback):
             text = f"sample at step {record['step']} | {record['prompt']} | {record['text']}"
             text = terminal_safe(text, self.console.encoding)
             print_line(self.console, text if len(text) <= SAMPLE_CHARACTERS else text[:SAMPLE_CHARACTERS] + "...")
+
+    def on_event(self, trainer: TrainerView, event: dict[str, Any]) -> None:
+        if event["event"] != "end":  # the end has its own lines
+            text = terminal_safe(event_text(event, EVENT_SAMPLES), self.console.encoding)
+            print_line(self.console, text, "dim" if event["event"] == "start" else "")
 
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         text = (

@@ -7,9 +7,9 @@ import psutil
 
 from trainyard.cluster import slurm
 from trainyard.cluster.job_record import RECORD_FILE, JobRecord
-from trainyard.cluster.supervisor import read_metrics
 from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
+from trainyard.metrics.json_lines import read_json_lines
 
 
 class RunState(NamedTuple):
@@ -47,7 +47,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def run_state(directory: Path, record: JobRecord) -> RunState:
-    losses = [entry for entry in read_metrics(directory) if "loss" in entry]
+    losses = [entry for entry in read_json_lines(directory / "metrics.jsonl").records if "loss" in entry]
     last = losses[-1] if losses else {}
     state, active, left = _slurm_state(record) if record.scheduler == "slurm" else _local_state(record)
     train = read_yaml(directory / "config.yaml").get("train", {})

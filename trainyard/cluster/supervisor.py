@@ -6,7 +6,6 @@ job is requeued, and Slurm chooses other nodes. A rank died: the ranks are start
 without a new checkpoint in between are bounded.
 """
 
-import json
 import signal
 import time
 from collections.abc import Iterator
@@ -14,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from trainyard.cluster.job_record import RECORD_FILE, JobRecord, attempt_directory
 from trainyard.cluster.scheduler import Scheduler
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped
 from trainyard.launch.outcome import OUTCOME_FILE, LaunchOutcome
+from trainyard.metrics.json_lines import read_json_lines
 
 POLL_S = 0.2
 REQUEUE_WAIT_S = 120
@@ -166,7 +165,8 @@ class Supervisor:
 
     def _last_checkpoint(self) -> int:
         """The step of the latest checkpoint that the run recorded in its metrics; 0 if there is none."""
-        return max((record["step"] for record in read_metrics(self.directory) if "checkpoint" in record), default=0)
+        records = read_json_lines(self.directory / "metrics.jsonl").records
+        return max((record["step"] for record in records if "checkpoint" in record), default=0)
 
     def _report(self, text: str) -> None:
         """Add one line to the log of the job and to its record."""
@@ -177,19 +177,6 @@ class Supervisor:
 
 def describe_nodes(states: dict[str, str]) -> str:
     return ", ".join(f"node {name} is {state}" for name, state in states.items())
-
-
-def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """The records of a run's metrics.jsonl. A line that is not complete yet is left out."""
-    try:
-        lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
 
 
 def read_outcomes(logs: Path) -> tuple[LaunchOutcome | None, bool]:

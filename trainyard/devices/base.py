@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.stopwatch import HostStopwatch, Stopwatch
@@ -175,6 +176,19 @@ class Device(ABC):
     def stopwatch(self) -> Stopwatch | None:
         """A stopwatch for the work of this rank; None if it would have to wait for the device."""
         return HostStopwatch() if self.synchronous else None
+
+    def profiler_activities(self) -> list[ProfilerActivity]:
+        """What torch's profiler records on this device."""
+        return [ProfilerActivity.CPU]
+
+    def record_memory_history(self, enabled: bool) -> None:
+        """Start or stop recording the device's allocations, for `dump_memory_snapshot`."""
+        return
+
+    def dump_memory_snapshot(self, path: str) -> None:
+        """Write the recorded allocations for torch's memory viewer. A device without such a record writes nothing:
+        there, the profiler's trace has the allocations."""
+        return
 
     def kernels(self, fused: bool = True) -> Kernels:
         """Model kernels: the device's fused kernels if it has any and `fused` is true, otherwise plain torch."""

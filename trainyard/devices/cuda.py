@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity
 
 from trainyard import compat
 from trainyard.core.errors import UserError
@@ -128,6 +129,15 @@ class CudaDevice(StreamDevice):
 
     def stopwatch(self) -> EventStopwatch:
         return EventStopwatch(torch.cuda)
+
+    def profiler_activities(self) -> list[ProfilerActivity]:
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+    def record_memory_history(self, enabled: bool) -> None:
+        compat.record_memory_history(torch.cuda, enabled)
+
+    def dump_memory_snapshot(self, path: str) -> None:
+        compat.dump_memory_snapshot(torch.cuda, path)
 
     def flight_recorder_environment(self, directory: Path) -> dict[str, str]:
         return recorder_environment(directory, os.environ, compat.has_recorder_pipe_by_default())

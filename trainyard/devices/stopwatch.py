@@ -4,7 +4,7 @@ when it is done. They measure what a rank computes, without the time in which it
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -47,11 +47,6 @@ class Stopwatch(ABC):
         """The measured time of the last work. The work must be complete, which the caller knows from its results."""
         pairs = zip(self.readings[::2], self.readings[1::2], strict=True)
         return sum(self.seconds_between(first, second) for first, second in pairs)
-
-
-def paused(stopwatch: Stopwatch | None) -> AbstractContextManager[None]:
-    """Leave out of a measurement, if there is one, what happens here."""
-    return stopwatch.paused() if stopwatch else nullcontext()
 
 
 class HostStopwatch(Stopwatch):

@@ -61,7 +61,7 @@ def dry_run(config: Config, rank: int, world_size: int, device: devices.Device |
 
 
 def without_io(config: Config) -> Config:
-    """The same run without files: synthetic data, no text samples, nothing saved, nothing resumed."""
+    """The same run without files: synthetic data, no text samples, no loggers, nothing saved, nothing resumed."""
     sections = config.model_dump(mode="json")
     sections["data"] |= SYNTHETIC_DATA
     sections["checkpoint"] |= {
@@ -72,4 +72,5 @@ def without_io(config: Config) -> Config:
         "every_minutes": 0.0,
     }
     sections["samples"]["every"] = 0
+    sections["log"]["loggers"] = []
     return parse(sections)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import time
 import uuid
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -19,6 +20,10 @@ from trainyard.core.errors import DirectoryInUse, UserError, is_disk_full, one_l
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
+LOCKED = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""What flock says of a file that another process has locked."""
+LOCK_WAIT_S = 0.2
+"""Seconds to wait for a lock: `is_training` takes it for an instant."""
 logger = logging.getLogger(__name__)
 
 
@@ -139,13 +144,36 @@ def read_identity(path: Path) -> RunIdentity | None:
     return RunIdentity(str(section.get("name", "run")), None) if isinstance(section, dict) else None
 
 
+def is_training(path: Path) -> bool:
+    """True if a process of this host, or of another one that shares locks, trains in the run directory `path`."""
+    try:
+        handle = os.open(path / IDENTITY_FILE, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in LOCKED
+    finally:
+        os.close(handle)
+    return False
+
+
 def _lock_file(handle: int, directory: Path, key: str = "log.name") -> None:
     """Lock an open file, or close it and raise UserError if another process has locked it. `key` chooses the
     directory."""
+    deadline = time.monotonic() + LOCK_WAIT_S
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in LOCKED or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
     except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+        if error.errno in LOCKED:
             os.close(handle)
             raise DirectoryInUse(
                 f"{directory}: another process is training in this directory; wait for it, or choose another {key}"

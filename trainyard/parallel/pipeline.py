@@ -1,7 +1,8 @@
 """Pipeline parallelism: runs a rank's stages with torch's pipeline schedules."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ MULTI_STAGE_SCHEDULES: dict[str, Any] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+STAGE_ACTIONS = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "backward of weights",
+}
+"""The methods of a stage that compute a micro batch, and the spans in which they do."""
 FORWARD_ACTIONS = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """The actions of a schedule that a pass without backward needs."""
 
@@ -41,26 +48,29 @@ class Pipeline:
         tokens: Tensor,
         activations: Tensor,
         device: torch.device,
+        span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """`modules` are this rank's stages. `tokens` and `activations` are example inputs of the first stage and of the
-        others (only shapes matter)."""
+        others (only shapes matter). `span` makes the context in which a stage computes a micro batch."""
         layout, specs = mesh.layout, mesh.layout.stages_on(mesh.coords["pp"])
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages: list[Any] = [
             PipelineStage(
                 module,
-                stage.index,
+                spec.index,
                 len(layout.stages),
                 device,
-                input_args=tokens if stage.is_first else activations,
-                output_args=loss if stage.is_last else activations,
+                input_args=tokens if spec.is_first else activations,
+                output_args=loss if spec.is_last else activations,
                 group=mesh.pp.handle,
             )
-            for stage, module in zip(specs, modules, strict=True)
+            for spec, module in zip(specs, modules, strict=True)
         ]
+        for stage in stages:
+            _add_spans(stage, span)
         count = layout.micro_batches
-        self.has_first_stage = any(stage.is_first for stage in specs)
-        self.has_last_stage = any(stage.is_last for stage in specs)
+        self.has_first_stage = any(spec.is_first for spec in specs)
+        self.has_last_stage = any(spec.is_last for spec in specs)
         self.schedule: Any
         if schedule != "1f1b" and not compat.supports_zero_bubble():
             raise UserError(
@@ -83,6 +93,22 @@ class Pipeline:
         else:
             with _forward_actions_only(self.schedule):
                 self.schedule.eval(*arguments, target=target, **batch_tensors(batch))
+
+
+def _add_spans(stage: Any, span: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Replace the methods of a stage by ones that run in a span. What a rank does between them is to wait for the
+    stages of other ranks."""
+
+    def in_span(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with span(name):
+                return method(*args, **kwargs)
+
+        return run
+
+    for method_name, span_name in STAGE_ACTIONS.items():
+        setattr(stage, method_name, in_span(getattr(stage, method_name), span_name))
 
 
 @contextmanager

@@ -6,14 +6,16 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from trainyard.devices.stopwatch import Stopwatch, paused
 from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
 from trainyard.parallel.process_group import Group, wait
 
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Makes the context in which a rank waits for others, so that the caller can measure it."""
 MAX_IN_FLIGHT = 2
 """Buckets in flight at a time: enough to overlap, and few enough to bound the memory of their copies."""
 
@@ -28,11 +30,11 @@ class GradientReducer:
         gradients: Tensor,
         reduced_grads: Tensor,
         dtype: torch.dtype,
-        stopwatch: Stopwatch | None = None,
+        waiting: Waiting = nullcontext,
     ) -> None:
         """`dtype` is the dtype of communication. `reduced_grads` is `gradients` itself if nothing is sharded.
-        `stopwatch` pauses while this rank waits for others."""
-        self.flat, self.group, self.stopwatch = flat, group, stopwatch
+        `waiting` is entered while this rank waits for others."""
+        self.flat, self.group, self.waiting = flat, group, waiting
         self.gradients, self.reduced_grads, self.dtype = gradients, reduced_grads, dtype
         self.bucket_index = {span.name: index for index, bucket in enumerate(flat.buckets) for span in bucket.spans}
         self.pending_grads: list[int] = []
@@ -72,12 +74,12 @@ class GradientReducer:
         length = bucket.shard_range.stop - bucket.shard_range.start
         shards = self.gradients.new_zeros(self.flat.num_shards, length, dtype=self.dtype)
         self.flat.scatter_to_shards(bucket, self.gradients, shards)
-        with paused(self.stopwatch):  # waits for the other ranks where compat emulates it
+        with self.waiting():  # waits for the other ranks where compat emulates it
             self.in_flight.append((bucket, self.group.start_reduce_scatter(shards.view(-1))))
 
     def _complete(self) -> None:
         bucket, pending = self.in_flight.popleft()
-        with paused(self.stopwatch):
+        with self.waiting():
             total = wait(pending)
         if self.flat.num_shards > 1:
             self.reduced_grads[bucket.shard_range].copy_(total)
@@ -94,11 +96,11 @@ class WeightGatherer:
         group: Group,
         weights: Tensor,
         needed_at: Callable[[str], Iterable[str]],
-        stopwatch: Stopwatch | None = None,
+        waiting: Waiting = nullcontext,
     ) -> None:
-        """`needed_at` returns the moments at which a parameter is used, such as a layer index. `stopwatch` pauses while
-        this rank waits for others."""
-        self.flat, self.group, self.weights, self.stopwatch = flat, group, weights, stopwatch
+        """`needed_at` returns the moments at which a parameter is used, such as a layer index. `waiting` is
+        entered while this rank waits for others."""
+        self.flat, self.group, self.weights, self.waiting = flat, group, weights, waiting
         # Norms and biases are few, lie at the end of the buffer, and are needed from the start.
         undecayed = range(flat.shard_decay_end, flat.shard_undecayed_end)
         self.buckets = sorted(flat.buckets, key=lambda bucket: bucket.shard_range.start not in undecayed)
@@ -130,14 +132,14 @@ class WeightGatherer:
         assert self.shard is not None
         while self.started < len(self.buckets) and len(self.in_flight) < MAX_IN_FLIGHT:
             piece = self.shard[self.buckets[self.started].shard_range].to(self.weights.dtype)
-            with paused(self.stopwatch):  # waits for the other ranks where compat emulates it
+            with self.waiting():  # waits for the other ranks where compat emulates it
                 self.in_flight.append(self.group.start_all_gather(piece))
             self.started += 1
 
     def _complete(self, count: int) -> None:
         while self.completed < count:
             bucket = self.buckets[self.completed]
-            with paused(self.stopwatch):
+            with self.waiting():
                 shards = wait(self.in_flight.popleft()).view(self.flat.num_shards, -1)
             self.flat.gather_from_shards(bucket, shards, self.weights)
             self.completed += 1

@@ -17,7 +17,7 @@ from trainyard.serve.api_types import (
 )
 from trainyard.serve.errors import ApiError, add_error_handlers
 from trainyard.serve.generation import ChoiceDelta, Generation
-from trainyard.serve.middleware import MAX_BODY_BYTES, LimitBody, RequireToken
+from trainyard.serve.middleware import RequireToken
 from trainyard.serve.response_types import (
     ChatCompletionResponse,
     CompletionResponse,
@@ -29,6 +29,7 @@ from trainyard.serve.response_types import (
 )
 from trainyard.serve.served_model import ServedModel
 from trainyard.serve.streaming import ClientGone, EventStream, until_disconnect
+from trainyard.web.limit_body import MAX_BODY_BYTES, LimitBody
 
 ERROR_DESCRIPTIONS = {
     400: "The request is not valid, or asks for something that this server does not support.",

@@ -1,53 +1,22 @@
-"""What happens to a request before its route: the token and the size of the body are checked."""
+"""What happens to a request before its route: its token is checked."""
 
-import hmac
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from trainyard.core.constants import MIB
 from trainyard.serve.errors import ApiError
-
-MAX_BODY_BYTES = 4 * MIB
-MAX_DISCARDED_BYTES = 64 * MIB
-"""Of a body that is too large, this much is read before the answer: most clients read it only after sending all."""
+from trainyard.web.tokens import is_bearer
 
 
 class RequireToken:
     """Refuses requests under /v1 without `Authorization: Bearer TOKEN`."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.expected = app, f"Bearer {token}".encode()
+        self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
-                message = "missing or wrong token; send it as Authorization: Bearer TOKEN"
-                headers = {"WWW-Authenticate": "Bearer"}
-                await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-class LimitBody:
-    """Answers 413 to a body of more than `limit` bytes, whether its length is announced or not."""
-
-    def __init__(self, app: ASGIApp, limit: int = MAX_BODY_BYTES) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = 0
-
-        async def limited_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.limit:
-                while message.get("more_body") and received < MAX_DISCARDED_BYTES:
-                    message = await receive()
-                    received += len(message.get("body", b""))
-                raise HTTPException(413, f"the body has more than {self.limit} bytes")
-            return message
-
-        await self.app(scope, limited_receive, send)
+        is_open = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        if is_open or is_bearer(dict(scope["headers"]).get(b"authorization", b""), self.token):
+            await self.app(scope, receive, send)
+            return
+        message = "missing or wrong token; send it as Authorization: Bearer TOKEN"
+        headers = {"WWW-Authenticate": "Bearer"}
+        await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)

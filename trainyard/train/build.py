@@ -15,6 +15,7 @@ from trainyard.checkpoint.registry import open_weights
 from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import import_function
 from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.loader import BatchLoader
@@ -33,7 +34,7 @@ from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
 from trainyard.train.losses import Loss, LossFunction, UserLoss, make_loss
-from trainyard.train.user_functions import import_function, user_function
+from trainyard.train.user_functions import user_function
 
 logger = logging.getLogger(__name__)
 

@@ -49,6 +49,9 @@ class Callback:
     def on_samples(self, trainer: TrainerView, records: list[dict[str, Any]]) -> None:
         """The model has continued the prompts of samples.prompts; the records go to samples.jsonl."""
 
+    def on_event(self, trainer: TrainerView, event: dict[str, Any]) -> None:
+        """On rank 0: the run starts or ends, a loss spikes or a step is skipped; `event` goes to events.jsonl."""
+
     def on_checkpoint(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         """A checkpoint is committed. `record` has its path, its bytes, how long it took and how long steps waited."""
 

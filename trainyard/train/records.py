@@ -21,7 +21,7 @@ class RunSummary:
     """Outcome of a run."""
 
     directory: Path
-    """The run directory, with config.yaml, metrics.jsonl and TensorBoard files."""
+    """The run directory, with config.yaml, metrics.jsonl, events.jsonl and TensorBoard files."""
     steps: int
     first_loss: float | None
     last_loss: float | None
@@ -44,11 +44,12 @@ def step_record(
     result: StepResult, rates: dict[str, Any], config: Config, optimizer: Optimizer, device: Device, mesh: Mesh
 ) -> dict[str, Any]:
     """The metrics of a step; `rates` are its throughput. Waits for the step. All ranks call this together."""
-    skipped_total, skipped_in_a_row, _ = result.read_status()
+    status = result.read_status()
     terms = {f"loss/{name}": float(value) for name, value in result.terms.items()}
     record: dict[str, Any] = {
         "step": result.step,
         "consumed_samples": result.step * config.train.global_batch,
+        "consumed_tokens": result.step * config.train.global_batch * config.data.seq_len,
         **rates,
         "lr": result.lr,
         "global_batch": config.train.global_batch,
@@ -56,7 +57,7 @@ def step_record(
         **(terms if len(terms) > 1 else {}),
         "grad_norm": float(result.grad_norm),
         "param_norm": float(optimizer.weight_norm()),
-        "skipped": skipped_total,
+        "skipped": status.skipped_total,
         "memory_bytes": device.max_memory_allocated(),
     }
     if result.step == 1:
@@ -65,7 +66,7 @@ def step_record(
             "device": device.describe(),
             "ranks": mesh.layout.world_size,
         }
-    if skipped_in_a_row:
+    if status.skipped_in_a_row:
         record["not_finite"] = describe_skipped(result, optimizer, mesh)
     return record
 
@@ -87,7 +88,7 @@ def too_many_skipped(result: StepResult, config: Config, optimizer: Optimizer, m
     problem, advice = "were not finite and were skipped", "try a lower optimizer.lr or a longer schedule.warmup_steps"
     if not result.label_count > 0:
         problem, advice = "were skipped", "check the labels of the data, or the count that the loss returns"
-    _, in_a_row, _ = result.read_status()
+    in_a_row = result.read_status().skipped_in_a_row
     return RunStopped(
         f"step {result.step}: {in_a_row} steps in a row {problem} "
         f"(train.max_skipped_steps={config.train.max_skipped_steps}); "

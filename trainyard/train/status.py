@@ -1,4 +1,4 @@
-"""Flags that ranks share with every step: they ride on the all-reduce of the loss, so no extra message is needed."""
+"""What a step tells the host: flags of all ranks, which ride on the all-reduce of the loss, and the step's numbers."""
 
 from typing import NamedTuple
 
@@ -20,6 +20,25 @@ class StepStatus(NamedTuple):
     """This rank has stored its part of the copy in host memory that is in progress, and that of another host."""
     copy_failed: float = 0.0
     """This rank could not store its part of the copy in host memory."""
+
+
+class HostStatus(NamedTuple):
+    """The host copy of a step's status, the same on all ranks. It is read while the next step runs."""
+
+    skipped_total: int
+    skipped_in_a_row: int
+    """Above 0 if the step was skipped."""
+    loss: float
+    grad_norm: float
+    label_count: float
+    flags: StepStatus
+    """Summed over all ranks."""
+
+    def skip_reason(self) -> str:
+        """Why the step was skipped."""
+        if not self.label_count > 0:
+            return "no label of the batch counts"
+        return f"not finite: loss {self.loss}, gradient norm {self.grad_norm}"
 
 
 NO_FLAGS = StepStatus()

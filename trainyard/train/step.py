@@ -2,6 +2,7 @@
 waits for the device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor
 
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import key32
-from trainyard.devices.stopwatch import Stopwatch, paused
+from trainyard.devices.stopwatch import Stopwatch
 from trainyard.models import ModelOutput
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.zero1 import Waiting
 from trainyard.train.losses import Loss, LossTerms
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.status import NO_FLAGS, StepStatus
+from trainyard.train.status import NO_FLAGS, HostStatus, StepStatus
 
 
 @dataclass
@@ -33,13 +35,12 @@ class StepResult:
     label_count: Tensor
     """Counted labels of the global batch, of the term that has most; 0 if the batch has none, which skips the step."""
     host_status: Callable[[], Tensor]
-    """Waits for the host copy of the skip counts and the status. The copy is queued with the step, so it can be read
-    while the next step runs."""
+    """Waits for the host copy of the skip counts, loss, norm, label count and flags. The copy is queued with the step,
+    so it can be read while the next step runs."""
 
-    def read_status(self) -> tuple[int, int, StepStatus]:
-        """Skipped steps in total and in a row, and the status flags summed over all ranks."""
-        total, in_a_row, *flags = self.host_status().tolist()
-        return total, in_a_row, StepStatus(*flags)
+    def read_status(self) -> HostStatus:
+        total, in_a_row, loss, grad_norm, label_count, *flags = self.host_status().tolist()
+        return HostStatus(int(total), int(in_a_row), loss, grad_norm, label_count, StepStatus(*flags))
 
 
 class TrainStep:
@@ -53,9 +54,10 @@ class TrainStep:
         seed: int,
         on_gradients_ready: Callable[[], None] | None = None,
         stopwatch: Stopwatch | None = None,
+        waiting: Waiting = nullcontext,
     ) -> None:
         """`on_gradients_ready` is called between the gradient reduction and the update. A running `stopwatch` stops
-        when this rank's own gradients are complete."""
+        when this rank's own gradients are complete. `waiting` is entered while this rank waits for others."""
         self.runner, self.loss_fn, self.optimizer = runner, loss_fn, optimizer
         self.device, self.mesh, self.seed = runner.device, runner.mesh, seed
         device = runner.device.torch_device
@@ -64,6 +66,7 @@ class TrainStep:
         self.loss_divisors = torch.ones(len(loss_fn.term_names), device=device)
         self.loss_sums = LossAccumulator(loss_fn.term_names, device, runner.mesh)
         self.on_gradients_ready, self.stopwatch = on_gradients_ready, stopwatch
+        self.spans, self.waiting = runner.spans, waiting
 
     def __call__(self, batch: Batch | list[Batch], step: int, lr: float, status: StepStatus = NO_FLAGS) -> StepResult:
         """`batch` holds this data-parallel rank's samples in host memory, perhaps staged by the runner. `status` is
@@ -76,7 +79,7 @@ class TrainStep:
         counts_per_batch = [torch.stack(terms) for part in batches if (terms := self.loss_fn.label_counts(part))]
         if counts_per_batch:
             local_counts = torch.stack(counts_per_batch).sum(0)
-            with paused(self.stopwatch):
+            with self.waiting():
                 global_counts = mesh.dp_cp.all_reduce_sum(local_counts)
             self.loss_divisors.copy_(global_counts.clamp(min=1))
         self.loss_sums.values.zero_()
@@ -84,17 +87,22 @@ class TrainStep:
         if self.stopwatch:
             self.stopwatch.stop()
         local_status = self.device.to_device(torch.tensor(status, dtype=torch.float32))
-        totals, counts, status_sums = self.loss_sums.all_reduce(local_status)
+        with self.waiting():
+            totals, counts, status_sums = self.loss_sums.all_reduce(local_status)
         loss, means = mean_loss(totals, counts)
         term_means = dict(zip(self.loss_fn.term_names, means, strict=True))
         grad_scale = torch.ones_like(loss) if counts_per_batch else torch.where(counts[0] > 0, 1 / counts[0], 1.0)
         lr_tensor = self.device.to_device(torch.tensor(lr, dtype=torch.float32))
-        self.optimizer.reduce_gradients()
+        with self.spans("reduce"):
+            self.optimizer.reduce_gradients()
         if self.on_gradients_ready:
             self.on_gradients_ready()
-        norm = self.optimizer.step(lr_tensor, grad_scale, loss, step)
-        device_status = torch.cat((self.optimizer.guard.skip_counts, status_sums.int()))
-        return StepResult(step, lr, loss, term_means, norm, counts.max(), self.device.copy_to_host(device_status))
+        with self.spans("optimizer"):
+            norm = self.optimizer.step(lr_tensor, grad_scale, loss, step)
+        label_count = counts.max()
+        numbers = torch.stack((*self.optimizer.guard.skip_counts.float(), loss, norm, label_count))
+        host_status = self.device.copy_to_host(torch.cat((numbers, status_sums)))
+        return StepResult(step, lr, loss, term_means, norm, label_count, host_status)
 
     def _micro_batch_loss(self, output: ModelOutput, micro: Batch) -> Tensor:
         terms = self.loss_fn.terms(output, micro)

@@ -22,8 +22,9 @@ from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
+from trainyard.metrics.loggers.build import check_loggers
 from trainyard.metrics.run_directory import RunDirectory
-from trainyard.metrics.writers import MetricsWriter
+from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
@@ -44,12 +45,15 @@ from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import learning_rate
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
+from trainyard.train.run_log.run_log import RunLog, lacks_samples
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
 from trainyard.train.status import StepStatus
 from trainyard.train.step import StepResult, TrainStep
 from trainyard.train.stragglers import StragglerMonitor
 from trainyard.train.text_samples.generate import continue_prompts
 from trainyard.train.text_samples.prompts import TextPrompts
+from trainyard.train.timing.profiler import StepProfiler, check_profile_ranks
+from trainyard.train.timing.run_spans import recorded_spans
 from trainyard.train.user_functions import check_named_numbers, user_function
 
 logger = logging.getLogger(__name__)
@@ -79,9 +83,12 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.world = world = world or World.from_environment()
         self.layout = layout = Layout.from_config(config, world.size)
+        check_profile_ranks(config.profile, world.size)
         self.device = device = build.build_device(config, world, device)
         preflight(config, layout, device)
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
+        if config.log.loggers:
+            mesh.broadcast_object(partial(check_loggers, config.log.loggers), device)
         self.run_directory, resumed = find_resume_point(config, mesh, device, run_directory)
         self.directory = self.run_directory.path if self.run_directory else None
         self.resumed = resumed
@@ -103,15 +110,17 @@ class Trainer:
         values = build.initial_parameters(config, self.blueprint, mesh, device, resumed is not None, weights)
         self.stragglers = StragglerMonitor.create(mesh, device, config.layout.zero)
         stopwatch = self.stragglers.stopwatch if self.stragglers else None
+        self.spans = SpanRecorder()
+        waiting = self.spans.waiting(stopwatch, world.size)
         self.optimizer = Optimizer(
-            self.models, self.blueprint, values, config, device, mesh, kernels, compile_fn, stopwatch
+            self.models, self.blueprint, values, config, device, mesh, kernels, compile_fn, waiting
         )
         padding_free = packs_batches(config, layout, kernels.has_varlen_attention)
         build.wrap_blocks(config, self.models, device, mesh, compile_fn, padding_free)
         self.compile_counter = CompileCounter(mesh) if compile_fn else None
-        self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free)
+        self.runner = MicroBatchRunner(self.models, config, device, mesh, padding_free, self.spans)
         self.train_step = TrainStep(
-            self.runner, self.loss_fn, self.optimizer, config.train.seed, self._on_gradients_ready, stopwatch
+            self.runner, self.loss_fn, self.optimizer, config.train.seed, self._on_gradients_ready, stopwatch, waiting
         )
         self.batch_slice = rank_samples(config.train.global_batch, layout.dp, mesh.coords["dp"])
         """This rank's samples of each global batch."""
@@ -122,7 +131,8 @@ class Trainer:
         self.saver: Saver | None = None
         self.memory_copies: MemoryCopies | None = None
         self.deadline_saver: DeadlineSaver | None = None
-        self.writer: MetricsWriter | None = None
+        self.run_log: RunLog | None = None
+        self.profiler: StepProfiler | None = None
         self.last_checkpoint: str | None = None
         """The last committed checkpoint of this run."""
         self.stop_signal = StopSignal()
@@ -158,7 +168,8 @@ class Trainer:
         model_files = run_model_files(config, self.resumed) if is_leader else {}
         if is_leader:
             atomic_write_text(directory / "config.yaml", dump(config))
-            self.writer = MetricsWriter(directory, config.log.tensorboard, self.completed_steps)
+            on_event = partial(self._notify, "on_event")
+            self.run_log = RunLog(run_directory, config, self.completed_steps, self.loader, on_event)
         if config.checkpoint.saving_enabled:
             storage = open_storage(config.checkpoint.directory or directory / "checkpoints")
             if config.checkpoint.directory and isinstance(storage, LocalStorage):
@@ -171,17 +182,24 @@ class Trainer:
                 self.memory_copies = MemoryCopies(
                     config, run_directory.run_id, *state, self.world, self.saver.metadata, self.completed_steps
                 )
+        self.profiler = StepProfiler.create(
+            config.profile, directory, self.world.rank, self.device, self.completed_steps + 1
+        )
         start = time.perf_counter()
         losses: list[float] = []
         exported: Path | None = None
+        error: BaseException | None = None
         agreement = RankAgreement(self.mesh.store, self.world)
         self.deadline_saver = DeadlineSaver(
             config.checkpoint.stop_grace_s, self.saver, self.device, agreement, self.completed_steps, self._on_deadline
         )
-        with self.stop_signal.handle_signals(), self.deadline_saver, quiet_garbage_collector():
+        spans = recorded_spans(self.spans, config, directory, self.mesh, self.device, self.completed_steps)
+        with self.stop_signal.handle_signals(), self.deadline_saver, spans, quiet_garbage_collector():
             try:
                 self._notify("on_start")
-                if self.text_prompts and self.mesh.broadcast_object(self._lacks_samples, self.device):
+                if self.run_log:
+                    self.run_log.start(self.layout.world_size, self.device.describe(), self.resumed is not None)
+                if self.text_prompts and self.mesh.broadcast_object(partial(lacks_samples, self.run_log), self.device):
                     self._sample_if_due(self.completed_steps)
                 for record in self._train_steps():
                     losses.append(record["loss"])
@@ -192,19 +210,25 @@ class Trainer:
                     self._sample_if_due(record["step"])
                 self.deadline_saver.stop()
                 self._notify("on_last_step")
-                if self.saver:
-                    self.saver.finish()
-                if self.memory_copies:
-                    self.memory_copies.finish()
+                with self.spans("save"):
+                    if self.saver:
+                        self.saver.finish()
+                    if self.memory_copies:
+                        self.memory_copies.finish()
                 if config.checkpoint.export_hf:
                     check_weights(float(self.optimizer.weight_norm()), self.completed_steps)
                     exported = directory / "model"
                     dtype = self.optimizer.state.compute_dtype
                     save_hf(exported, config.model, self.full_parameter, dtype, is_leader, model_files)
+            except BaseException as problem:
+                error = problem
+                raise
             finally:
                 self.optimizer.wait_for_weights()
-                if self.writer:
-                    self.writer.close()
+                if self.profiler:
+                    self.profiler.close()
+                if self.run_log:
+                    self.run_log.end(self.completed_steps, error, self.should_stop())
                 self._notify("on_end")
         return RunSummary(
             directory=directory,
@@ -263,9 +287,13 @@ class Trainer:
                 self.deadline_saver.gate.begin_step()
             step = self.completed_steps + 1
             log_due = self._log_due(step)
+            if self.profiler:
+                self.profiler.begin_step(step)
+            self.spans.begin_step(step, sampled=log_due)
             if self.stragglers and log_due and step > first_step:  # the first step compiles
                 self.stragglers.start(step)
-            batch = next(batches)
+            with self.spans("data wait"):
+                batch = next(batches)
             status = self.saver.step_status(step) if self.saver else StepStatus()
             status = self.memory_copies.add_status(step, status) if self.memory_copies else status
             status = status._replace(stop_requested=float(self.stop_signal.requested))
@@ -277,17 +305,22 @@ class Trainer:
                 self._handle_status(unread)
             unread = result
             if self.device.synchronous or log_due:
-                self._handle_status(result)
+                self._handle_status(result, log_due)
                 unread = None
+            self.spans.end_step()
+            if self.profiler:
+                self.profiler.end_step(step)
             if log_due:
                 yield self._make_record(result)
                 self.throughput.start()
             if self.deadline_saver:
                 self.deadline_saver.end_step(step)
             if self.saver and self.saver.save_due(step):  # Saver.finish saves the last step
-                self.saver.begin(step)
+                with self.spans("save"):
+                    self.saver.begin(step)
             elif self.memory_copies and self.memory_copies.due(step):
-                self.memory_copies.begin(step)
+                with self.spans("save"):
+                    self.memory_copies.begin(step)
         batches.close()
         if not log_due:  # a signal ended the run: log the last step too
             yield self._make_record(result)
@@ -296,35 +329,43 @@ class Trainer:
         intervals = (self.config.log.every, self.config.evaluate.every, self.config.samples.every)
         return step in (1, self.config.train.steps) or any(every and step % every == 0 for every in intervals)
 
-    def _handle_status(self, result: StepResult) -> None:
+    def _handle_status(self, result: StepResult, log_due: bool = False) -> None:
         """Act on the reduced status of a step. Raises RunStopped after too many skipped steps in a row."""
-        _, skipped_in_a_row, status = result.read_status()
-        self.stop_requested = self.stop_requested or bool(status.stop_requested)
+        status = result.read_status()
+        self.stop_requested = self.stop_requested or bool(status.flags.stop_requested)
         if self.saver:
-            self.saver.on_step_status(result.step, status)
+            self.saver.on_step_status(result.step, status.flags)
         if self.memory_copies:
-            self.memory_copies.on_step_status(result.step, status)
-        if skipped_in_a_row >= self.config.train.max_skipped_steps:
+            self.memory_copies.on_step_status(result.step, status.flags)
+        too_many = status.skipped_in_a_row >= self.config.train.max_skipped_steps
+        if self.run_log and (too_many or not log_due):  # the record of a logged step says more
+            self.run_log.watch(result.step, status)
+        if too_many:
             raise too_many_skipped(result, self.config, self.optimizer, self.mesh)
 
     def _make_record(self, result: StepResult) -> dict[str, Any]:
         """The metrics of a logged step."""
-        result.read_status()  # waits for the step, which the throughput includes
+        status = result.read_status()  # waits for the step, which the throughput includes
         self.optimizer.wait_for_weights()  # callbacks may read the weights
         rates = self.throughput.read(result.step)
-        record = step_record(result, rates, self.config, self.optimizer, self.device, self.mesh)
+        with self.spans("log"):
+            record = step_record(result, rates, self.config, self.optimizer, self.device, self.mesh)
+        self.spans.place_device_spans(self.device.synchronize)
         if self.stragglers:
             record |= self.stragglers.metrics(result.step)
         if self.compile_counter:
             record |= self.compile_counter.new_counts()
         self.last_record = record
+        if self.run_log:
+            self.run_log.watch(result.step, status, record.get("not_finite"))
         return record
 
     def _evaluate_if_due(self, record: dict[str, Any]) -> dict[str, Any] | None:
         every, step = self.config.evaluate.every, record["step"]
         if not every or self.should_stop() or (step % every and step != self.config.train.steps):
             return None
-        result = self.evaluate()
+        with self.spans("evaluate"):
+            result = self.evaluate()
         self.throughput.start()
         if self.should_stop():  # the evaluation is incomplete
             return None
@@ -335,20 +376,15 @@ class Trainer:
         every, prompts = self.config.samples.every, self.text_prompts
         if not prompts or self.should_stop() or (step % every and step != self.config.train.steps):
             return
-        new_tokens = continue_prompts(self.runner, self.config, prompts.tokens, prompts.end_id, self._poll_stop)
+        with self.spans("samples"):
+            new_tokens = continue_prompts(self.runner, self.config, prompts.tokens, prompts.end_id, self._poll_stop)
         self.throughput.start()
         if new_tokens is None:  # a signal; the resumed run samples again
             return
         records = self.mesh.broadcast_object(partial(prompts.records, step, new_tokens), self.device)
-        if self.writer:
-            self.writer.write_samples(records)
+        if self.run_log:
+            self.run_log.write_samples(records)
         self._notify("on_samples", records)
-
-    def _lacks_samples(self) -> bool:
-        """On rank 0: True if the run continues in its directory after a signal that came before the samples of its last
-        step were complete."""
-        assert self.writer
-        return self.writer.continues and self.writer.last_sample_step < self.completed_steps
 
     def _on_gradients_ready(self) -> None:
         self._notify("on_gradients_ready")
@@ -357,8 +393,9 @@ class Trainer:
 
     def _on_deadline(self) -> None:
         """Before the process ends inside a step."""
-        if self.writer:
-            self.writer.close()
+        self.spans.close()
+        if self.run_log:
+            self.run_log.end_at_deadline(self.completed_steps)
         self._notify("on_end")
 
     def _on_saved(self, record: dict[str, Any]) -> None:
@@ -366,8 +403,8 @@ class Trainer:
         self._publish("on_checkpoint", record)
 
     def _publish(self, event: str, record: dict[str, Any]) -> None:
-        if self.writer:
-            self.writer.write(record)
+        if self.run_log:
+            self.run_log.write(record)
         self._notify(event, record)
 
     def _notify(self, event: str, *arguments: Any) -> None:

@@ -1,29 +1,13 @@
-"""Imports user functions by `module:function` and checks their results."""
+"""The functions of the user: given as arguments or named in the configuration, with checks of their results."""
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainyard.core.errors import UserError, one_line
-
-
-def import_function(dotted: str, key: str) -> Callable[..., Any]:
-    """Import `module:function`, also from the current directory. `key` is the config key, for error messages."""
-    module, _, name = dotted.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except (Exception, SystemExit) as error:  # the module is the user's: anything may happen in it
-        kind = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
-        raise UserError(f"{key}={dotted}: cannot import {module}: {kind}{one_line(error)}") from None
-    if not callable(function):
-        raise UserError(f"{key}={dotted}: {module} has no function {name}")
-    return function
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import import_function
 
 
 def user_function(function: Callable[..., Any] | None, dotted: str | None, key: str) -> Callable[..., Any] | None:

@@ -1,10 +1,11 @@
 """One trial of a tuning search: the choice of settings it ran, how it ended, how fast it was."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from trainyard.metrics.json_lines import read_json_lines
 
 Choice = dict[str, Any]
 """A value for every tuned key, by dotted key."""
@@ -43,7 +44,7 @@ def trial_from_process(
     if not in_time:
         return Trial(choice, TOO_SLOW, seconds)
     if returncode == 0:
-        records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        records = [record for record in read_json_lines(metrics).records if "tokens_per_second" in record]
         timed = records[min(WARMUP_STEPS, len(records) - 1) :]
         return Trial(
             choice,

@@ -155,8 +155,10 @@ def summary_lines(summary: "RunSummary") -> list[str]:
     lines += [
         f"  config       {config}",
         f"  metrics      {directory / 'metrics.jsonl'}",
-        f"  tensorboard  {directory / 'tensorboard'}   (view: tensorboard --logdir {directory})",
+        f"  events       {directory / 'events.jsonl'}",
     ]
+    if (directory / "tensorboard").is_dir():
+        lines.append(f"  tensorboard  {directory / 'tensorboard'}   (view: trainyard board {directory})")
     if (directory / "samples.jsonl").is_file():
         lines.append(f"  samples      {directory / 'samples.jsonl'}")
     if summary.exported_weights:

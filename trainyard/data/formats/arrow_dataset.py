@@ -206,6 +206,12 @@ class ArrowDataset:
             sample |= document_ids(starts)
         return sample
 
+    def source(self, index: int) -> str:
+        batch = int(np.searchsorted(self.batch_ends, index, side="right"))
+        file = self.batch_files[batch]
+        first = self.batch_starts[self.batch_files.index(file)]
+        return f"{file}, row {index - int(first)}"
+
     def _read_rows(self, name: str, locations: list[tuple[int, int]]) -> IntArray:
         """[len(locations), seq_len] of a column, by (record batch, row)."""
         rows = np.empty((len(locations), self.seq_len), self.dtypes[name])

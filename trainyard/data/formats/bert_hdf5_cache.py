@@ -47,7 +47,7 @@ class BertHdf5Dataset:
 
     def __init__(self, paths: Sequence[Path], seq_len: int, max_predictions: int) -> None:
         cache = _open_or_build_cache(paths, seq_len, max_predictions)
-        self.seq_len, self.max_predictions = seq_len, max_predictions
+        self.paths, self.seq_len, self.max_predictions = list(paths), seq_len, max_predictions
         self.vocab_size = cache.vocab_size
         """All token ids are below this."""
         self._record_dtype = cache.record_dtype
@@ -73,6 +73,14 @@ class BertHdf5Dataset:
             "labels": labels,
             "next_sentence_labels": records["next_sentence_labels"].astype(np.int32),
         }
+
+    def source(self, index: int) -> str:
+        for path in self.paths:
+            count = bert_hdf5.read_shape(path).num_samples
+            if index < count:
+                return f"{path}, sample {index}"
+            index -= count
+        raise IndexError(index)
 
 
 class CacheFile(NamedTuple):

@@ -17,6 +17,9 @@ class Dataset(Protocol):
     def samples(self, indices: Indices) -> Sample:
         """The samples at these indices, stacked: each array is [len(indices), ...]."""
 
+    def source(self, index: int) -> str:
+        """Where the sample at an index comes from, for people: file and position."""
+
 
 class CombinedDataset:
     """Samples of other datasets. `find` gives the dataset of each index, and the index there."""
@@ -40,6 +43,10 @@ class CombinedDataset:
                 shape = (len(indices), *array.shape[1:])
                 stacked.setdefault(name, np.empty(shape, np.int32))[selected] = array
         return stacked
+
+    def source(self, index: int) -> str:
+        dataset_indices, sample_indices = self.find(np.array([index], np.int64))
+        return self.datasets[int(dataset_indices[0])].source(int(sample_indices[0]))
 
 
 def subset(dataset: Dataset, start: int, count: int) -> Dataset:

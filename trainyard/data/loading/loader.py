@@ -25,9 +25,12 @@ class BatchLoader:
     def batch(self, step: int, sample_slice: slice = slice(None)) -> Batch:
         """The samples of one optimizer step, or the `sample_slice` of them that one rank needs."""
         sample_ids = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
-        positions = sample_ids + step * self.global_batch
-        indices = shuffled_indices(self.seed, positions, len(self.dataset)) if self.shuffle else positions
-        return self._collate(indices, sample_ids)
+        return self._collate(self.sample_indices(step, sample_slice), sample_ids)
+
+    def sample_indices(self, step: int, sample_slice: slice = slice(None)) -> NDArray[np.int64]:
+        """The index in the dataset of each sample of a step. The first step is 0, here and in `batch`."""
+        positions = np.arange(self.global_batch, dtype=np.int64)[sample_slice] + step * self.global_batch
+        return shuffled_indices(self.seed, positions, len(self.dataset)) if self.shuffle else positions
 
     def prefetch(
         self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[Batch], T]

@@ -29,6 +29,9 @@ class SyntheticTokens:
     def __len__(self) -> int:
         return 1 << 24
 
+    def source(self, index: int) -> str:
+        return f"synthetic tokens {index}"
+
     def samples(self, indices: NDArray[np.int64]) -> Sample:
         windows = np.empty((len(indices), self.seq_len + 1), dtype=np.int32)
         for row, index in zip(windows, indices, strict=True):
@@ -60,6 +63,9 @@ class SyntheticSentencePairs:
 
     def __len__(self) -> int:
         return 1 << 24
+
+    def source(self, index: int) -> str:
+        return f"synthetic pair {index}"
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
         """Names end with their shape: B samples, T tokens, P predictions."""

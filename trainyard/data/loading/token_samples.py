@@ -30,6 +30,9 @@ class TokenStream(Protocol):
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         """Positions from `start` to `end` (exclusive) at which documents start."""
 
+    def describe(self, position: int) -> str:
+        """Which token of which file is at a position."""
+
 
 class ContiguousTokens:
     """Documents in the order in which they lie in memory or in a file."""
@@ -46,6 +49,10 @@ class ContiguousTokens:
 
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         return self.all_document_starts[slice(*np.searchsorted(self.all_document_starts, (start, end)))]
+
+    def describe(self, position: int) -> str:
+        document = int(np.searchsorted(self.all_document_starts, position, side="right")) - 1
+        return f"{self.name}, token {position} (document {document})"
 
 
 class ReorderedTokens:
@@ -76,6 +83,12 @@ class ReorderedTokens:
         ends = self.sequence_ends[first:last]
         ends = ends[np.diff(ends, prepend=-1) > 0]  # an empty document starts nothing
         return ends if start else np.concatenate((np.zeros(1, np.int64), ends))
+
+    def describe(self, position: int) -> str:
+        index = int(np.searchsorted(self.sequence_ends, position, side="right"))
+        sequence = int(self.sequence_order[index])
+        offset = position - (int(self.sequence_ends[index]) - int(self.token_files.sequence_lengths[sequence]))
+        return f"{self.name}, token {offset} of document {sequence}"
 
 
 def token_stream(token_files: MegatronTokens, sequences: range) -> TokenStream:
@@ -125,6 +138,9 @@ class TokenSamples:
         if self.mask_eod_loss:
             labels[starts[:, 1:]] = IGNORE_INDEX
         return {"tokens": tokens, "labels": labels, **(document_ids(starts[:, :-1]) if self.document_mask else {})}
+
+    def source(self, index: int) -> str:
+        return self.stream.describe(index * self.stride)
 
     def _document_starts(self, indices: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[len(indices), seq_len + 1] True at the first token of each document."""

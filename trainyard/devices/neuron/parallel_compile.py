@@ -22,11 +22,13 @@ TRACE_STEPS = 10
 """Enough steps for every graph to appear."""
 SHORT_RUN_OVERRIDES = (
     f"train.steps={TRACE_STEPS}",
+    "profile.steps=[]",
     "checkpoint.every=0",
     "checkpoint.every_minutes=0",
     "checkpoint.export_hf=false",
     "log.name=precompile",
-    "log.tensorboard=false",
+    "log.loggers=[]",
+    "log.spans=false",
 )
 """Overrides for a training that is run only for its graphs and writes nothing."""
 TOTAL_NAMES = "graphs", "successful compilations", "failed compilations"

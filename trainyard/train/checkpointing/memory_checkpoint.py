@@ -7,6 +7,7 @@ import torch.distributed as dist
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.models import family_of
@@ -63,7 +64,7 @@ def find_memory_checkpoint(config: Config, run_id: str, newer_than: int, mesh: M
     is_first = hosts.index(hosts[mesh.layout_rank]) == mesh.layout_rank
     listings = mesh.all_gather_object(list_files(storage) if is_first else {})
     for step in sorted({step for listing in listings for step in listing if step > newer_than}, reverse=True):
-        directory = storage / checkpoint.step_directory(step)
+        directory = storage / step_directory(step)
         holders: dict[str, list[int]] = {}
         sizes: dict[str, int] = {}
         for rank, listing in enumerate(listings):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint.native.file_names import shard_name, step_directory
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
@@ -107,7 +108,7 @@ class MemoryCopies:
 
     def begin(self, step: int) -> None:
         """Copy the state after `step`. All ranks call this after the same step."""
-        directory = self.storage / checkpoint.step_directory(step)
+        directory = self.storage / step_directory(step)
         save = self.current = PendingSave(step, directory, self.make_metadata(step), time.monotonic())
         copies = self.state_writer.start_copy(save, capture_rng_state(self.device))
         save.run_in_thread(partial(self._store, save, directory, copies))
@@ -127,7 +128,7 @@ class MemoryCopies:
         if status.copy_failed:
             save.join()
             self.current = None
-            self.storage.remove(checkpoint.step_directory(save.step))
+            self.storage.remove(step_directory(save.step))
             line = next(filter(None, self.mesh.all_gather_object(save.error)))
             logger.warning("copy of step %s in host memory failed: %s", save.step, line)
         elif status.copy_stored == self.world.size:
@@ -153,7 +154,7 @@ class MemoryCopies:
 
     def _exchange(self, directory: Path) -> None:
         """Send this rank's shard to the next host, and store one of the previous host."""
-        own = directory / checkpoint.shard_name(self.mesh.layout_rank)
+        own = directory / shard_name(self.mesh.layout_rank)
         numbers = torch.tensor([self.mesh.layout_rank, own.stat().st_size])
         received = torch.empty_like(numbers)
         pending = dist.isend(numbers, dst=self.successor, group=self.group)
@@ -161,7 +162,7 @@ class MemoryCopies:
         if pending:
             pending.wait()
         index, file_size = received.tolist()
-        other = directory / checkpoint.shard_name(index)
+        other = directory / shard_name(index)
         sent, kept = (
             FileTransfer(own, self.successor, own.stat().st_size),
             FileTransfer(other, self.predecessor, file_size),
@@ -171,4 +172,4 @@ class MemoryCopies:
     def _remove_except(self, step: int) -> None:
         for other in checkpoint.list_steps(self.storage):
             if other != step:
-                self.storage.remove(checkpoint.step_directory(other))
+                self.storage.remove(step_directory(other))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from trainyard.checkpoint.io.safetensors_file import tensor_bytes
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError
 
@@ -55,7 +56,7 @@ def list_files(storage: LocalStorage) -> dict[int, dict[str, int]]:
     """The complete files of each step on this host, with their sizes."""
     out = {}
     for step in checkpoint.list_steps(storage):
-        directory = storage / checkpoint.step_directory(step)
+        directory = storage / step_directory(step)
         names = [name for name in directory.listdir() if name.endswith(".safetensors") and not name.startswith(".")]
         out[step] = {name: size for name in names if (size := directory.file_size(name)) is not None}
     return out

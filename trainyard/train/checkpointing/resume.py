@@ -11,6 +11,7 @@ import torch
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import (
@@ -43,7 +44,7 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
     complete ones are damaged. All ranks call this; each verifies some of the files.
     """
     storage = open_storage(location)
-    if mesh.broadcast_object(lambda: storage.file_size(native.COMMIT_FILE) is not None, device):
+    if mesh.broadcast_object(lambda: storage.file_size(COMMIT_FILE) is not None, device):
         checkpoint, problem = _open_verified(storage, mesh)
         if not checkpoint:
             raise UserError(problem)
@@ -57,7 +58,7 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
 
     index, steps = mesh.broadcast_object(list_checkpoints, device)
     for step, is_committed in steps:
-        directory = parents[index] / native.step_directory(step)
+        directory = parents[index] / step_directory(step)
         if not is_committed:
             logger.warning("skipping %s: it was never completed", directory)
             continue
@@ -177,7 +178,7 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
             blueprint, name, mesh.tp.size, mesh.tp.rank, state.shard_row_range(name), skip_replicas=False
         )
     ]
-    own_file = native.shard_name(mesh.layout_rank)
+    own_file = shard_name(mesh.layout_rank)
     files = {file for piece in slices for file in checkpoint.files_with(piece)}
     checkpoint.fetch(files | ({own_file} & set(checkpoint.files)))
     for piece in slices:

@@ -19,6 +19,7 @@ import torch
 
 from trainyard.checkpoint.io.storage import Storage
 from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError
@@ -116,7 +117,7 @@ class Saver:
         for step in checkpoint.list_steps(self.storage):
             if not checkpoint.is_committed(self.storage, step):
                 continue
-            directory = self.storage / checkpoint.step_directory(step)
+            directory = self.storage / step_directory(step)
             with suppress(CorruptCheckpoint), checkpoint.Checkpoint(directory) as saved:
                 owners.append(saved.manifest.get("run", self.run_id))
                 if owners[-1] in (self.run_id, self.resumed_run):
@@ -164,7 +165,7 @@ class Saver:
     def _new_save(self, step: int, started_at: float) -> PendingSave:
         """A save with its directory, which rank 0 creates; it may have failed already."""
         self.last_save_time, self.last_saved_step, self.clock_due = time.monotonic(), step, False
-        save = PendingSave(step, self.storage / checkpoint.step_directory(step), self.metadata(step), started_at)
+        save = PendingSave(step, self.storage / step_directory(step), self.metadata(step), started_at)
         if self.mesh.layout_rank == 0:
             try:
                 self._prepare_directory(step)
@@ -262,7 +263,7 @@ class Saver:
     def _prepare_directory(self, step: int) -> None:
         """Remove what killed runs have left behind, check the free space and create the checkpoint's directory."""
         checkpoint.remove_incomplete(self.storage)
-        directory = self.storage / checkpoint.step_directory(step)
+        directory = self.storage / step_directory(step)
         if checkpoint.is_committed(self.storage, step):
             try:
                 with checkpoint.Checkpoint(directory) as existing:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.native import checkpoint
+from trainyard.checkpoint.native.file_names import shard_name
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import write_shard
 from trainyard.devices import Device
@@ -78,7 +79,7 @@ class StateWriter:
             for piece, values in zip(self.slices, host_slices, strict=True)
         ]
         tensors += [(name, [0], tensor) for name, tensor in save.rng_tensors.items()]
-        write_shard(save.storage, checkpoint.shard_name(self.mesh.layout_rank), tensors, save.rng_texts)
+        write_shard(save.storage, shard_name(self.mesh.layout_rank), tensors, save.rng_texts)
 
     def release(self) -> None:
         """Free the host buffers."""

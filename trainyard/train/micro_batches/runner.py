@@ -1,7 +1,7 @@
 """Runs the micro batches of a step through this rank's pipeline stages, forward and backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,6 +11,7 @@ from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, map_batch
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
+from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.models import ModelOutput, TransformerStage
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.micro_batches.cuda_graphs import CudaGraphRunner
@@ -28,13 +29,20 @@ class MicroBatchRunner:
     """Runs micro batches through this rank's stages and passes the last stage's output to the loss."""
 
     def __init__(
-        self, models: Sequence[TransformerStage], config: Config, device: Device, mesh: Mesh, padding_free: bool = False
+        self,
+        models: Sequence[TransformerStage],
+        config: Config,
+        device: Device,
+        mesh: Mesh,
+        padding_free: bool = False,
+        spans: SpanRecorder | None = None,
     ) -> None:
-        """With `padding_free`, micro batches hold their samples without padding."""
+        """With `padding_free`, micro batches hold their samples without padding. `spans` records forward and
+        backward."""
         self.models = models
         self.micro_batch, self.vocab_size = config.train.micro_batch, config.model.vocab
         self.device, self.attention_kernel, self.mesh = device, config.device.attention, mesh
-        self.padding_free = padding_free
+        self.padding_free, self.spans = padding_free, spans or SpanRecorder()
         use_graphs = config.compile.cuda_graphs and device.supports_graphs
         if use_graphs and mesh.layout.world_size > 1:
             raise UserError(
@@ -84,17 +92,21 @@ class MicroBatchRunner:
         with self.device.sdpa_priority(self.attention_kernel):
             if self.pipeline:
                 self.rng_key, self.loss_fn = rng_key, loss_fn
-                self.pipeline.run(batches[0], backward)
+                with self.spans("pipeline"):
+                    self.pipeline.run(batches[0], backward)
                 return
 
-            def run(micro: Batch) -> None:
-                loss = loss_fn(self.models[0]({**micro, "rng_key": rng_key}), micro)
+            def run(micro: Batch, span: Callable[[str], AbstractContextManager[None]] = self.spans) -> None:
+                with span("forward"):
+                    loss = loss_fn(self.models[0]({**micro, "rng_key": rng_key}), micro)
                 if backward:
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    with span("backward"):
+                        loss.backward()  # type: ignore[no-untyped-call]
 
             for micro in batches:
                 if backward and self.graph_runner:
-                    self.graph_runner(micro, run)
+                    with self.spans("forward and backward"):  # a graph replays both
+                        self.graph_runner(micro, lambda micro: run(micro, lambda name: nullcontext()))
                 else:
                     run(micro)
                 self.device.flush()
@@ -121,7 +133,8 @@ class MicroBatchRunner:
         activations = torch.empty(size, local_seq_len, config.model.hidden, dtype=dtype, device="meta")
         activations.requires_grad_()  # the pipeline sends gradients back only for such inputs
         modules = [_StageModule(model, self) for model in self.models]
-        return pipeline.Pipeline(modules, self.mesh, schedule, tokens, activations, self.device.torch_device)
+        device = self.device.torch_device
+        return pipeline.Pipeline(modules, self.mesh, schedule, tokens, activations, device, self.spans)
 
 
 class _StageModule(nn.Module):

@@ -1,6 +1,7 @@
 """Connects the model's parameters with the flat state, and exchanges gradients and new weights between ranks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -8,11 +9,10 @@ from torch import Tensor, nn
 
 from trainyard.config.schema import Config
 from trainyard.devices import Device
-from trainyard.devices.stopwatch import Stopwatch
 from trainyard.models import TransformerStage, assign_parameters
 from trainyard.models.blueprint import Blueprint, layer_index
 from trainyard.parallel.mesh import Mesh
-from trainyard.parallel.zero1 import GradientReducer, WeightGatherer
+from trainyard.parallel.zero1 import GradientReducer, Waiting, WeightGatherer
 from trainyard.train.optim.flat_state import DTYPES, FlatState
 
 if TYPE_CHECKING:  # importing torch's fully_shard takes a second, which only ZeRO-2 and 3 should pay
@@ -32,10 +32,10 @@ class GradientSync:
         device: Device,
         mesh: Mesh,
         wgrad_buffers: dict[Tensor, Tensor] | None,
-        stopwatch: Stopwatch | None = None,
+        waiting: Waiting = nullcontext,
     ) -> None:
         """`wgrad_buffers`, if given, is filled with every parameter's gradient buffer, for kernels that accumulate
-        weight gradients directly. `stopwatch` pauses while this rank waits for others."""
+        weight gradients directly. `waiting` is entered while this rank waits for others."""
         self.state = state
         self.gradient_reducer: GradientReducer | None = None
         self.weight_gatherer: WeightGatherer | None = None
@@ -50,12 +50,12 @@ class GradientSync:
             return
         if group.size > 1:
             self.gradient_reducer = GradientReducer(
-                state.flat, group, state.gradients, state.reduced_grads, reduce_dtype, stopwatch
+                state.flat, group, state.gradients, state.reduced_grads, reduce_dtype, waiting
             )
         self._bind_parameters(models, wgrad_buffers)
         if state.zero_stage:
             needed_at = partial(_forward_moments, blueprint)
-            self.weight_gatherer = WeightGatherer(state.flat, group, state.weights, needed_at, stopwatch)
+            self.weight_gatherer = WeightGatherer(state.flat, group, state.weights, needed_at, waiting)
             for model in models:
                 model.pre_layer_hook = self.weight_gatherer.wait_for
 

@@ -2,6 +2,7 @@
 loss or gradient norm is not finite. The decision to skip is made on the device, without asking the host."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -10,11 +11,11 @@ from trainyard.compile.compile_blocks import CompileFn
 from trainyard.config.schema import Config
 from trainyard.core.counter_rng import key32
 from trainyard.devices import Device
-from trainyard.devices.stopwatch import Stopwatch
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ParameterValues, TransformerStage
 from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.zero1 import Waiting
 from trainyard.train.decisions import fuses_wgrad
 from trainyard.train.optim.adamw import AdamW
 from trainyard.train.optim.flat_state import FlatState
@@ -43,10 +44,10 @@ class Optimizer:
         mesh: Mesh,
         kernels: Kernels | None = None,
         compile_fn: CompileFn | None = None,
-        stopwatch: Stopwatch | None = None,
+        waiting: Waiting = nullcontext,
     ) -> None:
         """`models` are this rank's pipeline stages; a parameter that two of them share is one parameter. `values` gives
-        the initial values of this rank's tensor-parallel shards. `stopwatch` pauses while this rank waits for
+        the initial values of this rank's tensor-parallel shards. `waiting` is entered while this rank waits for
         others."""
         kernels = kernels or Kernels()
         self.seed, self.betas = config.train.seed, (config.optimizer.beta1, config.optimizer.beta2)
@@ -56,7 +57,7 @@ class Optimizer:
         self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
         fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
         wgrad_buffers = kernels.wgrad_buffers if fused_wgrad else None
-        self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, stopwatch)
+        self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, waiting)
         self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
         ranges = {name: rounding_ranges(state, blueprint, mesh.tp, name) for name in state.names}
         self.rule = RULES[config.optimizer.kind](

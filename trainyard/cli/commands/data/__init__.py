@@ -2,10 +2,12 @@
 
 import typer
 
-from trainyard.cli.commands.data import bert, extract, inspect, pack, tokenize
+from trainyard.cli.commands.data import bert, extract, inspect, pack, show, tokenize
 
 app = typer.Typer(
-    help="Prepare data: extract, tokenize, pack, bert, inspect.", no_args_is_help=True, add_completion=False
+    help="Prepare data: extract, tokenize, pack, bert, inspect; show the samples of a step.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 app.command("extract")(extract.extract)
@@ -13,3 +15,4 @@ app.command("tokenize")(tokenize.tokenize)
 app.command("pack")(pack.pack)
 app.command("bert")(bert.bert)
 app.command("inspect")(inspect.inspect)
+app.command("show")(show.show)

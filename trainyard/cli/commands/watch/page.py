@@ -1,0 +1,73 @@
+"""`trainyard page`: show runs in a browser while they train."""
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from trainyard.core.errors import UserError
+
+TOKEN_VARIABLE = "TRAINYARD_PAGE_TOKEN"
+DEFAULT_DIRECTORY = Path("runs")
+
+
+def page(
+    directory: Annotated[
+        Path, Argument(metavar="RUNS_DIR", help="Directory of runs.", show_default=False)
+    ] = DEFAULT_DIRECTORY,
+    host: Annotated[
+        str, Option("--host", help="Address to listen on. Others than loopback need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8265,
+    token_file: Annotated[
+        Path | None,
+        Option(
+            "--token-file",
+            metavar="FILE",
+            help=f"File with the token. Default: ${TOKEN_VARIABLE}; without it, one is made if others can connect.",
+        ),
+    ] = None,
+) -> int:
+    """Show runs in a browser: live curves of several runs, events, step times, plan, configuration, checkpoints.
+
+    It only reads, and only below RUNS_DIR (default: runs). New runs and steps appear without a reload. Ctrl-C ends it.
+
+    Examples:
+
+      trainyard page
+
+      trainyard page /shared/runs --port 0
+
+      trainyard page --host 0.0.0.0 --token-file token.txt
+    """
+    from trainyard.page.app import RunPages, create_app
+    from trainyard.web.signal_server import SignalServer
+    from trainyard.web.sockets import base_url, bind_socket, is_loopback
+    from trainyard.web.tokens import read_token
+
+    root = require_directory(directory)
+    token = read_token(token_file, TOKEN_VARIABLE)
+    if not token and not is_loopback(host):
+        token = secrets.token_urlsafe(24)
+        query = f"/?token={token}"
+    else:
+        query = "/"
+    with bind_socket(host, port) as bound:
+        pages = RunPages(root, str(directory))
+        ready = f"runs of {directory} at {base_url(bound, query)}"
+        try:
+            SignalServer(create_app(pages, host, token), lambda: print(ready, flush=True)).run_on(bound)
+        finally:
+            pages.close()
+    return 0
+
+
+def require_directory(directory: Path) -> Path:
+    """The absolute path of a directory of runs. The default one may not exist yet."""
+    path = directory.expanduser()
+    if (path / "run.json").is_file() and (path / "config.yaml").is_file():
+        raise UserError(f"{directory}: is one run; nearest: trainyard page {path.absolute().parent}")
+    if not path.is_dir() and (path.exists() or directory != DEFAULT_DIRECTORY):
+        raise UserError(f"{directory}: {'not a directory' if path.exists() else 'no such directory'}")
+    return path.resolve()

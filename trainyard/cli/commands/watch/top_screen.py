@@ -1,0 +1,202 @@
+"""What `trainyard top` shows: a snapshot of a run and of the machine as JSON, as one line, or as a screen."""
+
+import math
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trainyard.cli.console import terminal_safe
+from trainyard.core.constants import GIB
+from trainyard.core.world import host_name
+from trainyard.devices.utilization import DeviceReading, HostReading
+from trainyard.metrics.run_status import RunStatus
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+LABEL_WIDTH = 7
+BAR_WIDTH = 12
+
+
+class Snapshot(NamedTuple):
+    """Everything that is shown at one moment."""
+
+    time: float
+    """Unix seconds."""
+    host: HostReading
+    devices: list[DeviceReading]
+    problems: list[str]
+    run: RunStatus | None
+
+    def to_json(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "time": self.time,
+            "hostname": host_name(),
+            "host": self.host._asdict(),
+            "devices": [device._asdict() for device in self.devices],
+            "problems": self.problems,
+            "run": None
+            if run is None
+            else run._asdict() | {"directory": str(run.directory), "last": run.last and run.last._asdict()},
+        }
+
+
+def plain_line(snapshot: Snapshot) -> str:
+    """One line of text, for output that is not a terminal."""
+    host, run = snapshot.host, snapshot.run
+    fields = [time.strftime("%H:%M:%S", time.localtime(snapshot.time))]
+    if run:
+        fields += [str(run.directory), run.state, f"step {_of(run.step, run.steps)}"]
+        fields += [f"loss {run.loss:.4f}"] if run.loss is not None else []
+        fields += speed_fields(run)
+    fields += [f"CPU {host.cpu:.0%}", f"RAM {_gib(host.memory_used, host.memory_total)}"]
+    for device in snapshot.devices:
+        fields.append(f"{device.name} {_percent(device.utilization)} {_gib(device.memory_used, device.memory_total)}")
+    return terminal_safe(" | ".join([*fields, *snapshot.problems]))
+
+
+def screen(snapshot: Snapshot, console: Console) -> RenderableType:
+    """The screen, as wide and high as the terminal."""
+    width, height = console.size
+    run, clock = snapshot.run, time.strftime("%H:%M:%S", time.localtime(snapshot.time))
+    title = _title(run, width - len(clock) - len("   q: quit"))
+    heading = Text(title.ljust(width - len(clock) - len("   q: quit")), style="bold")
+    rows: list[RenderableType] = [Text.assemble(heading, (clock, "dim"), ("   q: quit", "dim"))]
+    rows += run_rows(run, width) if run else [Text("no run trains here; this is the machine", style="dim")]
+    rows += [Text(), host_row(snapshot.host)]
+    rows += device_rows(snapshot.devices, max(height - len(rows) - 2 - len(snapshot.problems), 1))
+    rows += [Text(terminal_safe(problem), style="yellow") for problem in snapshot.problems]
+    for row in rows:
+        if isinstance(row, Text):
+            row.truncate(width, overflow="ellipsis")
+            row.no_wrap = True
+    return Group(*rows[:height])
+
+
+def run_rows(run: RunStatus, width: int) -> list[RenderableType]:
+    """Progress, loss, speed and the slowest rank of a run."""
+    bar = Table.grid(padding=(0, 1, 0, 0))
+    left = f"{timedelta(seconds=round(run.seconds_left))} left" if run.seconds_left is not None else ""
+    share = f"{run.step / run.steps:.0%}" if run.steps else ""
+    step = _of(run.step, run.steps)
+    room = max(width - LABEL_WIDTH - len(step) - len(share) - len(left) - 5, 4)
+    bar.add_row(
+        Text(_label("step") + step),
+        ProgressBar(total=run.steps or 1, completed=min(run.step, run.steps or 1), width=room),
+        Text(share),
+        Text(left),
+    )
+    loss = f"{run.loss:.4f}" if run.loss is not None else "-" if not run.losses else "not finite"
+    line = sparkline(run.losses, max(width - LABEL_WIDTH - len(loss) - 3, 1))
+    memory = f"memory {run.memory_bytes / GIB:.1f} GiB" if run.memory_bytes is not None else ""
+    return [
+        bar,
+        Text.assemble(_label("loss"), loss, "  ", (line, "cyan")),
+        Text(_label("speed") + "   ".join(filter(None, [*speed_fields(run), memory]))),
+        Text(_label("ranks") + slowest(run)),
+    ]
+
+
+def speed_fields(run: RunStatus) -> list[str]:
+    """Tokens per second, MFU and step time, where they are known."""
+    return [
+        *([f"{run.tokens_per_second:,.0f} tokens/s"] if run.tokens_per_second is not None else []),
+        *([f"MFU {run.mfu:.1%}"] if run.mfu is not None else []),
+        *([f"{run.ms_per_iteration:,.1f} ms/step"] if run.ms_per_iteration is not None else []),
+    ]
+
+
+def slowest(run: RunStatus) -> str:
+    """The rank that the others wait for."""
+    if last := run.last:
+        ranks = [str(rank) for rank in last.ranks[:4]] + (["..."] if len(last.ranks) > 4 else [])
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} ({terminal_safe(last.hosts[0])})"
+        return (
+            f"{names} last in {last.steps} of {run.compared_steps} steps, others wait {last.others_wait_ms:.1f} "
+            f"of {last.step_ms:.1f} ms"
+        )
+    if run.straggler_ratio is not None:
+        return f"the slowest takes {run.straggler_ratio:.2f} times the median"
+    return "nothing to compare"
+
+
+def host_row(host: HostReading) -> Text:
+    """CPU and RAM."""
+    return Text.assemble(
+        _label("host"),
+        f"CPU {host.cpu:>4.0%} of {host.cores} cores ",
+        *bar(host.cpu),
+        f"  RAM {_gib(host.memory_used, host.memory_total)} ",
+        *bar(host.memory_used / max(host.memory_total, 1)),
+    )
+
+
+def device_rows(devices: list[DeviceReading], room: int) -> list[RenderableType]:
+    """A row for each device, as many as there is room for, and how many are left out."""
+    shown = devices if len(devices) <= room else devices[: room - 1]
+    rows: list[RenderableType] = []
+    label_width = max([LABEL_WIDTH, *(len(device.name) + 1 for device in shown)])
+    for device in shown:
+        memory = (device.memory_used or 0) / device.memory_total if device.memory_total else 0.0
+        power = f"  {device.power_watts:.0f} W" if device.power_watts is not None else ""
+        rows.append(
+            Text.assemble(
+                f"{terminal_safe(device.name):<{label_width}}",
+                f"{_percent(device.utilization):>4} ",
+                *bar(device.utilization or 0.0),
+                f"  {_gib(device.memory_used, device.memory_total):>18} ",
+                *bar(memory),
+                power,
+            )
+        )
+    if len(shown) < len(devices):
+        known = [device.utilization for device in devices if device.utilization is not None]
+        mean = f", {sum(known) / len(known):.0%} busy on average" if known else ""
+        rows.append(Text(f"and {len(devices) - len(shown)} more of {len(devices)}{mean}", style="dim"))
+    return rows
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last values as blocks of different height. Values that do not fit are averaged."""
+    if not values:
+        return ""
+    per_block = max(math.ceil(len(values) / max(width, 1)), 1)
+    groups = [values[index : index + per_block] for index in range(0, len(values), per_block)]
+    means = [sum(group) / len(group) for group in groups][-width:]
+    low, high = min(means), max(means)
+    if high == low:
+        return BLOCKS[0] * len(means)
+    return "".join(BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in means)
+
+
+def bar(fraction: float) -> list[tuple[str, str]]:
+    """A bar of BAR_WIDTH characters."""
+    filled = min(max(round(fraction * BAR_WIDTH), 0), BAR_WIDTH)
+    return [("█" * filled, "green"), ("░" * (BAR_WIDTH - filled), "dim")]
+
+
+def _title(run: RunStatus | None, width: int) -> str:
+    name = f"{terminal_safe(str(run.directory))}: {run.state}" if run else terminal_safe(host_name())
+    return name if len(name) <= width else "..." + name[-max(width - 3, 1) :]
+
+
+def _label(text: str) -> str:
+    return text.ljust(LABEL_WIDTH)
+
+
+def _of(step: int, steps: int | None) -> str:
+    return f"{step}/{steps}" if steps else str(step)
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.0%}"
+
+
+def _gib(used: int | None, total: int | None) -> str:
+    if used is None:
+        return "-" if total is None else f"- of {total / GIB:.1f} GiB"
+    return f"{used / GIB:.1f} GiB" if total is None else f"{used / GIB:.1f} of {total / GIB:.1f} GiB"

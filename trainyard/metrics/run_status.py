@@ -1,0 +1,126 @@
+"""What a run is doing now, read from its directory: step, loss, speed, time left, slowest rank."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainyard.config.yaml_io import read_yaml
+from trainyard.core.errors import UserError
+from trainyard.metrics.json_lines import read_json_lines
+from trainyard.metrics.record_numbers import to_count, to_finite
+from trainyard.metrics.run_directory import IDENTITY_FILE, is_training
+from trainyard.metrics.span_waits import LastReplica, summarize_waits
+from trainyard.metrics.span_window import recent_windows
+
+MAX_LOSSES = 512
+TAIL_BYTES = 4 << 20
+"""End of metrics.jsonl that is read first."""
+COMPARED_STEPS = 20
+
+
+class RunStatus(NamedTuple):
+    """A run now. Values are None as long as the run has not written them."""
+
+    directory: Path
+    state: str
+    """`training`, `not training` or `gone`."""
+    step: int
+    steps: int | None
+    """Steps of the complete run."""
+    loss: float | None
+    losses: list[float]
+    """Losses of the last logged steps, oldest first; finite ones only."""
+    tokens_per_second: float | None
+    mfu: float | None
+    ms_per_iteration: float | None
+    seconds_left: float | None
+    memory_bytes: int | None
+    """Largest memory of rank 0."""
+    straggler_ratio: float | None
+    """Time of the slowest replica as a multiple of the median, if spans do not say which one that is."""
+    compared_steps: int
+    last: LastReplica | None
+    """The rank that the others wait for, in the last `compared_steps` steps."""
+
+
+class RunReader:
+    """Follows one run directory. Reads only what is new, and never raises because of what it finds there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.offset = -1
+        self.losses: deque[tuple[int, float]] = deque(maxlen=MAX_LOSSES)
+        self.record: dict[str, Any] = {}
+        """The last logged record."""
+
+    def read(self) -> RunStatus:
+        """The state of the run now."""
+        self._read_metrics()
+        steps = self._total_steps()
+        summary = summarize_waits(windows := recent_windows(self.directory, COMPARED_STEPS))
+        step = max([to_count(self.record.get("step")) or 0, *(int(window.step.max()) for window in windows)])
+        milliseconds = to_finite(self.record.get("ms_per_iteration"))
+        left = (steps - step) * milliseconds / 1000 if steps is not None and milliseconds is not None else None
+        training = is_training(self.directory)
+        gone = not self.directory.is_dir()
+        return RunStatus(
+            self.directory,
+            "gone" if gone else "training" if training else "not training",
+            step,
+            steps,
+            to_finite(self.record.get("loss")),
+            [loss for _, loss in self.losses],
+            to_finite(self.record.get("tokens_per_second")),
+            to_finite(self.record.get("mfu")),
+            milliseconds,
+            max(left, 0.0) if left is not None and training else None,
+            to_count(self.record.get("memory_bytes")),
+            to_finite(self.record.get("straggler_ratio")),
+            summary.steps,
+            summary.last,
+        )
+
+    def _read_metrics(self) -> None:
+        path = self.directory / "metrics.jsonl"
+        if self.offset < 0:
+            try:
+                self.offset = max(path.stat().st_size - TAIL_BYTES, 0)
+            except OSError:
+                return
+        lines = read_json_lines(path, self.offset)
+        if lines.next_offset < self.offset:  # a resumed run has dropped the end
+            self.losses.clear()
+        self.offset = lines.next_offset
+        for record in lines.records:
+            step = to_count(record.get("step"))
+            if "loss" not in record or step is None:
+                continue
+            self.record = record
+            while self.losses and self.losses[-1][0] >= step:
+                self.losses.pop()
+            if (loss := to_finite(record["loss"])) is not None:
+                self.losses.append((step, loss))
+
+    def _total_steps(self) -> int | None:
+        try:
+            train = read_yaml(self.directory / "config.yaml").get("train")
+        except (UserError, OSError):
+            return None
+        return to_count(train.get("steps")) if isinstance(train, dict) else None
+
+
+def find_running_run(parent: Path) -> Path | None:
+    """The run in `parent` that trains now, the one that was started last."""
+    try:
+        runs = [path for path in parent.iterdir() if (path / IDENTITY_FILE).is_file()]
+    except OSError:
+        return None
+    running = [path for path in runs if is_training(path)]
+    return max(running, key=_start_time, default=None)
+
+
+def _start_time(run: Path) -> float:
+    try:
+        return (run / "config.yaml").stat().st_mtime  # written when a run starts or resumes
+    except OSError:
+        return 0.0

@@ -1,0 +1,165 @@
+"""What rank 0 writes while a run trains: metrics.jsonl, samples.jsonl, events.jsonl, and the loggers of log.loggers."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from trainyard.config.schema import Config
+from trainyard.core.errors import RunStopped, UserError, one_line
+from trainyard.data.loading.loader import BatchLoader
+from trainyard.metrics.json_lines_writer import JsonLinesWriter, repair_json_lines
+from trainyard.metrics.loggers.base import EVENTS_FILE, METRICS_FILE, SAMPLES_FILE, LoggedRun
+from trainyard.metrics.loggers.process import LoggerProcess
+from trainyard.metrics.record_numbers import as_number
+from trainyard.metrics.run_directory import RunDirectory
+from trainyard.train.run_log.loss_spikes import LossSpikeDetector
+from trainyard.train.status import HostStatus
+
+CLOSE_TIMEOUT_S = 90.0
+"""Seconds that the end of a run waits for its loggers."""
+DEADLINE_CLOSE_TIMEOUT_S = 5.0
+"""The same, when the scheduler is about to kill the process."""
+MAX_ERROR_CHARACTERS = 1000
+RERUN_EVENTS = ("loss_spike", "not_finite")
+"""Events that a resumed run writes again. The others tell when processes started and ended."""
+logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """The log of a run on rank 0. Nothing it writes depends on the speed or failure of a logger."""
+
+    def __init__(
+        self,
+        run_directory: RunDirectory,
+        config: Config,
+        completed_steps: int,
+        loader: BatchLoader,
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """A run that resumes after `completed_steps` drops what an earlier process wrote about later steps. `loader`
+        knows the samples of each step."""
+        directory = run_directory.path
+        self.metrics, self.samples, self.events = (
+            JsonLinesWriter(directory / name) for name in (METRICS_FILE, SAMPLES_FILE, EVENTS_FILE)
+        )
+        self.continues = self.metrics.path.is_file()
+        """True if an earlier process has written to the directory."""
+        is_current = partial(_is_up_to, completed_steps)
+        records = repair_json_lines(self.metrics.path, is_current)
+        samples = repair_json_lines(self.samples.path, is_current)
+        repair_json_lines(self.events.path, lambda event: event.get("event") not in RERUN_EVENTS or is_current(event))
+        self.last_sample_step: int = samples[-1]["step"] if samples else 0
+        losses = [as_number(record["loss"]) for record in records if "loss" in record]
+        self.spikes = LossSpikeDetector(loss for loss in losses if loss is not None)
+        self.watched_step = completed_steps
+        """The last step whose status was looked at."""
+        self.last_step_skipped = False
+        self.loader, self.on_event = loader, on_event
+        plain_config = config.model_dump(mode="json")
+        self.run = LoggedRun(directory, run_directory.run_id, plain_config, completed_steps, self.continues)
+        self.logger_names = config.log.loggers
+        self.loggers: LoggerProcess | None = None
+        self.active = completed_steps < config.train.steps
+        """False for a run that has nothing to do, which leaves its files as they are."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record to metrics.jsonl."""
+        stamped = {"step": record["step"], "time": _now(), **record}
+        self.metrics.write(stamped)
+        self._submit("log", record["step"], stamped)
+
+    def write_samples(self, records: Sequence[dict[str, Any]]) -> None:
+        """Append text samples of one step, one for each prompt."""
+        self.samples.write(*records)
+        self._submit("log_samples", records[0]["step"], list(records))
+
+    def start(self, ranks: int, device: str, resumed: bool) -> None:
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        if self.active:
+            self._write_event(self.watched_step, "start", **process, ranks=ranks, device=device, resumed=resumed)
+
+    def watch(self, step: int, status: HostStatus, reason: str | None = None) -> None:
+        """Look at the status of a step, once, and write an event if its loss is a spike or it was skipped. `reason`
+        says why it was skipped."""
+        if step <= self.watched_step:
+            return
+        self.watched_step, self.last_step_skipped = step, bool(status.skipped_in_a_row)
+        if self.last_step_skipped:
+            self._write_batch_event(step, "not_finite", reason=reason or status.skip_reason())
+        elif (expected := self.spikes.add(status.loss)) is not None:
+            numbers = {"loss": status.loss, "expected": expected, "grad_norm": status.grad_norm}
+            self._write_batch_event(step, "loss_spike", **numbers)
+
+    def end(self, step: int, error: BaseException | None, interrupted: bool) -> None:
+        """Write how the run ended, and close the files and loggers."""
+        outcome, details = "completed", {}
+        if isinstance(error, KeyboardInterrupt):
+            outcome = "interrupted"
+        elif error:
+            outcome, details = "failed", {"error": error_text(error)}
+        elif interrupted:
+            outcome = "interrupted"
+        elif self.last_step_skipped:
+            outcome, details = "failed", {"error": f"step {step}: the last step was skipped"}
+        with suppress(OSError):  # a full disk, which is perhaps how the run ended
+            if self.active:
+                self._write_event(step, "end", outcome=outcome, **details)
+        self._close(outcome, CLOSE_TIMEOUT_S)
+
+    def end_at_deadline(self, step: int) -> None:
+        """The process ends inside the step after `step`."""
+        with suppress(OSError):
+            self._write_event(step, "end", outcome="interrupted")
+        self._close("interrupted", DEADLINE_CLOSE_TIMEOUT_S)
+
+    def _close(self, outcome: str, timeout_s: float) -> None:
+        for file in (self.metrics, self.samples, self.events):
+            file.close()
+        if self.loggers:
+            self.loggers.close(outcome, timeout_s)
+            self.loggers = None
+
+    def _write_batch_event(self, step: int, kind: str, **details: Any) -> None:
+        self._write_event(step, kind, **details, samples=self.loader.sample_indices(step - 1).tolist())
+
+    def _write_event(self, step: int, kind: str, **details: Any) -> None:
+        event = {"step": step, "time": _now(), "event": kind, **details}
+        self.events.write(event)
+        self._submit("log_event", step, event)
+        self.on_event(event)
+
+    def _submit(self, method: str, *arguments: Any) -> None:
+        if not self.logger_names:
+            return
+        try:
+            self.loggers = self.loggers or LoggerProcess(self.logger_names, self.run)
+        except OSError as error:
+            self.logger_names = ()
+            logger.warning("the loggers cannot be started: %s; the run continues without them", error.strerror)
+            return
+        self.loggers.submit(method, *arguments)
+
+
+def lacks_samples(log: RunLog | None) -> bool:
+    """On rank 0: True if the run continues in its directory after a signal that came before the text samples of its
+    last step were complete."""
+    return log is not None and log.continues and log.last_sample_step < log.watched_step
+
+
+def error_text(error: BaseException) -> str:
+    """An error on one line, as the command shows it."""
+    kind = "" if isinstance(error, UserError | RunStopped) else f"{type(error).__name__}: "
+    return f"{kind}{one_line(error)}"[:MAX_ERROR_CHARACTERS]
+
+
+def _is_up_to(step: int, record: dict[str, Any]) -> bool:
+    return float(record["step"]) <= step
+
+
+def _now() -> float:
+    return round(time.time(), 3)

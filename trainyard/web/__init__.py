@@ -1,0 +1,1 @@
+"""What the servers of this package share: sockets on loopback, tokens, signals, limits of requests."""

@@ -1,0 +1,70 @@
+"""uvicorn with the settings and the end that all servers of this package have."""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+STOP_S = 3.0
+"""Seconds to wait for connections after a stop signal."""
+
+
+class SignalServer(uvicorn.Server):
+    """A server that SIGINT and SIGTERM end in order, with exit code 0."""
+
+    def __init__(self, app: ASGIApp, on_ready: Callable[[], None]) -> None:
+        """`on_ready` is called when requests are accepted."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(STOP_S),
+            )
+        )
+        self.on_ready = on_ready
+
+    def stop(self) -> None:
+        """End the server, from any thread."""
+        self.should_exit = True
+
+    def run_on(self, bound: socket.socket) -> None:
+        """Serve until a signal or `stop`."""
+        asyncio.run(self.serve(sockets=[bound]))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # A client that never sends the rest of its request, or never reads its answer, is no error of the server.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM. uvicorn would raise them again at the end, which is not a clean exit."""
+        try:
+            previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread, which alone gets signals
+            previous = {}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # the second signal does not wait
+        self.should_exit = True
