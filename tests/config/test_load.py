@@ -251,14 +251,15 @@ def test_device_names_without_torch_match_the_devices() -> None:
     assert ("auto", *kernels) == devices.ATTENTION_KERNELS
 
 
-def test_config_command_does_not_import_torch(tmp_path: Path) -> None:
+def test_config_command_imports_nothing_slow(tmp_path: Path) -> None:
     """Start-up takes under 0.5 s of CPU time on a quiet machine; importing torch alone takes several times as long."""
+    slow = ("torch", "numpy", "pyarrow", "h5py", "transformers", "tensorboard", "starlette", "uvicorn", "http.server")
     code = (
-        "import sys, time\nfrom trainyard.cli.main import main\n"
+        "import sys\nfrom trainyard.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as error:\n    assert error.code == 0\n"
-        "print(*(name for name in ('torch', 'numpy') if name in sys.modules), time.process_time(), file=sys.stderr)"
+        f"print([name for name in {slow} if name in sys.modules], file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, "config", str(base_file(tmp_path))]
-    outputs = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for _ in range(2)]
-    assert parse(yaml.safe_load(outputs[0].stdout)) == load(base_file(tmp_path))
-    assert min(float(output.stderr) for output in outputs) < 1.0
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert parse(yaml.safe_load(output.stdout)) == load(base_file(tmp_path))
+    assert output.stderr == "[]\n"
