@@ -35,8 +35,9 @@ from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.writer import weights_only_state, write_checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import load, parse
+from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.parallel.layout import Layout, shard_rows
+from trainyard.parallel.layout import Layout
 from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 
@@ -44,7 +45,7 @@ from trainyard.train.trainer import Trainer
 class RandomWeights:
     """Untrained weights: ranges of one random array."""
 
-    def __init__(self, model: models.AnyModelConfig) -> None:
+    def __init__(self, model: models.ModelConfig) -> None:
         self.model = model
         self.values = torch.randint(0, 2**15, (2**27,), dtype=torch.int16).view(torch.bfloat16)
 

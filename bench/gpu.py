@@ -29,9 +29,9 @@ import torch
 import yaml
 
 from trainyard import devices, models
-from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.families.hf_config import to_hf
 from trainyard.models.flops import flops_per_sample
 
 DEEPSEEK = {

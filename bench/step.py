@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from trainyard import Config, Trainer, devices
-from trainyard.config.hf_config import to_hf
 from trainyard.config.load import parse
+from trainyard.families.hf_config import to_hf
 from trainyard.models.flops import flops_per_sample
 
 SMALL_LLAMA = {  # the shape of stories15M

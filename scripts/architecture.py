@@ -20,6 +20,7 @@ PURPOSE = {
     "cluster": "Slurm jobs, ParallelCluster",
     "compat": "private torch APIs",
     "compile": "compile blocks, cache",
+    "families": "model families as data",
     "config": "YAML, schema, importers",
     "core": "errors, files, RNG",
     "data": "formats, order, loader",

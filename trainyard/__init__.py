@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainyard.checkpoint.formats.hf import load_model
-    from trainyard.config.hf_config import from_hf
     from trainyard.config.load import load
     from trainyard.config.schema import Config
+    from trainyard.families.hf_config import from_hf
     from trainyard.metrics.loggers.base import Logger
     from trainyard.train.callbacks import Callback
     from trainyard.train.trainer import Trainer
@@ -24,7 +24,7 @@ _EXPORTS = {
     "Callback": "trainyard.train.callbacks",
     "Logger": "trainyard.metrics.loggers.base",
     "Trainer": "trainyard.train.trainer",
-    "from_hf": "trainyard.config.hf_config",
+    "from_hf": "trainyard.families.hf_config",
     "load": "trainyard.config.load",
     "load_model": "trainyard.checkpoint.formats.hf",
 }

@@ -14,7 +14,7 @@ from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
 from trainyard.checkpoint.formats.tensor_map import tp_rank_values, unfused_tensors
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.models.blueprint import layer_index
+from trainyard.families.blueprint import layer_index
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": configs.LLAMA,

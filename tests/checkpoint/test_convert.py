@@ -34,10 +34,10 @@ from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Checkpoint
 from trainyard.checkpoint.registry import first_model_difference, open_weights
-from trainyard.config.hf_config import from_hf
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.hf_config import from_hf
+from trainyard.families.llama import LlamaConfig
 from trainyard.train.trainer import Trainer
 
 GENERATED: dict[str, Any] = {

@@ -12,14 +12,11 @@ import pytest
 
 from tests.cli.conftest import Call, fail
 from trainyard.cli.main import EXTRA_BY_MODULE
-from trainyard.config.model_schema import BertConfig, GptConfig, LlamaConfig
 from trainyard.config.recipes import recipe_names
-from trainyard.models import FAMILIES
 from trainyard.page.app import static_files
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SIZES = {"vocab": 1000, "hidden": 48, "layers": 3, "heads": 6, "max_positions": 40}
 
 
 @pytest.mark.parametrize(
@@ -32,20 +29,6 @@ def test_commands_that_only_read_configurations_do_not_import_torch(arguments: l
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == (2 if "nope.yaml" in arguments else 0), done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        LlamaConfig(family="llama", ffn=100, kv_heads=2, head_dim=10, **SIZES),
-        LlamaConfig(family="llama", ffn=100, tie_embeddings=True, fuse_qkv=False, **SIZES),
-        GptConfig(family="gpt", **SIZES),
-        GptConfig(family="gpt", ffn=64, tie_embeddings=False, **SIZES),
-        BertConfig(family="bert", ffn=64, segments=3, **SIZES),
-    ],
-)
-def test_weights_counted_without_torch_are_those_of_the_blueprint(model: LlamaConfig | GptConfig | BertConfig) -> None:
-    assert model.parameter_count == FAMILIES[model.family].blueprint(model).parameter_count()
 
 
 @pytest.mark.parametrize("module", ["h5py", "sentencepiece", "pyarrow"])

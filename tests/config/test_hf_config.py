@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from tests.support.forkserver import ForkServer
-from trainyard.config.hf_config import from_hf, to_hf
+from trainyard.families.hf_config import from_hf, to_hf
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

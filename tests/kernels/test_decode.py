@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tests.kernels.test_triton_ops import DEVICE, DTYPES, close, random
 from tests.support.pairwise import pairwise
 from trainyard import models
-from trainyard.config.model_schema import GptConfig, LlamaConfig
+from trainyard.families.gpt import GptConfig
+from trainyard.families.llama import LlamaConfig
 from trainyard.kernels import reference
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.reference import Activation, Kernels

@@ -5,7 +5,7 @@ import torch
 
 from tests.support import configs
 from trainyard import models
-from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
 from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_tensor, unshard_tensor
 

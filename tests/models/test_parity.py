@@ -14,9 +14,9 @@ from trainyard import models
 from trainyard.checkpoint.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
 from trainyard.checkpoint.formats.tensor_map import tp_rank_values
 from trainyard.checkpoint.io.lazy_tensor import InlineTensor
-from trainyard.config.hf_config import from_hf as config_from_hf
-from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import from_hf as config_from_hf
+from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.train.losses import BertLoss, CausalLoss
 
 
@@ -59,7 +59,7 @@ def test_weights_round_trip_bit_exact(variant: str, fuse: bool) -> None:
     _, hf, hf_config = hf_reference(variant)
     section, model = model_from_hf(hf, hf_config, fuse_qkv=fuse)
     exported = dict(hf_tensors(InMemoryWeights(section, model.state_dict().__getitem__)))
-    tied = models.family_of(section).hf_names(section).tied
+    tied = models.family_of(section).hf.names(section).tied
     original = {name: tensor for name, tensor in hf.state_dict().items() if name not in tied}
     assert set(exported) == set(original)
     assert all(torch.equal(exported[name], original[name]) for name in original)

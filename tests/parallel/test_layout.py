@@ -11,7 +11,8 @@ from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
 from trainyard.config.smoke import fit_to_ranks, smoke_config
 from trainyard.core.errors import UserError
-from trainyard.parallel.layout import Layout, head_range, replication_factor
+from trainyard.core.splits import head_range, replication_factor
+from trainyard.parallel.layout import Layout
 
 MODEL = {**configs.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
 

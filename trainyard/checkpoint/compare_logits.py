@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainyard import models
 from trainyard.checkpoint.formats.tensor_map import WeightSource, tp_rank_values
 from trainyard.core.counter_rng import key64, normal_slice
-from trainyard.models.blueprint import layer_index
+from trainyard.families.blueprint import layer_index
 from trainyard.models.output import ModelOutput
 
 NUM_TOKENS = 64

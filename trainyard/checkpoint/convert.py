@@ -17,7 +17,7 @@ from trainyard.checkpoint.formats.dcp.files import write_dcp
 from trainyard.checkpoint.formats.dcp.names import DcpNames, dcp_tensors
 from trainyard.checkpoint.formats.nxd import layout as nxd
 from trainyard.checkpoint.formats.nxd.files import ProgressCallback, write_nxd
-from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_llama
+from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NameStyle, QkvKind
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, unfused_tensors
 from trainyard.checkpoint.io.storage import resolve_new_directory
@@ -26,10 +26,10 @@ from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_st
 from trainyard.checkpoint.registry import OpenedCheckpoint, find_tokenizer_files, read_model_files
 from trainyard.checkpoint.transfer import check_link
 from trainyard.config.load import parse
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
+from trainyard.families.decoder import DecoderConfig
 from trainyard.parallel.layout import Layout
 
 TargetFormat = Literal["hf", "nxd", "native", "dcp"]
@@ -82,7 +82,7 @@ def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
     elif target.format == "dcp":
         tensors = dcp_tensors(weights.model, target.layout.get("names", "hf"))
     else:
-        model = require_llama(weights.model, "--to hf")
+        model = require_nxd_model(weights.model, "--to hf")
         layout = complete_nxd_layout(model, target.layout)
         nxd.check_layout(model, layout)
         tensors = tuple(chain.from_iterable(nxd.rank_tensors(model, layout).values()))
@@ -104,7 +104,7 @@ def convert_checkpoint(
     if target.format == "hf":
         hf.write_hf(directory, weights, target.dtype, model_files=model_files, progress=progress)
     elif target.format == "nxd":
-        model = require_llama(weights.model, "--to hf")
+        model = require_nxd_model(weights.model, "--to hf")
         layout = complete_nxd_layout(model, target.layout)
         write_nxd(directory, weights, layout, target.dtype, target.xser, progress, write_extra_files)
     elif target.format == "dcp":
@@ -114,7 +114,7 @@ def convert_checkpoint(
         _write_native(directory, opened, target, model_files, progress)
 
 
-def complete_nxd_layout(model: LlamaConfig, options: Mapping[str, Any]) -> NxdLayout:
+def complete_nxd_layout(model: DecoderConfig, options: Mapping[str, Any]) -> NxdLayout:
     """The layout with the user's options. What they leave open is as in NxD's current models."""
     layout = NxdLayout(**options)
     if "qkv" not in options:

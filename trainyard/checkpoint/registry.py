@@ -21,8 +21,8 @@ from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
-from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import from_hf
 
 CheckpointFormat = Literal["native", "hf", "optimum", "megatron", "dcp", "nxd", "full"]
 WEIGHT_FILE_SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
@@ -63,7 +63,7 @@ def detect_format(path: Path) -> CheckpointFormat | None:
 
 
 def open_weights(
-    location: str | Path, model: models.AnyModelConfig | None = None, hints: Mapping[str, Any] | None = None
+    location: str | Path, model: models.ModelConfig | None = None, hints: Mapping[str, Any] | None = None
 ) -> OpenedCheckpoint:
     """Open the weights at `location`.
 
@@ -128,9 +128,7 @@ def read_model_files(weights: WeightSource, source: str | Path) -> dict[str, byt
     return hf.read_model_files(files[0].parent) if files else {}
 
 
-def first_model_difference(
-    model_a: models.AnyModelConfig, model_b: models.AnyModelConfig
-) -> tuple[str, Any, Any] | None:
+def first_model_difference(model_a: models.ModelConfig, model_b: models.ModelConfig) -> tuple[str, Any, Any] | None:
     """The first key that makes two models differ in weights or logits, and its two values.
 
     Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices), or to text
@@ -138,7 +136,7 @@ def first_model_difference(
     """
     a, b = (
         {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
-        | ({"kv_heads": model.num_kv_heads, "head_dim": model.head_size} if model.family == "llama" else {})
+        | {"kv_heads": model.num_kv_heads, "head_dim": model.head_size}
         for model in (model_a, model_b)
     )
     for key in a | b:
@@ -148,7 +146,7 @@ def first_model_difference(
     return None
 
 
-def _open_full_file(path: Path, model: models.AnyModelConfig) -> WeightSource:
+def _open_full_file(path: Path, model: models.ModelConfig) -> WeightSource:
     state = open_torch_file(path)
     for key in ("model", "state_dict", "model"):  # both {"model": ...} and {"state_dict": {"model": ...}}
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -159,7 +157,7 @@ def _open_full_file(path: Path, model: models.AnyModelConfig) -> WeightSource:
     return hf.weights_from_tensors(model, tensors)
 
 
-def _model_from_nearby_config(path: Path) -> models.AnyModelConfig:
+def _model_from_nearby_config(path: Path) -> models.ModelConfig:
     """The model of a config.json in `path` or up to three levels above it."""
     for directory in (path, *list(path.absolute().parents)[:3]):
         if (directory / "config.json").is_file():

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainyard.config.base import NonNegativeInt, PositiveInt, Section
+from trainyard.core.section import NonNegativeInt, PositiveInt, Section
 
 
 class CheckpointSection(Section):

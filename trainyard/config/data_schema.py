@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from trainyard.config.base import PositiveInt, Section
+from trainyard.core.section import PositiveInt, Section
 
 
 class DataSection(Section):

@@ -8,11 +8,12 @@ from typing import get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainyard.config.base import Section
 from trainyard.config.renamed_keys import NEW_VALUES, RENAMED_KEYS, RENAMED_VALUES
 from trainyard.config.schema import Config
-from trainyard.config.schema_docs import TAGGED_UNIONS, allowed_values, field_docstrings, schema_keys, without_tags
+from trainyard.config.schema_docs import allowed_values, field_docstrings, schema_keys, tagged_unions, without_tags
 from trainyard.config.yaml_io import format_value
+from trainyard.core.section import Section
+from trainyard.families import find_family
 
 EXPECTED_TYPES = {
     "int": "a whole number",
@@ -44,10 +45,12 @@ def _error_line(error: ErrorDetails) -> str:
     if kind == "missing":
         return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
     if kind == "union_tag_not_found":
-        return f"{tag_key}: missing; one of {', '.join(TAGGED_UNIONS[key])}"
+        return f"{tag_key}: missing; one of {', '.join(tagged_unions()[key])}"
     if kind == "union_tag_invalid":
-        tag, tags = str(context["tag"]), list(TAGGED_UNIONS[key])
+        tag, tags = str(context["tag"]), list(tagged_unions()[key])
         return f"{tag_key}={tag}: not one of {', '.join(tags)}; nearest: {_closest(tag, tags)}"
+    if kind == "family_error":
+        return f"{tag_key}={context['name']}: {context['reason']}"
     if kind == "literal_error":
         if isinstance(value, str) and value in RENAMED_VALUES.get(key, {}):
             return f"{assignment}: renamed to {RENAMED_VALUES[key][value]}"
@@ -77,7 +80,10 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
     names: list[str] = []
     section: type[Section] | None = Config
     for item in loc:
-        classes = TAGGED_UNIONS.get(".".join(names), {})
+        if names == ["model"] and section in (Config, None):
+            section = find_family(str(item)).config_class
+            continue
+        classes = tagged_unions().get(".".join(names), {})
         if item in classes:
             section = classes[str(item)]
             continue

@@ -11,13 +11,13 @@ import yaml
 from pydantic import ValidationError
 
 from trainyard.config.errors import first_error_line
-from trainyard.config.hf_config import from_hf
 from trainyard.config.importers.key_table import ImportedConfig
 from trainyard.config.importers.nxdt import is_nxdt
 from trainyard.config.recipes import find_config
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import ConfigYamlLoader, read_yaml
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import from_hf
 
 
 def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str], None] | None = None) -> Config:

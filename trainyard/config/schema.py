@@ -7,14 +7,24 @@ import difflib
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, Strict, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from trainyard.config.base import NonNegativeInt, PositiveInt, Section, nearest_multiples
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
-from trainyard.config.model_schema import BertConfig, ModelSection
+from trainyard.core.errors import UserError
+from trainyard.core.section import NonNegativeInt, PositiveInt, Section, nearest_multiples
 from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
+from trainyard.families import ModelConfig, family_of, find_family
 
 FunctionPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`module:function`, imported when the run starts, with the current directory on the Python path."""
@@ -279,7 +289,7 @@ class Config(Section):
     """One line for `trainyard recipes`."""
     hardware: str = ""
     """Hardware the file is written for, such as 4 x trn1.32xlarge."""
-    model: ModelSection
+    model: SerializeAsAny[ModelConfig]
     data: DataSection = DataSection()
     train: TrainSection
     optimizer: OptimizerSection = OptimizerSection()
@@ -294,6 +304,33 @@ class Config(Section):
     log: LogSection = LogSection()
     profile: ProfileSection = ProfileSection()
     device: DeviceSection = DeviceSection()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _validate_model(cls, value: object) -> object:
+        """The keys of the section depend on its family."""
+        if not isinstance(value, dict):
+            return value
+        name = value.get("family")
+        if not isinstance(name, str):
+            raise PydanticCustomError("union_tag_not_found", "missing")
+        try:
+            family = find_family(name)
+        except UserError as error:
+            raise PydanticCustomError("family_error", "{reason}", {"name": name, "reason": str(error)}) from None
+        try:
+            return family.config_class.model_validate(value)
+        except ValidationError as error:  # the location of a mistake names the family, as that of a tagged union
+            details: list[InitErrorDetails] = [
+                InitErrorDetails(
+                    type=mistake["type"],
+                    loc=(name, *mistake["loc"]),
+                    input=mistake["input"],
+                    ctx=mistake.get("ctx", {}),
+                )
+                for mistake in error.errors()
+            ]
+            raise ValidationError.from_exception_data(error.title, details) from None
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
@@ -317,13 +354,14 @@ class Config(Section):
                 f"data.seq_len={data.seq_len}: longer than model.max_positions={model.max_positions}; "
                 f"nearest: {model.max_positions}"
             )
-        if isinstance(model, BertConfig):
+        if not family_of(model).is_causal:
+            name = model.family
             if self.samples.every:
-                raise ValueError(f"samples.every={self.samples.every}: BERT does not continue text; nearest: 0")
+                raise ValueError(f"samples.every={self.samples.every}: {name} does not continue text; nearest: 0")
             if data.document_mask:
-                raise ValueError("data.document_mask=true: each BERT sample is one sentence pair; nearest: false")
+                raise ValueError(f"data.document_mask=true: each {name} sample is one sentence pair; nearest: false")
             if data.source not in ("hdf5", "synthetic"):
-                raise ValueError(f"data.source={data.source}: BERT reads masked sentence pairs; nearest: hdf5")
+                raise ValueError(f"data.source={data.source}: {name} reads masked sentence pairs; nearest: hdf5")
             if data.max_predictions > data.seq_len - 3:
                 raise ValueError(
                     f"data.max_predictions={data.max_predictions}: does not fit in a sample of "
@@ -350,7 +388,7 @@ class Config(Section):
                 "nearest: bf16"
             )
         if precision.kind == "fp8":
-            for name, size in (("hidden", model.hidden), ("ffn", model.ffn)):
+            for name, size in (("hidden", model.hidden), ("ffn", getattr(model, "ffn", None))):
                 if size and size % 16:
                     multiples = f"a multiple of 16; nearest: {nearest_multiples(size, 16)}"
                     raise ValueError(f"model.{name}={size}: precision.kind=fp8 needs {multiples}")

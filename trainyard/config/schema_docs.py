@@ -6,23 +6,27 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from trainyard.config.base import Section
-from trainyard.config.model_schema import BertConfig, GptConfig, LinearRopeScaling, Llama3RopeScaling, LlamaConfig
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
+from trainyard.core.section import Section
+from trainyard.families import all_families
+from trainyard.families.decoder import ROPE_SCALING_CLASSES
 
-TAGGED_UNIONS: dict[str, dict[str, type[Section]]] = {
-    "model": {"llama": LlamaConfig, "gpt": GptConfig, "bert": BertConfig},
-    "model.rope_scaling": {"linear": LinearRopeScaling, "llama3": Llama3RopeScaling},
-}
-"""Sections with several classes, by the value of their tag (`family` or `kind`)."""
 TYPE_NAMES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@cache
+def tagged_unions() -> dict[str, dict[str, type[Section]]]:
+    """Sections with several classes, by the value of their tag (`family` or `kind`)."""
+    models: dict[str, type[Section]] = {name: family.config_class for name, family in all_families().items()}
+    return {"model": models, "model.rope_scaling": ROPE_SCALING_CLASSES}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[K
     docs = field_docstrings(section)
     for name, field in section.model_fields.items():
         dotted = prefix + name
-        classes = TAGGED_UNIONS.get(without_tags(dotted))
+        classes = tagged_unions().get(without_tags(dotted))
         if classes:
             for tag, tagged_section in classes.items():
                 yield from schema_keys(tagged_section, f"{dotted}[{tag}].")

@@ -12,6 +12,7 @@ from typing import Any
 from trainyard.config.load import apply_overrides, parse, warn_on_stderr
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
+from trainyard.families import find_family
 
 SMOKE_SEQ_LEN = 64
 SMOKE_PREDICTIONS = 8
@@ -97,12 +98,12 @@ def _names_own_data(data: dict[str, Any], named: Collection[str]) -> bool:
 
 def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Built-in samples, with the features of the file's data and the keys that the command line names."""
-    section, is_bert = data["data"], data["model"]["family"] == "bert"
+    section, is_causal = data["data"], find_family(data["model"]["family"]).is_causal
     kept = {"document_mask", "mask_eod_loss", "validation_fraction"} | {
         key.removeprefix("data.") for key in named if key.startswith("data.")
     }
     small = {
-        "source": "synthetic" if is_bert else "text",
+        "source": "text" if is_causal else "synthetic",
         "seq_len": SMOKE_SEQ_LEN,
         "max_predictions": SMOKE_PREDICTIONS,
         **{key: section[key] for key in kept},

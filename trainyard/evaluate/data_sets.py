@@ -22,6 +22,7 @@ from trainyard.data.loading.token_samples import TokenSamples, TokenStream, toke
 from trainyard.data.samples import Sample
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.evaluate.text_bytes import row_bytes, stream_bytes
+from trainyard.families import family_of
 
 HDF5_SUFFIXES = (".hdf5", ".h5")
 ARROW_STATE_FILE = "state.json"
@@ -89,13 +90,13 @@ def open_data(argument: str, options: DataOptions) -> EvaluationData:
     is_tokens = is_token_file(Path(argument)) or (paths and all(is_token_file(path) for path in paths))
     if not paths and not is_tokens:
         raise UserError(f"{argument}: no such file; DATA is text, token files, packed rows or HDF5")
-    if options.config.model.family == "bert":
+    if not family_of(options.config.model).is_causal:
         return _open_sentence_pairs(argument, paths, options)
     if is_tokens:
         streams = [token_stream(files, range(len(files))) for files in map(MegatronTokens, token_prefixes([argument]))]
         return _windows(argument, streams, options)
     if any(path.suffix in HDF5_SUFFIXES for path in paths):
-        raise UserError(f"{argument}: masked sentence pairs, but the model is {options.config.model.family}, not bert")
+        raise UserError(f"{argument}: masked sentence pairs, but {options.config.model.family} is a causal model")
     if all((path / ARROW_STATE_FILE).is_file() for path in paths) and not _has_column(paths[0], options.text_key):
         return _open_packed_rows(argument, paths, options)
     return _open_text(argument, paths, options)

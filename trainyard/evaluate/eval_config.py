@@ -8,6 +8,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.load import apply_overrides, parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.families import family_of
 
 MAX_DEFAULT_SEQ_LEN = 2048
 """Longest default window of a checkpoint that does not tell the seq_len it was trained with."""
@@ -27,13 +28,13 @@ def evaluation_config(weights: WeightSource, overrides: Iterable[str], ranks: in
     for override in overrides:
         _check_key(override)
     model = weights.model.model_dump(mode="json")
-    is_bert = weights.model.family == "bert"
+    is_masked = not family_of(weights.model).is_causal
     data: dict[str, Any] = {
         "model": model,
-        "data": {"source": "synthetic" if is_bert else "text", "seq_len": default_seq_len(weights)},
+        "data": {"source": "synthetic" if is_masked else "text", "seq_len": default_seq_len(weights)},
         "train": {"steps": 1, "micro_batch": DEFAULT_MICRO_BATCH},
     }
-    if is_bert:
+    if is_masked:
         data["data"]["max_predictions"] = max(1, min(20, data["data"]["seq_len"] - 3))
     keys = apply_overrides(data, overrides)
     if "train.global_batch" not in keys:

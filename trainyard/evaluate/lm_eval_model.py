@@ -26,6 +26,7 @@ from trainyard.core.world import World
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
+from trainyard.families import family_of
 from trainyard.inference.build import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.run_requests import run_requests
@@ -202,14 +203,14 @@ def _stop_strings(options: dict[str, Any]) -> list[str]:
 
 def check_layout(evaluator: Evaluator) -> None:
     """Raise UserError if tasks cannot run at this layout or with this model."""
-    layout, family = evaluator.layout, evaluator.config.model.family
+    layout, model = evaluator.layout, evaluator.config.model
     for axis, size in (("pp", layout.pp), ("cp", layout.cp)):
         if size > 1:
             raise UserError(
                 f"layout.{axis}={size}: tasks have texts of any length; use layout.tp, or data parallel ranks"
             )
-    if family == "bert":
-        raise UserError(f"model.family={family}: tasks need a causal model")
+    if not family_of(model).is_causal:
+        raise UserError(f"model.family={model.family}: tasks need a causal model")
 
 
 def load_hf_tokenizer(weights: WeightSource, source: str | Path) -> PreTrainedTokenizerBase | None:

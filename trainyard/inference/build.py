@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
+from trainyard.families.blueprint import ParamSpec
 from trainyard.inference.cached_attention import CacheSize, CacheState, CachingFactory
 from trainyard.inference.engine import Engine
 from trainyard.kernels.fp8_weight import Fp8Weight
-from trainyard.models import AnyModelConfig, assign_parameters, build_model, family_of
-from trainyard.models.blueprint import ParamSpec
+from trainyard.models import ModelConfig, assign_parameters, build_model, family_of
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.tensor_parallel import TensorAxis
@@ -34,7 +34,7 @@ class EngineShape:
 
 
 def build_engine(
-    config: AnyModelConfig,
+    config: ModelConfig,
     device: Device,
     tp: Group,
     shape: EngineShape,
@@ -75,7 +75,7 @@ def _is_linear_weight(spec: ParamSpec) -> bool:
     return len(spec.shape) == 2 and spec.flops_tokens != "nothing" and not spec.padded
 
 
-def check_memory(config: AnyModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:
+def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:
     """Raise UserError if weights and cache cannot fit."""
     available = device.memory_per_rank(tp)
     tokens, heads = shape.slots * (shape.max_seq_len + 1), max(config.num_kv_heads // tp, 1)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import RowSeeds
+from trainyard.core.splits import head_range
+from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
-from trainyard.models.blueprint import Blueprint
 from trainyard.models.factory import Fp8Layers, ModuleFactory
 from trainyard.models.layers import CoreAttention
 from trainyard.parallel.axes import Axes
-from trainyard.parallel.layout import head_range
 
 
 @dataclass

@@ -31,7 +31,7 @@ class MaskFiller:
     def __init__(self, source: str, device: Device, tokenizer: str | None = None) -> None:
         weights = open_weights(source).weights
         self.config, self.device = weights.model, device
-        if family_of(self.config).loss != "bert_pretraining":
+        if family_of(self.config).is_causal:
             raise UserError(f"{source}: a {self.config.family} model has no masks; see trainyard generate")
         found = (
             load_tokenizer(TokenizerSpec(tokenizer))

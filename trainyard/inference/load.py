@@ -18,7 +18,7 @@ from trainyard.inference.build import EngineShape, build_engine
 from trainyard.inference.chat import ChatTemplate
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.tokenizer_files import load_model_tokenizer
-from trainyard.models import AnyModelConfig, ParameterValues, TransformerStage, family_of
+from trainyard.models import ModelConfig, ParameterValues, TransformerStage, family_of
 from trainyard.models.sharding import local_tensor
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class InferenceOptions:
 class InferenceModel:
     """A model that is ready to generate."""
 
-    model_config: AnyModelConfig
+    model_config: ModelConfig
     module: TransformerStage
     scheduler: RequestScheduler
     tokenizer: Tokenizer | None
@@ -115,7 +115,7 @@ def load_for_inference(
     config = weights.model.model_copy(
         update={key: value for key, value in FLAT_FUSIONS.items() if hasattr(weights.model, key)}
     )
-    if family_of(config).loss != "causal_lm":
+    if not family_of(config).is_causal:
         raise UserError(f"{source}: a {config.family} model fills masks and does not generate; see trainyard fill-mask")
     if options.fp8_weights and options.compiled:
         raise UserError("--fp8-weights: not with --compile")
@@ -161,7 +161,7 @@ def _create_mesh(device: Device, world: World) -> Mesh:
 
 
 def _rank_values(
-    weights: WeightSource, config: AnyModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype
+    weights: WeightSource, config: ModelConfig, mesh: Mesh, device: torch.device, dtype: torch.dtype
 ) -> ParameterValues:
     """A function from parameter names to this rank's values, which are read when it is called."""
     blueprint = family_of(config).blueprint(config)

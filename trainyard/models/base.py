@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import OutputProjection, token_seeds
 from trainyard.models.output import ModelOutput

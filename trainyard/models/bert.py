@@ -1,18 +1,14 @@
 """BERT with its masked-token and next-sentence heads. B batch, T tokens, P masked positions, D hidden."""
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import BertConfig
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
+from trainyard.families.bert import BertConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.blueprint import Blueprint, ParamSpec
 from trainyard.models.factory import ModuleFactory
-from trainyard.models.gpt import GptAttention, GptMLP, block_specs
-from trainyard.models.hf_names import HfNameMap, HfTensor
+from trainyard.models.gpt import GptAttention, GptMLP
 from trainyard.models.layers import BiasGelu, PackedSequences
 from trainyard.models.output import ModelOutput
 
@@ -90,58 +86,3 @@ class Bert(TransformerStage):
         next_sentence = self.nsp(F.tanh(self.pooler(first_BD)))
         hidden_BPD = self.mlm(x_BTD, batch["masked_positions"])
         return self.make_output(hidden_BPD, self.embedding, self.mlm.bias, next_sentence)
-
-
-def blueprint(c: BertConfig) -> Blueprint:
-    D, V, std = c.hidden, c.vocab, c.init_std
-
-    def head(name: str, shape: tuple[int, ...], **options: Any) -> ParamSpec:
-        return ParamSpec(name, shape, pipeline_stage="last", replicated_compute=True, **options)
-
-    return Blueprint(
-        (
-            ParamSpec("embedding.weight", (V, D), 0, pipeline_stage="both", init_std=std, padded=True),
-            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std),
-            ParamSpec("segment.weight", (c.segments, D), pipeline_stage="first", init_std=std),
-            ParamSpec("embedding_norm.weight", (D,), pipeline_stage="first", init_value=1.0),
-            ParamSpec("embedding_norm.bias", (D,), pipeline_stage="first"),
-            *block_specs(c),
-            head("mlm.dense.weight", (D, D), init_std=std, flops_tokens="masked"),
-            head("mlm.dense.bias", (D,)),
-            head("mlm.norm.weight", (D,), init_value=1.0),
-            head("mlm.norm.bias", (D,)),
-            ParamSpec("mlm.bias", (V,), 0, pipeline_stage="last", padded=True),
-            head("pooler.weight", (D, D), init_std=std, flops_tokens="first"),
-            head("pooler.bias", (D,)),
-            head("nsp.weight", (2, D), init_std=std, flops_tokens="first"),
-            head("nsp.bias", (2,)),
-        ),
-        c.layers,
-        (V, D, "masked"),
-    )
-
-
-def hf_names(c: BertConfig) -> HfNameMap:
-    layer, embeddings = "bert.encoder.layer.*.", "bert.embeddings."
-    modules = {
-        "embedding_norm": f"{embeddings}LayerNorm",
-        **{f"layers.*.attention.{x[0]}": f"{layer}attention.self.{x}" for x in ("query", "key", "value")},
-        "layers.*.attention.output": f"{layer}attention.output.dense",
-        "layers.*.attention_norm": f"{layer}attention.output.LayerNorm",
-        "layers.*.mlp.up": f"{layer}intermediate.dense",
-        "layers.*.mlp.down": f"{layer}output.dense",
-        "layers.*.mlp_norm": f"{layer}output.LayerNorm",
-        "pooler": "bert.pooler.dense",
-        "mlm.dense": "cls.predictions.transform.dense",
-        "mlm.norm": "cls.predictions.transform.LayerNorm",
-        "nsp": "cls.seq_relationship",
-    }
-    tables = {"embedding": "word_embeddings", "position": "position_embeddings", "segment": "token_type_embeddings"}
-    names = {f"{ours}.weight": f"{embeddings}{hf}.weight" for ours, hf in tables.items()}
-    names["mlm.bias"] = "cls.predictions.bias"
-    names |= {f"{ours}.{kind}": f"{hf}.{kind}" for kind in ("weight", "bias") for ours, hf in modules.items()}
-    tied = {
-        "cls.predictions.decoder.weight": f"{embeddings}word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    }
-    return HfNameMap({ours: HfTensor(hf) for ours, hf in names.items()}, tied)

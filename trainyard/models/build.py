@@ -1,15 +1,16 @@
 """Build the model of one rank: modules on the meta device first, then parameter values from any source."""
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainyard.families import Blueprint, Family, ModelConfig, family_of
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
-from trainyard.models.blueprint import Blueprint
 from trainyard.models.factory import Fp8Layers, ModuleFactory
-from trainyard.models.families import AnyModelConfig, family_of
 from trainyard.models.init import ParameterValues
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.layout import StageSpec
@@ -17,8 +18,17 @@ from trainyard.parallel.layout import StageSpec
 FactoryClass = Callable[[Blueprint, Axes, Kernels, Fp8Layers | None], ModuleFactory]
 
 
+def import_module_class(family: Family) -> Callable[[Any, ModuleFactory], TransformerStage]:
+    """The class of a family's module."""
+    if not isinstance(family.module, str):
+        return family.module
+    module, _, name = family.module.partition(":")
+    module_class: Callable[[Any, ModuleFactory], TransformerStage] = getattr(importlib.import_module(module), name)
+    return module_class
+
+
 def build_model(
-    c: AnyModelConfig,
+    c: ModelConfig,
     device: torch.device | str = "cpu",
     axes: Axes | None = None,
     stage: StageSpec | None = None,
@@ -29,7 +39,8 @@ def build_model(
     """The model of one rank, or one pipeline stage of it. Buffers are on `device`; parameters have no memory yet."""
     family = family_of(c)
     blueprint = family.blueprint(c)
-    model = family.module_class(c, factory(blueprint, axes or Axes(), kernels or Kernels(), fp8))
+    module_class = import_module_class(family)
+    model = module_class(c, factory(blueprint, axes or Axes(), kernels or Kernels(), fp8))
     if stage:
         model.prune_to_stage(stage, blueprint)
     for module in model.modules():

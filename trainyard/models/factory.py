@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from trainyard.families.blueprint import Blueprint, layer_index
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
-from trainyard.models.blueprint import Blueprint, layer_index
 from trainyard.models.layers import (
     CoreAttention,
     Dropout,

@@ -2,13 +2,12 @@
 
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import BertConfig, GptConfig
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
+from trainyard.families.bert import BertConfig
+from trainyard.families.gpt import GptConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
 from trainyard.models.factory import ModuleFactory
-from trainyard.models.hf_names import HfNameMap, HfTensor
 from trainyard.models.layers import BiasGelu, PackedSequences
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
@@ -81,64 +80,3 @@ class Gpt(TransformerStage):
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)
-
-
-def block_specs(c: GptConfig | BertConfig) -> tuple[ParamSpec, ...]:
-    """The parameters of one block, equal for GPT and BERT."""
-    D, F, layer = c.hidden, c.ffn_size, "layers.*."
-    std, out_std = c.init_std, c.init_std / (2 * c.layers) ** 0.5 if c.scaled_init else c.init_std
-
-    def qkv(kind: str) -> tuple[FusedPart, ...]:
-        return tuple(FusedPart(f"{layer}attention.{name}.{kind}", D, c.heads) for name in "qkv")
-
-    def norm(name: str) -> tuple[ParamSpec, ParamSpec]:
-        return ParamSpec(f"{layer}{name}.weight", (D,), init_value=1.0), ParamSpec(f"{layer}{name}.bias", (D,))
-
-    return (
-        *norm("attention_norm"),
-        *column_parallel_specs(f"{layer}attention.qkv.weight", qkv("weight"), (D,), c.fuse_qkv, std),
-        *column_parallel_specs(f"{layer}attention.qkv.bias", qkv("bias"), (), c.fuse_qkv),
-        ParamSpec(f"{layer}attention.output.weight", (D, D), 1, init_std=out_std, flops_tokens="tokens"),
-        ParamSpec(f"{layer}attention.output.bias", (D,)),
-        *norm("mlp_norm"),
-        ParamSpec(f"{layer}mlp.up.weight", (F, D), 0, init_std=std, flops_tokens="tokens"),
-        ParamSpec(f"{layer}mlp.up.bias", (F,), 0),
-        ParamSpec(f"{layer}mlp.down.weight", (D, F), 1, init_std=out_std, flops_tokens="tokens"),
-        ParamSpec(f"{layer}mlp.down.bias", (D,)),
-    )
-
-
-def blueprint(c: GptConfig) -> Blueprint:
-    D, V, std, tied = c.hidden, c.vocab, c.init_std, c.tie_embeddings
-    head = ParamSpec("output.weight", (V, D), 0, (), "last", std, flops_tokens="tokens", padded=True)
-    return Blueprint(
-        (
-            ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", std, padded=True),
-            ParamSpec("position.weight", (c.max_positions, D), pipeline_stage="first", init_std=std),
-            *block_specs(c),
-            ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
-            ParamSpec("norm.bias", (D,), pipeline_stage="last"),
-            *([] if tied else [head]),
-        ),
-        c.layers,
-        (V, D, "tokens") if tied else None,
-    )
-
-
-def hf_names(c: GptConfig) -> HfNameMap:
-    ours, top, hf = "layers.*.", "transformer.", "transformer.h.*."
-    table = {"embedding.weight": HfTensor(f"{top}wte.weight"), "position.weight": HfTensor(f"{top}wpe.weight")}
-    for kind in ("weight", "bias"):
-        transposed = kind == "weight"
-        table |= {
-            f"{ours}attention_norm.{kind}": HfTensor(f"{hf}ln_1.{kind}"),
-            **{f"{ours}attention.{x}.{kind}": HfTensor(f"{hf}attn.c_attn.{kind}", transposed) for x in "qkv"},
-            f"{ours}attention.output.{kind}": HfTensor(f"{hf}attn.c_proj.{kind}", transposed),
-            f"{ours}mlp_norm.{kind}": HfTensor(f"{hf}ln_2.{kind}"),
-            f"{ours}mlp.up.{kind}": HfTensor(f"{hf}mlp.c_fc.{kind}", transposed),
-            f"{ours}mlp.down.{kind}": HfTensor(f"{hf}mlp.c_proj.{kind}", transposed),
-            f"norm.{kind}": HfTensor(f"{top}ln_f.{kind}"),
-        }
-    if c.tie_embeddings:
-        return HfNameMap(table, {"lm_head.weight": "transformer.wte.weight"})
-    return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import key64, normal_slice
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 
 ParameterValues = Callable[[str], Tensor]
 """A function from a parameter's name to this rank's fp32 values of it."""

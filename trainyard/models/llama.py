@@ -1,24 +1,25 @@
-"""Llama 2, 3, 3.1 and DeepSeek-Coder. B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn."""
+"""The decoder of Llama and of the families that share its block.
+
+B batch, T tokens, D hidden, H heads, G kv heads, K head size, F ffn.
+"""
 
 import torch
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.batch import Batch
+from trainyard.core.splits import head_range
+from trainyard.families.decoder import DecoderConfig
 from trainyard.models.base import TransformerStage
-from trainyard.models.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
 from trainyard.models.factory import ModuleFactory
-from trainyard.models.hf_names import HfNameMap, HfTensor
 from trainyard.models.layers import SwiGLU, rope_frequencies
 from trainyard.models.output import ModelOutput
-from trainyard.parallel.layout import head_range
 from trainyard.parallel.recompute import Recomputable
 
 
 class LlamaAttention(Recomputable):
     recompute_name = "attention"
 
-    def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
+    def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp, self.kernels = make.tp, make.kernels
         first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
@@ -38,7 +39,7 @@ class LlamaAttention(Recomputable):
 class LlamaMLP(Recomputable):
     recompute_name = "mlp"
 
-    def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
+    def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.tp = make.tp
         self.gate_up_linears = make.linears(self, name, ["gate_up"] if c.fuse_gate_up else ["gate", "up"])
@@ -52,7 +53,7 @@ class LlamaMLP(Recomputable):
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, c: LlamaConfig, make: ModuleFactory, name: str) -> None:
+    def __init__(self, c: DecoderConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
         self.attention = LlamaAttention(c, make, f"{name}.attention")
@@ -68,7 +69,7 @@ class LlamaBlock(nn.Module):
 class Llama(TransformerStage):
     frequency: Tensor
 
-    def __init__(self, c: LlamaConfig, make: ModuleFactory) -> None:
+    def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
         self.embedding = make.vocab_embedding("embedding")
         self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
@@ -86,46 +87,3 @@ class Llama(TransformerStage):
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         return self.make_output(self.norm(x_BTD)[1], self.output, tokens_sharded=self.tp.sequence_parallel)
-
-
-def blueprint(c: LlamaConfig) -> Blueprint:
-    D, V, Q, KV, tied = c.hidden, c.vocab, c.heads * c.head_size, c.num_kv_heads * c.head_size, c.tie_embeddings
-    std, out_std = c.init_std, c.init_std / (2 * c.layers) ** 0.5 if c.scaled_init else c.init_std
-    layer = "layers.*."
-    qkv = tuple(
-        FusedPart(f"{layer}attention.{name}.weight", size, units)
-        for name, size, units in (("q", Q, c.heads), ("k", KV, c.num_kv_heads), ("v", KV, c.num_kv_heads))
-    )
-    gate_up = tuple(FusedPart(f"{layer}mlp.{name}.weight", c.ffn, c.ffn) for name in ("gate", "up"))
-    head = ParamSpec("output.weight", (V, D), 0, (), "last", std, flops_tokens="tokens", padded=True)
-    return Blueprint(
-        (
-            ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", std, padded=True),
-            ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
-            *column_parallel_specs(f"{layer}attention.qkv.weight", qkv, (D,), c.fuse_qkv, std),
-            ParamSpec(f"{layer}attention.output.weight", (D, Q), 1, init_std=out_std, flops_tokens="tokens"),
-            ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
-            *column_parallel_specs(f"{layer}mlp.gate_up.weight", gate_up, (D,), c.fuse_gate_up, std),
-            ParamSpec(f"{layer}mlp.down.weight", (D, c.ffn), 1, init_std=out_std, flops_tokens="tokens"),
-            ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
-            *([] if tied else [head]),
-        ),
-        c.layers,
-        (V, D, "tokens") if tied else None,
-    )
-
-
-def hf_names(c: LlamaConfig) -> HfNameMap:
-    ours, hf = "layers.*.", "model.layers.*."
-    table = {
-        "embedding.weight": HfTensor("model.embed_tokens.weight"),
-        f"{ours}attention_norm.weight": HfTensor(f"{hf}input_layernorm.weight"),
-        **{f"{ours}attention.{x}.weight": HfTensor(f"{hf}self_attn.{x}_proj.weight") for x in "qkv"},
-        f"{ours}attention.output.weight": HfTensor(f"{hf}self_attn.o_proj.weight"),
-        f"{ours}mlp_norm.weight": HfTensor(f"{hf}post_attention_layernorm.weight"),
-        **{f"{ours}mlp.{x}.weight": HfTensor(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
-        "norm.weight": HfTensor("model.norm.weight"),
-    }
-    if c.tie_embeddings:
-        return HfNameMap(table, {"lm_head.weight": "model.embed_tokens.weight"})
-    return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})

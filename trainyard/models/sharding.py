@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.models.init import ParameterValues
 
 

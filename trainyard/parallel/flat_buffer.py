@@ -10,7 +10,7 @@ from math import prod
 
 from torch import Tensor
 
-from trainyard.parallel.layout import shard_rows
+from trainyard.core.splits import shard_rows
 
 ALIGN_ELEMENTS = 64
 """Every view starts at a multiple of this, which is 128 bytes or more."""

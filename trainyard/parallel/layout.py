@@ -10,9 +10,10 @@ from itertools import accumulate, product
 from math import log2
 from typing import Literal, Self
 
-from trainyard.config.base import nearest_multiples
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.section import nearest_multiples
+from trainyard.core.splits import replication_factor
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXIS_ORDER: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
@@ -118,29 +119,6 @@ class Layout:
             _split_stages(config),
             layout.pipeline_schedule == "zbv",
         )
-
-
-def shard_rows(num_rows: int, num_shards: int, shard: int) -> range:
-    """The rows (dim 0) of a parameter in one data-parallel shard: equal chunks, the last ones shorter or empty."""
-    chunk = -(-num_rows // num_shards)
-    return range(min(shard * chunk, num_rows), min((shard + 1) * chunk, num_rows))
-
-
-def head_range(units: int, tp: int, rank: int) -> tuple[int, int]:
-    """The units (heads) [first, end) that tensor-parallel rank `rank` of `tp` holds; every rank has equally many.
-
-    With fewer units than ranks, tp / units ranks hold each unit. If neither divides the other, every rank holds all.
-    """
-    if units % tp == 0:
-        return rank * units // tp, (rank + 1) * units // tp
-    if tp % units == 0:
-        return rank * units // tp, rank * units // tp + 1
-    return 0, units
-
-
-def replication_factor(units: int, tp: int) -> int:
-    """Number of adjacent tensor-parallel ranks that hold the same units."""
-    return 1 if units % tp == 0 else tp // units if tp % units == 0 else tp
 
 
 def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int) -> str | None:

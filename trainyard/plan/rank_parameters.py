@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from trainyard.config.schema import Config
-from trainyard.models import AnyModelConfig, family_of
-from trainyard.models.blueprint import ParamSpec
+from trainyard.families.blueprint import ParamSpec
+from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import StageSpec
 from trainyard.train.optim.flat_state import make_flat_buffer
@@ -21,7 +21,7 @@ class LocalParam:
     """(rows, ranks that hold the same rows) of each part of a fused parameter."""
 
 
-def local_params(model: AnyModelConfig, tp: int, stages: list[StageSpec]) -> dict[str, LocalParam]:
+def local_params(model: ModelConfig, tp: int, stages: list[StageSpec]) -> dict[str, LocalParam]:
     """The parameters of these stages by name, those with weight decay first. The vectors of a block may have another
     order than in the model; they are in the same buckets all the same."""
     params = local_params_by_stage(model, tp)
@@ -42,7 +42,7 @@ def rank_flat_buffer(config: Config, params: dict[str, LocalParam], shards: int)
 
 
 @cache
-def local_params_by_stage(model: AnyModelConfig, tp: int) -> dict[str, list[LocalParam]]:
+def local_params_by_stage(model: ModelConfig, tp: int) -> dict[str, list[LocalParam]]:
     """Parameters by `ParamSpec.pipeline_stage`; those of a block once, for any layer."""
     blueprint = family_of(model).blueprint(model)
     params: dict[str, list[LocalParam]] = {"first": [], "block": [], "last": [], "both": []}

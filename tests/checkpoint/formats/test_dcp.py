@@ -26,8 +26,8 @@ from trainyard.checkpoint.formats.dcp.names import DcpNames
 from trainyard.checkpoint.formats.hf import hf_tensors, write_model_files
 from trainyard.checkpoint.formats.tensor_map import tp_rank_values, unfused_tensors
 from trainyard.checkpoint.registry import open_weights
-from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import from_hf
 
 GOLDEN = Path(__file__).parent / "golden"
 TORCHTITAN_MODEL = llama(hidden=16, heads=4, kv_heads=2, layers=2, ffn=24, vocab=64)

@@ -1,8 +1,10 @@
 """The exported weights of a run load in transformers with the same logits, and load here bit for bit."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,10 +18,10 @@ from trainyard.checkpoint.formats.hf import InMemoryWeights, open_hf, save_hf, w
 from trainyard.checkpoint.formats.nxd.files import write_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.tensor_map import tp_rank_values
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
-from trainyard.models import families
-from trainyard.models.blueprint import Blueprint, ParamSpec
+from trainyard.families import find_family
+from trainyard.families.blueprint import Blueprint, ParamSpec
+from trainyard.families.llama import LlamaConfig
 
 AUTO = {
     "llama": transformers.AutoModelForCausalLM,
@@ -127,14 +129,16 @@ def test_checkpoints_that_do_not_fit_are_refused_in_one_line(tmp_path: Path) -> 
 
 def test_no_format_drops_a_parameter_that_it_has_no_name_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family with a parameter more than its name map, and than NxD's Llama, has."""
-    family = families.FAMILIES["llama"]
+    family = find_family("llama")
 
     def blueprint(c: LlamaConfig) -> Blueprint:
         known = family.blueprint(c)
         return replace(known, specs=(*known.specs, ParamSpec("layers.*.attention.q_norm.weight", (c.head_size,))))
 
-    monkeypatch.setitem(families.FAMILIES, "llama", replace(family, blueprint=blueprint))
-    model = configs.tiny_config().model.model_copy(update={"max_positions": 77})  # one that no other test has cached
+    module = ModuleType("family_with_q_norm")
+    module.FAMILY = replace(family, blueprint=blueprint)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = configs.tiny_config({**configs.LLAMA, "family": "family_with_q_norm:FAMILY"}).model
     assert isinstance(model, LlamaConfig)
     weights = InMemoryWeights(model, lambda name: torch.zeros(blueprint(model).spec(name).shape))
     missing = "have none for layers.0.attention.q_norm.weight, which would be lost"

@@ -19,9 +19,10 @@ from trainyard import models
 from trainyard.checkpoint.formats.megatron.files import find_megatron
 from trainyard.checkpoint.formats.megatron.weights import open_megatron
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, unfused_tensors
-from trainyard.config.model_schema import GptConfig, LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.gpt import GptConfig
+from trainyard.families.llama import LlamaConfig
 
 UnfusedWeights = dict[str, Tensor]
 GPT = GptConfig(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})
@@ -44,7 +45,7 @@ LLAMA_ARGS = {
 }
 
 
-def random_weights(model: models.AnyModelConfig, dtype: torch.dtype = torch.float32) -> UnfusedWeights:
+def random_weights(model: models.ModelConfig, dtype: torch.dtype = torch.float32) -> UnfusedWeights:
     generator = torch.Generator().manual_seed(0)
     return {
         name: (torch.randn(tensor.sizes, generator=generator) * 0.3 + ("norm" in name)).to(dtype)
@@ -388,7 +389,7 @@ def test_a_missing_iteration_falls_back_to_the_latest_complete_one(tmp_path: Pat
     assert "reading iter_0000005" in open_megatron(root, GPT).notes[0]
 
 
-def refused(path: Path, message: str, model: models.AnyModelConfig | None = GPT) -> None:
+def refused(path: Path, message: str, model: models.ModelConfig | None = GPT) -> None:
     with pytest.raises(UserError, match=message) as error:
         open_megatron(path, model)
     assert "\n" not in str(error.value)

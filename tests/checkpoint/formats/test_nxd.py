@@ -15,11 +15,11 @@ from torch import Tensor
 from tests.support.examples import examples
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd, repack_nxd, write_nxd
-from trainyard.checkpoint.formats.nxd.layout import NxdLayout, require_llama
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout, require_nxd_model
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, WeightSource, find_mismatched_copy, unfused_tensors
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.llama import LlamaConfig
 
 GQA: dict[str, Any] = {"hidden": 32, "heads": 8, "kv_heads": 2, "layers": 4}
 B70 = {"vocab": 128256, "hidden": 8192, "heads": 64, "kv_heads": 8, "layers": 80, "ffn": 28672}
@@ -349,7 +349,7 @@ def test_a_tied_head_is_written_twice_and_read_from_one_or_both_copies(tmp_path:
 
 def mismatched_copy(weights: NxdWeights) -> str | None:
     """The name of the first tensor that differs from its replica on another rank."""
-    ranks = nxd_layout.rank_tensors(require_llama(weights.model), weights.layout)
+    ranks = nxd_layout.rank_tensors(require_nxd_model(weights.model), weights.layout)
     return find_mismatched_copy(
         (stored, weights.rank_tensors[rank][stored.name]) for rank, tensors in ranks.items() for stored in tensors
     )

@@ -23,9 +23,9 @@ from tests.checkpoint.formats.test_nxd import (
 )
 from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.config.model_schema import GptConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.gpt import GptConfig
 
 # Finding files
 

@@ -25,10 +25,10 @@ from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
 from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.native.partition import rank_slices
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.parallel.layout import shard_rows
+from trainyard.families.llama import LlamaConfig
 
 # A checkpoint as NxD writes it, made with plain torch
 

@@ -29,11 +29,11 @@ from trainyard.checkpoint.formats.tensor_map import (
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
 from trainyard.checkpoint.io.safetensors_file import TensorSpec, encode_header, open_safetensors, write_tensor
 from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
-from trainyard.config.hf_config import from_hf as config_from_hf
-from trainyard.config.hf_config import to_hf as config_to_hf
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.hf_config import from_hf as config_from_hf
+from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.models.sharding import fused_index, fused_starts
 
 SAFETENSORS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
@@ -50,13 +50,13 @@ IGNORED_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|embeddings\.position_ids|at
 """Buffers that older versions of transformers saved and no model needs."""
 
 
-def stored_tensors(model: models.AnyModelConfig) -> tuple[StoredTensor, ...]:
+def stored_tensors(model: models.ModelConfig) -> tuple[StoredTensor, ...]:
     """Every tensor of a Hugging Face model."""
     family = models.family_of(model)
     layers = family.blueprint(model).layers
     tensors = unfused_tensors(model)
     out: dict[str, StoredTensor] = {}
-    for unfused_pattern, hf in family.hf_names(model).table.items():
+    for unfused_pattern, hf in family.hf.names(model).table.items():
         for layer in range(layers if "*" in unfused_pattern else 1):
             unfused_name, name = (text.replace("*", str(layer)) for text in (unfused_pattern, hf.name))
             slices = out[name].slices if name in out else ()
@@ -70,7 +70,7 @@ class InMemoryWeights:
     once."""
 
     def __init__(
-        self, model: models.AnyModelConfig, values: models.ParameterValues, dtype: torch.dtype = torch.float32
+        self, model: models.ModelConfig, values: models.ParameterValues, dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.values, self._dtype = model, values, dtype
         blueprint = models.family_of(model).blueprint(model)
@@ -91,17 +91,11 @@ class InMemoryWeights:
         return self._cached[1][fused_index(piece, start)]
 
 
-def weights_from_tensors(model: models.AnyModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
+def weights_from_tensors(model: models.ModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
     """Weights from Hugging Face tensors by name, after a check for missing, unknown and misshapen tensors."""
-    ties = models.family_of(model).hf_names(model).tied
-    no_prefix = model.family == "gpt" and "wte.weight" in tensors  # as in GPT-2's own files
-
-    def modern_name(name: str) -> str:
-        """The first BERT files call the weight and bias of a norm gamma and beta."""
-        name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        return f"transformer.{name}" if no_prefix and not name.startswith("lm_head.") else name
-
-    tensors = {modern_name(name): tensor for name, tensor in tensors.items()}
+    hf = models.family_of(model).hf
+    ties, names = hf.names(model).tied, tensors.keys()
+    tensors = {hf.current_name(name, names): tensor for name, tensor in tensors.items()}
     expected = {stored.name: stored for stored in stored_tensors(model)}
     check_tensors("checkpoint", expected, tensors, lambda name: name in ties or IGNORED_BUFFERS.search(name))
     return ShardedWeights(model, ((stored, tensors[name]) for name, stored in expected.items()))
@@ -118,7 +112,7 @@ def is_hf(root: Path) -> bool:
     return any((root / name).is_file() for name in names)
 
 
-def open_hf(directory: str | Path, model: models.AnyModelConfig | None = None) -> ShardedWeights:
+def open_hf(directory: str | Path, model: models.ModelConfig | None = None) -> ShardedWeights:
     """Open the weights of a directory. The model is `model` if given, else the one in config.json."""
     root = Path(directory).expanduser()
     model = model or config_from_hf(root)
@@ -172,7 +166,7 @@ def write_hf(
 
 
 def write_model_files(
-    directory: Path, model: models.AnyModelConfig, dtype: torch.dtype, model_files: ModelFiles | None = None
+    directory: Path, model: models.ModelConfig, dtype: torch.dtype, model_files: ModelFiles | None = None
 ) -> None:
     """Write config.json and `model_files`."""
     config = config_to_hf(model, str(dtype).removeprefix("torch."))
@@ -196,7 +190,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 def save_hf(
     directory: Path,
-    model: models.AnyModelConfig,
+    model: models.ModelConfig,
     values: models.ParameterValues,
     dtype: torch.dtype = torch.float32,
     is_writer: bool = True,
@@ -207,7 +201,7 @@ def save_hf(
     write_hf(directory, weights, dtype, model_files=model_files, is_writer=is_writer, prefetch_reads=False)
 
 
-def load_model(directory: str | Path, device: str = "auto") -> tuple[models.AnyModelConfig, nn.Module]:
+def load_model(directory: str | Path, device: str = "auto") -> tuple[models.ModelConfig, nn.Module]:
     """Load a Hugging Face directory. Returns the configuration and the model in evaluation mode and fp32."""
     weights = open_hf(directory)
     handle = devices.select(device).torch_device

@@ -16,9 +16,9 @@ from typing import Any
 
 from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd
 from trainyard.checkpoint.io.torch_file import open_torch_file
-from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import UserError, one_line
-from trainyard.models import AnyModelConfig
+from trainyard.families.hf_config import from_hf
+from trainyard.models import ModelConfig
 
 SHARDS_DIRECTORY = "shards"
 FUSED_LAYERS: dict[tuple[str, ...], tuple[str, object]] = {
@@ -49,7 +49,7 @@ def find_optimum(path: str | Path) -> OptimumFiles | None:
     return None
 
 
-def open_optimum(path: str | Path, model: AnyModelConfig | None = None) -> NxdWeights:
+def open_optimum(path: str | Path, model: ModelConfig | None = None) -> NxdWeights:
     """Open the weights at `path`. The model is `model` if given, else that of the config.json near the shards."""
     files = find_optimum(path)
     if files is None:
@@ -66,7 +66,7 @@ def open_optimum(path: str | Path, model: AnyModelConfig | None = None) -> NxdWe
     return weights
 
 
-def _layout_facts(path: Path, model: AnyModelConfig) -> Iterator[tuple[str, object]]:
+def _layout_facts(path: Path, model: ModelConfig) -> Iterator[tuple[str, object]]:
     """The fields of NxdLayout that a metadata file states."""
     try:
         for module in _read_metadata(path).get("model_weight_transformation_specs", ()):
@@ -96,7 +96,7 @@ def _fused_fact(context: str, spec: Mapping[str, Any]) -> tuple[str, object]:
     return FUSED_LAYERS[names]
 
 
-def _attention_facts(context: str, spec: Mapping[str, Any], model: AnyModelConfig) -> Iterator[tuple[str, object]]:
+def _attention_facts(context: str, spec: Mapping[str, Any], model: ModelConfig) -> Iterator[tuple[str, object]]:
     for key, expected in (("num_attention_heads", model.heads), ("num_key_value_heads", model.num_kv_heads)):
         if spec[key] != expected:
             raise UserError(f"{context}: {key}={spec[key]}, but the model has {expected}")

@@ -54,7 +54,7 @@ class WeightSource(Protocol):
     """Weights from any source, addressed by unfused parameter names. Nothing is read before `read` asks for it."""
 
     @property
-    def model(self) -> models.AnyModelConfig: ...
+    def model(self) -> models.ModelConfig: ...
 
     def dtype(self, name: str) -> torch.dtype: ...
 
@@ -67,7 +67,7 @@ class WeightSource(Protocol):
 class TrainingState:
     """Weights and, if there are any, optimizer moments, addressed by slices of unfused tensors."""
 
-    model: models.AnyModelConfig
+    model: models.ModelConfig
     dtypes: Mapping[str, torch.dtype]
     """The dtype of each kind of state, by the names of STATE_KINDS."""
     readers: Mapping[str, Callable[[TensorSlice], Tensor]]
@@ -80,13 +80,13 @@ class TrainingState:
 
 
 @lru_cache(maxsize=8)
-def unfused_tensors(model: models.AnyModelConfig) -> Mapping[str, TensorSlice]:
+def unfused_tensors(model: models.ModelConfig) -> Mapping[str, TensorSlice]:
     """Every unfused tensor of the model, in full, by name, in the blueprint's order."""
     blueprint = models.family_of(model).blueprint(model)
     return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
 
 
-def check_all_stored(model: models.AnyModelConfig, tensors: Iterable[StoredTensor], names: str) -> None:
+def check_all_stored(model: models.ModelConfig, tensors: Iterable[StoredTensor], names: str) -> None:
     """Raise UserError if a tensor of the model is in none of the `tensors` that a format has for it. `names` says whose
     names the format uses."""
     stored = {piece.name for tensor in tensors for piece in tensor.slices}
@@ -162,7 +162,7 @@ class ShardedWeights:
     """Names the files in error messages."""
 
     def __init__(
-        self, model: models.AnyModelConfig, tensors: TensorPairs, must_agree: Callable[[str], bool] = lambda name: False
+        self, model: models.ModelConfig, tensors: TensorPairs, must_agree: Callable[[str], bool] = lambda name: False
     ) -> None:
         self.model, self._must_agree = model, must_agree
         self._slices: dict[str, list[_StoredSlice]] = {}

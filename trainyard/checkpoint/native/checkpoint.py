@@ -33,7 +33,7 @@ from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
 
 FORMAT_VERSION = 1
@@ -168,7 +168,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._stack.close()
 
     @property
-    def model(self) -> models.AnyModelConfig:
+    def model(self) -> models.ModelConfig:
         return self.config.model
 
     @property

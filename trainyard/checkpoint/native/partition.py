@@ -7,9 +7,10 @@ own file and knows the contents of all files. Slices refer to unfused tensors, w
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
-from trainyard.models.blueprint import Blueprint, layer_index
-from trainyard.parallel.layout import Layout, shard_rows
+from trainyard.families.blueprint import Blueprint, layer_index
+from trainyard.parallel.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint,
 from trainyard.checkpoint.transfer import check_new_target, check_space, is_url, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.config.hf_config import from_hf
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.families.hf_config import from_hf
 
 UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
 """Layout properties that NxD files do not reveal."""

@@ -19,9 +19,9 @@ from trainyard.checkpoint.transfer import check_links
 from trainyard.cli.commands.convert import run_conversion
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.config.hf_config import from_hf
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import from_hf
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Typer passes all arguments through to argparse, which accepts the reference's flag syntax."""

@@ -25,6 +25,7 @@ from trainyard.data.loading.megatron_order import (
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.families import family_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
     """The dataset of these paths, and the part that data.split holds out for validation."""
     data, model = config.data, config.model
     if data.source == "synthetic":
-        return (SyntheticSentencePairs(config) if model.family == "bert" else SyntheticTokens(config)), None
+        return (SyntheticTokens(config) if family_of(model).is_causal else SyntheticSentencePairs(config)), None
     if data.source == "hdf5":
         from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng, RowSeeds
+from trainyard.core.splits import head_range
 from trainyard.kernels.reference import Kernels, counter_dropout
 from trainyard.models.layers.dropout import dropout_site
 from trainyard.parallel.context_parallel import ContextAxis
-from trainyard.parallel.layout import head_range
 from trainyard.parallel.recompute import Recomputable
 from trainyard.parallel.tensor_parallel import TensorAxis
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainyard.config.model_schema import LinearRopeScaling, Llama3RopeScaling, LlamaConfig
+from trainyard.families.decoder import DecoderConfig, LinearRopeScaling, Llama3RopeScaling
 from trainyard.parallel.tensor_parallel import TensorAxis
 
 
@@ -48,7 +48,7 @@ class VocabEmbedding(OutputProjection):
         return self.tp.reduce_output(torch.where(is_local[..., None], rows, 0.0))
 
 
-def rope_frequencies(c: LlamaConfig) -> Tensor:
+def rope_frequencies(c: DecoderConfig) -> Tensor:
     """Radians per position of each pair of dims, [K / 2], with the configured context extension."""
     frequency = 1.0 / c.rope_theta ** (torch.arange(0, c.head_size, 2, dtype=torch.float32) / c.head_size)
     scaling = c.rope_scaling

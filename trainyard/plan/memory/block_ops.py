@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
-from trainyard.config.model_schema import BertConfig, GptConfig, LlamaConfig
 from trainyard.config.schema import Config
+from trainyard.families.bert import BertConfig
+from trainyard.families.gpt import GptConfig
+from trainyard.families.llama import LlamaConfig
 from trainyard.kernels.fp8_linear import SIZE_MULTIPLE
 from trainyard.parallel.layout import StageSpec
 from trainyard.plan.memory.liveness import LivenessTimeline
@@ -82,6 +84,7 @@ def embedding_ops(ops: OpMemoryBuilder, config: Config) -> tuple[str, str]:
     if isinstance(model, GptConfig):
         return (ops.dropout(x, with_bias=False) if model.embedding_dropout else x), tied
     _, x = ops.layer_norm(x)
+    assert isinstance(model, BertConfig)
     return (ops.dropout(x, with_bias=False) if model.hidden_dropout else x), tied
 
 

@@ -4,8 +4,9 @@ from math import ceil
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
+from trainyard.core.splits import head_range
 from trainyard.models import family_of
-from trainyard.parallel.layout import Layout, head_range
+from trainyard.parallel.layout import Layout
 from trainyard.plan.memory.device_kinds import DeviceKind
 from trainyard.train.decisions import fuses_wgrad, packs_batches
 from trainyard.train.micro_batches.split import PACKED_LENGTH_MULTIPLE

@@ -11,7 +11,7 @@ from math import prod
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.core.counter_rng import CHUNK_ELEMENTS
-from trainyard.models.blueprint import layer_index
+from trainyard.families.blueprint import layer_index
 from trainyard.parallel.flat_buffer import Bucket, FlatBuffer
 from trainyard.parallel.layout import Layout, StageSpec
 from trainyard.parallel.zero1 import MAX_IN_FLIGHT

@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from trainyard.config.model_schema import BertConfig
 from trainyard.config.schema import Config
+from trainyard.families.bert import BertConfig
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
 from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
@@ -209,7 +209,7 @@ def _add_replicated_params(
         if spec.pipeline_stage == "both":
             elements["tied_embedding"] += rows * width
         if spec.tp_dim is None:
-            summed = messages.config.layout.sequence_parallel and not spec.replicated_compute
+            summed = spec.sums_tp_gradient(messages.config.layout.sequence_parallel)
             elements["tp"] += rows * width * summed
             continue
         for count, replicas in _replicated_rows(param, flat.spans[name].shard_rows, rows):

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import log2, prod
 
-from trainyard.config.model_schema import BertConfig, LlamaConfig
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
-from trainyard.models import AnyModelConfig, family_of
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.bert import BertConfig
+from trainyard.families.blueprint import Blueprint
+from trainyard.families.llama import LlamaConfig
+from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.spec import Hardware
 from trainyard.plan.memory.device_kinds import DEVICE_KINDS
@@ -148,7 +149,7 @@ def _pipeline_rank_time(
 
 
 @cache
-def _blueprint(model: AnyModelConfig) -> Blueprint:
+def _blueprint(model: ModelConfig) -> Blueprint:
     return family_of(model).blueprint(model)
 
 
@@ -161,7 +162,7 @@ def local_weight_count(config: Config, layout: Layout, pp: int) -> int:
 
 
 @cache
-def _weights_by_stage(model: AnyModelConfig, tp: int) -> dict[str, int]:
+def _weights_by_stage(model: ModelConfig, tp: int) -> dict[str, int]:
     """Weights of one block, of the first and last stage, and of parameters that both have."""
     params = local_params_by_stage(model, tp)
     return {stage: sum(prod(param.shape) for param in members) for stage, members in params.items()}

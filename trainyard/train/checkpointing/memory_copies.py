@@ -25,7 +25,7 @@ from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
 from trainyard.devices import Device
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.memory_files import (
     FileTransfer,

@@ -23,8 +23,8 @@ from trainyard.checkpoint.registry import (
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
+from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
-from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import check_data
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint

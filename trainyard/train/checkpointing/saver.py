@@ -25,7 +25,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.devices import Device
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY
 from trainyard.train.checkpointing.pending_save import PendingSave, error_line

@@ -12,7 +12,7 @@ from trainyard.checkpoint.native.file_names import shard_name
 from trainyard.checkpoint.native.partition import owned_slices
 from trainyard.checkpoint.native.shard_file import write_shard
 from trainyard.devices import Device
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.pending_save import PendingSave
 from trainyard.train.checkpointing.rng_state import RngState

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trainyard.config.schema import Config
+from trainyard.families.blueprint import Blueprint, ParamSpec
 from trainyard.models import ParameterValues
-from trainyard.models.blueprint import Blueprint, ParamSpec
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.process_group import Group
 from trainyard.train.decisions import zero_stage

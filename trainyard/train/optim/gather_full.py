@@ -5,9 +5,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainyard.checkpoint.native.partition import LocalSlice, owned_slices, pipeline_owner
-from trainyard.models.blueprint import Blueprint
+from trainyard.core.splits import shard_rows
+from trainyard.families.blueprint import Blueprint
 from trainyard.models.sharding import unshard_tensor
-from trainyard.parallel.layout import shard_rows
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.optim.flat_state import FlatState
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trainyard.config.schema import Config
 from trainyard.devices import Device
+from trainyard.families.blueprint import Blueprint, layer_index
 from trainyard.models import TransformerStage, assign_parameters
-from trainyard.models.blueprint import Blueprint, layer_index
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import GradientReducer, Waiting, WeightGatherer
 from trainyard.train.optim.flat_state import DTYPES, FlatState

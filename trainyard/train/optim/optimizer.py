@@ -11,9 +11,9 @@ from trainyard.compile.compile_blocks import CompileFn
 from trainyard.config.schema import Config
 from trainyard.core.counter_rng import key32
 from trainyard.devices import Device
+from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ParameterValues, TransformerStage
-from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import Waiting
 from trainyard.train.decisions import fuses_wgrad

@@ -3,7 +3,8 @@
 Data-parallel sums are complete before this module sums the rest, all derived from the blueprint:
 
 - Under sequence parallelism a norm or bias sees only its rank's tokens, so its gradients are summed over
-  tensor-parallel ranks. The same holds for kv heads that every rank holds.
+  tensor-parallel ranks. The same holds for kv heads that every rank holds, and always for a norm of heads, of which
+  each rank has its own.
 - A kv head that some ranks hold gets a gradient from each of them: summed over those ranks.
 - A tied embedding exists on the first and the last pipeline rank: summed over the two.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainyard.compat import foreach_norm
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
@@ -61,7 +62,7 @@ class ReplicaSync:
         def sync_group(part: ReplicatedRange, replicas: int) -> Group | None:
             spec = blueprint.spec(part.name)
             if spec.tp_dim is None:
-                return mesh.tp if sequence_parallel and not spec.replicated_compute else None
+                return mesh.tp if spec.sums_tp_gradient(sequence_parallel) else None
             return None if replicas == 1 else mesh.kv_replicas if replicas == kv_replication else mesh.tp
 
         by_group: dict[str, tuple[Group, list[ReplicatedRange]]] = {}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.core.counter_rng import element_bits, key32, row_seeds
-from trainyard.models.blueprint import Blueprint
+from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
 

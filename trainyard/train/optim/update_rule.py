@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trainyard.compile.compile_blocks import CompileFn
 from trainyard.config.schema import OptimizerSection
+from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
-from trainyard.models.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.optim.flat_state import FlatState
 from trainyard.train.optim.replicated_params import ReplicaSync

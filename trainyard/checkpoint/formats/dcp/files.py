@@ -35,7 +35,6 @@ from trainyard.checkpoint.formats.tensor_map import (
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.compat.checkpoint import DcpPlace, encode_dcp_metadata
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.atomic_files import atomic_directory, atomic_file
 from trainyard.core.errors import UserError
 
@@ -56,20 +55,21 @@ def find_dcp(path: str | Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def open_dcp(path: str | Path, model: models.AnyModelConfig) -> ShardedWeights:
+def open_dcp(path: str | Path, model: models.ModelConfig) -> ShardedWeights:
     """Open the weights at `path`, which have the names of Hugging Face or of torchtitan."""
     directory = find_dcp(path)
     if directory is None:
         raise UserError(f"{path}: not a checkpoint of torch.distributed.checkpoint; expected a file {METADATA_FILE}")
     tensors = read_dcp_tensors(directory)
-    styles: tuple[DcpNames, ...] = ("hf", "torchtitan") if isinstance(model, LlamaConfig) else ("hf",)
+    has_names = models.family_of(model).torchtitan_names is not None
+    styles: tuple[DcpNames, ...] = ("hf", "torchtitan") if has_names else ("hf",)
     expected = {names: {stored.name: stored for stored in dcp_tensors(model, names)} for names in styles}
     anchors = {names: next(iter(expected[names])) for names in styles}  # the embedding
     for names, anchor in anchors.items():
         prefixes = [key.removesuffix(anchor) for key in tensors if key == anchor or key.endswith(f".{anchor}")]
         if prefixes:
             selected, notes = _select_model(tensors, min(prefixes, key=len), expected[names])
-            if names == "torchtitan" and isinstance(model, LlamaConfig):
+            if names == "torchtitan":
                 weights = _open_torchtitan(model, selected)
             else:
                 weights = hf.weights_from_tensors(model, selected)
@@ -98,19 +98,20 @@ def _select_model(
     return selected, [f"not read: {count} tensors of {name}" for name, count in others.items()]
 
 
-def _open_torchtitan(model: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
+def _open_torchtitan(model: models.ModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:
     expected = {stored.name: stored for stored in dcp_tensors(model, "torchtitan")}
     current_name = {earlier_name(name): name for name in expected}
     tensors = {current_name.get(name, name): tensor for name, tensor in tensors.items()}
     embedding, *_, head = expected
-    if model.tie_embeddings and head not in tensors:
+    tied = models.family_of(model).blueprint(model).tied_head is not None
+    if tied and head not in tensors:
         del expected[head]
     check_tensors("checkpoint", expected, tensors)
     pairs: list[tuple[StoredTensor, LazyTensor]] = []
     for name, stored in expected.items():
         tensor = tensors[name]
         pairs.append((stored, RotaryRows(tensor, model.head_size) if ROTATED_NAME.fullmatch(name) else tensor))
-    if model.tie_embeddings and find_mismatched_copy(pair for pair in pairs if pair[0].name in (embedding, head)):
+    if tied and find_mismatched_copy(pair for pair in pairs if pair[0].name in (embedding, head)):
         raise UserError(f"checkpoint does not fit the model: {embedding} and {head} differ, but the model ties them")
     return ShardedWeights(model, pairs)
 

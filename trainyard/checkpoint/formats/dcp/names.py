@@ -1,4 +1,4 @@
-"""The tensor names in checkpoints of torch.distributed.checkpoint: those of Hugging Face, and torchtitan's for Llama.
+"""The tensor names in checkpoints of torch.distributed.checkpoint: those of Hugging Face, and torchtitan's.
 
 torchtitan rotates neighboring elements of a query or key, Hugging Face an element of the first half with one of the
 second. The rows of these matrices are in another order accordingly.
@@ -13,43 +13,31 @@ from trainyard import models
 from trainyard.checkpoint.formats import hf
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, check_all_stored, unfused_tensors
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorIndex
 
 DcpNames = Literal["hf", "torchtitan", "torchtitan-0.2"]
-TORCHTITAN_NAMES = {
-    "embedding": "tok_embeddings",
-    "layers.*.attention_norm": "layers.*.attention_norm",
-    **{f"layers.*.attention.{x}": f"layers.*.attention.qkv_linear.w{x}" for x in "qkv"},
-    "layers.*.attention.output": "layers.*.attention.wo",
-    "layers.*.mlp_norm": "layers.*.ffn_norm",
-    "layers.*.mlp.gate": "layers.*.feed_forward.w1",
-    "layers.*.mlp.down": "layers.*.feed_forward.w2",
-    "layers.*.mlp.up": "layers.*.feed_forward.w3",
-    "norm": "norm",
-    "output": "lm_head",
-}
-"""Names of torchtitan 0.3, without `.weight`."""
 EARLIER_NAMES = ((re.compile(r"\.qkv_linear\."), "."), (re.compile(r"^lm_head\b"), "output"))
 """What differs in the names of torchtitan up to 0.2."""
 ROTATED_NAME = re.compile(r"layers\.\d+\.attention\.(qkv_linear\.)?w[qk]\.weight")
 
 
-def dcp_tensors(model: models.AnyModelConfig, names: DcpNames) -> tuple[StoredTensor, ...]:
+def dcp_tensors(model: models.ModelConfig, names: DcpNames) -> tuple[StoredTensor, ...]:
     """Every tensor of a state dict with these names, tied ones included: dcp.load asks for them."""
     if names == "hf":
         tensors = hf.stored_tensors(model)
         by_name = {stored.name: stored for stored in tensors}
-        tied = models.family_of(model).hf_names(model).tied
+        tied = models.family_of(model).hf.names(model).tied
         return *tensors, *(rename(by_name[original], copy) for copy, original in tied.items())
-    if not isinstance(model, LlamaConfig):
-        raise UserError(f"--layout names={names}: torchtitan's names are known for llama only; nearest: names=hf")
+    table = models.family_of(model).torchtitan_names
+    if table is None:
+        raise UserError(f"--layout names={names}: no names of torchtitan for {model.family}; nearest: names=hf")
     unfused, out = unfused_tensors(model), []
-    for ours, theirs in TORCHTITAN_NAMES.items():
+    has_tied_head = models.family_of(model).blueprint(model).tied_head is not None
+    for ours, theirs in table.items():
         for layer in range(model.layers if "*" in ours else 1):
             name, torchtitan_name = (f"{text.replace('*', str(layer))}.weight" for text in (ours, theirs))
-            if name == "output.weight" and model.tie_embeddings:
+            if name == "output.weight" and has_tied_head:
                 name = "embedding.weight"
             out.append(StoredTensor(torchtitan_name, 0, (unfused[name],)))
     check_all_stored(model, out, "torchtitan's names")

@@ -10,15 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainyard.checkpoint.formats.megatron.files import MegatronRankFile
-from trainyard.config.model_schema import GptConfig, LinearRopeScaling, Llama3RopeScaling, LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.families import Family, ModelConfig, all_families
+from trainyard.families.megatron_format import MegatronFormat, MegatronModel
 
-SupportedModel = GptConfig | LlamaConfig
-REQUIRED_ARGS: dict[str, dict[str, object]] = {
-    "gpt": {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "add_bias_linear": True},
-    "llama": {"normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False},
-}
-FIXED_ARGS = {
+DEFAULT_ARGS = {"swiglu": False}
+"""Values of arguments that the AWS reference does not store."""
+FIXED_ARGS: dict[str, object] = {
+    "add_qkv_bias": False,
     "num_experts": None,
     "squared_relu": False,
     "apply_layernorm_1p": False,
@@ -28,11 +27,11 @@ FIXED_ARGS = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
 }
-"""Arguments and their only supported value."""
+"""Arguments and their only supported value, unless a family requires another."""
 SIZE_ARGS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
 
 
-def check_model(model: SupportedModel, first_file: MegatronRankFile, layers: int) -> None:
+def check_model(model: ModelConfig, first_file: MegatronRankFile, layers: int) -> None:
     """Refuse a model that contradicts the stored arguments. (Shapes alone do not show the number of heads.)"""
     args = dict(first_file.args)
     keys = {**SIZE_ARGS, **({"num_query_groups": "num_kv_heads"} if args.get("group_query_attention") else {})}
@@ -46,14 +45,14 @@ def check_model(model: SupportedModel, first_file: MegatronRankFile, layers: int
 
 def infer_model(
     opened: Mapping[tuple[int, int], MegatronRankFile], tp: int, layers: int, notes: list[str]
-) -> SupportedModel:
+) -> ModelConfig:
     """The model configuration from the stored arguments and the shapes. Appends assumptions to `notes`."""
     path, args = opened[0, 0].path, opened[0, 0].args
     shapes = {name: tensor.shape for file in opened.values() for chunk in file.chunks for name, tensor in chunk.items()}
-    family = "llama" if args.get("swiglu") else "gpt"
-    for key, supported in {**FIXED_ARGS, **REQUIRED_ARGS[family]}.items():
-        if args.get(key, supported) != supported:
-            raise UserError(f"{path}: {key}={args[key]}: not supported for {family}; nearest: {supported}")
+    family, megatron = _find_family(args)
+    if mismatch := _first_mismatch(args, megatron):
+        key, supported = mismatch
+        raise UserError(f"{path}: {key}={args.get(key)}: not supported for {family.name}; nearest: {supported}")
     untied = args.get("untie_embeddings_and_output_weights", "output_layer.weight" in shapes)
     try:
         rows, hidden = _matrix_shape(shapes, "word_embeddings.weight")
@@ -61,7 +60,7 @@ def infer_model(
         if "layers.0.mlp.dense_h_to_4h_2.weight" in shapes:
             width *= 2  # gate and up are separate
         common = {
-            "family": family,
+            "family": family.name,
             "vocab": rows * tp,
             "hidden": hidden,
             "layers": layers,
@@ -71,11 +70,10 @@ def infer_model(
             "init_std": args.get("init_method_std", 0.02),
         }
         notes.append(f"vocab={rows * tp} includes rows of padding, if any; pass the model's configuration to drop them")
-        if family == "llama":
-            return LlamaConfig.model_validate(common | _llama_fields(args, width))
-        return GptConfig.model_validate(
-            common | _gpt_fields(args, width, _matrix_shape(shapes, "position_embeddings.weight")[0], notes)
-        )
+        position = "position_embeddings.weight"
+        positions = _matrix_shape(shapes, position)[0] if position in shapes else None
+        own = megatron.read(MegatronModel(args, width, positions, notes))
+        return family.config_class.model_validate(common | own)
     except KeyError as error:
         raise UserError(f"{path}: {error.args[0]} is missing; pass the model's configuration") from None
     except ValidationError as error:
@@ -89,32 +87,16 @@ def _matrix_shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int
     return shapes[name][0], shapes[name][1]
 
 
-def _gpt_fields(args: Mapping[str, Any], width: int, positions: int, notes: list[str]) -> dict[str, Any]:
-    if "bias_gelu_fusion" not in args:
-        notes.append("assuming activation=gelu: the file does not store it, and the AWS scripts use no other")
-    dropout = args.get("hidden_dropout", 0.0)
-    return {
-        "ffn": width,
-        "max_positions": positions,
-        # Megatron's fused kernel computes the tanh approximation.
-        "activation": "gelu_tanh" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu",
-        "embedding_dropout": dropout,
-        "hidden_dropout": dropout,
-        "attention_dropout": args.get("attention_dropout", 0.0),
-    }
+def _find_family(args: Mapping[str, Any]) -> tuple[Family, MegatronFormat]:
+    """The first family that all arguments fit, else the first one with such an MLP."""
+    candidates = [(family, family.megatron) for family in all_families().values() if family.megatron]
+    fitting = (entry for entry in candidates if not _first_mismatch(args, entry[1]))
+    return next(fitting, None) or next(entry for entry in candidates if entry[1].gated_mlp == bool(args.get("swiglu")))
 
 
-def _llama_fields(args: Mapping[str, Any], width: int) -> dict[str, Any]:
-    scaling: LinearRopeScaling | Llama3RopeScaling | None = None
-    if args.get("use_rope_scaling"):
-        scaling = Llama3RopeScaling(factor=args.get("rope_scaling_factor", 8.0))
-    elif factor := args.get("rotary_seq_len_interpolation_factor"):
-        scaling = LinearRopeScaling(factor=factor)
-    return {
-        "ffn": width // 2,
-        "max_positions": args["max_position_embeddings"],
-        "kv_heads": args["num_query_groups"] if args.get("group_query_attention") else None,
-        "head_dim": args.get("kv_channels"),
-        "rope_theta": args.get("rotary_base", 10000.0),
-        "rope_scaling": scaling,
-    }
+def _first_mismatch(args: Mapping[str, Any], megatron: MegatronFormat) -> tuple[str, object] | None:
+    """An argument that the family does not have, and the value it would have."""
+    for key, supported in {**FIXED_ARGS, **megatron.required_args}.items():
+        if args.get(key, DEFAULT_ARGS.get(key, supported)) != supported:
+            return key, supported
+    return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainyard import models
-from trainyard.checkpoint.formats.megatron.config import SupportedModel, check_model, infer_model
+from trainyard.checkpoint.formats.megatron.config import check_model, infer_model
 from trainyard.checkpoint.formats.megatron.files import (
     CHECKPOINT_FILES,
     MegatronFiles,
@@ -22,8 +22,8 @@ from trainyard.checkpoint.formats.megatron.files import (
 )
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, StoredTensor, padded_shard, unfused_tensors
 from trainyard.checkpoint.io.torch_file import LazyTensor
-from trainyard.config.model_schema import GptConfig
 from trainyard.core.errors import UserError
+from trainyard.families import all_families
 
 LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -58,7 +58,7 @@ NON_LAYER_TENSORS: dict[str, TensorMapping] = {
 }
 
 
-def open_megatron(path: str | Path, model: models.AnyModelConfig | None = None) -> ShardedWeights:
+def open_megatron(path: str | Path, model: models.ModelConfig | None = None) -> ShardedWeights:
     """Open the weights at `path`. The model is `model` if given, else inferred from the files."""
     files = find_megatron(path)
     if files is None:
@@ -69,8 +69,11 @@ def open_megatron(path: str | Path, model: models.AnyModelConfig | None = None) 
     first_layers, layers = _first_layers(opened)
     notes = list(files.notes)
     model = model or infer_model(opened, files.tp, layers, notes)
-    if not isinstance(model, SupportedModel):
-        raise UserError(f"{path}: model.family={model.family}: not supported in Megatron files; use gpt or llama")
+    if models.family_of(model).megatron is None:
+        names = [name for name, family in all_families().items() if family.megatron]
+        raise UserError(
+            f"{path}: model.family={model.family}: not supported in Megatron files; use {' or '.join(names)}"
+        )
     check_model(model, opened[0, 0], layers)
     pairs: list[tuple[StoredTensor, LazyTensor]] = []
     for (tp_rank, stage), file in opened.items():
@@ -94,7 +97,7 @@ def open_megatron(path: str | Path, model: models.AnyModelConfig | None = None) 
 
 
 def _stored_on_rank(
-    model: SupportedModel, name: str, mapping: TensorMapping, tp: int, rank: int, rows: int
+    model: models.ModelConfig, name: str, mapping: TensorMapping, tp: int, rank: int, rows: int
 ) -> StoredTensor:
     """What tensor-parallel rank `rank` of `tp` stores of these unfused tensors, in a tensor of `rows` rows."""
     split, names = mapping
@@ -114,16 +117,20 @@ def _stored_on_rank(
 
 
 def _find_mapping(
-    model: SupportedModel, file: MegatronRankFile, chunk: Mapping[str, LazyTensor], name: str, first_layer: int
+    model: models.ModelConfig, file: MegatronRankFile, chunk: Mapping[str, LazyTensor], name: str, first_layer: int
 ) -> TensorMapping | None:
     """The mapping of a tensor in a chunk whose first layer is `first_layer`."""
     if not (match := LAYER_NAME.fullmatch(name)):
-        is_tied = model.tie_embeddings and file.args.get("untie_embeddings_and_output_weights") is False
+        is_tied = (
+            models.family_of(model).blueprint(model).tied_head
+            and file.args.get("untie_embeddings_and_output_weights") is False
+        )
         if name == "output_layer.weight" and is_tied:  # Megatron Core's name for the last stage's copy
             name = "word_embeddings.weight"
         return NON_LAYER_TENSORS.get(name)
     table = LAYER_TENSORS
-    if not isinstance(model, GptConfig):
+    megatron = models.family_of(model).megatron
+    if megatron and megatron.gated_mlp:
         separate_gate = f"layers.{match[1]}.mlp.dense_h_to_4h_2.weight" in chunk
         table = LAYER_TENSORS | (SEPARATE_GATE_TENSORS if separate_gate else GATED_MLP_TENSORS)
     if match[2] not in table:

@@ -22,7 +22,7 @@ import torch
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
-from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank, require_llama
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
 from trainyard.checkpoint.formats.tensor_map import (
     ShardedWeights,
@@ -39,7 +39,7 @@ from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_t
 from trainyard.checkpoint.io.torch_writer import TorchFileWriter, XserWriter
 from trainyard.core.atomic_files import atomic_directory, atomic_write_text, fsync_directory
 from trainyard.core.errors import UserError
-from trainyard.models import AnyModelConfig
+from trainyard.models import ModelConfig
 
 CURRENT_FILE_NAME = re.compile(
     r"dp_rank_(?P<dp>\d+)(_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt"
@@ -92,27 +92,27 @@ class NxdWeights(ShardedWeights):
     rank_tensors: dict[PpTpRank, dict[str, LazyTensor]]
 
 
-def open_nxd(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> NxdWeights:
+def open_nxd(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -> NxdWeights:
     """Open the weights at `path`. `hints` are fields of NxdLayout that the user knows."""
-    llama, nxd_files, hints = require_llama(model), _require_nxd(path), hints or {}
+    decoder, nxd_files, hints = require_nxd_model(model), _require_nxd(path), hints or {}
     files = {rank: _read_rank_file(file) for rank, file in nxd_files.files.items()}
     shapes = {rank: {name: tensor.shape for name, tensor in state.items()} for rank, state in files.items()}
     root = str(nxd_files.root)
     try:
-        layout = infer_layout(llama, shapes, hints)
+        layout = infer_layout(decoder, shapes, hints)
     except UserError as error:
         raise UserError(f"{root}: {error}") from None
     embedding, head = NAME_TABLES[layout.style].embedding, NAME_TABLES[layout.style].output
 
     def stored_tensors() -> Iterator[tuple[PpTpRank, list[StoredTensor]]]:
         """The tensors of each rank at the current `layout`. NxD stores a tied head twice, other tools once."""
-        for rank, tensors in nxd_layout.rank_tensors(llama, layout).items():
-            has_head = head in files[rank] or not llama.tie_embeddings
+        for rank, tensors in nxd_layout.rank_tensors(decoder, layout).items():
+            has_head = head in files[rank] or not decoder.tie_embeddings
             yield rank, [stored for stored in tensors if stored.name != head or has_head]
 
     def mismatched_copy(candidate: NxdLayout, layer: int) -> str | None:
-        (pp,) = (pp for pp in range(candidate.pp) if layer in nxd_layout.pp_rank_layers(llama, candidate, pp))
-        sharded = nxd_layout.qkv_tensors(llama, candidate, layer)
+        (pp,) = (pp for pp in range(candidate.pp) if layer in nxd_layout.pp_rank_layers(decoder, candidate, pp))
+        sharded = nxd_layout.qkv_tensors(decoder, candidate, layer)
         return find_mismatched_copy(
             (stored, files[pp, tp][stored.name]) for shards in sharded for tp, stored in enumerate(shards)
         )
@@ -121,13 +121,13 @@ def open_nxd(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None
         by_name = {stored.name: stored for stored in expected}
         check_tensors(f"{nxd_files.files[rank]}:", by_name, files[rank], IGNORED_BUFFERS.search)
     try:
-        layout, note = infer_kv_order(llama, layout, hints.get("kv_order"), mismatched_copy)
+        layout, note = infer_kv_order(decoder, layout, hints.get("kv_order"), mismatched_copy)
     except UserError as error:
         raise UserError(f"{root}: {error}") from None
     tensors = [(stored, files[rank][stored.name]) for rank, on_rank in stored_tensors() for stored in on_rank]
-    if llama.tie_embeddings and find_mismatched_copy(pair for pair in tensors if pair[0].name in (embedding, head)):
+    if decoder.tie_embeddings and find_mismatched_copy(pair for pair in tensors if pair[0].name in (embedding, head)):
         raise UserError(f"{root}: the copies of {head} differ; model.tie_embeddings=true does not fit")
-    weights = NxdWeights(llama, tensors, nxd_layout.is_key_or_value)
+    weights = NxdWeights(decoder, tensors, nxd_layout.is_key_or_value)
     weights.layout, weights.files, weights.rank_tensors = layout, nxd_files, files
     weights.location = root
     skipped = (f"skipping {tag}: its save never finished" for tag in nxd_files.unfinished_tags)
@@ -148,7 +148,7 @@ def write_nxd(
 
     `write_extra_files` adds files to the directory before it gets its name.
     """
-    model = require_llama(weights.model)
+    model = require_nxd_model(weights.model)
     nxd_layout.check_layout(model, layout)
     on_ranks = nxd_layout.rank_tensors(model, layout).values()
     check_all_stored(model, chain.from_iterable(on_ranks), "NxD's names")
@@ -219,7 +219,7 @@ def find_rank_files(folder: Path, *patterns: re.Pattern[str]) -> dict[PpTpRank, 
             continue
         rank = {key: int(value or 0) for key, value in match.groupdict().items()}
         if rank.get("ep"):
-            raise UserError(f"{path}: file of an expert-parallel rank; Llama models have no experts")
+            raise UserError(f"{path}: file of an expert-parallel rank; this model has no experts")
         file = path / "checkpoint.pt" if path.is_dir() else path
         if file.is_file():
             files.setdefault((rank.get("pp", 0), rank["tp"]), {}).setdefault(rank["dp"], file)

@@ -22,8 +22,8 @@ from trainyard.checkpoint.formats.nxd.layout import (
 )
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NameStyle, NameTable
 from trainyard.checkpoint.formats.tensor_map import different_copies
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.families.decoder import DecoderConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors in a file, or in a layer, by name."""
@@ -36,7 +36,7 @@ VOCAB_PADDING_PER_RANK = 128
 """Megatron pads the vocabulary to a multiple of 128 rows per rank. With more padding, it is another vocabulary."""
 
 
-def infer_layout(model: LlamaConfig, ranks: Mapping[PpTpRank, Shapes], hints: LayoutHints) -> NxdLayout:
+def infer_layout(model: DecoderConfig, ranks: Mapping[PpTpRank, Shapes], hints: LayoutHints) -> NxdLayout:
     """Infer everything except the order of replicated heads. The caller adds the path to the errors."""
     tp, pp = max(tp for _, tp in ranks) + 1, max(pp for pp, _ in ranks) + 1
     first = ranks[0, 0]
@@ -59,7 +59,7 @@ def infer_layout(model: LlamaConfig, ranks: Mapping[PpTpRank, Shapes], hints: La
 
 
 def infer_kv_order(
-    model: LlamaConfig, layout: NxdLayout, hint: KvOrder | None, mismatched_copy: MismatchedCopy
+    model: DecoderConfig, layout: NxdLayout, hint: KvOrder | None, mismatched_copy: MismatchedCopy
 ) -> tuple[NxdLayout, str | None]:
     """Return the layout with the order of replicated heads, found by comparing replicas layer by layer, and a note for
     the user if it is not certain. The caller adds the path to the errors."""
@@ -118,7 +118,7 @@ def _match_variant(layer: Shapes, variants: Mapping[Any, tuple[tuple[str, Any], 
     raise UserError(f"its layers have no {expected}; not an NxD Llama model, or an incomplete one")
 
 
-def _infer_cuts(model: LlamaConfig, ranks: Mapping[PpTpRank, Shapes], names: NameTable, pp: int) -> tuple[int, ...]:
+def _infer_cuts(model: DecoderConfig, ranks: Mapping[PpTpRank, Shapes], names: NameTable, pp: int) -> tuple[int, ...]:
     owner: dict[int, int] = {}
     layer_name = re.compile(re.escape(names.layer_prefix) + r"(\d+)\.")
     for (rank, _), shapes in sorted(ranks.items()):
@@ -138,7 +138,7 @@ def _infer_cuts(model: LlamaConfig, ranks: Mapping[PpTpRank, Shapes], names: Nam
     return tuple(last_layer for _, last_layer in stages[:-1])
 
 
-def _infer_kv_multiplier(model: LlamaConfig, layout: NxdLayout, layer: Shapes) -> int:
+def _infer_kv_multiplier(model: DecoderConfig, layout: NxdLayout, layer: Shapes) -> int:
     """Infer the multiplier from the number of rows of the tensor that holds the keys."""
     tensors = NAME_TABLES[layout.style].qkv[layout.qkv]
     name, letters = next((name, letters) for name, letters in tensors if "k" in letters)
@@ -153,7 +153,7 @@ def _infer_kv_multiplier(model: LlamaConfig, layout: NxdLayout, layer: Shapes) -
     return multiplier
 
 
-def _infer_vocab(model: LlamaConfig, layout: NxdLayout, shapes: Shapes) -> int | None:
+def _infer_vocab(model: DecoderConfig, layout: NxdLayout, shapes: Shapes) -> int | None:
     name = NAME_TABLES[layout.style].embedding
     if name not in shapes:
         return None

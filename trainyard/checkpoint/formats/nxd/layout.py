@@ -1,4 +1,4 @@
-"""Describes the tensors in each file of an NxD (neuronx-distributed) checkpoint of a Llama model.
+"""Describes the tensors in each file of an NxD (neuronx-distributed) checkpoint of a Llama-like model.
 
 A rank's file names its tensors as the model on that rank does and does not say how they were sharded; `NxdLayout` holds
 all of that. The subtle part is key and value heads. If there are fewer of them than ranks, each is replicated, in one
@@ -17,11 +17,11 @@ from typing import Literal
 
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NORM_NAMES, NameStyle, QkvKind
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, padded_shard, unfused_tensors
-from trainyard.config.base import nearest_divisor
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
+from trainyard.core.section import nearest_divisor
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.models import AnyModelConfig
+from trainyard.families import ModelConfig, all_families, family_of
+from trainyard.families.decoder import DecoderConfig
 
 KvOrder = Literal["trn1", "trn2"]
 PpTpRank = tuple[int, int]
@@ -63,13 +63,18 @@ FLAG_NAMES = {
 """NxD's command-line flags for these fields, for error messages."""
 
 
-def require_llama(model: AnyModelConfig, nearest: str = "model.family=llama") -> LlamaConfig:
-    if not isinstance(model, LlamaConfig):
-        raise UserError(f"model.family={model.family}: NxD checkpoints hold Llama models only; nearest: {nearest}")
+def require_nxd_model(model: ModelConfig, nearest: str | None = None) -> DecoderConfig:
+    """The model, if NxD has it."""
+    if not isinstance(model, DecoderConfig) or not family_of(model).nxd_styles:
+        names = [name for name, family in all_families().items() if family.nxd_styles]
+        nearest = nearest or f"model.family={names[0]}"
+        raise UserError(
+            f"model.family={model.family}: NxD checkpoints hold models of {', '.join(names)} only; nearest: {nearest}"
+        )
     return model
 
 
-def rank_tensors(model: LlamaConfig, layout: NxdLayout) -> dict[PpTpRank, tuple[StoredTensor, ...]]:
+def rank_tensors(model: DecoderConfig, layout: NxdLayout) -> dict[PpTpRank, tuple[StoredTensor, ...]]:
     """The tensors in every rank's file."""
     return {
         (pp, tp): tensors
@@ -78,7 +83,7 @@ def rank_tensors(model: LlamaConfig, layout: NxdLayout) -> dict[PpTpRank, tuple[
     }
 
 
-def stage_tensors(model: LlamaConfig, layout: NxdLayout, pp_rank: int) -> Iterator[tuple[StoredTensor, ...]]:
+def stage_tensors(model: DecoderConfig, layout: NxdLayout, pp_rank: int) -> Iterator[tuple[StoredTensor, ...]]:
     """The tensors on a pipeline rank in the model's order, each as a tuple of its tensor-parallel shards.
 
     A tied output projection is included as a copy of the embedding: NxD's state dict has both, and loading needs both.
@@ -95,7 +100,7 @@ def stage_tensors(model: LlamaConfig, layout: NxdLayout, pp_rank: int) -> Iterat
         yield _vocab_tensors(names.output, output, model, layout)
 
 
-def qkv_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
+def qkv_tensors(model: DecoderConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
     """The query, key and value matrices of a layer, each as a tuple of its tensor-parallel shards."""
     names, by_head = NAME_TABLES[layout.style], layout.style == "megatron" and layout.by_head
     for suffix, letters in names.qkv[layout.qkv]:
@@ -104,7 +109,7 @@ def qkv_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterator[t
         yield tuple(StoredTensor(name, 0, _head_slices(model, on_rank, layer, letters, by_head)) for on_rank in slots)
 
 
-def kv_slots(model: LlamaConfig, layout: NxdLayout, tp_rank: int) -> list[tuple[int, range]]:
+def kv_slots(model: DecoderConfig, layout: NxdLayout, tp_rank: int) -> list[tuple[int, range]]:
     """The key-value heads on a rank, each with the query heads that attend to it."""
     kv, replicas = model.num_kv_heads, layout.kv_multiplier
     slots_per_rank, queries = kv * replicas // layout.tp, model.heads // (kv * replicas)
@@ -121,7 +126,7 @@ def is_key_or_value(name: str) -> bool:
     return name.endswith((".attention.k.weight", ".attention.v.weight"))
 
 
-def stage_cuts(model: LlamaConfig, layout: NxdLayout) -> tuple[int, ...]:
+def stage_cuts(model: DecoderConfig, layout: NxdLayout) -> tuple[int, ...]:
     """The last layer of each stage except the last."""
     stages = layout.pp * layout.vpp
     if layout.pipeline_cuts:
@@ -131,7 +136,7 @@ def stage_cuts(model: LlamaConfig, layout: NxdLayout) -> tuple[int, ...]:
     return tuple(end - 1 for end in ends[:-1])
 
 
-def pp_rank_layers(model: LlamaConfig, layout: NxdLayout, pp_rank: int) -> list[int]:
+def pp_rank_layers(model: DecoderConfig, layout: NxdLayout, pp_rank: int) -> list[int]:
     ends = (-1, *stage_cuts(model, layout), model.layers - 1)
     return [
         layer
@@ -140,11 +145,11 @@ def pp_rank_layers(model: LlamaConfig, layout: NxdLayout, pp_rank: int) -> list[
     ]
 
 
-def padded_vocab(model: LlamaConfig, layout: NxdLayout) -> int:
+def padded_vocab(model: DecoderConfig, layout: NxdLayout) -> int:
     return layout.vocab or ceil(model.vocab / layout.tp) * layout.tp
 
 
-def check_layout(model: LlamaConfig, layout: NxdLayout) -> None:
+def check_layout(model: DecoderConfig, layout: NxdLayout) -> None:
     """Refuse layouts that no NxD model has. The error names the nearest valid value."""
     for key in ("tp", "pp", "vpp", "kv_multiplier"):
         if getattr(layout, key) < 1:
@@ -171,7 +176,7 @@ def check_layout(model: LlamaConfig, layout: NxdLayout) -> None:
     _check_stages(model, layout)
 
 
-def valid_kv_multipliers(model: LlamaConfig, layout: NxdLayout) -> list[int]:
+def valid_kv_multipliers(model: DecoderConfig, layout: NxdLayout) -> list[int]:
     """Every kv_multiplier that is valid with the rest of the layout."""
     can_replicate = layout.style == "hf" and layout.qkv in ("qkv_linear", "fused")
     queries = model.heads // model.num_kv_heads
@@ -186,7 +191,7 @@ def valid_kv_multipliers(model: LlamaConfig, layout: NxdLayout) -> list[int]:
     ]
 
 
-def _check_stages(model: LlamaConfig, layout: NxdLayout) -> None:
+def _check_stages(model: DecoderConfig, layout: NxdLayout) -> None:
     stages, cuts = layout.pp * layout.vpp, layout.pipeline_cuts
     if stages > model.layers:
         keys = f"pp_size={layout.pp} times virtual_pp_size={layout.vpp}"
@@ -201,12 +206,12 @@ def _check_stages(model: LlamaConfig, layout: NxdLayout) -> None:
         )
 
 
-def _nearest_tp(model: LlamaConfig, layout: NxdLayout) -> int:
+def _nearest_tp(model: DecoderConfig, layout: NxdLayout) -> int:
     fits = (tp for tp in range(1, model.heads + 1) if model.heads % tp == 0 and model.ffn % tp == 0)
     return min(fits, key=lambda tp: (abs(tp - layout.tp), tp))
 
 
-def _suggest_fix(model: LlamaConfig, layout: NxdLayout) -> str:
+def _suggest_fix(model: DecoderConfig, layout: NxdLayout) -> str:
     """A valid layout if no multiplier works: a qkv kind that replicates heads, or fewer ranks."""
     replicating = NxdLayout(tp=layout.tp, qkv="qkv_linear", kv_order=layout.kv_order)
     if layout.style == "hf" and (valid := valid_kv_multipliers(model, replicating)):
@@ -218,7 +223,7 @@ def _join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 
-def _layer_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
+def _layer_tensors(model: DecoderConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
     names, ranks, shard_size = NAME_TABLES[layout.style], range(layout.tp), model.ffn // layout.tp
     prefix, tensors = f"{names.layer_prefix}{layer}.", unfused_tensors(model)
 
@@ -241,7 +246,7 @@ def _layer_tensors(model: LlamaConfig, layout: NxdLayout, layer: int) -> Iterato
 
 
 def _head_slices(
-    model: LlamaConfig, slots: list[tuple[int, range]], layer: int, letters: str, by_head: bool
+    model: DecoderConfig, slots: list[tuple[int, range]], layer: int, letters: str, by_head: bool
 ) -> tuple[TensorSlice, ...]:
     """Rows (columns for `o`) of the matrices in `letters` for the heads on a rank. Adjacent heads are one slice."""
     size, tensors = model.head_size, unfused_tensors(model)
@@ -259,6 +264,6 @@ def _head_slices(
     return tuple(tensors[names[letter]].narrow(int(letter == "o"), start, stop) for letter, start, stop in ranges)
 
 
-def _vocab_tensors(name: str, unfused_name: str, model: LlamaConfig, layout: NxdLayout) -> tuple[StoredTensor, ...]:
+def _vocab_tensors(name: str, unfused_name: str, model: DecoderConfig, layout: NxdLayout) -> tuple[StoredTensor, ...]:
     rows, full = padded_vocab(model, layout) // layout.tp, unfused_tensors(model)[unfused_name]
     return tuple(padded_shard(name, full, rows, rank) for rank in range(layout.tp))

@@ -19,7 +19,7 @@ import torch
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd.files import open_nxd
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints
-from trainyard.checkpoint.formats.nxd.layout import is_key_or_value, rank_tensors, require_llama
+from trainyard.checkpoint.formats.nxd.layout import is_key_or_value, rank_tensors, require_nxd_model
 from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
 from trainyard.checkpoint.formats.nxd.optimizer_files import (
     MASTER_WEIGHTS_KEY,
@@ -32,10 +32,10 @@ from trainyard.checkpoint.formats.nxd.optimizer_files import (
 )
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, TrainingState
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
-from trainyard.config.model_schema import LlamaConfig
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.models import AnyModelConfig
+from trainyard.families.decoder import DecoderConfig
+from trainyard.models import ModelConfig
 
 NO_DECAY_NAME = re.compile("bias|norm")
 PARAM_ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
@@ -51,28 +51,28 @@ STEP_IN_TAG = re.compile(r"step[_=](\d+)")
 STEP_COUNTER_FILES = {"user_content.pt": ("total_steps", "global_step"), "scheduler.pt": ("last_epoch",)}
 
 
-def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None = None) -> TrainingState:
+def open_nxd_state(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -> TrainingState:
     """Open the state at `path`, a checkpoint with model and optimizer. `hints` are those of open_nxd.
 
     All state is fp32, except for weights without master weights, which keep their dtype.
     """
-    llama, weights, files = require_llama(model), open_nxd(path, model, hints), find_optimizer(path)
+    decoder, weights, files = require_nxd_model(model), open_nxd(path, model, hints), find_optimizer(path)
     if files is None:
         raise UserError(f"{path}: has no optimizer state (no directory optim next to model), only weights")
     shards = {rank: [read_optimizer_shard(file) for file in rank_files] for rank, rank_files in files.items()}
     all_shards = [shard for rank_shards in shards.values() for shard in rank_shards]
     _check_consistent(all_shards)
-    parameters = {rank: _trained_parameters(llama, tensors) for rank, tensors in weights.rank_tensors.items()}
+    parameters = {rank: _trained_parameters(decoder, tensors) for rank, tensors in weights.rank_tensors.items()}
     named = {rank: _name_tensors(rank_shards, parameters[rank]) for rank, rank_shards in shards.items()}
     stored = [
         (rank, tensor)
-        for rank, tensors in rank_tensors(llama, weights.layout).items()
+        for rank, tensors in rank_tensors(decoder, weights.layout).items()
         for tensor in tensors
         if tensor.name in parameters[rank]
     ]
     sources: dict[str, ShardedWeights] = {
         kind: ShardedWeights(
-            llama, ((tensor, named[rank][kind][tensor.name]) for rank, tensor in stored), is_key_or_value
+            decoder, ((tensor, named[rank][kind][tensor.name]) for rank, tensor in stored), is_key_or_value
         )
         for kind in all_shards[0].tensors
     }
@@ -84,7 +84,7 @@ def open_nxd_state(path: Path, model: AnyModelConfig, hints: LayoutHints | None 
     counters = {"updates": all_shards[0].updates}
     if (step := _find_step(weights.files.root)) is not None:
         counters["step"] = step
-    return TrainingState(llama, dtypes, {kind: source.read for kind, source in sources.items()}, counters)
+    return TrainingState(decoder, dtypes, {kind: source.read for kind, source in sources.items()}, counters)
 
 
 def _check_consistent(shards: list[OptimizerShard]) -> None:
@@ -101,7 +101,7 @@ def _check_consistent(shards: list[OptimizerShard]) -> None:
         raise UserError(f"{problem}; they do not belong to one checkpoint")
 
 
-def _trained_parameters(model: LlamaConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _trained_parameters(model: DecoderConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The tensors of a rank's file that the optimizer has state for. A tied output projection on the rank of the
     embedding is the same parameter as the embedding."""
     tied = [names.output for names in NAME_TABLES.values() if model.tie_embeddings and names.embedding in tensors]

@@ -18,13 +18,14 @@ from trainyard.cli.console import ProgressDisplay, print_line
 from trainyard.cli.eval_console import EvalProgress, results_table, task_table
 from trainyard.cli.options import AsJson, JsonKey, TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.config.hf_config import from_hf
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
 from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import evaluation_config
+from trainyard.families import family_of
+from trainyard.families.hf_config import from_hf
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 
@@ -163,7 +164,7 @@ def print_header(console: Console, name: str, opened: OpenedCheckpoint, config: 
     for note in opened.notes:
         print_line(console, f"note: {note}")
     model, ranks = config.model, f"; {world.size} ranks" if world.size > 1 else ""
-    weights = f"{model.family} with {model.parameter_count:,} weights"
+    weights = f"{model.family} with {family_of(model).blueprint(model).parameter_count():,} weights"
     print_line(console, f"{name}: {FORMAT_DESCRIPTIONS[opened.format]}, {weights}; {config.precision.kind}{ranks}")
 
 

@@ -6,12 +6,12 @@ If the config.json is missing, a published model that matches the rest of the fi
 from pathlib import Path
 from typing import Any
 
-from trainyard.config.hf_config import from_hf
 from trainyard.config.importers.key_table import check_choice, find_path
 from trainyard.config.importers.known_models import find_known_model
 from trainyard.config.importers.megatron_semantics import check_family, vocab_size
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import from_hf
 
 NxdtKeys = dict[str, Any]
 REQUIRED_VALUES: dict[str, dict[str, object]] = {

@@ -13,11 +13,12 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from trainyard.core.splits import head_range, replication_factor
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.parallel.layout import head_range, replication_factor
 
 StagePlacement = Literal["first", "block", "last", "both"]
 FlopsTokens = Literal["tokens", "masked", "first", "nothing"]
+TpGradient = Literal["by_tokens", "equal", "partial"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,14 @@ class ParamSpec:
     """Tokens that this matrix multiplies (for FLOP counts); `nothing` for a lookup table or a vector."""
     padded: bool = False
     """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
-    replicated_compute: bool = False
-    """Not split, and every tensor-parallel rank applies it to all tokens even under sequence parallelism."""
+    tp_gradient: TpGradient = "by_tokens"
+    """Gradient of an unsplit parameter on tensor-parallel ranks. by_tokens: of the tokens that a rank holds, which are
+    all of them without sequence parallelism; equal: of all tokens on every rank; partial: of a rank's share of the
+    work (its heads or experts), so that it is always summed."""
+
+    def sums_tp_gradient(self, sequence_parallel: bool) -> bool:
+        """True if the gradient of this unsplit parameter is a sum over tensor-parallel ranks."""
+        return self.tp_gradient == "partial" or (self.tp_gradient == "by_tokens" and sequence_parallel)
 
     @property
     def weight_decay(self) -> bool:

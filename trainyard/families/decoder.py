@@ -1,0 +1,224 @@
+"""What Llama and the families that share its block have in common: keys, parameter table, Hugging Face names."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainyard.core.section import PositiveInt, Section, nearest_divisor, nearest_multiples
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec, column_parallel_specs
+from trainyard.families.hf_format import REQUIRED, HfFormat, HfKeys, HfNameMap, HfTensor
+from trainyard.families.megatron_format import MegatronModel
+from trainyard.families.model_config import ModelConfig
+
+DECODER_MODULE = "trainyard.models.llama:Llama"
+"""The module of all these families. What differs between them is in their blueprints."""
+
+
+class LinearRopeScaling(Section):
+    """Position interpolation: positions are divided by a factor, as in DeepSeek-Coder."""
+
+    kind: Literal["linear"] = "linear"
+    """Kind of RoPE scaling."""
+    factor: float = Field(ge=1)
+    """Ratio of the extended context to the trained context; 1 or more."""
+
+
+class Llama3RopeScaling(Section):
+    """RoPE scaling of Llama 3.1: divides low frequencies by a factor, keeps high ones, interpolates in between."""
+
+    kind: Literal["llama3"] = "llama3"
+    """Kind of RoPE scaling."""
+    factor: float = Field(8.0, ge=1)
+    """Divisor of the low frequencies; 1 or more."""
+    low_freq_factor: float = Field(1.0, gt=0)
+    """Wavelengths longer than original_max_positions / low_freq_factor are scaled in full."""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """Wavelengths shorter than original_max_positions / high_freq_factor are not scaled."""
+    original_max_positions: PositiveInt = 8192
+    """Context length in tokens before scaling."""
+
+
+RopeScaling = Annotated[LinearRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
+ROPE_SCALING_CLASSES: dict[str, type[Section]] = {"linear": LinearRopeScaling, "llama3": Llama3RopeScaling}
+ROPE_KEYS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_positions": "original_max_position_embeddings",
+    },
+}
+"""Key of transformers by our key, for each kind of RoPE scaling."""
+
+
+class DecoderConfig(ModelConfig):
+    """RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
+    kv_heads: PositiveInt | None = None
+    """Number of key and value heads. Default: heads."""
+    head_dim: PositiveInt | None = None
+    """Width of a head, an even number. Default: hidden / heads."""
+    ffn: PositiveInt
+    """Intermediate size of the SwiGLU MLP."""
+    rope_theta: float = Field(10000.0, gt=1)
+    """Base of the RoPE frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """RoPE scaling for a longer context. Default: none."""
+    tie_embeddings: bool = False
+    """Share one matrix between the input embedding and the output head."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon added to the mean square in RMSNorm."""
+    fuse_gate_up: bool = True
+    """Store gate and up projections as one matrix."""
+
+    @model_validator(mode="after")
+    def _check_head_sizes(self) -> Self:
+        if self.heads % self.num_kv_heads:
+            nearest = nearest_divisor(self.num_kv_heads, self.heads)
+            raise ValueError(f"kv_heads={self.num_kv_heads}: does not divide heads={self.heads}; nearest: {nearest}")
+        if self.head_size % 2:
+            multiples = nearest_multiples(self.head_size, 2)
+            raise ValueError(f"head_dim={self.head_size}: RoPE needs an even head size; nearest: {multiples}")
+        return self
+
+
+def decoder_blueprint(c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False) -> Blueprint:
+    """The parameters of a decoder; `qkv_bias` adds biases to q, k and v, `qk_norm` norms of the heads of q and k."""
+    D, V, tied, layer = c.hidden, c.vocab, c.tie_embeddings, "layers.*."
+    head = ParamSpec("output.weight", (V, D), 0, (), "last", c.init_std, flops_tokens="tokens", padded=True)
+    return Blueprint(
+        (
+            ParamSpec("embedding.weight", (V, D), 0, (), "both" if tied else "first", c.init_std, padded=True),
+            ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
+            *attention_specs(c, qkv_bias, qk_norm),
+            ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
+            *gated_mlp_specs(c),
+            ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
+            *([] if tied else [head]),
+        ),
+        c.layers,
+        (V, D, "tokens") if tied else None,
+    )
+
+
+def attention_specs(c: DecoderConfig, qkv_bias: bool, qk_norm: bool) -> list[ParamSpec]:
+    layer, Q, KV = "layers.*.attention.", c.heads * c.head_size, c.num_kv_heads * c.head_size
+    sizes = (("q", Q, c.heads), ("k", KV, c.num_kv_heads), ("v", KV, c.num_kv_heads))
+
+    def parts(kind: str) -> tuple[FusedPart, ...]:
+        return tuple(FusedPart(f"{layer}{name}.{kind}", size, units) for name, size, units in sizes)
+
+    def head_norm(name: str) -> ParamSpec:
+        """Each tensor-parallel rank normalizes its own heads."""
+        return ParamSpec(f"{layer}{name}_norm.weight", (c.head_size,), init_value=1.0, tp_gradient="partial")
+
+    return [
+        *column_parallel_specs(f"{layer}qkv.weight", parts("weight"), (c.hidden,), c.fuse_qkv, c.init_std),
+        *(column_parallel_specs(f"{layer}qkv.bias", parts("bias"), (), c.fuse_qkv) if qkv_bias else ()),
+        *(map(head_norm, ("q", "k")) if qk_norm else ()),
+        ParamSpec(f"{layer}output.weight", (c.hidden, Q), 1, init_std=c.output_init_std, flops_tokens="tokens"),
+    ]
+
+
+def gated_mlp_specs(c: DecoderConfig) -> list[ParamSpec]:
+    layer = "layers.*.mlp."
+    gate_up = tuple(FusedPart(f"{layer}{name}.weight", c.ffn, c.ffn) for name in ("gate", "up"))
+    down = ParamSpec(f"{layer}down.weight", (c.hidden, c.ffn), 1, init_std=c.output_init_std, flops_tokens="tokens")
+    return [*column_parallel_specs(f"{layer}gate_up.weight", gate_up, (c.hidden,), c.fuse_gate_up, c.init_std), down]
+
+
+DECODER_HF_KEYS: HfKeys = {
+    "vocab": ("vocab_size", REQUIRED),
+    "hidden": ("hidden_size", REQUIRED),
+    "ffn": ("intermediate_size", REQUIRED),
+    "layers": ("num_hidden_layers", REQUIRED),
+    "heads": ("num_attention_heads", REQUIRED),
+    "kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "max_positions": ("max_position_embeddings", 2048),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", False),
+    "init_std": ("initializer_range", 0.02),
+    "bos_token_id": ("bos_token_id", None),
+    "eos_token_id": ("eos_token_id", None),
+    "pad_token_id": ("pad_token_id", None),
+}
+
+
+def decoder_hf_names(c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False) -> HfNameMap:
+    ours, hf = "layers.*.", "model.layers.*."
+    table = {
+        "embedding.weight": HfTensor("model.embed_tokens.weight"),
+        f"{ours}attention_norm.weight": HfTensor(f"{hf}input_layernorm.weight"),
+        **{
+            f"{ours}attention.{x}.{kind}": HfTensor(f"{hf}self_attn.{x}_proj.{kind}")
+            for kind in ("weight", *(["bias"] if qkv_bias else []))
+            for x in "qkv"
+        },
+        **{f"{ours}attention.{x}_norm.weight": HfTensor(f"{hf}self_attn.{x}_norm.weight") for x in "qk" if qk_norm},
+        f"{ours}attention.output.weight": HfTensor(f"{hf}self_attn.o_proj.weight"),
+        f"{ours}mlp_norm.weight": HfTensor(f"{hf}post_attention_layernorm.weight"),
+        **{f"{ours}mlp.{x}.weight": HfTensor(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
+        "norm.weight": HfTensor("model.norm.weight"),
+    }
+    if c.tie_embeddings:
+        return HfNameMap(table, {"lm_head.weight": "model.embed_tokens.weight"})
+    return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})
+
+
+def decoder_hf_format(model_type: str, architecture: str, **options: Any) -> HfFormat:
+    """The format of a decoder; `options` are fields of HfFormat that differ."""
+    defaults: dict[str, Any] = {
+        "keys": DECODER_HF_KEYS,
+        "names": decoder_hf_names,
+        "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
+        "ignored": ("rope_theta", "rope_scaling", "rope_parameters"),
+        "read": read_rope,
+        "write": write_decoder,
+    }
+    return HfFormat(model_type, architecture, **defaults | options)
+
+
+def read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
+    theta = float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind not in ROPE_KEYS:
+        raise ValueError(f"rope_type={kind}: not supported; one of default, {', '.join(ROPE_KEYS)}")
+    values = {key: rope[hf_key] for key, hf_key in ROPE_KEYS[kind].items()}
+    floats = {key: float(value) for key, value in values.items() if key != "original_max_positions"}
+    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **values, **floats}}
+
+
+def write_decoder(c: DecoderConfig) -> dict[str, Any]:
+    scaling, rope = c.rope_scaling, {"rope_type": "default"}
+    if scaling:
+        rope = {"rope_type": scaling.kind, **{hf: getattr(scaling, key) for key, hf in ROPE_KEYS[scaling.kind].items()}}
+    return {
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_size,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": rope if scaling else None,
+        "rope_parameters": {"rope_theta": c.rope_theta, **rope},
+    }
+
+
+def read_megatron_decoder(model: MegatronModel) -> dict[str, Any]:
+    """The keys of a decoder from the arguments of Megatron-LM."""
+    args, scaling = model.args, None
+    if args.get("use_rope_scaling"):
+        scaling = {"kind": "llama3", "factor": args.get("rope_scaling_factor", 8.0)}
+    elif factor := args.get("rotary_seq_len_interpolation_factor"):
+        scaling = {"kind": "linear", "factor": factor}
+    return {
+        "ffn": model.mlp_width // 2,
+        "max_positions": args["max_position_embeddings"],
+        "kv_heads": args["num_query_groups"] if args.get("group_query_attention") else None,
+        "head_dim": args.get("kv_channels"),
+        "rope_theta": args.get("rotary_base", 10000.0),
+        "rope_scaling": scaling,
+    }

@@ -1,0 +1,50 @@
+"""Family: everything that differs between model families. The rest of the package reads this object and no names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainyard.families.blueprint import Blueprint
+from trainyard.families.hf_format import HfFormat
+from trainyard.families.megatron_format import MegatronFormat
+from trainyard.families.model_config import ModelConfig
+
+CAUSAL_FIELDS = ("tokens", "labels")
+
+
+def causal_keys(c: Any, seq_len: int) -> float:
+    """Mean number of keys that a query of a causal model attends to."""
+    return (seq_len + 1) / 2
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family, built in or from outside the package."""
+
+    name: str
+    config_class: type[ModelConfig]
+    """The keys of the `model` section."""
+    module: str | Callable[[Any, Any], Any]
+    """Builds a TransformerStage from (configuration, ModuleFactory). As text, `package.module:Class`, it is imported
+    when a model is built: reading a configuration then does not import torch."""
+    blueprint: Callable[[Any], Blueprint]
+    """The parameter table of a model."""
+    hf: HfFormat
+    """config.json and weight names of Hugging Face."""
+    loss: Literal["causal_lm", "bert_pretraining"] = "causal_lm"
+    """The loss it is trained with unless the user gives one; train/losses.py implements it."""
+    batch_fields: tuple[str, ...] = CAUSAL_FIELDS
+    """Fields of a batch that its samples always have (core/batch.py describes all fields)."""
+    visible_keys: Callable[[Any, int], float] = causal_keys
+    """Mean number of keys that a query attends to, by configuration and sequence length, for FLOP counts."""
+    nxd_styles: tuple[str, ...] = ()
+    """Models of neuronx-distributed that hold this family: `hf` (derived from Hugging Face's), `megatron` (NxDT's)."""
+    megatron: MegatronFormat | None = None
+    """Its checkpoints of Megatron-LM."""
+    torchtitan_names: Mapping[str, str] | None = None
+    """torchtitan's names of its tensors by our names, without `.weight`."""
+
+    @property
+    def is_causal(self) -> bool:
+        """True if it predicts the next token, and can therefore generate text."""
+        return self.loss == "causal_lm"

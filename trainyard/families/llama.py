@@ -1,0 +1,51 @@
+"""Llama 2, 3, 3.1 and DeepSeek-Coder."""
+
+from trainyard.families.decoder import (
+    DECODER_HF_KEYS,
+    DECODER_MODULE,
+    DecoderConfig,
+    decoder_blueprint,
+    decoder_hf_format,
+    read_megatron_decoder,
+)
+from trainyard.families.family import Family
+from trainyard.families.megatron_format import MegatronFormat
+
+TORCHTITAN_NAMES = {
+    "embedding": "tok_embeddings",
+    "layers.*.attention_norm": "layers.*.attention_norm",
+    **{f"layers.*.attention.{x}": f"layers.*.attention.qkv_linear.w{x}" for x in "qkv"},
+    "layers.*.attention.output": "layers.*.attention.wo",
+    "layers.*.mlp_norm": "layers.*.ffn_norm",
+    "layers.*.mlp.gate": "layers.*.feed_forward.w1",
+    "layers.*.mlp.down": "layers.*.feed_forward.w2",
+    "layers.*.mlp.up": "layers.*.feed_forward.w3",
+    "norm": "norm",
+    "output": "lm_head",
+}
+"""Names of torchtitan 0.3."""
+
+
+class LlamaConfig(DecoderConfig):
+    """Llama 2, 3, 3.1 and DeepSeek-Coder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases."""
+
+
+FAMILY = Family(
+    name="llama",
+    config_class=LlamaConfig,
+    module=DECODER_MODULE,
+    blueprint=decoder_blueprint,
+    hf=decoder_hf_format(
+        "llama",
+        "LlamaForCausalLM",
+        keys={**DECODER_HF_KEYS, "bos_token_id": ("bos_token_id", 1), "eos_token_id": ("eos_token_id", 2)},
+        fixed={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0.0},
+    ),
+    nxd_styles=("hf", "megatron"),
+    megatron=MegatronFormat(
+        {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False},
+        read_megatron_decoder,
+        gated_mlp=True,
+    ),
+    torchtitan_names=TORCHTITAN_NAMES,
+)

@@ -1,0 +1,66 @@
+"""ModelConfig: the keys of the `model` section that every family has. Each family adds its own in a subclass."""
+
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+
+from trainyard.core.section import PositiveInt, Section, nearest_divisor
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+TokenIds = Annotated[tuple[int, ...], Strict(False), BeforeValidator(lambda ids: (ids,) if type(ids) is int else ids)]
+
+
+class ModelConfig(Section):
+    """Sizes of a transformer."""
+
+    family: str
+    """Model family: a built-in one, one of an installed package, or `module:NAME` of a Family object."""
+    vocab: int = Field(ge=2, le=2**27)
+    """Vocabulary size of the checkpoint, without the padding that tensor parallelism adds."""
+    hidden: int = Field(ge=1, le=2**20)
+    """Hidden size (width of the residual stream)."""
+    layers: int = Field(ge=1, le=10_000)
+    """Number of transformer blocks."""
+    heads: int = Field(ge=1, le=2**16)
+    """Number of query heads; must be divisible by layout.tp."""
+    max_positions: PositiveInt
+    """Maximum sequence length in tokens."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    scaled_init: bool = True
+    """Divide the standard deviation of a block's two output projections by sqrt(2 * layers), as in GPT-2."""
+    fuse_qkv: bool = True
+    """Store query, key and value projections as one matrix: one GEMM instead of three."""
+    bos_token_id: int | None = None
+    """Token id that begins a text, for the exported config.json. Default: none."""
+    eos_token_id: TokenIds | None = None
+    """Token id, or several, that end a text, for the exported config.json. Default: none."""
+    pad_token_id: int | None = None
+    """Token id of padding, for the exported config.json. Default: none."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.hidden % self.heads and getattr(self, "head_dim", None) is None:
+            nearest = nearest_divisor(self.heads, self.hidden)
+            raise ValueError(f"heads={self.heads}: does not divide hidden={self.hidden}; nearest: {nearest}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Width of an attention head."""
+        return getattr(self, "head_dim", None) or self.hidden // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return getattr(self, "kv_heads", None) or self.heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Intermediate size of the MLP."""
+        return getattr(self, "ffn", None) or 4 * self.hidden
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the initial weights of a block's two output projections."""
+        return self.init_std / (2 * self.layers) ** 0.5 if self.scaled_init else self.init_std

@@ -1,0 +1,60 @@
+"""Finds model families: the built-in ones, those of installed packages, and `module:NAME` of any other."""
+
+import difflib
+import importlib
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+
+from trainyard.core.errors import UserError, one_line
+from trainyard.families.family import Family
+from trainyard.families.model_config import ModelConfig
+
+BUILT_IN = ("llama", "gpt", "bert")
+"""Files of this package, each with a FAMILY of that name."""
+ENTRY_POINT_GROUP = "trainyard.families"
+"""Installed packages offer families by entry points of this group: `qwen = "my_models.qwen:FAMILY"`."""
+
+
+@cache
+def all_families() -> dict[str, Family]:
+    """The built-in families and those of installed packages, by name."""
+    modules = (importlib.import_module(f"trainyard.families.{name}") for name in BUILT_IN)
+    families: dict[str, Family] = {name: module.FAMILY for name, module in zip(BUILT_IN, modules, strict=True)}
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        families.setdefault(entry.name, _import_family(f"{entry.module}:{entry.attr}", entry.name))
+    return families
+
+
+@cache
+def find_family(name: str) -> Family:
+    """The family with this name. Raises UserError if there is none."""
+    if name in BUILT_IN:
+        family: Family = importlib.import_module(f"trainyard.families.{name}").FAMILY
+        return family
+    if ":" in name:
+        return _import_family(name, name)
+    families = all_families()
+    if name not in families:
+        nearest = (difflib.get_close_matches(name, families, 1, 0.0) or list(families))[0]
+        raise UserError(f"not one of {', '.join(families)}, or module:NAME; nearest: {nearest}")
+    return families[name]
+
+
+def family_of(model: ModelConfig) -> Family:
+    return find_family(model.family)
+
+
+def _import_family(path: str, name: str) -> Family:
+    """Import `module:NAME`. Only modules on the Python path: a checkpoint must not run code from where it lies."""
+    module, _, attribute = path.partition(":")
+    try:
+        family = getattr(importlib.import_module(module), attribute, None)
+    except (Exception, SystemExit) as error:  # the module is the user's: anything may happen in it
+        label = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
+        hint = "; install it, or add its directory to PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"cannot import {module}: {label}{one_line(error)}{hint}") from None
+    if not isinstance(family, Family):
+        found = "nothing" if family is None else f"a {type(family).__name__}"
+        raise UserError(f"expected a trainyard.Family as {attribute} in {module}, found {found}")
+    return replace(family, name=name)  # the name by which a configuration finds it again
