@@ -21,7 +21,7 @@ import triton
 from torch import Tensor, nn
 
 from trainyard import models
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.kernels import reference
 from trainyard.kernels.reference import Kernels
 from trainyard.kernels.triton.decode.decode_attention import decode_attention

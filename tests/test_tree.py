@@ -130,6 +130,20 @@ def test_device_names_and_private_torch_names_stay_in_their_packages() -> None:
             assert not any("._" in module for module in file.imports if module.startswith("torch")), file.name
 
 
+def test_families_are_named_in_their_own_files_only() -> None:
+    """Importers read the names of other systems; `data bert` prepares files of that name."""
+    classes = {family.config_class.__name__ for family in all_families().values()}
+    allowed = ("families/", "config/importers/", "cli/commands/data/", "data/prepare/bert_files.py")
+    for file in FILES:
+        own = {f"models/{name}.py" for name in BUILT_IN}
+        if file.name.startswith(allowed) or file.name in own:
+            continue
+        literals = {node.value for node in ast.walk(file.tree) if isinstance(node, ast.Constant)}
+        names = {node.id for node in ast.walk(file.tree) if isinstance(node, ast.Name)}
+        assert not literals & {*BUILT_IN}, f"{file.name} names a family"
+        assert not names & classes, f"{file.name} names the configuration of a family"
+
+
 def test_no_two_public_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for file in FILES:
@@ -146,7 +160,7 @@ def test_folders_and_files_stay_small_and_have_telling_names() -> None:
         vague = [name for name in modules if name in VAGUE_FILE_NAMES or re.fullmatch(r"[a-z]+ed", name)]
         assert not vague, f"{folder.name}: {vague}"
     for name in BUILT_IN:
-        for path in (PACKAGE / "families" / f"{name}.py", PACKAGE / "models" / f"{name}.py"):
+        for path in (PACKAGE / "families" / "builtin" / f"{name}.py", PACKAGE / "models" / f"{name}.py"):
             assert not path.exists() or len(path.read_text().splitlines()) <= MAX_MODEL_LINES, path
 
 

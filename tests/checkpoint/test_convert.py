@@ -36,8 +36,8 @@ from trainyard.checkpoint.native.checkpoint import COMMIT_FILE, STATE_KINDS, Che
 from trainyard.checkpoint.registry import first_model_difference, open_weights
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.families.hf_config import from_hf
-from trainyard.families.llama import LlamaConfig
 from trainyard.train.trainer import Trainer
 
 GENERATED: dict[str, Any] = {
@@ -536,10 +536,11 @@ def test_invalid_indexes(index: str, file: str, source: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_only_llama_converts_to_nxd(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_only_families_of_nxd_convert_to_it(saved: Callable[[str], Path], tmp_path: Path) -> None:
     for family in ("gpt", "bert"):
         with pytest.raises(
-            UserError, match=rf"model.family={family}: NxD checkpoints hold Llama models only; nearest: --to hf"
+            UserError,
+            match=rf"model.family={family}: NxD checkpoints hold models of llama, mistral only; nearest: --to hf",
         ):
             convert(saved(family), tmp_path / "out", "nxd", "tp=2")
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from tests.cli.conftest import Call, fail, succeed
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
 from trainyard.cli.commands import convert_nxd
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.llama import LlamaConfig
 
 MHA = llama(hidden=32, heads=8, layers=4)
 """A model with as many kv heads as heads."""

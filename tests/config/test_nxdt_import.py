@@ -335,7 +335,7 @@ MISTAKES = [
     ("hf_llama3_8B", {"model__hidden_size": 4321}, ["model.vocab: missing"]),
     ("hf_llama3_8B", {"defaults": ["base"]}, ["defaults", "several files"]),
     ("hf_llama3_8B", {"data__train_dir": "/a.jsonl"}, ["data.train_dir=/a.jsonl", "trainyard data pack"]),
-    ("megatron_mistral", {"model__sliding_window_size": 1024}, ["sliding_window_size=1024", "nearest: 4096"]),
+    ("megatron_gpt", {"model__sliding_window_size": 1024}, ["sliding_window_size=1024", "nearest: null"]),
     ("megatron_gpt", {"model__transformer_block_type": "normformer"}, ["transformer_block_type=normformer", "pre_ln"]),
     ("megatron_gpt", {"model__activation": "geglu"}, ["model.activation=geglu", "swiglu"]),
     ("megatron_gpt", {"model__normalization": "rmsnorm"}, ["model.normalization=rmsnorm", "nearest: layernorm"]),

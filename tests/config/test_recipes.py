@@ -30,9 +30,18 @@ PARAMETERS = {
     "llama3.1-70b": 70_553_706_496,
     "llama3.1-70b-trn2": 70_553_706_496,
     "llama3.1-70b-cp": 70_553_706_496,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 # Each family, optimizer, kind of recompute and RoPE scaling trains in the fast tier.
-TRAINED_IN_FAST_TIER = {"tiny-llama", "bert-large-phase1-lamb", "gpt3-6.7b", "deepseek-coder-1.3b", "llama3.1-70b-trn2"}
+TRAINED_IN_FAST_TIER = {
+    "qwen3-30b-a3b",
+    "tiny-llama",
+    "bert-large-phase1-lamb",
+    "gpt3-6.7b",
+    "deepseek-coder-1.3b",
+    "llama3.1-70b-trn2",
+}
 
 
 def parameter_count(config: Config) -> int:

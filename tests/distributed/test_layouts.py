@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests.support import configs
+from tests.support.hf_reference import LLAMA_LIKE, hf_reference
 from tests.support.pool import Pool, RankFailed
 from trainyard.compat import supports_zero_bubble
 from trainyard.config.schema import Config
+from trainyard.families.hf_config import from_hf
 from trainyard.verify.compare_layouts import VerifyRecord, compare_records, single_rank_config
 
 
@@ -33,7 +35,9 @@ PIPELINE_LAYERS = 4
 # Dropout is on because its masks must not depend on the layout.
 LLAMA = configs.LLAMA
 GPT = {**configs.GPT, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
+MOE = configs.MOE
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
 ODD_VOCAB = {"vocab": 263}
 """A vocabulary that no number of ranks divides."""
 SP = {"sequence_parallel": True}
@@ -123,6 +127,29 @@ CASES = [
     case(4, {"tp": 2, "zero": 1}, LLAMA, "bf16-reduce", precision={"kind": "bf16", "reduce_dtype": "bf16"}),
     case(4, {"pp": 2, "zero": 2}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"tp": 2, "zero": 1}, BERT, "bf16_sr", precision={"kind": "bf16_sr"}),
+    # mixtures of experts, whose router losses must not depend on the layout
+    case(2, {}, MOE),
+    case(2, {"tp": 2}, MOE),
+    case(2, {"tp": 2, **SP}, MOE),
+    case(2, {"cp": 2}, MOE),
+    case(2, {"pp": 2}, MOE),
+    case(2, {"zero": 1}, MOE),
+    case(4, {"tp": 2, "zero": 2}, MOE),
+    case(4, {"tp": 2, "zero": 3, **SP}, MOE),
+    case(4, {"cp": 2, "pp": 2}, MOE),
+    case(4, {"pp": 2, "zero": 3}, MOE),
+    case(4, {"tp": 4, **SP}, {**MOE, "kv_heads": 1}, "kv1"),
+    case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, MOE),
+    case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, MOE),
+    case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, MOE),
+    case(4, {"tp": 2, "cp": 2}, MOE, "full", recompute={"kind": "full"}),
+    case(4, {"tp": 2, "zero": 1}, MOE, "muon", optimizer={"kind": "muon"}),
+    case(4, {"tp": 2, "zero": 1}, MOE, "lamb", optimizer={"kind": "lamb"}),
+    # families that share Llama's block
+    *(case(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
+    *(case(4, {"tp": 2, "cp": 2, **SP}, model) for model in LLAMA_LIKE_MODELS),
+    *(case(4, {"pp": 2, "zero": 1}, model) for model in LLAMA_LIKE_MODELS),
+    *(case(4, {"tp": 4, "zero": 3, **SP}, model) for model in LLAMA_LIKE_MODELS),
 ]
 
 

@@ -45,7 +45,7 @@ def test_data_that_does_not_fit_is_one_line(
     write_documents(tmp_path / "large", [[[5, 299, 300]]])
     for checkpoint, data, options, message in (
         (llama, tmp_path / "none.jsonl", {}, "none.jsonl: no such file"),
-        (llama, hdf5_file, {}, "masked sentence pairs, but the model is llama"),
+        (llama, hdf5_file, {}, "masked sentence pairs, but llama is a causal model"),
         (bert, text_file, {}, "BERT is evaluated on masked sentence pairs in HDF5"),
         (llama, tmp_path / "one", {}, "has no token to predict"),
         (llama, tmp_path / "large", {}, "token 300 at 2, but model.vocab=300"),

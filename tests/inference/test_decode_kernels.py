@@ -1,5 +1,6 @@
 """The engine with the decode kernels of GPUs, in Triton's interpreter, generates what transformers does."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.inference.test_generate import expected_tokens, load, run_prompts
+from tests.support.hf_reference import LLAMA_LIKE, hf_model
 from trainyard.devices.cpu import CpuDevice
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import skinny_linear as products
@@ -16,13 +18,13 @@ from trainyard.kernels.triton.decode.ops import DecodeKernels
 from trainyard.kernels.triton.decode.skinny_linear import LinearConfig
 
 TINY: dict[str, Any] = {"vocab_size": 50, "initializer_range": 0.3}
+LLAMA = {
+    **TINY, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            **TINY, hidden_size=32, intermediate_size=44, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32,
-        )
-    ),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    **{name: partial(hf_model, name, **LLAMA, bos_token_id=0, eos_token_id=0) for name in LLAMA_LIKE},
     "gpt": lambda: GPT2LMHeadModel(  # its files store transposed matrices
         GPT2Config(**TINY, n_embd=32, n_layer=1, n_head=2, n_positions=32, eos_token_id=49, bos_token_id=49)
     ),
@@ -30,7 +32,9 @@ MODELS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name in LLAMA_LIKE)) for name in MODELS]
+)
 def test_tokens_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuDevice, "decode_kernels", lambda self, fused: DecodeKernels())
     # In the interpreter, a program costs much more than an element: use few programs.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.support.forkserver import ForkServer
+from tests.support.hf_reference import LLAMA_LIKE, MOE_VARIANTS, hf_model
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
@@ -38,6 +40,7 @@ MODELS = {
     "deepseek": lambda: LlamaForCausalLM(
         LlamaConfig(**LLAMA | {"num_key_value_heads": 8}, rope_scaling={"rope_type": "linear", "factor": 4.0})
     ),
+    **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS)},
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)),
 }
 LENGTHS = (1, 5, 17, 40, 90, 3, 64)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from tests.kernels.test_triton_ops import DEVICE, DTYPES, close, random
 from tests.support.pairwise import pairwise
 from trainyard import models
-from trainyard.families.gpt import GptConfig
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.gpt import GptConfig
+from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.kernels import reference
 from trainyard.kernels.fp8_weight import Fp8Weight
 from trainyard.kernels.reference import Activation, Kernels
@@ -107,7 +107,7 @@ def test_linear_of_real_shapes(rows: int, columns: int, K: int, activation: Acti
 
 def check_attention(
     lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, rope: bool,
-    max_seq_len: int, config: DecodeAttentionConfig | None = None,
+    max_seq_len: int, config: DecodeAttentionConfig | None = None, window: int | None = None,
 ) -> None:  # fmt: skip
     batch = len(lengths)
     qkv = random(batch, 1, heads + 2 * kv_heads, head_dim, dtype=dtype).transpose(1, 2)
@@ -120,12 +120,22 @@ def check_attention(
     cos, sin = (angle.cos(), angle.sin()) if rope else (None, None)
     length_tensor = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     expected_caches = k_cache.float(), v_cache.float()
-    expected = reference.decode_attention(q.float(), k.float(), v.float(), *expected_caches, length_tensor, cos, sin)
-    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, config)
+    expected = reference.decode_attention(
+        q.float(), k.float(), v.float(), *expected_caches, length_tensor, cos, sin, window
+    )
+    actual = decode_attention(q, k, v, k_cache, v_cache, length_tensor, cos, sin, window, config)
     close(actual, expected.to(dtype), dtype)
     for cache, expected_cache in zip((k_cache, v_cache), expected_caches, strict=True):
         for slot, length in enumerate(lengths):
             close(cache[slot, :, : length + 1], expected_cache[slot, :, : length + 1].to(dtype), dtype)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("window", [1, 16, 20])
+def test_attention_in_a_window(window: int, splits: int, group: int) -> None:
+    config = DecodeAttentionConfig(splits, 16, 4, 2)
+    check_attention([0, 37, 17], 2 * group, 2, 24, torch.float32, True, 38, config, window)
 
 
 @pairwise(dtype=DTYPES, group=[1, 2, 4, 8], head_dim=[64, 128, 24], splits=[1, 2], rope={"rope": True, "plain": False})

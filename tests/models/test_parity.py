@@ -32,7 +32,7 @@ def model_from_hf(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> t
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_gradients(variant: str, fuse: bool) -> None:
     family, hf, hf_config = hf_reference(variant)
-    changes = {"fuse_qkv": fuse, **({"fuse_gate_up": fuse} if family == "llama" else {})}
+    changes = {"fuse_qkv": fuse, **({"fuse_gate_up": fuse} if family not in ("gpt", "bert") else {})}
     section, model = model_from_hf(hf, hf_config, **changes)
     batch = configs.tiny_batch(family)
     hf_logits, hf_loss = hf_forward(family, hf, batch)
@@ -135,6 +135,10 @@ def test_config_json_round_trip(variant: str) -> None:
         ({"attention_bias": True}, "attention_bias=True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
         ({"num_attention_heads": 5}, "heads=5"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5: not known for llama, and may change"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types=sliding_attention"),
     ],
 )
 def test_unsupported_options_are_refused(change: dict[str, Any], message: str) -> None:

@@ -41,6 +41,7 @@ class AttentionCase(NamedTuple):
     causal: bool
     documents: Tensor | None = None
     dropout: DropoutRng | None = None
+    window: int = 0
 
 
 def make_documents(batch: int, tokens: int) -> Tensor:
@@ -64,7 +65,8 @@ def make_case(
         site, head_offset = (torch.tensor(x, dtype=torch.int32, device=device) for x in (12345, 4))
         dropout = DropoutRng(0.3, seeds.seed0.to(device), seeds.seed1.to(device), site, head_offset)
     documents = make_documents(B, T).to(device) if "documents" in kind else None
-    return AttentionCase(q, k, v, dout, causal, documents, dropout)
+    window = int(kind.partition("window ")[2] or 0)
+    return AttentionCase(q, k, v, dout, causal, documents, dropout, window)
 
 
 def dense_attention(case: AttentionCase) -> list[Tensor]:
@@ -74,6 +76,8 @@ def dense_attention(case: AttentionCase) -> list[Tensor]:
     score = q @ k.repeat_interleave(repeat, 1).transpose(2, 3) / q.shape[3] ** 0.5
     if case.causal:
         score = score.masked_fill(torch.ones(tokens, tokens, device=q.device).triu(1).bool(), -torch.inf)
+    if case.window:
+        score = score.masked_fill(torch.ones(tokens, tokens, device=q.device).tril(-case.window).bool(), -torch.inf)
     if case.documents is not None:
         score = score.masked_fill((case.documents[:, :, None] != case.documents[:, None])[:, None], -torch.inf)
     weight = score.softmax(-1)
@@ -101,7 +105,7 @@ def local_case(case: AttentionCase, positions: list[int]) -> AttentionCase:
     dropout = case.dropout
     if dropout is not None:
         dropout = dropout._replace(seed0=dropout.seed0[:, positions], seed1=dropout.seed1[:, positions])
-    return AttentionCase(q, k, v, dout, case.causal, documents, dropout)
+    return AttentionCase(q, k, v, dout, case.causal, documents, dropout, case.window)
 
 
 def parallel_attention(case: AttentionCase, size: int, method: Any) -> list[Tensor]:
@@ -109,8 +113,8 @@ def parallel_attention(case: AttentionCase, size: int, method: Any) -> list[Tens
     positions = positions_by_rank(size, case.q.shape[2])
 
     def work(ring: ThreadRing) -> tuple[Tensor, ...]:
-        q, k, v, dout, causal, documents, dropout = local_case(case, positions[ring.rank])
-        spec = AttentionSpec(method, causal, documents, dropout)
+        q, k, v, dout, causal, documents, dropout, window = local_case(case, positions[ring.rank])
+        spec = AttentionSpec(method, causal, documents, dropout, window)
         y, lse = ring_attention.forward(ring, q, k, v, spec)
         assert y.dtype == q.dtype
         assert ring.in_flight == 0
@@ -138,6 +142,14 @@ def test_equals_dense_attention(size: int, method: str, causal: bool, kind: str,
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["window 1", "window 5", "window 11", "window 23", "documents and dropout, window 7"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sliding_window(size: int, kind: str, method: str) -> None:
+    case = make_case(kind, True)
+    assert_close(parallel_attention(case, size, method), dense_attention(case))
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 1), (6, 2), (3, 3)])
 def test_grouped_heads(heads: int, kv_heads: int, method: str) -> None:
     for kind in ("plain", "documents and dropout"):
@@ -148,8 +160,8 @@ def test_grouped_heads(heads: int, kv_heads: int, method: str) -> None:
 @pytest.mark.parametrize("tile_bytes", [1, 2000, 5000])
 def test_tile_size_does_not_change_the_result(tile_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_blocks, "TILE_BYTES", tile_bytes)
-    for causal in (True, False):
-        case = make_case("documents and dropout", causal)
+    for causal, kind in ((True, "documents and dropout"), (False, "documents and dropout"), (True, "window 5")):
+        case = make_case(kind, causal)
         assert_close(parallel_attention(case, 2, "ring"), dense_attention(case))
 
 
@@ -324,7 +336,7 @@ def test_opcheck(kind: str) -> None:
     case = make_case(kind, True)
     q, k, v = (x.clone().requires_grad_() for x in case[:3])
     p, *rng_tensors = case.dropout or (0.0,)
-    options = (case.documents, rng_tensors, p, "", 1, "ring", True)
+    options = (case.documents, rng_tensors, p, "", 1, "ring", True, 0)
     torch.library.opcheck(ring_attention.context_attention, (q, k, v, *options))
     y, lse = ring_attention.context_attention(q.detach(), k.detach(), v.detach(), *options)
     torch.library.opcheck(ring_attention.context_attention_backward, (case.dout, *case[:3], y, lse, *options))

@@ -23,6 +23,8 @@ LLAMA = {
 }
 GPT = {"family": "gpt", "vocab": 260, "hidden": 32, "layers": 2, "heads": 4, "max_positions": 64}
 BERT = {"family": "bert", "vocab": 128, "hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "max_positions": 64}
+MOE = {**LLAMA, "family": "mixtral", "experts": 4, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
+"""A mixture of experts whose router losses are large enough to show."""
 TINY_MODELS = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
 
 

@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from tests.support.hf_reference import HF_CLASSES
+from tests.support.hf_reference import hf_model
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. " * 3,
@@ -36,13 +36,8 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def save_hf_folder(directory: Path, family: str) -> Any:
     """Save a random model and its tokenizer; returns the model."""
-    config_class, model_class, base = HF_CLASSES[family]
     sizes = {"vocab_size": VOCAB, MAX_POSITIONS[family]: 128, "eos_token_id": 0, "bos_token_id": 0, **SIZES[family]}
-    torch.manual_seed(1)
-    model = model_class(config_class(**{**base, **sizes})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model = hf_model("gpt2" if family == "gpt" else family, **sizes)
     model.save_pretrained(directory)
     if family != "bert":
         make_tokenizer().save_pretrained(directory)

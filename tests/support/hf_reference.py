@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.families import find_family
 
 LLAMA = {
     "vocab_size": 97,
@@ -54,30 +55,47 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA31, "num_key_value_heads": 2}),
     "deepseek-linear": ("llama", {"rope_theta": 100000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),
     "bert": ("bert", {}),
     "bert-gelu-new": ("bert", {"hidden_act": "gelu_new"}),
 }
-HF_CLASSES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, LLAMA),
-    "gpt": (transformers.GPT2Config, transformers.GPT2LMHeadModel, GPT),
-    "bert": (transformers.BertConfig, transformers.BertForPreTraining, BERT),
+"""Family and changes to its sizes."""
+MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_key_value_heads": 2, "head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 32, "norm_topk_prob": False},
+    ),
 }
+"""Mixtures of experts, whose modules have other names than their files: compare files, not modules."""
+LLAMA_LIKE = [name for name, (family, _) in VARIANTS.items() if family not in ("llama", "gpt", "bert")]
+"""Variants of the families that share Llama's block, one each."""
+SIZES = {"gpt": GPT, "bert": BERT}
+"""Sizes of families with other keys than Llama's."""
 
 
 def hf_reference(variant: str) -> tuple[str, nn.Module, dict[str, Any]]:
     """(family, model, config.json) of a random transformers model."""
-    family, changes = VARIANTS[variant]
-    config_class, model_class, base = HF_CLASSES[family]
-    config = config_class(**{**base, **changes})
+    model = hf_model(variant)
+    return VARIANTS[variant][0], model, json.loads(model.config.to_json_string())
+
+
+def hf_model(variant: str, **changes: Any) -> Any:
+    """A random transformers model; `changes` are keys of its config.json."""
+    family, sizes = {**VARIANTS, **MOE_VARIANTS}[variant]
+    hf = find_family(family).hf
+    config = transformers.AutoConfig.for_model(hf.model_type, **{**SIZES.get(family, LLAMA), **sizes, **changes})
     torch.manual_seed(1)
-    model = model_class(config)
+    model = getattr(transformers, hf.architecture)(config)
     with torch.no_grad():
         for parameter in model.parameters():  # make biases and norms random too
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    return family, model.eval(), json.loads(config.to_json_string())
+    return model.eval()
 
 
 def hf_forward(family: str, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

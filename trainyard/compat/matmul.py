@@ -1,6 +1,7 @@
 """Matrix products behind private names or with version-dependent arguments."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -33,3 +34,15 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     return torch._scaled_mm(
         a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
     )
+
+
+def has_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """True if torch has a kernel for products of groups of rows of these tensors (torch.nn.functional.grouped_mm)."""
+    aligned = all(x.shape[-1] % 8 == 0 and x.shape[-2] % 8 == 0 for x in (a[:8], b))
+    return a.is_cuda and a.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """[N, D] x [E, D, O] to [N, O], or [O, N] x [N, D] to [E, O, D]: groups of the dim N end at `ends`, int32."""
+    out: Tensor = F.grouped_mm(a, b, offs=ends)
+    return out

@@ -17,6 +17,7 @@ from trainyard.config.recipes import find_config
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import ConfigYamlLoader, read_yaml
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import search_current_directory
 from trainyard.families.hf_config import from_hf
 
 
@@ -27,6 +28,8 @@ def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str]
     """
     path = find_config(source)
     data = read_yaml(path)
+    if ":" in str((data.get("model") or {}).get("family", "")):
+        search_current_directory()
     if is_nxdt(data):
         from trainyard.config.importers.nxdt.convert import import_nxdt  # its tables are large; few files need them
 

@@ -194,7 +194,7 @@ class SamplesSection(Section):
     """Text samples during training: the model continues prompts. Losses and weights of the run do not change."""
 
     every: NonNegativeInt = 0
-    """Steps between samples; 0: none. Each time costs samples.max_new_tokens forward passes. Llama and GPT only."""
+    """Steps between samples; 0: none. Each time costs samples.max_new_tokens forward passes. Causal models only."""
     prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = ("Once upon a time", "The")
     """Texts to continue. An empty text starts a document."""
     tokenizer: str | None = None
@@ -367,6 +367,11 @@ class Config(Section):
                     f"data.max_predictions={data.max_predictions}: does not fit in a sample of "
                     f"data.seq_len={data.seq_len}; nearest: {max(data.seq_len - 3, 1)}"
                 )
+        if train.loss and any(getattr(model, key, 0.0) for key in ("balance_loss", "z_loss")):
+            raise ValueError(
+                f"train.loss={train.loss}: its count divides all gradients, those of the router's losses too; "
+                "nearest: model.balance_loss=0 and model.z_loss=0"
+            )
         if self.evaluate.every and not (data.validation_fraction or data.split or self.evaluate.function):
             raise ValueError(
                 f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation_fraction, "

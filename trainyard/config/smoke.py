@@ -20,6 +20,7 @@ SMOKE_STEPS = 8
 SMOKE_NEW_TOKENS = 16
 SMOKE_HEAD_DIM = 16
 SMOKE_VOCAB = 320
+SMOKE_EXPERTS = 8
 SMOKE_VALIDATION_FRACTION = 0.05
 AXES = ("tp", "pp", "cp")
 CHECKPOINT_DEFAULTS = {"directory": None, "resume": "none", "weights_only": False, "init_from": None}
@@ -54,6 +55,8 @@ def smoke_config(
     shrink("model", hidden=heads * SMOKE_HEAD_DIM)
     if model.get("ffn"):
         shrink("model", ffn=4 * model["hidden"])
+    if model.get("experts"):
+        shrink("model", experts=min(model["experts"], SMOKE_EXPERTS), top_k=min(model["top_k"], SMOKE_EXPERTS // 2))
     shrink("layout", **_fitted_layout(layout, ranks, heads, named) | {"pipeline_cuts": []})
     shrink("model", layers=max(2, layout["pp"] * layout["vpp"]))
     if not _names_own_data(data["data"], named) and "data" not in named:

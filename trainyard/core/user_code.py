@@ -8,11 +8,16 @@ from typing import Any
 from trainyard.core.errors import UserError, one_line
 
 
+def search_current_directory() -> None:
+    """Let modules in the current directory be imported."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def import_function(dotted: str, key: str, kind: str = "function") -> Callable[..., Any]:
     """Import `module:function`, also from the current directory. `key` is the config key, for error messages."""
     module, _, name = dotted.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    search_current_directory()
     try:
         function = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as error:  # the module is the user's: anything may happen in it

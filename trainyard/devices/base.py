@@ -76,6 +76,8 @@ class Device(ABC):
     """Attention kernels that `device.attention` can select."""
     memory_model = "cpu"
     """Memory model for `plan`: a name in plan/memory/device_kinds.py."""
+    has_grouped_products = True
+    """Products of groups of rows with a matrix of their own, for mixtures of experts."""
     decomposes_attention = False
     """True if attention across ranks or within documents uses plain operations on gathered keys and values, which the
     device's compiler traces like everything else. All ranks then have the same graph."""

@@ -54,6 +54,10 @@ class ParamSpec:
     """Tokens that this matrix multiplies (for FLOP counts); `nothing` for a lookup table or a vector."""
     padded: bool = False
     """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
+    experts: int = 0
+    """Number of experts whose matrices are the fused parts; 0: not a matrix of experts."""
+    active_experts: int = 0
+    """Number of experts that a token uses."""
     tp_gradient: TpGradient = "by_tokens"
     """Gradient of an unsplit parameter on tensor-parallel ranks. by_tokens: of the tokens that a rank holds, which are
     all of them without sequence parallelism; equal: of all tokens on every rank; partial: of a rank's share of the
@@ -62,6 +66,11 @@ class ParamSpec:
     def sums_tp_gradient(self, sequence_parallel: bool) -> bool:
         """True if the gradient of this unsplit parameter is a sum over tensor-parallel ranks."""
         return self.tp_gradient == "partial" or (self.tp_gradient == "by_tokens" and sequence_parallel)
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the matrix that a token multiplies."""
+        return self.active_experts / self.experts if self.experts else 1.0
 
     @property
     def weight_decay(self) -> bool:
@@ -98,17 +107,16 @@ class Blueprint:
         spec, layer = self.spec(name), layer_index(name)
         dim = spec.tp_dim or 0
         slices = []
-        for part in spec.fused_parts or (FusedPart(spec.name, spec.shape[dim], spec.shape[dim]),):
-            start, stop = 0, part.size
+        for part in spec.fused_parts or (FusedPart(spec.name, spec.shape[0], spec.shape[0]),):
+            size, units = (part.size, part.units) if dim == 0 else (spec.shape[dim], spec.shape[dim])
+            start, stop = 0, size
             if spec.padded:
-                rows = -(-part.size // tp)
-                start, stop = (min(end * rows, part.size) for end in (rank, rank + 1))
+                rows = -(-size // tp)
+                start, stop = (min(end * rows, size) for end in (rank, rank + 1))
             elif spec.tp_dim is not None:
-                unit = part.size // part.units
-                start, stop = (end * unit for end in head_range(part.units, tp, rank))
-            shape = (part.size, *spec.shape[1:]) if spec.fused_parts else spec.shape
+                start, stop = (end * (size // units) for end in head_range(units, tp, rank))
             part_name = part.name.replace("*", "" if layer is None else str(layer))
-            slices.append(TensorSlice.full(part_name, shape).narrow(dim, start, stop))
+            slices.append(TensorSlice.full(part_name, (part.size, *spec.shape[1:])).narrow(dim, start, stop))
         return slices
 
     def replication(self, name: str, tp: int) -> list[int]:
@@ -116,6 +124,8 @@ class Blueprint:
         spec = self.spec(name)
         if spec.tp_dim is None:
             return [tp]
+        if spec.tp_dim > 0:
+            return [replication_factor(spec.shape[spec.tp_dim], tp)] * max(len(spec.fused_parts), 1)
         return [replication_factor(part.units, tp) for part in spec.fused_parts] or [1]
 
     def local_shape(self, name: str, tp: int = 1, rank: int = 0) -> tuple[int, ...]:
@@ -125,7 +135,8 @@ class Blueprint:
         if spec.padded:
             shape[0] = -(-shape[0] // tp)
         elif spec.tp_dim is not None:
-            shape[spec.tp_dim] = sum(piece.sizes[spec.tp_dim] for piece in self.tp_slices(name, tp, rank))
+            widths = [piece.sizes[spec.tp_dim] for piece in self.tp_slices(name, tp, rank)]
+            shape[spec.tp_dim] = sum(widths) if spec.tp_dim == 0 else widths[0]
         return tuple(shape)
 
     def parameter_count(self, included: Callable[[ParamSpec], bool] = lambda spec: True) -> int:

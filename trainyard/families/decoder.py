@@ -1,6 +1,6 @@
 """What Llama and the families that share its block have in common: keys, parameter table, Hugging Face names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -73,6 +73,11 @@ class DecoderConfig(ModelConfig):
     fuse_gate_up: bool = True
     """Store gate and up projections as one matrix."""
 
+    @property
+    def attention_window(self) -> int | None:
+        """Number of tokens, its own included, that a token attends to at most; None: all before it."""
+        return None
+
     @model_validator(mode="after")
     def _check_head_sizes(self) -> Self:
         if self.heads % self.num_kv_heads:
@@ -84,8 +89,11 @@ class DecoderConfig(ModelConfig):
         return self
 
 
-def decoder_blueprint(c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False) -> Blueprint:
-    """The parameters of a decoder; `qkv_bias` adds biases to q, k and v, `qk_norm` norms of the heads of q and k."""
+def decoder_blueprint(
+    c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False, mlp_specs: Sequence[ParamSpec] | None = None
+) -> Blueprint:
+    """The parameters of a decoder; `qkv_bias` adds biases to q, k and v, `qk_norm` norms of the heads of q and k.
+    `mlp_specs` replace the parameters of the MLP."""
     D, V, tied, layer = c.hidden, c.vocab, c.tie_embeddings, "layers.*."
     head = ParamSpec("output.weight", (V, D), 0, (), "last", c.init_std, flops_tokens="tokens", padded=True)
     return Blueprint(
@@ -94,7 +102,7 @@ def decoder_blueprint(c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = 
             ParamSpec(f"{layer}attention_norm.weight", (D,), init_value=1.0),
             *attention_specs(c, qkv_bias, qk_norm),
             ParamSpec(f"{layer}mlp_norm.weight", (D,), init_value=1.0),
-            *gated_mlp_specs(c),
+            *(gated_mlp_specs(c) if mlp_specs is None else mlp_specs),
             ParamSpec("norm.weight", (D,), pipeline_stage="last", init_value=1.0),
             *([] if tied else [head]),
         ),
@@ -147,7 +155,10 @@ DECODER_HF_KEYS: HfKeys = {
 }
 
 
-def decoder_hf_names(c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False) -> HfNameMap:
+def decoder_hf_names(
+    c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = False, mlp: Mapping[str, HfTensor] | None = None
+) -> HfNameMap:
+    """Names of a decoder; `mlp` replaces those of the MLP."""
     ours, hf = "layers.*.", "model.layers.*."
     table = {
         "embedding.weight": HfTensor("model.embed_tokens.weight"),
@@ -160,7 +171,7 @@ def decoder_hf_names(c: DecoderConfig, qkv_bias: bool = False, qk_norm: bool = F
         **{f"{ours}attention.{x}_norm.weight": HfTensor(f"{hf}self_attn.{x}_norm.weight") for x in "qk" if qk_norm},
         f"{ours}attention.output.weight": HfTensor(f"{hf}self_attn.o_proj.weight"),
         f"{ours}mlp_norm.weight": HfTensor(f"{hf}post_attention_layernorm.weight"),
-        **{f"{ours}mlp.{x}.weight": HfTensor(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")},
+        **(mlp or {f"{ours}mlp.{x}.weight": HfTensor(f"{hf}mlp.{x}_proj.weight") for x in ("gate", "up", "down")}),
         "norm.weight": HfTensor("model.norm.weight"),
     }
     if c.tie_embeddings:
@@ -175,13 +186,20 @@ def decoder_hf_format(model_type: str, architecture: str, **options: Any) -> HfF
         "names": decoder_hf_names,
         "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
         "ignored": ("rope_theta", "rope_scaling", "rope_parameters"),
-        "read": read_rope,
+        "read": read_decoder,
         "write": write_decoder,
     }
     return HfFormat(model_type, architecture, **defaults | options)
 
 
-def read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
+def read_decoder(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Head size, which is left out where it is the default, and RoPE."""
+    head_dim = data.get("head_dim", DECODER_HF_KEYS["head_dim"][1])
+    default = data["hidden_size"] / data["num_attention_heads"]
+    return {"head_dim": None if head_dim == default else head_dim, **_read_rope(data)}
+
+
+def _read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

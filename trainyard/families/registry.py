@@ -2,16 +2,18 @@
 
 import difflib
 import importlib
+import pkgutil
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
 
+import trainyard.families.builtin as builtin
 from trainyard.core.errors import UserError, one_line
 from trainyard.families.family import Family
 from trainyard.families.model_config import ModelConfig
 
-BUILT_IN = ("llama", "gpt", "bert")
-"""Files of this package, each with a FAMILY of that name."""
+BUILT_IN = tuple(module.name for module in pkgutil.iter_modules(builtin.__path__))
+"""Files of families/builtin, each with a FAMILY of that name."""
 ENTRY_POINT_GROUP = "trainyard.families"
 """Installed packages offer families by entry points of this group: `qwen = "my_models.qwen:FAMILY"`."""
 
@@ -19,7 +21,7 @@ ENTRY_POINT_GROUP = "trainyard.families"
 @cache
 def all_families() -> dict[str, Family]:
     """The built-in families and those of installed packages, by name."""
-    modules = (importlib.import_module(f"trainyard.families.{name}") for name in BUILT_IN)
+    modules = (importlib.import_module(f"trainyard.families.builtin.{name}") for name in BUILT_IN)
     families: dict[str, Family] = {name: module.FAMILY for name, module in zip(BUILT_IN, modules, strict=True)}
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         families.setdefault(entry.name, _import_family(f"{entry.module}:{entry.attr}", entry.name))
@@ -30,7 +32,7 @@ def all_families() -> dict[str, Family]:
 def find_family(name: str) -> Family:
     """The family with this name. Raises UserError if there is none."""
     if name in BUILT_IN:
-        family: Family = importlib.import_module(f"trainyard.families.{name}").FAMILY
+        family: Family = importlib.import_module(f"trainyard.families.builtin.{name}").FAMILY
         return family
     if ":" in name:
         return _import_family(name, name)

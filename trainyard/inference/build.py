@@ -72,7 +72,7 @@ def build_engine(
 
 
 def _is_linear_weight(spec: ParamSpec) -> bool:
-    return len(spec.shape) == 2 and spec.flops_tokens != "nothing" and not spec.padded
+    return len(spec.shape) == 2 and spec.flops_tokens != "nothing" and not spec.padded and not spec.experts
 
 
 def check_memory(config: ModelConfig, device: Device, tp: int, shape: EngineShape, shares_parameters: bool) -> None:

@@ -68,7 +68,8 @@ class CachedAttention(CoreAttention):
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         if self.state.decoding:
             lengths, visible = self.state.lengths[: len(q_BHTK)], self.state.visible
-            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, self.k_cache, self.v_cache, lengths, visible)
+            caches = self.k_cache, self.v_cache
+            return self.kernels.decode_attention(q_BHTK, k_BGTK, v_BGTK, *caches, lengths, visible, self.window)
         return self._prefill(q_BHTK, k_BGTK, v_BGTK)
 
     def _prefill(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -79,8 +80,11 @@ class CachedAttention(CoreAttention):
         self.v_cache[:, :, start:end].index_copy_(0, slots, v_BGTK)
         if start:
             k_BGTK, v_BGTK = self.k_cache[slots, :, :end], self.v_cache[slots, :, :end]
+        if start or (self.window and self.window < end):
             position = torch.arange(end, device=q_BHTK.device)
             past = position <= position[start:, None]
+            if self.window:
+                past &= position > position[start:, None] - self.window
         grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
         return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, past, is_causal=past is None, enable_gqa=grouped)
 
@@ -100,6 +104,8 @@ class CachingFactory(ModuleFactory):
         super().__init__(blueprint, axes, kernels, fp8)
         self.size, self.state = size, state
 
-    def core_attention(self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str) -> CoreAttention:
-        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels)
+    def core_attention(
+        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
+    ) -> CoreAttention:
+        arguments = (heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)
         return CachedAttention(self.size, self.state, *arguments) if causal else CoreAttention(*arguments)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trainyard.kernels.fp8_linear import Fp8Options
-from trainyard.kernels.reference import Kernels, write_cache
+from trainyard.kernels.reference import Kernels, visible_tokens, write_cache
 
 MAX_ROWS = 64
 MAX_COPIED_OUTPUTS = 8192
@@ -28,7 +28,7 @@ class CpuDecodeKernels(Kernels):
 
     def decode_attention(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int,
+        visible: int, window: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Two batched products: torch's fused kernel divides its work over queries, of which there is one."""
         B, H, _, K = q_BHTK.shape
@@ -36,6 +36,6 @@ class CpuDecodeKernels(Kernels):
         k, v = (cache[:B, :, :visible] for cache in (k_cache, v_cache))
         q_BGRK = q_BHTK.reshape(B, k.shape[1], -1, K) * K**-0.5
         score_BGRS = (q_BGRK @ k.transpose(2, 3)).float()
-        future = torch.arange(visible, device=lengths.device) > lengths[:, None]
-        weight = score_BGRS.masked_fill(future[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
+        hidden = ~visible_tokens(visible, lengths, window)
+        weight = score_BGRS.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(v.dtype)
         return (weight @ v).reshape(B, H, 1, K)

@@ -89,12 +89,12 @@ class Kernels:
 
     def decode_attention(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int,
+        visible: int, window: int | None = None,
     ) -> Tensor:  # fmt: skip
         """The function `decode_attention` below, for slots of at most `visible` tokens, the new one included."""
         write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
         k, v = (cache[: len(q_BHTK), :, :visible] for cache in (k_cache, v_cache))
-        past = (torch.arange(visible, device=lengths.device) <= lengths[:, None])[:, None, None]
+        past = visible_tokens(visible, lengths, window)[:, None, None]
         return F.scaled_dot_product_attention(q_BHTK, k, v, past, enable_gqa=q_BHTK.shape[1] != k.shape[1])
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
@@ -151,15 +151,22 @@ def write_cache(k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor
     v_cache[slot, :, lengths] = v_BGTK[:, :, 0]
 
 
+def visible_tokens(positions: int, lengths: Tensor, window: int | None) -> Tensor:
+    """Which of the first `positions` of a cache the token behind `lengths` others sees, [B, S]."""
+    position = torch.arange(positions, device=lengths.device)
+    seen = position <= lengths[:, None]
+    return seen if window is None else seen & (position > lengths[:, None] - window)
+
+
 def decode_attention(
     q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-    cos: Tensor | None = None, sin: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token (T = 1) of each slot over the tokens before it, [B, H, 1, K].
 
     The caches are [slots, G, S, K], and row b of q, k and v belongs to slot b. `lengths` (int32, [slots]) counts the
     tokens of a slot that are in the cache already; the new key and value are written behind them, in place. With cos
-    and sin [B, 1, 1, K], q and k are rotated first.
+    and sin [B, 1, 1, K], q and k are rotated first. A token sees the last `window` tokens, itself included.
     """
     B, H, T, K = q_BHTK.shape
     assert T == 1
@@ -167,7 +174,7 @@ def decode_attention(
         q_BHTK, k_BGTK = apply_rope(q_BHTK, cos, sin), apply_rope(k_BGTK, cos, sin)
     lengths = lengths[:B].long()
     write_cache(k_BGTK, v_BGTK, k_cache, v_cache, lengths)
-    visible = torch.arange(k_cache.shape[2], device=lengths.device) <= lengths[:, None]
+    visible = visible_tokens(k_cache.shape[2], lengths, window)
     keys, values = k_cache[:B], v_cache[:B]
     # Unwritten positions may hold anything; 0 * nan would be nan.
     values = torch.where(visible[:, None, :, None], values, 0.0)

@@ -1,7 +1,7 @@
 """TransformerStage: embedding, blocks and head of any family, for the full model or for one pipeline stage of it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,13 @@ from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import OutputProjection, token_seeds
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.layout import StageSpec
+
+
+@runtime_checkable
+class AddsToLoss(Protocol):
+    """A module that adds its own terms to the loss, as means over the samples of a step."""
+
+    samples_per_step: int
 
 
 class TransformerStage(nn.Module):
@@ -103,6 +110,12 @@ class TransformerStage(nn.Module):
         """Row seeds of all tokens, and of the tokens this rank holds between attention and MLP."""
         seeds = token_seeds(batch, self.token_positions(batch))
         return seeds, RowSeeds(*(self.tp.local_tokens(seed, self.tp_rank) for seed in seeds))
+
+    def set_samples_per_step(self, count: int) -> None:
+        """Tell the blocks that add to the loss of how many samples it is a mean."""
+        for module in self.modules():
+            if isinstance(module, AddsToLoss):
+                module.samples_per_step = count
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
         """Delete the modules of all other stages. Parameter names stay global."""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
-from trainyard.families.bert import BertConfig
+from trainyard.families.builtin.bert import BertConfig
 from trainyard.models.base import TransformerStage
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.gpt import GptAttention, GptMLP

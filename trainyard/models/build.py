@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainyard.core.errors import UserError
 from trainyard.families import Blueprint, Family, ModelConfig, family_of
 from trainyard.kernels.reference import Kernels
 from trainyard.models.base import TransformerStage
@@ -39,14 +40,35 @@ def build_model(
     """The model of one rank, or one pipeline stage of it. Buffers are on `device`; parameters have no memory yet."""
     family = family_of(c)
     blueprint = family.blueprint(c)
-    module_class = import_module_class(family)
-    model = module_class(c, factory(blueprint, axes or Axes(), kernels or Kernels(), fp8))
+    axes = axes or Axes()
+    try:
+        model = import_module_class(family)(c, factory(blueprint, axes, kernels or Kernels(), fp8))
+        _check_parameters(model, blueprint, axes)
+    except UserError as error:
+        raise UserError(f"model.family={c.family}: {error}") from None
     if stage:
         model.prune_to_stage(stage, blueprint)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(device), persistent=False)
     return model
+
+
+def _check_parameters(model: nn.Module, blueprint: Blueprint, axes: Axes) -> None:
+    """Refuse a module whose parameters are not those of its blueprint."""
+    expected = set(blueprint.parameter_names())
+    for name, parameter in model.named_parameters():
+        if name not in expected:
+            raise UserError(f"its module has {name}, which its blueprint has not")
+        expected.discard(name)
+        shape = blueprint.local_shape(name, axes.tp.size, axes.tp.rank)
+        if tuple(parameter.shape) != shape:
+            raise UserError(
+                f"{name} has the shape {list(parameter.shape)} in its module, {list(shape)} in its blueprint"
+                + (f" at layout.tp={axes.tp.size}" if axes.tp.size > 1 else "")
+            )
+    if expected:
+        raise UserError(f"its blueprint has {min(expected)}, which its module has not")
 
 
 def assign_parameters(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from trainyard.core.errors import UserError
 from trainyard.families.blueprint import Blueprint, layer_index
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
@@ -40,8 +41,14 @@ class ModuleFactory:
         self.tp, self.cp = axes.tp, axes.cp
 
     def parameter(self, name: str) -> nn.Parameter:
+        if name not in self.blueprint:
+            raise UserError(f"its module has {name}, which its blueprint has not")
         shape = self.blueprint.local_shape(name, self.tp.size, self.tp.rank)
         return nn.Parameter(torch.empty(shape, device="meta"))
+
+    def parameters(self, name: str, parts: Sequence[str]) -> nn.ParameterDict:
+        """The parameters `name.part` by part, such as the matrices of experts."""
+        return nn.ParameterDict({part: self.parameter(f"{name}.{part}") for part in parts})
 
     def linear(self, name: str) -> Linear:
         bias = self.parameter(f"{name}.bias") if f"{name}.bias" in self.blueprint else None
@@ -67,6 +74,10 @@ class ModuleFactory:
     def rms_norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self.parameter(f"{name}.weight"), eps, self.kernels)
 
+    def optional_rms_norm(self, name: str, eps: float) -> RMSNorm | None:
+        """The norm, if the blueprint has it."""
+        return self.rms_norm(name, eps) if f"{name}.weight" in self.blueprint else None
+
     def layer_norm(self, name: str, eps: float, post_norm: bool = False) -> LayerNorm:
         weight, bias = self.parameter(f"{name}.weight"), self.parameter(f"{name}.bias")
         return LayerNorm(weight, bias, eps, self.kernels, post_norm)
@@ -74,5 +85,7 @@ class ModuleFactory:
     def dropout(self, p: float, site: str) -> Dropout:
         return Dropout(p, site, self.kernels)
 
-    def core_attention(self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str) -> CoreAttention:
-        return CoreAttention(heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels)
+    def core_attention(
+        self, heads: int, kv_heads: int, causal: bool, dropout: float, site: str, window: int | None = None
+    ) -> CoreAttention:
+        return CoreAttention(heads, kv_heads, causal, dropout, site, self.tp, self.cp, self.kernels, window)

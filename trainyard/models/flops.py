@@ -24,7 +24,7 @@ class SampleFlops:
 def flops_per_sample(c: ModelConfig, blueprint: Blueprint, seq_len: int, max_predictions: int) -> SampleFlops:
     tokens = {"tokens": seq_len, "masked": max_predictions, "first": 1, "nothing": 0}
     matmuls = sum(
-        2 * prod(spec.shape) * tokens[spec.flops_tokens] * (c.layers if "*" in spec.name else 1)
+        2 * prod(spec.shape) * spec.flops_share * tokens[spec.flops_tokens] * (c.layers if "*" in spec.name else 1)
         for spec in blueprint.specs
     )
     if blueprint.tied_head:

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from trainyard.core.batch import Batch
 from trainyard.core.counter_rng import RowSeeds
-from trainyard.families.bert import BertConfig
-from trainyard.families.gpt import GptConfig
+from trainyard.families.builtin.bert import BertConfig
+from trainyard.families.builtin.gpt import GptConfig
 from trainyard.models.base import TransformerStage
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import BiasGelu, PackedSequences

@@ -28,11 +28,11 @@ def initial_values(
         if spec.init_std is None:
             return out
         # The padding rows after the slices of a padded parameter stay 0.
-        dim, start = spec.tp_dim or 0, 0
+        start = 0
         for piece in blueprint.tp_slices(name, tp, rank):
-            size = piece.sizes[dim]
-            torch.mul(normal_values(piece, seed, device), spec.init_std, out=out.narrow(dim, start, size))
-            start += size
+            rows = out.narrow(0, start, piece.sizes[0])
+            torch.mul(normal_values(piece, seed, device), spec.init_std, out=rows)
+            start += piece.sizes[0]
         return out
 
     return values

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from trainyard.core.batch import Batch
 from trainyard.core.splits import head_range
 from trainyard.families.decoder import DecoderConfig
+from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
 from trainyard.models.factory import ModuleFactory
-from trainyard.models.layers import SwiGLU, rope_frequencies
+from trainyard.models.layers import RMSNorm, SwiGLU, rope_frequencies
+from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
 
@@ -25,15 +27,25 @@ class LlamaAttention(Recomputable):
         first, end = head_range(c.num_kv_heads, self.tp.size, self.tp.rank)
         self.local_heads = (c.heads // self.tp.size, end - first)
         self.qkv_linears = make.linears(self, name, ["qkv"] if c.fuse_qkv else ["q", "k", "v"])
-        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name)
+        self.q_norm, self.k_norm = (make.optional_rms_norm(f"{name}.{x}_norm", c.norm_eps) for x in "qk")
+        self.core_attention = make.core_attention(c.heads, c.num_kv_heads, True, 0.0, name, c.attention_window)
         self.output = make.linear(f"{name}.output")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
+        if self.q_norm and self.k_norm:
+            qkv = _normalize_heads(qkv, self.q_norm, self.k_norm, *self.local_heads)
         q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
+
+
+def _normalize_heads(qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, heads: int, kv_heads: int) -> Tensor:
+    """Normalize each head of q and k in [B, T, (H + 2 G) K]."""
+    x = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
+    q, k, v = torch.split(x, [heads, kv_heads, kv_heads], 2)
+    return torch.cat((q_norm(q)[1], k_norm(k)[1], v), 2).flatten(2)
 
 
 class LlamaMLP(Recomputable):
@@ -58,7 +70,7 @@ class LlamaBlock(nn.Module):
         self.attention_norm = make.rms_norm(f"{name}.attention_norm", c.norm_eps)
         self.attention = LlamaAttention(c, make, f"{name}.attention")
         self.mlp_norm = make.rms_norm(f"{name}.mlp_norm", c.norm_eps)
-        self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp = MoeMLP(c, make, f"{name}.mlp") if isinstance(c, MoeConfig) else LlamaMLP(c, make, f"{name}.mlp")
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
         x_BTD, y_BTD = self.attention_norm(x_BTD)

@@ -49,9 +49,9 @@ def unshard_tensor(blueprint: Blueprint, name: str, shards: Sequence[Tensor]) ->
     for rank, shard in enumerate(shards):
         start = 0
         for piece in blueprint.tp_slices(name, tp, rank):
-            size = piece.sizes[spec.tp_dim]
-            full[fused_index(piece, starts[piece.name])].copy_(shard.narrow(spec.tp_dim, start, size))
-            start += size
+            rows = shard.narrow(0, start, piece.sizes[0])
+            full[fused_index(piece, starts[piece.name])].copy_(rows)
+            start += piece.sizes[0]
     return full
 
 

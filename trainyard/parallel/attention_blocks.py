@@ -25,14 +25,17 @@ no nan but a log-sum-exp so low that merging and backward give the block weight 
 
 
 class BlockMask(NamedTuple):
-    """Document mask and dropout for the queries and keys of a block, on top of the causal mask."""
+    """Document mask, sliding window and dropout for the queries and keys of a block, on top of the causal mask."""
 
     documents_BT: Tensor | None
     """Document ids of the queries: a query sees the keys with the same id."""
     documents_BS: Tensor | None
     dropout: DropoutRng | None
     key_positions_S: Tensor | None
-    """Global positions of the keys (int32), from which the dropout mask is derived."""
+    """Global positions of the keys (int32), from which window and dropout mask are derived."""
+    query_positions_T: Tensor | None = None
+    window: int = 0
+    """A query sees no key that is this many tokens earlier; 0: no limit."""
 
 
 class AttentionBlock(NamedTuple):
@@ -108,7 +111,7 @@ def forward(
         return kernel.forward(q_BHTK, k_BGSK, v_BGSK, causal, None)
     out_BHTK = torch.empty(q_BHTK.shape, dtype=torch.float32, device=q_BHTK.device)
     lse_BHT = torch.empty(q_BHTK.shape[:3], dtype=torch.float32, device=q_BHTK.device)
-    for tile in score_tiles(q_BHTK, k_BGSK, causal, kernel is None):
+    for tile in score_tiles(q_BHTK, k_BGSK, causal, kernel is None, mask.window if mask else 0):
         q = q_BHTK[tile.batch, :, tile.queries]
         k, v = (x[tile.batch, :, tile.keys] for x in (k_BGSK, v_BGSK))
         bias_B1TS = _bias(tile, q, causal, mask)
@@ -143,7 +146,7 @@ def backward(
     dq_BHTK, dk_BGSK, dv_BGSK = (
         torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_BHTK, k_BGSK, v_BGSK)
     )
-    for tile in score_tiles(q_BHTK, k_BGSK, causal, kernel is None):
+    for tile in score_tiles(q_BHTK, k_BGSK, causal, kernel is None, mask.window if mask else 0):
         dout, q, out = (x[tile.batch, :, tile.queries] for x in (dout_BHTK, q_BHTK, out_BHTK))
         k, v = (x[tile.batch, :, tile.keys] for x in (k_BGSK, v_BGSK))
         lse = lse_BHT[tile.batch, :, tile.queries]
@@ -172,18 +175,25 @@ def backward(
     return dq_BHTK, dk_BGSK, dv_BGSK
 
 
-def score_tiles(q_BHTK: Tensor, k_BGSK: Tensor, causal: bool, with_scores: bool) -> Iterator[ScoreTile]:
+def score_tiles(
+    q_BHTK: Tensor, k_BGSK: Tensor, causal: bool, with_scores: bool, window: int = 0
+) -> Iterator[ScoreTile]:
     """Split queries x keys so that a tile of fp32 scores [B, H, T, S], or of biases [B, 1, T, S] without scores, fits
-    TILE_BYTES: by samples first, then by queries of one sample. A causal tile leaves out keys after all its queries."""
+    TILE_BYTES: by samples first, then by queries of one sample. A causal tile leaves out keys after all its queries
+    and those before the window of its first query; it has no more queries than the window, so that it leaves out most.
+    """
     (batch, heads, queries, _), keys = q_BHTK.shape, k_BGSK.shape[2]
     assert queries == keys or not causal
     limit = TILE_BYTES // (keys * (4 * heads if with_scores else q_BHTK.element_size()))
     samples = min(batch, max(1, limit // queries))
     height = max(1, limit // samples)
+    if causal and window:
+        height = min(height, window)
     for first in range(0, batch, samples):
         for top in range(0, queries, height):
             bottom = min(top + height, queries)
-            yield ScoreTile(slice(first, first + samples), slice(top, bottom), slice(0, bottom if causal else keys))
+            start = max(top - window + 1, 0) if causal and window else 0
+            yield ScoreTile(slice(first, first + samples), slice(top, bottom), slice(start, bottom if causal else keys))
 
 
 def _fused_kernel(q: Tensor, k: Tensor, causal: bool, mask: BlockMask | None) -> compat.AttentionKernel | None:
@@ -198,6 +208,10 @@ def _bias(tile: ScoreTile, q: Tensor, causal: bool, mask: BlockMask | None) -> T
     if mask and mask.documents_BT is not None and mask.documents_BS is not None:
         query_BT, key_BS = mask.documents_BT[tile.batch, tile.queries], mask.documents_BS[tile.batch, tile.keys]
         hidden = (query_BT[:, :, None] != key_BS[:, None])[:, None]
+    if mask and mask.window and mask.query_positions_T is not None and mask.key_positions_S is not None:
+        query_T, key_S = mask.query_positions_T[tile.queries], mask.key_positions_S[tile.keys]
+        early = (key_S <= query_T[:, None] - mask.window)[None, None]
+        hidden = early if hidden is None else hidden.logical_or_(early)
     if causal:
         query_T, key_S = (torch.arange(part.start, part.stop, device=q.device) for part in (tile.queries, tile.keys))
         future = (key_S > query_T[:, None])[None, None]

@@ -34,12 +34,13 @@ class ContextAxis:
         return x if self.size == 1 else _GatherSequence.apply(x, self.group, dim)  # type: ignore[no-untyped-call]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Tensor | None, dropout: DropoutRng | None,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries over the keys of all ranks. A query sees keys with its own document id
-        (int32) and, if causal, no later key."""
+        (int32) and, if causal, no later key, and none that is `window` or more tokens earlier."""
         p, *rng_tensors = dropout or (0.0,)
-        options = (p, self.group.name, self.size, self.method, causal)
+        options = (p, self.group.name, self.size, self.method, causal, window or 0)
         return context_attention(q, k, v, documents, rng_tensors, *options)[0]
 
 

@@ -38,6 +38,8 @@ class AttentionSpec(NamedTuple):
     causal: bool
     documents_BT: Tensor | None = None
     dropout: DropoutRng | None = None
+    window: int = 0
+    """Number of tokens, its own included, that a query sees at most; 0: no limit."""
 
 
 class KeyChunk(NamedTuple):
@@ -47,6 +49,8 @@ class KeyChunk(NamedTuple):
     v_BGSK: Tensor
     documents_BS: Tensor | None
     key_positions_S: Tensor
+    query_positions_T: Tensor
+    """Global positions of the local queries."""
     blocks: list[blocks.AttentionBlock]
 
 
@@ -114,18 +118,19 @@ def _key_chunks(ring: Group, k: Tensor, v: Tensor, spec: AttentionSpec) -> Itera
     size, rank, tokens = ring.size, ring.rank, k.shape[2]
     assert size == 1 or tokens % 2 == 0
     documents = spec.documents_BT
+    queries = blocks.rank_token_positions(rank, size, tokens, k.device)
     if spec.method == "all_gather" and size > 1:
         k, v = (blocks.to_natural_order(ring.all_gather(x[None]), 2) for x in (k, v))
         documents = None if documents is None else blocks.to_natural_order(ring.all_gather(documents[None]), 1)
         positions = torch.arange(size * tokens, dtype=torch.int32, device=k.device)
-        yield KeyChunk(k, v, documents, positions, blocks.gathered_blocks(rank, size, tokens, spec.causal))
+        yield KeyChunk(k, v, documents, positions, queries, blocks.gathered_blocks(rank, size, tokens, spec.causal))
         return
     for step in range(size):
         receive = ring.rotate([k, v]) if step + 1 < size else None
         receive_documents = ring.rotate([documents]) if receive and documents is not None else None
         source = (rank - step) % size
         positions = blocks.rank_token_positions(source, size, tokens, k.device)
-        yield KeyChunk(k, v, documents, positions, [blocks.ring_block(source, rank, tokens, spec.causal)])
+        yield KeyChunk(k, v, documents, positions, queries, [blocks.ring_block(source, rank, tokens, spec.causal)])
         if receive:
             k, v = receive()
         if receive_documents:
@@ -133,16 +138,17 @@ def _key_chunks(ring: Group, k: Tensor, v: Tensor, spec: AttentionSpec) -> Itera
 
 
 def _block_mask(block: blocks.AttentionBlock, chunk: KeyChunk, spec: AttentionSpec) -> BlockMask | None:
-    """The mask of one block; None if the block has neither documents nor dropout."""
+    """The mask of one block; None if the block has neither documents nor dropout nor a window."""
     documents_BT, dropout = spec.documents_BT, spec.dropout
-    if documents_BT is None and dropout is None:
+    if documents_BT is None and dropout is None and not spec.window:
         return None
     query_documents = None if documents_BT is None else documents_BT[:, block.queries]
     key_documents = None if chunk.documents_BS is None else chunk.documents_BS[:, block.keys]
     if dropout is not None:
         seed0, seed1 = dropout.seed0[:, block.queries], dropout.seed1[:, block.queries]
         dropout = dropout._replace(seed0=seed0, seed1=seed1)
-    return BlockMask(query_documents, key_documents, dropout, chunk.key_positions_S[block.keys])
+    keys_S, queries_T = chunk.key_positions_S[block.keys], chunk.query_positions_T[block.queries]
+    return BlockMask(query_documents, key_documents, dropout, keys_S, queries_T, spec.window)
 
 
 def _token_major(x_BHTK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,11 +173,12 @@ def context_attention(
     size: int,
     method: str,
     causal: bool,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """`forward` as an operator: softmax(q k / sqrt(K)) v of this rank's queries over the keys of all `size` ranks of
     the process group `group`. `rng_tensors` are the four tensors of `DropoutRng`, or empty without dropout."""
     q, k, v = (_contiguous_last_dim(x) for x in (q, k, v))
-    return forward(_ring(group, size), q, k, v, _spec(method, causal, documents, p, rng_tensors))
+    return forward(_ring(group, size), q, k, v, _spec(method, causal, window, documents, p, rng_tensors))
 
 
 @torch.library.custom_op("trainyard::context_attention_backward", mutates_args=())
@@ -189,10 +196,11 @@ def context_attention_backward(
     size: int,
     method: str,
     causal: bool,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`backward` as an operator."""
     dout, q, k, v = (_contiguous_last_dim(x) for x in (dout, q, k, v))
-    spec = _spec(method, causal, documents, p, rng_tensors)
+    spec = _spec(method, causal, window, documents, p, rng_tensors)
     return backward(_ring(group, size), dout, q, k, v, out, lse, spec)
 
 
@@ -201,9 +209,11 @@ def _ring(name: str, size: int) -> Group:
     return Group(tuple(range(size)), compat.group_rank(name) if size > 1 else 0, name)
 
 
-def _spec(method: str, causal: bool, documents: Tensor | None, p: float, rng_tensors: list[Tensor]) -> AttentionSpec:
+def _spec(
+    method: str, causal: bool, window: int, documents: Tensor | None, p: float, rng_tensors: list[Tensor]
+) -> AttentionSpec:
     rng = DropoutRng(p, *rng_tensors) if rng_tensors else None
-    return AttentionSpec(cast(CpMethod, method), causal, documents, rng)
+    return AttentionSpec(cast(CpMethod, method), causal, documents, rng, window)
 
 
 def _contiguous_last_dim(x: Tensor) -> Tensor:

@@ -49,7 +49,10 @@ def local_params_by_stage(model: ModelConfig, tp: int) -> dict[str, list[LocalPa
     for spec in blueprint.specs:
         name = spec.name.replace("*", "0")
         shape = blueprint.local_shape(name, tp)
-        rows = [part.sizes[0] for part in blueprint.tp_slices(name, tp)] if spec.tp_dim == 0 else [shape[0]]
-        replication = tuple(zip(rows, blueprint.replication(name, tp), strict=True))
+        replicas = blueprint.replication(name, tp)
+        rows = [part.sizes[0] for part in blueprint.tp_slices(name, tp)]
+        if len(set(replicas)) == 1:
+            replicas, rows = replicas[:1], [shape[0]]
+        replication = tuple(zip(rows, replicas, strict=True))
         params[spec.pipeline_stage].append(LocalParam(spec, shape, replication))
     return params

@@ -98,6 +98,8 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
 def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
+    if getattr(config.model, "experts", 0) and not device.has_grouped_products:
+        raise UserError(f"model.family={config.model.family}: this device has no products for mixtures of experts yet")
     if decomposed and method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
     axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, method, decomposed))
@@ -108,6 +110,7 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
     ]
     for model in stages:
         model.max_seq_len = config.data.seq_len
+        model.set_samples_per_step(config.train.global_batch)
     return stages
 
 

@@ -1,16 +1,20 @@
 """What a run reports: the record of a logged step, which goes to metrics.jsonl, and the summary of the run."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from torch import nn
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped
 from trainyard.devices import Device
+from trainyard.models.moe import MoeMLP
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.optim.optimizer import Optimizer
 from trainyard.train.step import StepResult
@@ -41,7 +45,13 @@ class RunSummary:
 
 
 def step_record(
-    result: StepResult, rates: dict[str, Any], config: Config, optimizer: Optimizer, device: Device, mesh: Mesh
+    result: StepResult,
+    rates: dict[str, Any],
+    config: Config,
+    optimizer: Optimizer,
+    device: Device,
+    mesh: Mesh,
+    models: Iterable[nn.Module] = (),
 ) -> dict[str, Any]:
     """The metrics of a step; `rates` are its throughput. Waits for the step. All ranks call this together."""
     status = result.read_status()
@@ -59,6 +69,7 @@ def step_record(
         "param_norm": float(optimizer.weight_norm()),
         "skipped": status.skipped_total,
         "memory_bytes": device.max_memory_allocated(),
+        **expert_load(models, mesh),
     }
     if result.step == 1:
         record |= {
@@ -69,6 +80,20 @@ def step_record(
     if status.skipped_in_a_row:
         record["not_finite"] = describe_skipped(result, optimizer, mesh)
     return record
+
+
+def expert_load(models: Iterable[nn.Module], mesh: Mesh) -> dict[str, float]:
+    """The largest and the smallest share of the tokens that an expert of any layer has had since the last call, where 1
+    is an equal share. Empty without mixtures of experts. All ranks call this together."""
+    layers = [module for model in models for module in model.modules() if isinstance(module, MoeMLP)]
+    if not layers:
+        return {}
+    counts = mesh.dp_cp.all_reduce_sum(torch.stack([layer.pair_counts for layer in layers]))
+    load = counts / counts.mean(1, keepdim=True)
+    largest, smallest = mesh.pp.all_reduce_max(torch.stack((load.max(), -load.min()))).tolist()
+    for layer in layers:
+        layer.pair_counts.zero_()
+    return {"expert_load/max": largest, "expert_load/min": -smallest}
 
 
 def describe_skipped(result: StepResult, optimizer: Optimizer, mesh: Mesh) -> str:

@@ -21,7 +21,7 @@ from trainyard.checkpoint.formats.tensor_map import tp_rank_values
 from trainyard.core.errors import UserError
 from trainyard.families import find_family
 from trainyard.families.blueprint import Blueprint, ParamSpec
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.llama import LlamaConfig
 
 AUTO = {
     "llama": transformers.AutoModelForCausalLM,

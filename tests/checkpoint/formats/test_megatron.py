@@ -21,8 +21,8 @@ from trainyard.checkpoint.formats.megatron.weights import open_megatron
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.families.gpt import GptConfig
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.gpt import GptConfig
+from trainyard.families.builtin.llama import LlamaConfig
 
 UnfusedWeights = dict[str, Tensor]
 GPT = GptConfig(**{**configs.GPT, "layers": 4, "vocab": 250, "activation": "gelu"})

@@ -19,7 +19,7 @@ from trainyard.checkpoint.formats.nxd.layout import NxdLayout, require_nxd_model
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, WeightSource, find_mismatched_copy, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.llama import LlamaConfig
 
 GQA: dict[str, Any] = {"hidden": 32, "heads": 8, "kv_heads": 2, "layers": 4}
 B70 = {"vocab": 128256, "hidden": 8192, "heads": 64, "kv_heads": 8, "layers": 80, "ffn": 28672}

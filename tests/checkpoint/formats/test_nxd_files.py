@@ -25,7 +25,7 @@ from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.families.gpt import GptConfig
+from trainyard.families.builtin.gpt import GptConfig
 
 # Finding files
 
@@ -189,7 +189,7 @@ def test_another_model_is_refused(changes: dict[str, Any], message: str, tmp_pat
     with pytest.raises(UserError, match=message):
         open_nxd(out, model.model_copy(update=changes))
     other = GptConfig(family="gpt", vocab=64, hidden=16, layers=2, heads=4, max_positions=8)
-    with pytest.raises(UserError, match=r"model.family=gpt: NxD checkpoints hold Llama models only"):
+    with pytest.raises(UserError, match=r"model.family=gpt: NxD checkpoints hold models of llama, mistral only"):
         open_nxd(out, other)
     edit_rank(out, lambda state: {"bert.pooler.weight": torch.ones(2)})
     with pytest.raises(UserError, match=r"holds bert.pooler.weight, not an NxD Llama model"):

@@ -28,7 +28,7 @@ from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.core.errors import UserError
 from trainyard.core.splits import shard_rows
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.llama import LlamaConfig
 
 # A checkpoint as NxD writes it, made with plain torch
 

@@ -14,8 +14,8 @@ from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
 from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.families.hf_config import to_hf
-from trainyard.families.llama import LlamaConfig
 
 LLAMA = LlamaConfig(**{**configs.LLAMA, "heads": 8, "kv_heads": 2, "layers": 4, "vocab": 256, "head_dim": 4})
 MULTI_HEAD = LLAMA.model_copy(update={"kv_heads": 8})

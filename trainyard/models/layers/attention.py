@@ -44,9 +44,12 @@ class CoreAttention(Recomputable):
         tp: TensorAxis,
         cp: ContextAxis,
         kernels: Kernels | None = None,
+        window: int | None = None,
     ) -> None:
+        """`window`: number of tokens, its own included, that a token attends to at most (sliding window)."""
         super().__init__()
-        self.causal, self.kernels = causal, kernels or Kernels()
+        assert causal or window is None
+        self.causal, self.kernels, self.window = causal, kernels or Kernels(), window
         self.p = dropout
         self.cp = cp
         # Recomputing a ring alone would repeat all its communication and save nothing: the modules around it keep its
@@ -75,9 +78,11 @@ class CoreAttention(Recomputable):
         """A query sees only keys of its own document. Without a causal mask, document 0 is padding."""
         k_BGTK, v_BGTK = self.even_kv_heads(k_BGTK), self.even_kv_heads(v_BGTK)
         use_dropout = self.training and self.p > 0
-        if not self.cp.decomposes_attention and (self.cp.size > 1 or (self.causal and documents_BT is not None)):
+        window = self._effective_window(q_BHTK.shape[2])
+        by_blocks = self.cp.size > 1 or (self.causal and documents_BT is not None) or window is not None
+        if by_blocks and not self.cp.decomposes_attention:
             rng = DropoutRng(self.p, *seeds, self.site, self.head_offset) if use_dropout and seeds else None
-            return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, rng)
+            return self.cp.attend(q_BHTK, k_BGTK, v_BGTK, self.causal, documents_BT, rng, window)
         k_BGSK, v_BGSK = self.cp.gather_sequence(k_BGTK, 2), self.cp.gather_sequence(v_BGTK, 2)
         visible = self._visible_keys(documents_BT, q_BHTK.shape[2])
         if not use_dropout:
@@ -108,15 +113,23 @@ class CoreAttention(Recomputable):
         """Keys or values in which every local kv head serves the same number of query heads."""
         return x_BGTK.index_select(1, self.kv_index) if self.uneven_kv else x_BGTK
 
+    def _effective_window(self, tokens: int) -> int | None:
+        """The sliding window, if it hides any key of sequences of which this rank has `tokens` tokens."""
+        return self.window if self.window and self.window < tokens * self.cp.size else None
+
     def _visible_keys(self, documents_BT: Tensor | None, tokens: int) -> Tensor | None:
         """Mask of the keys that each query sees, [B or 1, 1, T or 1, S]; None if it is all keys or a plain triangle."""
         documents_BS = None if documents_BT is None else self.cp.gather_sequence(documents_BT, 1)
         if not self.causal:  # no loss reads the output of a padded query, so that only keys need the mask
             return None if documents_BS is None else documents_BS[:, None, None, :].bool()
-        if documents_BS is None and self.cp.size == 1:
+        window = self._effective_window(tokens)
+        if documents_BS is None and self.cp.size == 1 and window is None:
             return None
         position_S = torch.arange(tokens * self.cp.size, dtype=torch.int32, device=self.cp_rank.device)
-        past_TS = position_S <= self.cp.token_positions(tokens, self.cp_rank)[:, None]
+        query_T1 = self.cp.token_positions(tokens, self.cp_rank)[:, None]
+        past_TS = position_S <= query_T1
+        if window is not None:
+            past_TS &= position_S > query_T1 - window
         if documents_BT is None or documents_BS is None:
             return past_TS[None, None]
         return (past_TS & (documents_BT[:, :, None] == documents_BS[:, None, :]))[:, None]

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from trainyard.config.schema import Config
-from trainyard.families.bert import BertConfig
-from trainyard.families.gpt import GptConfig
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.bert import BertConfig
+from trainyard.families.builtin.gpt import GptConfig
+from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.kernels.fp8_linear import SIZE_MULTIPLE
 from trainyard.parallel.layout import StageSpec
 from trainyard.plan.memory.liveness import LivenessTimeline

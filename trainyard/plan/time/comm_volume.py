@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from trainyard.config.schema import Config
-from trainyard.families.bert import BertConfig
+from trainyard.families.builtin.bert import BertConfig
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
 from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer

@@ -13,9 +13,9 @@ from math import log2, prod
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
-from trainyard.families.bert import BertConfig
 from trainyard.families.blueprint import Blueprint
-from trainyard.families.llama import LlamaConfig
+from trainyard.families.builtin.bert import BertConfig
+from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.spec import Hardware

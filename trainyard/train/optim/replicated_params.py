@@ -125,7 +125,7 @@ class ReplicaSync:
         rows = self.state.shard_row_range(name)
         tp, rank = self.mesh.tp.size, self.mesh.tp.rank
         replication = blueprint.replication(name, tp)
-        if spec.tp_dim != 0 or not spec.fused_parts:  # the same for all rows
+        if spec.tp_dim != 0 or len(set(replication)) == 1:  # the same for all rows
             if not len(rows):
                 return []
             return [ReplicatedRange(name, 0, len(rows), replication[0], frozenset(replication[:1]))]

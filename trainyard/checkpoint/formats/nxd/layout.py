@@ -154,6 +154,8 @@ def check_layout(model: DecoderConfig, layout: NxdLayout) -> None:
     for key in ("tp", "pp", "vpp", "kv_multiplier"):
         if getattr(layout, key) < 1:
             raise UserError(f"{FLAG_NAMES[key]}={getattr(layout, key)}: must be 1 or more")
+    if layout.style not in (styles := family_of(model).nxd_styles):
+        raise UserError(f"model_style={layout.style}: NxD has no such {model.family}; use {' or '.join(styles)}")
     names = NAME_TABLES[layout.style]
     if layout.qkv not in names.qkv:
         raise UserError(f"qkv={layout.qkv}: not available in {layout.style} style; use {' or '.join(names.qkv)}")

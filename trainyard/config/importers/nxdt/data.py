@@ -20,12 +20,6 @@ def data_keys(keys: NxdtKeys, warnings: list[str]) -> ConfigKeys:
             f"model.encoder_seq_length={format_value(seq_len)}: required, and must equal "
             f"data.seq_length={format_value(keys.get('data.seq_length'))}"
         )
-    window = keys.get("model.sliding_window_size")
-    if window and window < seq_len:
-        raise UserError(
-            f"model.sliding_window_size={window}: attention covers the full sequence here; nearest: {seq_len} or more, "
-            "which has no effect"
-        )
     if "data.data_prefix" in keys:
         data = _megatron_data(keys, warnings)
     elif path := keys.get("data.train_dir"):

@@ -211,7 +211,7 @@ MODEL: dict[str, KeyRule] = {
     "positition_interpolation_factor position_interpolation_factor": maps_to("number", "model.rope_scaling"),
     "transformer_block_type": refuse("text", "blocks are pre-norm; nearest: pre_ln", "pre_ln"),
     "has_bias": maps_to("bool", "model.family"),
-    "sliding_window_size": ignore("int", "a window as long as the sequence covers all of it"),
+    "sliding_window_size": maps_to("int", "model.sliding_window"),
     "fp32_residual_connection": refuse("bool", "the residual stream has the compute dtype; nearest: false", False),
     "fp16_lm_cross_entropy": refuse("bool", "the loss runs in fp32; nearest: false", False),
     "use_emha": refuse("bool", "unsupported attention; nearest: false", False),

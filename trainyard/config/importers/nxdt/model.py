@@ -11,6 +11,7 @@ from trainyard.config.importers.known_models import find_known_model
 from trainyard.config.importers.megatron_semantics import check_family, vocab_size
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
+from trainyard.families import find_family
 from trainyard.families.hf_config import from_hf
 
 NxdtKeys = dict[str, Any]
@@ -44,7 +45,7 @@ def hf_model_section(keys: NxdtKeys, directory: Path, warnings: list[str]) -> tu
     path = _find_config_json(config_name, directory)
     if path:
         model: dict[str, Any] = from_hf(path).model_dump(mode="json")
-        if model["family"] != "llama":
+        if not find_family(model["family"]).nxd_styles:
             raise UserError(f"{path}: a {model['family']} model, but NxDT's model_source=hf trains Llama")
         if overrides.get("hidden", model["hidden"]) != model["hidden"]:
             model["head_dim"] = None  # hidden / heads, as in NxDT
@@ -91,6 +92,10 @@ def megatron_model_section(keys: NxdtKeys, warnings: list[str]) -> tuple[dict[st
         "tie_embeddings": keys.get("model.share_embeddings_and_output_weights", True),
     }
     model |= _llama(keys, heads) if family == "llama" else _gpt(keys, heads, hidden)
+    if window := keys.get("model.sliding_window_size"):
+        if family != "llama":
+            raise UserError(f"model.sliding_window_size={window}: GPT attends to all tokens; nearest: null")
+        model |= {"family": "mistral", "sliding_window": window}
     model = {key: value for key, value in model.items() if value is not None}
     if "vocab" not in model and (known := find_known_model(model)):
         model["vocab"] = known.vocab

@@ -106,15 +106,17 @@ def _attend_by_products(  # type: ignore[no-untyped-def]
 @triton.jit
 def _decode_attention_kernel(  # type: ignore[no-untyped-def]
     q, k, v, k_cache, v_cache, lengths, cos, sin, out, partial, partial_lse, counters, scale,
-    q_slot_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, angle_stride, max_seq_len,
+    q_slot_stride, q_head_stride, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride, angle_stride,
+    max_seq_len, window,
     G: tl.constexpr, R: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_ROPE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
     split, g, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.minimum(tl.load(lengths + slot), max_seq_len - 1)
-    keys_per_split = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
-    first = split * keys_per_split
+    oldest = tl.maximum(length + 1 - window, 0)
+    keys_per_split = tl.cdiv(tl.cdiv(length - oldest, SPLITS), 16) * 16
+    first = oldest + split * keys_per_split
     end = tl.minimum(first + keys_per_split, length)
     cache = (slot * G + g) * max_seq_len * HEAD_DIM
     k_cache += cache
@@ -168,7 +170,7 @@ def _decode_attention_kernel(  # type: ignore[no-untyped-def]
             partial_lse += base * BLOCK_R
             tl.store(partial + (split * R + r)[:, None] * HEAD_DIM + column[None, :], acc, query_mask)
             tl.store(partial_lse + split * BLOCK_R + r, top + tl.log2(total))
-            used_splits = tl.maximum(tl.cdiv(length, tl.maximum(keys_per_split, 1)), 1)
+            used_splits = tl.maximum(tl.cdiv(length - oldest, tl.maximum(keys_per_split, 1)), 1)
             if is_last_program(counters + slot * G + g, used_splits):
                 i = tl.arange(0, SPLITS)
                 used = i < used_splits
@@ -194,7 +196,8 @@ def attention_config(slots: int, kv_heads: int, heads_per_kv_head: int, max_seq_
 
 def decode_attention(
     q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-    cos: Tensor | None = None, sin: Tensor | None = None, config: DecodeAttentionConfig | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+    config: DecodeAttentionConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one token per slot, as `reference.decode_attention`. The last dims must be contiguous.
 
@@ -221,7 +224,7 @@ def decode_attention(
     strides = (stride for x in (q_BHTK, k_BGTK, v_BGTK) for stride in x.stride()[:2])
     _decode_attention_kernel[(c.splits, G, B)](
         q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin, out, partial, partial_lse,
-        arrival_counters(out.device), K**-0.5, *strides, 0 if cos is None else cos.stride(0), S,
+        arrival_counters(out.device), K**-0.5, *strides, 0 if cos is None else cos.stride(0), S, window or S,
         G=G, R=R, HEAD_DIM=K, HAS_ROPE=cos is not None, SPLITS=c.splits,
         BLOCK_R=block_r, BLOCK_S=c.block_s, BLOCK_K=block_k,
         num_warps=c.num_warps, num_stages=c.num_stages, **launch_options(),

@@ -67,14 +67,14 @@ class DecodeKernels(TritonKernels):
 
     def decode_attention(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
-        visible: int = 0,
+        visible: int = 0, window: int | None = None,
     ) -> Tensor:  # fmt: skip
         cos = sin = None
         if isinstance(q_BHTK, PendingRope) and isinstance(k_BGTK, PendingRope):
             cos, sin = q_BHTK.rope_cos, q_BHTK.rope_sin
             q_BHTK, k_BGTK = q_BHTK.unrotated, k_BGTK.unrotated
         q_BHTK, k_BGTK, v_BGTK = value_of(q_BHTK), value_of(k_BGTK), value_of(v_BGTK)
-        return attention.decode_attention(q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin)
+        return attention.decode_attention(q_BHTK, k_BGTK, v_BGTK, k_cache, v_cache, lengths, cos, sin, window)
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         return greedy_tokens.greedy_tokens(value_of(logits))

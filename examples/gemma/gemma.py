@@ -1,0 +1,110 @@
+"""Gemma as a model family from outside the package: one file with keys, modules, blueprint and Hugging Face names.
+
+Gemma has Llama's attention. What differs: embeddings are scaled by sqrt(hidden), norms multiply by 1 + weight, the MLP
+has a GELU gate, and the output projection is always tied to the embedding.
+
+    trainyard train examples/gemma/gemma-tiny.yaml     # model.family: gemma:FAMILY
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainyard.families import Blueprint, Family
+from trainyard.families.decoder import (
+    DECODER_HF_KEYS,
+    DecoderConfig,
+    decoder_blueprint,
+    decoder_hf_format,
+    read_decoder,
+)
+from trainyard.models.factory import ModuleFactory
+from trainyard.models.layers import RMSNorm
+from trainyard.models.llama import Llama, LlamaAttention, LlamaMLP
+from trainyard.parallel.recompute import Recomputable
+
+
+class GemmaConfig(DecoderConfig):
+    """Gemma: Llama with scaled embeddings, norms of 1 + weight and a GELU gate."""
+
+    tie_embeddings: Literal[True] = True
+    """Gemma shares one matrix between the input embedding and the output head."""
+    norm_eps: float = 1e-6
+    """Epsilon added to the mean square in RMSNorm."""
+
+
+class GemmaNorm(RMSNorm):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.kernels.add_rms_norm(x, y, 1 + self.weight, self.eps)
+
+
+class GeluGate(Recomputable):
+    recompute_name = "activation"
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+class GemmaBlock(nn.Module):
+    def __init__(self, c: GemmaConfig, make: ModuleFactory, name: str) -> None:
+        super().__init__()
+        self.attention_norm = gemma_norm(c, make, f"{name}.attention_norm")
+        self.attention = LlamaAttention(c, make, f"{name}.attention")
+        self.mlp_norm = gemma_norm(c, make, f"{name}.mlp_norm")
+        self.mlp = LlamaMLP(c, make, f"{name}.mlp")
+        self.mlp.activation = GeluGate()
+
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+        x_BTD, y_BTD = self.attention_norm(x_BTD)
+        x_BTD, y_BTD = self.mlp_norm(x_BTD, self.attention(y_BTD, cos_TK, sin_TK, documents_BT))
+        return x_BTD + self.mlp(y_BTD)
+
+
+class Gemma(Llama):
+    def __init__(self, c: GemmaConfig, make: ModuleFactory) -> None:
+        super().__init__(c, make)
+        self.layers = nn.ModuleDict({str(i): GemmaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
+        self.norm = gemma_norm(c, make, "norm")
+        self.embedding_scale = c.hidden**0.5
+
+    def embed(self, batch: Any, *block_inputs: Tensor | None) -> Tensor:
+        x_BTD = super().embed(batch, *block_inputs)
+        return x_BTD * torch.tensor(self.embedding_scale, dtype=x_BTD.dtype)
+
+
+def gemma_norm(c: GemmaConfig, make: ModuleFactory, name: str) -> GemmaNorm:
+    return GemmaNorm(make.parameter(f"{name}.weight"), c.norm_eps, make.kernels)
+
+
+def blueprint(c: GemmaConfig) -> Blueprint:
+    """Llama's parameters; norms start with weight 0."""
+    table = decoder_blueprint(c)
+    return replace(table, specs=tuple(replace(spec, init_value=0.0) for spec in table.specs))
+
+
+def read(data: Mapping[str, Any]) -> dict[str, Any]:
+    activation = data.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        raise ValueError(f"hidden_activation={activation}: not supported; nearest: gelu_pytorch_tanh")
+    return read_decoder({"head_dim": 256, **data})
+
+
+FAMILY = Family(
+    name="gemma",
+    config_class=GemmaConfig,
+    module=Gemma,
+    blueprint=blueprint,
+    hf=decoder_hf_format(
+        "gemma",
+        "GemmaForCausalLM",
+        keys={**DECODER_HF_KEYS, "tie_embeddings": ("tie_word_embeddings", True)},
+        fixed={"attention_bias": False, "attention_dropout": 0.0},
+        ignored=("rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "hidden_activation"),
+        read=read,
+    ),
+)

@@ -1,0 +1,149 @@
+"""A family from outside the package: examples/gemma, without a line about it in the package."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.inference.test_generate import load, run_prompts
+from tests.support import configs
+from tests.support.forkserver import ForkServer
+from tests.support.hf_reference import LLAMA, hf_forward
+from trainyard import models
+from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
+from trainyard.checkpoint.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
+from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.io.lazy_tensor import InlineTensor
+from trainyard.checkpoint.registry import open_weights
+from trainyard.config.load import parse
+from trainyard.core.errors import UserError
+from trainyard.families import Family, ParamSpec, find_family, registry
+from trainyard.families.hf_config import from_hf, to_hf
+from trainyard.train.losses import CausalLoss
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gemma"
+NAME = "gemma:FAMILY"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    yield
+    find_family.cache_clear()
+    registry.all_families.cache_clear()
+
+
+def as_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if an installed package had the entry point gemma = "gemma:FAMILY"."""
+    entry = registry.metadata.EntryPoint("gemma", NAME, registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: [entry])
+    registry.all_families.cache_clear()
+
+
+def test_logits_loss_and_gradients_equal_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_entry_point(monkeypatch)
+    torch.manual_seed(1)
+    sizes = {**LLAMA, "num_key_value_heads": 1, "head_dim": 20}
+    hf = transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    section = from_hf(json.loads(hf.config.to_json_string()))
+    assert section.family == "gemma"
+    assert from_hf(to_hf(section)) == section
+    values = tp_rank_values(weights_from_tensors(section, {k: InlineTensor(v) for k, v in hf.state_dict().items()}))
+    model = models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
+    batch = configs.tiny_batch("llama")
+    hf_logits, hf_loss = hf_forward("gemma", hf, batch)
+    output = model(batch)
+    torch.testing.assert_close(output.logits(), hf_logits, atol=1e-5, rtol=1e-5)
+    total, count = CausalLoss().terms(output, batch)["lm"]
+    (total / count).backward()
+    hf_loss.backward()
+    parameters = dict(model.named_parameters())
+    gradients = dict(hf_tensors(InMemoryWeights(section, lambda name: parameters[name].grad)))
+    for name, parameter in hf.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_train_resume_convert_and_generate(cli: ForkServer, tmp_path: Path) -> None:
+    """Every command finds the family by its name; the current directory counts for a file, not for a checkpoint."""
+    for file in EXAMPLE.glob("gemma*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    options = ["log.loggers=[]", "log.every=1", "checkpoint.every=2", "device.name=cpu"]
+    run = ["train", "gemma-tiny.yaml", "train.steps=2", *options]
+    assert cli.run(run, cwd=tmp_path).returncode == 0
+    resumed = cli.run([*run, "train.steps=3", "checkpoint.resume=auto"], cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    checkpoint = str(next((tmp_path / "runs").glob("gemma-tiny*")))
+    tokens = run_prompts(load(checkpoint), [[1, 2, 3]], max_new_tokens=3)
+    assert len(tokens[0]) == 3
+    convert_checkpoint(open_weights(checkpoint), checkpoint, tmp_path / "hf", ConversionTarget("hf"), lambda size: None)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "gemma"
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert loaded.config.head_dim == 32
+    refused = cli.run(["generate", checkpoint, "--prompt", "The", "--device", "cpu"], cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "cannot import gemma" in refused.stderr
+    assert "PYTHONPATH" in refused.stderr
+
+
+def family_with(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> models.ModelConfig:
+    module = ModuleType("broken_family")
+    module.FAMILY = replace(find_family(NAME), **changes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "broken_family", module)
+    find_family.cache_clear()
+    example = {**configs.LLAMA, "family": "broken_family:FAMILY", "tie_embeddings": True}
+    return configs.tiny_config(example).model
+
+
+def test_module_and_blueprint_that_disagree_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    family: Family = find_family(NAME)
+    extra = ParamSpec("layers.*.scale.weight", (3,))
+
+    def more(c: Any) -> Any:
+        table = family.blueprint(c)
+        return replace(table, specs=(*table.specs, extra))
+
+    def fewer(c: Any) -> Any:
+        table = family.blueprint(c)
+        return replace(table, specs=table.specs[:-1])
+
+    def module(c: Any, make: Any) -> Any:
+        model = models.build.import_module_class(family)(c, make)
+        model.norm.weight = nn.Parameter(Tensor(5))
+        return model
+
+    for changes, message in (
+        ({"blueprint": more}, "its blueprint has layers.0.scale.weight, which its module has not"),
+        ({"blueprint": fewer}, "its module has norm.weight, which its blueprint has not"),
+        ({"module": module}, "norm.weight has the shape [5] in its module, [32] in its blueprint"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"model.family=broken_family:FAMILY: {message}")):
+            models.build_model(family_with(monkeypatch, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:FAMILY", "cannot import no_such_module: No module named 'no_such_module'; install it"),
+        ("json:FAMILY", "expected a trainyard.Family as FAMILY in json, found nothing"),
+        ("json:dumps", "expected a trainyard.Family as dumps in json, found a function"),
+        ("lama", "not one of llama"),
+    ],
+)
+def test_unknown_families_are_one_line(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"model.family={name}: {message}")) as error:
+        parse({"model": {**configs.LLAMA, "family": name}, "train": {"steps": 1}})
+    assert "\n" not in str(error.value)

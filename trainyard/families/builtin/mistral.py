@@ -1,0 +1,49 @@
+"""Mistral: Llama's block with a sliding window, in its first version."""
+
+from trainyard.core.section import PositiveInt
+from trainyard.families.decoder import (
+    DECODER_HF_KEYS,
+    DECODER_MODULE,
+    DecoderConfig,
+    decoder_blueprint,
+    decoder_hf_format,
+)
+from trainyard.families.family import Family
+
+
+class MistralConfig(DecoderConfig):
+    """Mistral: RMSNorm, RoPE, grouped-query attention with an optional sliding window, SwiGLU, no biases."""
+
+    sliding_window: PositiveInt | None = None
+    """Number of tokens, its own included, that a token attends to at most. Default: all tokens before it."""
+
+    @property
+    def attention_window(self) -> int | None:
+        return self.sliding_window
+
+
+def visible_keys(c: MistralConfig, seq_len: int) -> float:
+    """Mean number of keys of a query: the window, but fewer at the start."""
+    window = min(c.sliding_window or seq_len, seq_len)
+    return window - window * (window - 1) / 2 / seq_len
+
+
+FAMILY = Family(
+    name="mistral",
+    config_class=MistralConfig,
+    module=DECODER_MODULE,
+    blueprint=decoder_blueprint,
+    hf=decoder_hf_format(
+        "mistral",
+        "MistralForCausalLM",
+        keys={
+            **DECODER_HF_KEYS,
+            "sliding_window": ("sliding_window", 4096),
+            "max_positions": ("max_position_embeddings", 4096 * 32),
+            "bos_token_id": ("bos_token_id", 1),
+            "eos_token_id": ("eos_token_id", 2),
+        },
+    ),
+    visible_keys=visible_keys,
+    nxd_styles=("hf", "megatron"),
+)

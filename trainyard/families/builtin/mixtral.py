@@ -1,0 +1,59 @@
+"""Mixtral: Mistral's block with a mixture of experts."""
+
+from trainyard.core.section import PositiveInt
+from trainyard.families.builtin.mistral import visible_keys
+from trainyard.families.decoder import DECODER_HF_KEYS, DECODER_MODULE, decoder_hf_format, decoder_hf_names
+from trainyard.families.family import Family
+from trainyard.families.hf_format import HfNameMap, HfTensor
+from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
+
+HF_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+class MixtralConfig(MoeConfig):
+    """Mixtral: RMSNorm, RoPE, grouped-query attention, SwiGLU experts of which each token uses two, no biases."""
+
+    experts: PositiveInt = 8
+    """Number of experts in each layer."""
+    top_k: PositiveInt = 2
+    """Experts that a token goes to."""
+    sliding_window: PositiveInt | None = None
+    """Number of tokens, its own included, that a token attends to at most. Default: all tokens before it."""
+
+    @property
+    def attention_window(self) -> int | None:
+        return self.sliding_window
+
+
+def hf_names(c: MixtralConfig) -> HfNameMap:
+    layer = "model.layers.*.block_sparse_moe."
+    experts = {
+        ours: HfTensor(f"{layer}experts.{key.split('.')[0]}.{HF_MATRICES[key.split('.')[1]]}.weight")
+        for key, ours in moe_layer_names(c).items()
+    }
+    return decoder_hf_names(c, mlp={"layers.*.mlp.router.weight": HfTensor(f"{layer}gate.weight"), **experts})
+
+
+FAMILY = Family(
+    name="mixtral",
+    config_class=MixtralConfig,
+    module=DECODER_MODULE,
+    blueprint=moe_blueprint,
+    hf=decoder_hf_format(
+        "mixtral",
+        "MixtralForCausalLM",
+        keys={
+            **DECODER_HF_KEYS,
+            "max_positions": ("max_position_embeddings", 4096 * 32),
+            "sliding_window": ("sliding_window", None),
+            "experts": ("num_local_experts", 8),
+            "top_k": ("num_experts_per_tok", 2),
+            "balance_loss": ("router_aux_loss_coef", 0.001),
+            "bos_token_id": ("bos_token_id", 1),
+            "eos_token_id": ("eos_token_id", 2),
+        },
+        names=hf_names,
+        fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
+    ),
+    visible_keys=visible_keys,
+)

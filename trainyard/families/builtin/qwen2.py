@@ -1,0 +1,47 @@
+"""Qwen2 and Qwen2.5: Llama's block with biases on q, k and v."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from trainyard.families.decoder import (
+    DECODER_HF_KEYS,
+    DECODER_MODULE,
+    DecoderConfig,
+    decoder_blueprint,
+    decoder_hf_format,
+    decoder_hf_names,
+    read_decoder,
+)
+from trainyard.families.family import Family
+
+WINDOW_KEYS = ("sliding_window", "max_window_layers", "layer_types")
+"""Keys of config.json without effect unless use_sliding_window is true."""
+
+
+class Qwen2Config(DecoderConfig):
+    """Qwen2 and Qwen2.5: RMSNorm, RoPE, grouped-query attention with biases on q, k and v, SwiGLU."""
+
+
+def read_without_window(data: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE, and a check that all layers have full attention."""
+    if kinds := {str(kind) for kind in data.get("layer_types") or ()} - {"full_attention"}:
+        raise ValueError(f"layer_types={min(kinds)}: not supported; nearest: full_attention")
+    return read_decoder(data)
+
+
+FAMILY = Family(
+    name="qwen2",
+    config_class=Qwen2Config,
+    module=DECODER_MODULE,
+    blueprint=partial(decoder_blueprint, qkv_bias=True),
+    hf=decoder_hf_format(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        keys={**DECODER_HF_KEYS, "max_positions": ("max_position_embeddings", 32768)},
+        names=partial(decoder_hf_names, qkv_bias=True),
+        fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
+        ignored=("rope_theta", "rope_scaling", "rope_parameters", *WINDOW_KEYS),
+        read=read_without_window,
+    ),
+)

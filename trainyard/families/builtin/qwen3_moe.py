@@ -1,0 +1,78 @@
+"""Qwen3 with a mixture of experts: Qwen3's attention, many small experts."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from trainyard.core.section import PositiveInt
+from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_without_window
+from trainyard.families.decoder import DECODER_HF_KEYS, DECODER_MODULE, decoder_hf_format, decoder_hf_names
+from trainyard.families.family import Family
+from trainyard.families.hf_format import HfNameMap, HfTensor
+from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
+
+
+class Qwen3MoeConfig(MoeConfig):
+    """Qwen3-MoE: RMSNorm, RoPE, grouped-query attention with a norm of each head of q and k, many SwiGLU experts."""
+
+    experts: PositiveInt = 128
+    """Number of experts in each layer."""
+    top_k: PositiveInt = 8
+    """Experts that a token goes to."""
+    head_dim: PositiveInt | None = 128
+    """Width of a head, an even number; null: hidden / heads."""
+    norm_eps: float = 1e-6
+    """Epsilon added to the mean square in RMSNorm."""
+
+
+def hf_names(c: Qwen3MoeConfig) -> HfNameMap:
+    layer = "model.layers.*.mlp."
+    experts = {ours: HfTensor(f"{layer}experts.{key}_proj.weight") for key, ours in moe_layer_names(c).items()}
+    mlp = {"layers.*.mlp.router.weight": HfTensor(f"{layer}gate.weight"), **experts}
+    return decoder_hf_names(c, qk_norm=True, mlp=mlp)
+
+
+def read(data: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 writes num_experts as num_local_experts."""
+    experts = data.get("num_experts", data.get("num_local_experts", 128))
+    return {"experts": experts, **read_without_window({"head_dim": 128, **data})}
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    config_class=Qwen3MoeConfig,
+    module=DECODER_MODULE,
+    blueprint=partial(moe_blueprint, qk_norm=True),
+    hf=decoder_hf_format(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        keys={
+            **DECODER_HF_KEYS,
+            "ffn": ("moe_intermediate_size", 768),
+            "head_dim": ("head_dim", 128),
+            "max_positions": ("max_position_embeddings", 32768),
+            "experts": ("num_experts", 128),
+            "top_k": ("num_experts_per_tok", 8),
+            "normalize_top_k": ("norm_topk_prob", False),
+            "balance_loss": ("router_aux_loss_coef", 0.001),
+        },
+        names=hf_names,
+        fixed={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        ignored=(
+            "rope_theta",
+            "rope_scaling",
+            "rope_parameters",
+            "intermediate_size",
+            "num_local_experts",
+            *WINDOW_KEYS,
+        ),
+        read=read,
+    ),
+)

@@ -1,0 +1,63 @@
+"""What mixtures of experts have in common: keys, and the parameters of a layer's router and experts."""
+
+from dataclasses import replace
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from trainyard.core.section import PositiveInt
+from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
+from trainyard.families.decoder import DecoderConfig, decoder_blueprint
+
+
+class MoeConfig(DecoderConfig):
+    """A decoder with a mixture of experts in each layer. `ffn` is the intermediate size of one expert."""
+
+    experts: PositiveInt
+    """Number of experts in each layer."""
+    top_k: PositiveInt
+    """Experts that a token goes to."""
+    normalize_top_k: bool = True
+    """Scale the weights of a token's experts to the sum 1."""
+    balance_loss: float = Field(0.01, ge=0)
+    """Coefficient of the load-balancing loss, a mean over samples and a sum over layers; 0: none. It is not part of the
+    logged loss."""
+    z_loss: float = Field(0.0, ge=0)
+    """Coefficient of the router's z loss (the squared logsumexp of its logits); 0: none."""
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k}: more than experts={self.experts}; nearest: {self.experts}")
+        return self
+
+
+def moe_blueprint(c: MoeConfig, qk_norm: bool = False) -> Blueprint:
+    """The parameters of a decoder with a mixture of experts."""
+    layer, expert = "layers.*.mlp.", "layers.*.mlp.experts."
+    names = [f"{expert}{index}.{name}.weight" for index in range(c.experts) for name in ("gate", "up")]
+    gate_up = tuple(FusedPart(name, c.ffn, c.ffn) for name in names)
+    down = tuple(FusedPart(f"{expert}{index}.down.weight", c.hidden, c.hidden) for index in range(c.experts))
+
+    def matrix(name: str, shape: tuple[int, int], tp_dim: int | None, init_std: float) -> ParamSpec:
+        return ParamSpec(name, shape, tp_dim, init_std=init_std, flops_tokens="tokens")
+
+    router = matrix(f"{layer}router.weight", (c.experts, c.hidden), None, c.init_std)
+    experts = (
+        replace(matrix(f"{expert}gate_up", (2 * c.experts * c.ffn, c.hidden), 0, c.init_std), fused_parts=gate_up),
+        replace(matrix(f"{expert}down", (c.experts * c.hidden, c.ffn), 1, c.output_init_std), fused_parts=down),
+    )
+    mlp = (
+        replace(router, tp_gradient="partial"),  # of a rank's part of the experts' outputs
+        *(replace(spec, experts=c.experts, active_experts=c.top_k) for spec in experts),
+    )
+    return decoder_blueprint(c, qk_norm=qk_norm, mlp_specs=mlp)
+
+
+def moe_layer_names(c: MoeConfig) -> dict[str, str]:
+    """Our names in a layer's mixture of experts, by expert and matrix (`0.gate`)."""
+    return {
+        f"{index}.{name}": f"layers.*.mlp.experts.{index}.{name}.weight"
+        for index in range(c.experts)
+        for name in ("gate", "up", "down")
+    }
