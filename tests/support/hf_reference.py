@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-linear": ("llama", {"rope_theta": 100000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 7}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 20}),
     "gpt2": ("gpt", {}),
     "gpt2-untied": ("gpt", {"tie_word_embeddings": False}),
     "gpt2-inner-gelu": ("gpt", {"n_inner": 100, "activation_function": "gelu"}),

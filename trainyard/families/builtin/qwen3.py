@@ -1,0 +1,45 @@
+"""Qwen3: Llama's block with an RMSNorm of each head of q and k, and a head size of its own."""
+
+from functools import partial
+
+from trainyard.core.section import PositiveInt
+from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_without_window
+from trainyard.families.decoder import (
+    DECODER_HF_KEYS,
+    DECODER_MODULE,
+    DecoderConfig,
+    decoder_blueprint,
+    decoder_hf_format,
+    decoder_hf_names,
+)
+from trainyard.families.family import Family
+
+
+class Qwen3Config(DecoderConfig):
+    """Qwen3: RMSNorm, RoPE, grouped-query attention with a norm of each head of q and k, SwiGLU, no biases."""
+
+    head_dim: PositiveInt | None = 128
+    """Width of a head, an even number; null: hidden / heads."""
+    norm_eps: float = 1e-6
+    """Epsilon added to the mean square in RMSNorm."""
+
+
+FAMILY = Family(
+    name="qwen3",
+    config_class=Qwen3Config,
+    module=DECODER_MODULE,
+    blueprint=partial(decoder_blueprint, qk_norm=True),
+    hf=decoder_hf_format(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        keys={
+            **DECODER_HF_KEYS,
+            "head_dim": ("head_dim", 128),
+            "max_positions": ("max_position_embeddings", 32768),
+        },
+        names=partial(decoder_hf_names, qk_norm=True),
+        fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False},
+        ignored=("rope_theta", "rope_scaling", "rope_parameters", *WINDOW_KEYS),
+        read=lambda data: read_without_window({"head_dim": 128, **data}),
+    ),
+)
