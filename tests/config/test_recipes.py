@@ -31,6 +31,7 @@ PARAMETERS = {
     "llama3.1-70b-trn2": 70_553_706_496,
     "llama3.1-70b-cp": 70_553_706_496,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
 }
 # Each family, optimizer, kind of recompute and RoPE scaling trains in the fast tier.
