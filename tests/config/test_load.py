@@ -32,7 +32,7 @@ def base_file(directory: Path) -> Path:
 MISTAKES = [
     # overrides, parts of the error line
     (["model.hiden=3"], ["model.hiden=3", "unknown key", "model.hidden"]),
-    (["model.hidden_dropout=0.1"], ["model.hidden_dropout=0.1", "unknown key here; gpt and bert have it"]),
+    (["model.hidden_dropout=0.1"], ["model.hidden_dropout=0.1", "unknown key here; bert and gpt have it"]),
     (["tarin.steps=3"], ["tarin", "unknown key", "train"]),
     (["train.lr=1e-3"], ["train.lr=0.001", "unknown key", "optimizer.lr"]),
     (["model.rope_scaling={kind: linear, facter: 2.0}"], ["model.rope_scaling.facter", "factor"]),
@@ -167,7 +167,7 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.hidden: missing.*Hidden size"):
         load(path)
     path.write_text("model: {vocab: 10}\ntrain: {steps: 3}\n")
-    with pytest.raises(UserError, match=r"model\.family: missing; one of llama, gpt, bert"):
+    with pytest.raises(UserError, match=r"model\.family: missing; one of bert, gpt, llama"):
         load(path)
 
 

@@ -374,8 +374,8 @@ def test_config_json_next_to_the_file_is_read(tmp_path: Path) -> None:
     assert (model.vocab, model.layers, model.hidden, model.num_kv_heads, model.init_std) == (500, 2, 64, 2, 0.01)
     assert model.max_positions == 16384  # the larger of the two, as in NxDT
     assert model.rope_theta == 500000.0
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral"}))
-    with pytest.raises(UserError, match="model_type=mixtral"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UserError, match="model_type=mamba"):
         import_nxdt(data, "f.yaml", tmp_path)
 
 

@@ -140,7 +140,7 @@ def test_module_and_blueprint_that_disagree_are_one_line(monkeypatch: pytest.Mon
         ("no_such_module:FAMILY", "cannot import no_such_module: No module named 'no_such_module'; install it"),
         ("json:FAMILY", "expected a trainyard.Family as FAMILY in json, found nothing"),
         ("json:dumps", "expected a trainyard.Family as dumps in json, found a function"),
-        ("lama", "not one of llama"),
+        ("lama", "not one of bert, gpt, llama"),
     ],
 )
 def test_unknown_families_are_one_line(name: str, message: str) -> None:
