@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from trainyard.families import Blueprint, Family
@@ -33,7 +34,7 @@ class GemmaConfig(DecoderConfig):
 
     tie_embeddings: Literal[True] = True
     """Gemma shares one matrix between the input embedding and the output head."""
-    norm_eps: float = 1e-6
+    norm_eps: float = Field(1e-6, gt=0)
     """Epsilon added to the mean square in RMSNorm."""
 
 

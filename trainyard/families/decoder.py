@@ -195,8 +195,8 @@ def decoder_hf_format(model_type: str, architecture: str, **options: Any) -> HfF
 def read_decoder(data: Mapping[str, Any]) -> dict[str, Any]:
     """Head size, which is left out where it is the default, and RoPE."""
     head_dim = data.get("head_dim", DECODER_HF_KEYS["head_dim"][1])
-    default = data["hidden_size"] / data["num_attention_heads"]
-    return {"head_dim": None if head_dim == default else head_dim, **_read_rope(data)}
+    is_default = head_dim is None or head_dim * data["num_attention_heads"] == data["hidden_size"]
+    return {"head_dim": None if is_default else head_dim, **_read_rope(data)}
 
 
 def _read_rope(data: Mapping[str, Any]) -> dict[str, Any]:

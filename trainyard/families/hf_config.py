@@ -22,18 +22,21 @@ NEUTRAL_KEYS = frozenset(
     re.findall(
         r"\w+",
         """architectures attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward cls_token_id cross_attention_hidden_size decoder_start_token_id diversity_penalty
-    do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder
-    is_encoder_decoder label2id length_penalty mask_token_id max_length min_length model_type name_or_path
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
-    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
-    unsloth_version use_bfloat16 use_cache""",
+        chunk_size_feed_forward cls_token_id cross_attention_hidden_size decoder_start_token_id
+        diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+        exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id fuse_qkv
+        gradient_checkpointing id2label is_decoder is_encoder_decoder kv_shared_group_size label2id
+        length_penalty mask_token_id max_length min_length model_type move_model_to_device name_or_path neuron
+        no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+        output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
+        problem_type qkv_linear remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+        selective_checkpoint_enabled sep_token_id sequence_parallel_enabled suppress_tokens
+        task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+        transformers_version transpose_nki_inputs typical_p unsloth_version use_bfloat16 use_cache
+        use_flash_attention wrap_with_zero""",
     )
 )
-"""Keys of any config.json that do not change what a model computes."""
+"""Keys of any config.json that do not change what a model computes, those that Neuron's libraries add included."""
 EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 """Values of an unknown key that leave a model as it is."""
 

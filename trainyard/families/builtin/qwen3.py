@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from pydantic import Field
+
 from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_without_window
 from trainyard.families.decoder import (
@@ -20,7 +22,7 @@ class Qwen3Config(DecoderConfig):
 
     head_dim: PositiveInt | None = 128
     """Width of a head, an even number; null: hidden / heads."""
-    norm_eps: float = 1e-6
+    norm_eps: float = Field(1e-6, gt=0)
     """Epsilon added to the mean square in RMSNorm."""
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from pydantic import Field
+
 from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_without_window
 from trainyard.families.decoder import DECODER_HF_KEYS, DECODER_MODULE, decoder_hf_format, decoder_hf_names
@@ -21,7 +23,7 @@ class Qwen3MoeConfig(MoeConfig):
     """Experts that a token goes to."""
     head_dim: PositiveInt | None = 128
     """Width of a head, an even number; null: hidden / heads."""
-    norm_eps: float = 1e-6
+    norm_eps: float = Field(1e-6, gt=0)
     """Epsilon added to the mean square in RMSNorm."""
 
 
