@@ -1,6 +1,7 @@
 """Choices that follow from the configuration alone: a run makes them and a plan predicts them by the same functions."""
 
 from trainyard.config.schema import Config
+from trainyard.models import family_of
 from trainyard.parallel.layout import Layout
 
 MIN_CHUNK_TOKENS = 256
@@ -8,9 +9,9 @@ MIN_CHUNK_TOKENS = 256
 
 
 def packs_batches(config: Config, layout: Layout, has_varlen_attention: bool) -> bool:
-    """True if a BERT micro batch is packed: padding is removed and the samples are concatenated. That takes
-    variable-length attention kernels, and whole samples on every rank."""
-    return has_varlen_attention and config.model.family == "bert" and layout.tp == layout.pp == layout.cp == 1
+    """True if a micro batch with padding (BERT) is packed: padding is removed and the samples are concatenated. That
+    takes variable-length attention kernels, and whole samples on every rank."""
+    return has_varlen_attention and family_of(config.model).has_padding and layout.tp == layout.pp == layout.cp == 1
 
 
 def zero_stage(config: Config, shards: int) -> int:
