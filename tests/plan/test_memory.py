@@ -16,7 +16,7 @@ from tests.support.examples import examples
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.parallel.layout import Layout
-from trainyard.plan.memory import peak
+from trainyard.plan.memory import pass_memory
 from trainyard.plan.memory.peak import estimate_memory
 from trainyard.plan.report import with_overrides
 
@@ -149,7 +149,7 @@ def test_layers_beyond_the_traced_ones_add_what_each_adds(
     layout = Layout.from_config(config, 8)
     kinds = ("cpu", "gpu", "trainium")
     full = [estimate_memory(config, layout, 0, kind) for kind in kinds]
-    monkeypatch.setattr(peak, "MAX_TRACED_LAYERS", 4)
+    monkeypatch.setattr(pass_memory, "TRACED_LAYERS", 12)
     assert [estimate_memory(config, layout, 0, kind) for kind in kinds] == full
 
 

@@ -3,7 +3,12 @@
 One file per subject; callers use `compat.NAME`. pyproject.toml lets this file re-export what it imports.
 """
 
-from trainyard.compat.attention import ATTENTION_KERNELS, AttentionKernel, select_attention_kernel
+from trainyard.compat.attention import (
+    ATTENTION_KERNELS,
+    AttentionKernel,
+    fused_attention_kernel,
+    select_attention_kernel,
+)
 from trainyard.compat.collectives import (
     all_gather,
     all_reduce,
@@ -37,6 +42,7 @@ from trainyard.compat.memory import dump_memory_snapshot, record_memory_history
 from trainyard.compat.optim import foreach_norm, fused_adamw_, has_fused_adamw
 from trainyard.compat.tracing import (
     DispatchMode,
+    EagerDispatchMode,
     call_as_plain_tensor,
     current_backward_node_id,
     custom_op_body,
@@ -45,6 +51,7 @@ from trainyard.compat.tracing import (
     has_memory,
     last_forward_node_id,
     register_device_module,
+    run_backward,
     tensor_without_memory,
 )
 from trainyard.compat.version import has_recorder_pipe_by_default, supports_unsorted_groups, supports_zero_bubble

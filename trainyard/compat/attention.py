@@ -80,6 +80,18 @@ def _cudnn_backward(
     )
 
 
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
+    return out, lse
+
+
+def fused_attention_kernel(on_gpu: bool, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The forward of a kernel as torch chooses it on a CPU or a GPU, for tensors of any device."""
+    if on_gpu and dtype == torch.float32:
+        return _efficient
+    return ATTENTION_KERNELS[on_gpu, SDPBackend.FLASH_ATTENTION.value].forward
+
+
 ATTENTION_KERNELS = {
     (False, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash_on_cpu, _flash_on_cpu_backward),
     (True, SDPBackend.FLASH_ATTENTION.value): AttentionKernel(_flash, _flash_backward),

@@ -13,6 +13,14 @@ DispatchMode = TorchDispatchMode
 """A mode that receives every operator, below autograd."""
 
 
+class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A DispatchMode outside compiled code, without the import of torch's compiler that the others cost."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def last_forward_node_id() -> int:
     """Id of the autograd node that this thread created last: during an operator's forward, its own node."""
     return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
@@ -22,6 +30,13 @@ def current_backward_node_id() -> int | None:
     """Id of the autograd node that is running backward; None outside a backward pass."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def run_backward(out: torch.Tensor, gradient: torch.Tensor) -> None:
+    """`out.backward(gradient)` inside a TorchFunctionMode, which then also applies to what the backward pass calls."""
+    torch.autograd.graph._engine_run_backward(
+        (out,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def fake_tensor_mode(stand_in: Callable[[Any, Any, Any], Any], not_replaced: object) -> Any:

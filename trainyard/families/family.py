@@ -37,12 +37,30 @@ class Family:
     """Fields of a batch that its samples always have (core/batch.py describes all fields)."""
     visible_keys: Callable[[Any, int], float] = causal_keys
     """Mean number of keys that a query attends to, by configuration and sequence length, for FLOP counts."""
+    score_passes: int = 0
+    """Times that each attention score moves through memory where no fused kernel computes attention as this family's
+    published runs do (Trainium); 0 if a kernel keeps scores on the chip."""
     nxd_styles: tuple[str, ...] = ()
     """Models of neuronx-distributed that hold this family: `hf` (derived from Hugging Face's), `megatron` (NxDT's)."""
     megatron: MegatronFormat | None = None
     """Its checkpoints of Megatron-LM."""
     torchtitan_names: Mapping[str, str] | None = None
     """torchtitan's names of its tensors by our names, without `.weight`."""
+
+    @property
+    def has_padding(self) -> bool:
+        """Samples have padding, which attention masks."""
+        return "attention_mask" in self.batch_fields
+
+    @property
+    def has_masked_positions(self) -> bool:
+        """The head predicts some positions only."""
+        return "masked_positions" in self.batch_fields
+
+    @property
+    def loss_terms(self) -> int:
+        """Terms of the loss, each divided by its own count."""
+        return 2 if self.loss == "bert_pretraining" else 1
 
     @property
     def is_causal(self) -> bool:

@@ -5,6 +5,12 @@ from typing import Any
 
 import torch
 
+WORKSPACE_BYTES: dict[Any, Callable[..., int]] = {}
+"""Bytes that an operator allocates besides its results, where its rule for tensors without memory does not show them:
+a function of the operator's arguments. The module that defines the operator adds it."""
+PARTIAL_SUM_OPS: set[Any] = set()
+"""Operators whose last result are the partial sums of vector gradients, one for each program of the kernel."""
+
 
 def kernel_op(body: Callable[..., Any]) -> Any:
     """Make `body` the operator `trainyard::NAME`, and also its rule for tensors without memory.

@@ -83,6 +83,7 @@ class TransformerStage(nn.Module):
             x_BTD = self.embed(batch, *block_inputs)
         assert x_BTD is not None
         x = self.pack_input(x_BTD)
+        del x_BTD  # blocks decide whether the input of the first one is kept
         for index, block in self.layers.items():
             self.pre_layer_hook(index)
             x = block(x, *block_inputs)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from trainyard import compat
 from trainyard.core.counter_rng import DropoutRng
+from trainyard.kernels.custom_op import WORKSPACE_BYTES
 from trainyard.parallel import attention_blocks as blocks
 from trainyard.parallel.attention_blocks import BlockMask
 from trainyard.parallel.process_group import Group
@@ -244,3 +245,54 @@ def _autograd_backward(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Any, ...]:
 
 
 context_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def attention_messages(
+    method: CpMethod, size: int, keys: int, documents: int, dtype: torch.dtype, backward: bool
+) -> Iterator[tuple[str, torch.dtype, int, int]]:
+    """(kind, dtype, bytes, times) of what a rank with `keys` elements of keys, as many of values and `documents` ids
+    sends in a forward or a backward pass. Backward sends keys and values again, and their fp32 gradients."""
+    if method == "ring":
+        parts, steps, forward, returned = 2, size - 1, "all_to_all", "all_to_all"
+        shape = 1
+    else:
+        parts, steps, forward, returned = 1, 2, "all_gather", "reduce_scatter"
+        shape = size
+    yield forward, dtype, parts * shape * keys * dtype.itemsize, steps
+    if backward:
+        yield returned, torch.float32, parts * shape * keys * 4, steps
+    yield forward, torch.int32, shape * documents * 4, steps if method == "ring" else 1
+
+
+def _tile_bytes(q: Tensor, documents: Tensor | None, p: float, size: int, causal: bool, window: int) -> int:
+    """Tiles of biases, or of the scores that dropout needs: a few of those are alive at a time."""
+    if p == 0 and not window and (documents is None or (size == 1 and not causal)):
+        return 0
+    batch, heads, tokens, _ = q.shape
+    keys = tokens * size
+    smallest = 4 * heads * keys
+    tiles = (4 if p else 1) * blocks.TILE_BYTES
+    return min(tiles, 4 * max(smallest, batch * tokens * keys * 4 * heads))
+
+
+def _forward_workspace(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rng_tensors: list[Tensor], p: float, group: str,
+    size: int, method: str, causal: bool, window: int,
+) -> int:  # fmt: skip
+    """fp32 outputs of all blocks and of one, and keys and values of other ranks."""
+    received = 0 if size == 1 else 2 * k.nbytes * (size + 1 if method == "all_gather" else 2)
+    return 2 * 4 * q.numel() + received + _tile_bytes(q, documents, p, size, causal, window)
+
+
+def _backward_workspace(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
+    rng_tensors: list[Tensor], p: float, group: str, size: int, method: str, causal: bool, window: int,
+) -> int:  # fmt: skip
+    """fp32 gradients of queries, and of keys and values with those of other ranks."""
+    received = 0 if size == 1 else 2 * k.nbytes * (size + 1 if method == "all_gather" else 2)
+    copies = 1 if size == 1 else 2 * size if method == "all_gather" else 3
+    return 4 * (2 * q.numel() + copies * 2 * k.numel()) + received + _tile_bytes(q, documents, p, size, causal, window)
+
+
+WORKSPACE_BYTES[torch.ops.trainyard.context_attention.default] = _forward_workspace
+WORKSPACE_BYTES[torch.ops.trainyard.context_attention_backward.default] = _backward_workspace

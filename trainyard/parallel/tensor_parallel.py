@@ -1,6 +1,7 @@
 """Tensor parallelism: ranks split each matrix, and with sequence parallelism also the tokens between matrices."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -115,8 +116,8 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group = ctx.group
         x, *tensors = ctx.saved_tensors
         pending_x = group.start_all_gather(x)
-        d_gathered = sum(d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
-        assert isinstance(d_gathered, Tensor)
+        products = (d @ weight for d, weight in zip(grads, tensors[::2], strict=True))
+        d_gathered = reduce(torch.add, products)  # not `sum`, which would first add 0: a pass over memory
         pending_dx = group.start_reduce_scatter_dim(d_gathered, TOKEN_DIM)
         gathered = group.finish_all_gather(pending_x, x, TOKEN_DIM).flatten(0, 1)
         weight_grads: list[Tensor | None] = []

@@ -83,12 +83,16 @@ def chunked_cross_entropy(
     chunk_loss: ChunkLossFn | None = None,
     make_gemm: Callable[[Tensor, Tensor | None], HeadGemm] = HeadGemm,
     logits_bytes: int = MAX_LOGITS_BYTES,
+    max_chunks: int | None = None,
 ) -> Tensor:
     """Sum of -log softmax(logits)[label] over all labels except IGNORE_INDEX. Each tensor-parallel rank computes the
-    logits of its part of the vocabulary, one chunk of tokens at a time."""
+    logits of its part of the vocabulary, one chunk of tokens at a time. A trace, which needs no values, takes only the
+    first `max_chunks` of them, because all allocate the same."""
     hidden = output.hidden_for_head().flatten(0, -2)
     size = loss_chunk_tokens(hidden.shape[0], output.weight.shape[0], logits_bytes)
-    options = (labels.flatten(), output, chunk_loss or torch_chunk_loss, make_gemm, size, torch.is_grad_enabled())
+    starts = range(0, hidden.shape[0], size)[:max_chunks]
+    functions = (chunk_loss or torch_chunk_loss, make_gemm)
+    options = (labels.flatten(), output, *functions, size, starts, torch.is_grad_enabled())
     return _ChunkedCrossEntropy.apply(hidden, output.weight, output.bias, *options)  # type: ignore[no-untyped-call]
 
 
@@ -173,9 +177,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk_loss: ChunkLossFn,
         make_gemm: Callable[[Tensor, Tensor | None], HeadGemm],
         size: int,
+        starts: range,
         train: bool,
     ) -> Tensor:
-        tokens, vocab = hidden.shape[0], weight.shape[0]
+        vocab = weight.shape[0]
         # GPUs are slow with odd matrix sizes and reject them in fp8: add tokens that the softmax does not see.
         padding = -vocab % SIZE_MULTIPLE
         if padding:
@@ -187,7 +192,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if train else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if train else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if train and bias is not None else None
-        for start in range(0, tokens, size):
+        for start in starts:
             h, y = hidden[start : start + size], labels[start : start + size]
             logits = buffer[: len(h)]
             head.logits(h, logits)
@@ -211,4 +216,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = grads[0] if ctx.scaled_by is None else grads[0] / ctx.scaled_by
         ctx.scaled_by = grads[0]
         saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved), *[None] * 6
+        return *(d.data.mul_(scale).to(dtype) if d is not None else None for d, dtype in saved), *[None] * 7

@@ -9,9 +9,9 @@ MIN_CHUNK_TOKENS = 256
 
 
 def packs_batches(config: Config, layout: Layout, has_varlen_attention: bool) -> bool:
-    """True if micro batches of padded samples (sentence pairs) are packed: padding is removed and the samples are
-    concatenated. That takes variable-length attention kernels, and whole samples on every rank."""
-    return has_varlen_attention and not family_of(config.model).is_causal and layout.tp == layout.pp == layout.cp == 1
+    """True if a micro batch with padding (BERT) is packed: padding is removed and the samples are concatenated. That
+    takes variable-length attention kernels, and whole samples on every rank."""
+    return has_varlen_attention and family_of(config.model).has_padding and layout.tp == layout.pp == layout.cp == 1
 
 
 def zero_stage(config: Config, shards: int) -> int:

@@ -127,6 +127,7 @@ FAMILY = Family(
         write=lambda c: {"activation_function": GELU_TO_HF[c.activation]},
         current_name=current_name,
     ),
+    score_passes=4,  # a fused softmax stores one result, which attention and its backward pass read
     megatron=MegatronFormat(
         {
             "swiglu": False,

@@ -1,10 +1,9 @@
 """AdamW in one pass over flat memory: gradient scaling, both moments, master weight and its bf16 copy."""
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
+from trainyard.kernels.triton.language import tl, triton
 from trainyard.kernels.triton.rng import mix32
 
 BLOCK_ELEMENTS = 2048

@@ -6,11 +6,11 @@ order, so that results do not depend on scheduling.
 
 from collections.abc import Sequence
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trainyard.compat import has_memory
 from trainyard.core.constants import MAX_REDUCTION_PROGRAMS
+from trainyard.kernels.triton.language import tl, triton
 
 BLOCK_ROWS, BLOCK_COLUMNS, NUM_WARPS = 256, 32, 16
 
@@ -50,6 +50,8 @@ def _add_column_sums(  # type: ignore[no-untyped-def]
 
 def add_column_sums_(partial_sums: Tensor, totals: Sequence[Tensor]) -> None:
     """Add fp32 partial sums [programs, k, columns] to k <= 3 totals in one kernel."""
+    if not has_memory(partial_sums):
+        return
     programs, vectors, columns = partial_sums.shape
     targets = [*totals, *[totals[0]] * (3 - len(totals))]
     _add_column_sums[(triton.cdiv(columns, BLOCK_COLUMNS), vectors)](

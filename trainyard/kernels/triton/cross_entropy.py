@@ -1,11 +1,10 @@
 """Cross entropy of a chunk of logits: returns the loss of each row and overwrites the logits with their gradient."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
+from trainyard.kernels.triton.language import tl, triton
 
 BLOCK_VOCAB = 4096
 

@@ -1,13 +1,12 @@
 """x + dropout(y + bias), one pass over memory forward and one backward; the kernels compute the dropout bits."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
-from trainyard.kernels.custom_op import kernel_op, row_block
+from trainyard.kernels.custom_op import PARTIAL_SUM_OPS, kernel_op, row_block
 from trainyard.kernels.triton.column_sums import split_rows
+from trainyard.kernels.triton.language import tl, triton
 from trainyard.kernels.triton.rng import row_keep_mask
 
 
@@ -57,7 +56,7 @@ def add_dropout(
 ) -> Tensor:  # fmt: skip
     y = y.contiguous()
     columns = y.shape[-1]
-    out = torch.empty_like(y)
+    out = y.new_empty(y.shape)
     if has_memory(out):
         _add_dropout_forward[(y.numel() // columns,)](
             None if x is None else x.contiguous(), y, bias, seed0, seed1, site, round(p * 2**31), 1 / (1 - p), out,
@@ -77,7 +76,7 @@ def add_dropout_backward(
     columns = d_out.shape[-1]
     rows = d_out.numel() // columns
     rows_per_program, programs = split_rows(rows)
-    dy = torch.empty_like(d_out) if seed0 is not None else d_out.new_empty(0)
+    dy = d_out.new_empty(d_out.shape) if seed0 is not None else d_out.new_empty(0)
     partial_sums = d_out.new_empty(programs if has_bias else 0, 1, columns, dtype=torch.float32)
     if has_memory(dy):
         _add_dropout_backward[(programs,)](
@@ -85,3 +84,6 @@ def add_dropout_backward(
             HAS_BIAS=has_bias, DROPOUT=seed0 is not None, **row_block(columns, 512),
         )  # fmt: skip
     return dy, partial_sums
+
+
+PARTIAL_SUM_OPS.add(torch.ops.trainyard.add_dropout_backward.default)

@@ -8,9 +8,9 @@ maximum is exact, independent of order, and preserves nan. Shapes: M rows, D col
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from trainyard.kernels.triton.language import tl, triton
 
 AMAX_BLOCK = 8192
 """Elements that a program of the tensor-wise amax reads at a time."""

@@ -5,14 +5,13 @@ library version has branches and takes longer than the memory traffic.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
 from trainyard.core.constants import MAX_REDUCTION_PROGRAMS
-from trainyard.kernels.custom_op import kernel_op
+from trainyard.kernels.custom_op import PARTIAL_SUM_OPS, kernel_op
 from trainyard.kernels.triton.column_sums import split_rows
+from trainyard.kernels.triton.language import tl, triton
 
 FORWARD_TILE, BACKWARD_TILE = (8192, 1024), (1024, 512)
 """Elements that a program handles at a time, and the largest width of the tile."""
@@ -94,7 +93,7 @@ def _gelu_backward(  # type: ignore[no-untyped-def]
 @kernel_op
 def gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     if has_memory(out):
         columns = x.shape[-1]
         rows, (tile_rows, tile_columns) = x.numel() // columns, _tile_shape(FORWARD_TILE, columns)
@@ -113,10 +112,13 @@ def gelu_backward(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[T
     rows, (tile_rows, tile_columns) = x.numel() // columns, _tile_shape(BACKWARD_TILE, columns)
     tiles_across = triton.cdiv(columns, tile_columns)
     rows_per_program, programs = split_rows(rows, max(MAX_REDUCTION_PROGRAMS // tiles_across, 1))
-    dx, partial_sums = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
+    dx, partial_sums = x.new_empty(x.shape), x.new_empty(programs, 1, columns, dtype=torch.float32)
     if has_memory(dx):
         _gelu_backward[programs, tiles_across](
             d_out, x, bias, dx, partial_sums, rows, rows_per_program, columns,
             TANH=tanh, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=NUM_WARPS,
         )  # fmt: skip
     return dx, partial_sums
+
+
+PARTIAL_SUM_OPS.add(torch.ops.trainyard.gelu_backward.default)

@@ -4,13 +4,12 @@ The kernels compute the dropout bits themselves: reading a mask would cost more 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
-from trainyard.kernels.custom_op import kernel_op, row_block
+from trainyard.kernels.custom_op import PARTIAL_SUM_OPS, kernel_op, row_block
 from trainyard.kernels.triton.column_sums import split_rows
+from trainyard.kernels.triton.language import tl, triton
 from trainyard.kernels.triton.rng import row_keep_mask
 
 
@@ -92,8 +91,8 @@ def add_layer_norm(
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns
-    total = x.new_empty(0) if y is None else torch.empty_like(x)
-    out, mean, rstd = torch.empty_like(x), *(x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    total = x.new_empty(0) if y is None else x.new_empty(x.shape)
+    out, mean, rstd = x.new_empty(x.shape), *(x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     if has_memory(out):
         _layer_norm_forward[(rows,)](
             x, None if y is None else y.contiguous(), y_bias, weight, bias, seed0, seed1, site, round(p * 2**31),
@@ -115,8 +114,8 @@ def layer_norm_backward(
     columns = total.shape[-1]
     rows = total.numel() // columns
     rows_per_program, programs = split_rows(rows)
-    dx = torch.empty_like(total)
-    dy = torch.empty_like(total) if seed0 is not None else total.new_empty(0)
+    dx = total.new_empty(total.shape)
+    dy = total.new_empty(total.shape) if seed0 is not None else total.new_empty(0)
     partial_sums = total.new_empty(programs, 3 if has_bias else 2, columns, dtype=torch.float32)
     if has_memory(dx):
         _layer_norm_backward[(programs,)](
@@ -126,3 +125,6 @@ def layer_norm_backward(
             **row_block(columns, 1024),
         )  # fmt: skip
     return dx, dy, partial_sums
+
+
+PARTIAL_SUM_OPS.add(torch.ops.trainyard.layer_norm_backward.default)

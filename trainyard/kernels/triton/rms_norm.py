@@ -1,13 +1,12 @@
 """Residual addition and RMSNorm, one pass over memory forward and one backward."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
-from trainyard.kernels.custom_op import kernel_op, row_block
+from trainyard.kernels.custom_op import PARTIAL_SUM_OPS, kernel_op, row_block
 from trainyard.kernels.triton.column_sums import split_rows
+from trainyard.kernels.triton.language import tl, triton
 
 
 @triton.jit
@@ -58,8 +57,8 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tup
     x = x.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns
-    total = x.new_empty(0) if y is None else torch.empty_like(x)
-    out, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    total = x.new_empty(0) if y is None else x.new_empty(x.shape)
+    out, rstd = x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
     if has_memory(out):
         _rms_norm_forward[(rows,)](
             x, x if y is None else y.contiguous(), weight, total, out, rstd, eps, columns,
@@ -78,10 +77,13 @@ def rms_norm_backward(
     columns = x.shape[-1]
     rows = x.numel() // columns
     rows_per_program, programs = split_rows(rows)
-    dx, partial_sums = torch.empty_like(x), x.new_empty(programs, 1, columns, dtype=torch.float32)
+    dx, partial_sums = x.new_empty(x.shape), x.new_empty(programs, 1, columns, dtype=torch.float32)
     if has_memory(dx):
         _rms_norm_backward[(programs,)](
             d_out, d_out if d_total is None else d_total.contiguous(), x, weight, rstd, dx, partial_sums, rows,
             rows_per_program, columns, HAS_TOTAL=d_total is not None, **row_block(columns, 512),
         )  # fmt: skip
     return dx, partial_sums
+
+
+PARTIAL_SUM_OPS.add(torch.ops.trainyard.rms_norm_backward.default)

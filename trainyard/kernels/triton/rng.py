@@ -1,7 +1,6 @@
 """The counter-based random bits of `core.counter_rng`, inside Triton kernels."""
 
-import triton
-import triton.language as tl
+from trainyard.kernels.triton.language import tl, triton
 
 
 @triton.jit

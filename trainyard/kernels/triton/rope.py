@@ -4,13 +4,12 @@ Forward writes rotated queries and keys to new tensors (values stay in place); b
 Cosines and sines are [T, K] or [B, 1, T, K], with equal halves.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
 from trainyard.kernels.custom_op import kernel_op
 from trainyard.kernels.reference import split_qkv
+from trainyard.kernels.triton.language import tl, triton
 
 
 @triton.jit

@@ -1,12 +1,10 @@
 """SwiGLU on the output of a fused gate-up projection: silu(gate) * up, both halves of a row read in place."""
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainyard.compat import has_memory
 from trainyard.kernels.custom_op import kernel_op
+from trainyard.kernels.triton.language import tl, triton
 
 BLOCK_COLUMNS = 1024
 
@@ -50,7 +48,7 @@ def swiglu(x: Tensor) -> Tensor:
 @kernel_op
 def swiglu_backward(d_out: Tensor, x: Tensor) -> Tensor:
     d_out, x = d_out.contiguous(), x.contiguous()
-    dx = torch.empty_like(x)
+    dx = x.new_empty(x.shape)
     if has_memory(dx):
         _swiglu_backward[_grid(x)](d_out, x, dx, d_out.shape[-1], BLOCK=BLOCK_COLUMNS)
     return dx

@@ -18,8 +18,8 @@ class DeviceKind:
     """The device has Triton kernels."""
     gathers_by_all_reduce: bool = False
     """all-gather and reduce-scatter are emulated by an all-reduce."""
-    accumulating_gemm: bool = False
-    """A bf16 matrix product can add to an fp32 buffer, and torch's RMS norm is a single operation."""
+    gpu_operators: bool = False
+    """torch's operators are those of a GPU: a bf16 product can add to an fp32 buffer, and RMS norm is one operator."""
     gqa_fp32: bool = True
     """Attention in fp32 takes fewer kv heads than query heads (as `Kernels.has_fp32_gqa`)."""
     workspace_bytes: int = 0
@@ -36,7 +36,7 @@ DEVICE_KINDS = {
     "gpu": DeviceKind(
         CudaDevice.max_logits_bytes,
         fused_kernels=True,
-        accumulating_gemm=True,
+        gpu_operators=True,
         gqa_fp32=False,
         workspace_bytes=64 * MIB,
         fragmentation=0.02,

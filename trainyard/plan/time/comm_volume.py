@@ -1,4 +1,4 @@
-"""The messages that one rank sends in a step, derived from shapes.
+"""The messages that one rank sends in a step, derived from shapes and from a trace of one layer.
 
 They equal what the Trainer sends, for every family and layout: tests/plan/test_comm_volume.py counts the messages of
 dry runs as any rank of hundreds. The shape exchange between pipeline neighbors in the first step is not included.
@@ -11,10 +11,12 @@ from math import prod
 from typing import NamedTuple
 
 from trainyard.config.schema import Config
-from trainyard.families.builtin.bert import BertConfig
+from trainyard.families import family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
 from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
+from trainyard.plan.trace.op_recorder import EMBEDDING, HEAD, LOSS
+from trainyard.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
 from trainyard.train.decisions import fp8_layer_range, loss_chunk_tokens, zero_stage
 from trainyard.train.status import StepStatus
 
@@ -76,53 +78,40 @@ class _RankMessages:
 def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
     """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is `Device.max_logits_bytes`."""
     messages = _RankMessages(config, layout, rank)
-    _add_tensor_parallel(messages, logits_bytes)
+    _add_model(messages, logits_bytes)
     _add_pipeline(messages)
-    _add_context_parallel(messages)
     params = local_params(config.model, layout.tp, messages.stages)
     (_add_data_parallel if zero_stage(config, messages.shards) < 2 else _add_fsdp)(messages, params)
-    loss_terms = 0 if config.train.loss else 2 if isinstance(config.model, BertConfig) else 1
+    loss_terms = 0 if config.train.loss else family_of(config.model).loss_terms
     messages.add("dp_cp", messages.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
     messages.add("world", layout.world_size, "all_reduce", "float32", 2 * max(loss_terms, 1) + STATUS_VALUES)
     return messages.counts
 
 
-def _add_tensor_parallel(messages: _RankMessages, logits_bytes: int) -> None:
-    """With sequence parallelism, attention and MLP each all-gather tokens before and reduce-scatter after, and the
-    reverse in backward. Without it both are an all-reduce, one forward and one backward."""
+def _add_model(messages: _RankMessages, logits_bytes: int) -> None:
+    """Messages of tensor and context parallelism inside the model, as a trace of one layer sends them, and of the
+    loss."""
     config, layout = messages.config, messages.layout
-    tp, micro_batches, hidden = layout.tp, layout.micro_batches, messages.tokens * config.model.hidden
-    bert = isinstance(config.model, BertConfig)
-    recompute = config.recompute
+    if layout.tp == layout.cp == 1:
+        return
+    work, fp8_layers = trace_work(config, layout), fp8_layer_range(config)
+    parts = Counter(
+        FP8_LAYER if layer in fp8_layers else PLAIN_LAYER for stage in messages.stages for layer in stage.layers
+    )
     first, last = (any(getattr(stage, end) for stage in messages.stages) for end in ("is_first", "is_last"))
-    gathers, sums, fp8_layers = 0, 0, fp8_layer_range(config)
-    for layer in (layer for stage in messages.stages for layer in stage.layers):
-        fp8 = layer in fp8_layers
-        for module in ("attention", "mlp"):
-            # Gathered tokens are not saved but gathered again, in backward or when the module is recomputed. In fp8
-            # they are saved, unless the module is recomputed.
-            gathers += 2 + (not fp8 or recompute.kind == "full" or module in recompute.modules)
-        # Recomputing a full block repeats attention's sum. The MLP's, at the end of the block, is not needed again.
-        sums += 4 + (recompute.kind == "full")
-    # The embedding scatters and the head gathers; in backward the reverse. All ranks compute BERT's head: its tokens
-    # are gathered, and no gradient returns.
-    sums += first + (last and not bert)
-    dtype = messages.compute_dtype
-    if config.layout.sequence_parallel:
-        messages.add("tp", tp, "all_gather", dtype, hidden, micro_batches * (gathers + first + last))
-        messages.add("tp", tp, "reduce_scatter", dtype, hidden, micro_batches * sums)
-    else:
-        messages.add("tp", tp, "all_reduce", dtype, hidden, micro_batches * sums)
+    parts.update({EMBEDDING: int(first), HEAD: int(last), LOSS: int(last)})
+    for part, times in parts.items():
+        for message, count in work[part].messages.items() if part in work and times else ():
+            messages.counts[Message(*message)] += count * times * layout.micro_batches
     if not last:
         return
     # The loss: for each token of a chunk of logits the maximum, then the sum and the label's logit.
-    tokens = config.train.micro_batch * config.data.max_predictions if bert else messages.tokens
-    if bert:
-        messages.add("tp", tp, "all_reduce", dtype, tokens * config.model.hidden, micro_batches)
-    chunk = loss_chunk_tokens(tokens, -(-config.model.vocab // tp), logits_bytes)
+    masked = config.train.micro_batch * config.data.max_predictions
+    tokens = masked if family_of(config.model).has_masked_positions else messages.tokens
+    chunk = loss_chunk_tokens(tokens, -(-config.model.vocab // layout.tp), logits_bytes)
     for size, times in ((chunk, tokens // chunk), (tokens % chunk, 1)):
-        messages.add("tp", tp, "all_reduce", "float32", size, micro_batches * times)
-        messages.add("tp", tp, "all_reduce", "float32", 2 * size, micro_batches * times)
+        messages.add("tp", layout.tp, "all_reduce", "float32", size, layout.micro_batches * times)
+        messages.add("tp", layout.tp, "all_reduce", "float32", 2 * size, layout.micro_batches * times)
 
 
 def _add_pipeline(messages: _RankMessages) -> None:
@@ -135,27 +124,6 @@ def _add_pipeline(messages: _RankMessages) -> None:
         for peer in map(layout.stage_owner, neighbors):
             for kind in ("send", "receive") if peer != messages.coords["pp"] else ():
                 messages.add("pp", layout.pp, kind, messages.compute_dtype, size, layout.micro_batches, peer)
-
-
-def _add_context_parallel(messages: _RankMessages) -> None:
-    """Keys and values, forward and again in backward, and their fp32 gradients back to the owner."""
-    config, layout = messages.config, messages.layout
-    model, cp = config.model, layout.cp
-    divides = model.num_kv_heads % layout.tp == 0 or layout.tp % model.num_kv_heads == 0
-    kv_heads = max(model.num_kv_heads // layout.tp, 1) if divides else model.heads // layout.tp
-    keys = messages.tokens * kv_heads * model.head_size
-    blocks = layout.micro_batches * sum(len(stage.layers) for stage in messages.stages)
-    repeats = 2 + (config.recompute.kind == "full" or "attention" in config.recompute.modules)
-    document_ids = messages.tokens * (config.data.document_mask or isinstance(model, BertConfig))
-    dtype = messages.compute_dtype
-    if config.layout.cp_method == "ring":
-        messages.add("cp", cp, "all_to_all", dtype, 2 * keys, blocks * (cp - 1) * repeats)
-        messages.add("cp", cp, "all_to_all", "float32", 2 * keys, blocks * (cp - 1))
-        messages.add("cp", cp, "all_to_all", "int32", document_ids, blocks * (cp - 1) * repeats)
-    else:
-        messages.add("cp", cp, "all_gather", dtype, cp * keys, 2 * blocks * repeats)
-        messages.add("cp", cp, "reduce_scatter", "float32", cp * keys, 2 * blocks)
-        messages.add("cp", cp, "all_gather", "int32", cp * document_ids, blocks * repeats)
 
 
 def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -> None:

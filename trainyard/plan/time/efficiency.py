@@ -15,8 +15,8 @@ class Efficiency(NamedTuple):
     network: float = 1.0
 
 
-_TRN1 = Efficiency(0.74, 0.74, 0.25, 0.44, 0.27)
-_HOPPER = Efficiency(0.66, 0.65, 0.58, 0.7, 0.7)
+_TRN1 = Efficiency(0.74, 0.74, 0.26, 0.44, 0.26)
+_HOPPER = Efficiency(0.66, 0.61, 0.63, 0.7, 0.7)
 FITTED_EFFICIENCY = {
     "trn1": _TRN1,
     "trn2": _TRN1,

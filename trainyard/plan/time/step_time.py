@@ -7,6 +7,7 @@ measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble
 docs/internals/time-model.md has the formulas.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log2, prod
@@ -14,8 +15,6 @@ from math import log2, prod
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
 from trainyard.families.blueprint import Blueprint
-from trainyard.families.builtin.bert import BertConfig
-from trainyard.families.builtin.llama import LlamaConfig
 from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.spec import Hardware
@@ -23,18 +22,15 @@ from trainyard.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.plan.rank_parameters import local_params_by_stage
 from trainyard.plan.time.comm_volume import GROUP_AXES, Message, step_messages
 from trainyard.plan.time.efficiency import Efficiency, IdealTime
-from trainyard.train.decisions import packs_batches
+from trainyard.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
+from trainyard.train.decisions import fp8_layer_range, packs_batches
 
 UPDATE_BYTES_PER_WEIGHT = 30
 """Bytes that AdamW moves for each weight; LAMB moves twice as many."""
 LOSS_BYTES_PER_LOGIT = 8
 """Bytes that the loss moves for each logit."""
-SCORE_MEMORY_PASSES = {"gpt": 4, "bert": 12}
-"""Times that each attention score moves through memory on Trainium, by family. Llama's attention kernel keeps scores on
-the chip. GPT's fused softmax stores one result, which attention and its backward pass read; BERT masks and drops scores
-in passes of their own."""
 NON_PADDING_SHARE = 0.75
-"""Share of BERT's tokens that are not padding, where padding is removed (the share of synthetic samples)."""
+"""Share of tokens that are not padding, where padding is removed (the share of synthetic samples)."""
 SCHEDULE_BUBBLE = {"1f1b": 1.0, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 """Bubble of a pipeline schedule, relative to 1F1B."""
 
@@ -170,8 +166,11 @@ def _weights_by_stage(model: ModelConfig, tp: int) -> dict[str, int]:
 
 def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
     """Forward and backward pass of one micro batch on one rank."""
-    stages = layout.stages_on(pp)
-    total = IdealTime().plus(block_time(config, layout, hardware), sum(len(stage.layers) for stage in stages))
+    stages, fp8_layers = layout.stages_on(pp), fp8_layer_range(config)
+    layers = Counter(FP8_LAYER if layer in fp8_layers else PLAIN_LAYER for stage in stages for layer in stage.layers)
+    total = IdealTime()
+    for part, count in layers.items():
+        total = total.plus(layer_time(config, layout, hardware, part), count)
     if any(stage.is_last for stage in stages):
         total = total.plus(_head_time(config, layout, hardware))
     if hardware.entry.kind != "gpu":  # without fused wgrad accumulation gradients are added in a pass over memory
@@ -182,55 +181,25 @@ def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware
     return total
 
 
-def block_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
-    """One transformer block: matrix products, attention, and all other passes over memory."""
-    model, tp, trainium = config.model, layout.tp, hardware.entry.kind == "trainium"
-    blueprint, tokens = _blueprint(model), _micro_batch_tokens(config, layout, hardware)
-    element = DTYPE_BYTES[config.precision.compute_dtype]
-    weights = {
-        spec.name.split(".")[-2]: prod(blueprint.local_shape(spec.name.replace("*", "0"), tp))
-        for spec in blueprint.specs
-        if spec.pipeline_stage == "block" and spec.flops_tokens == "tokens"
-    }
-    recomputed, recomputes_attention = _recomputed_work(config, layout, weights)
-    flops = 2 * tokens * (3 * sum(weights.values()) + recomputed)
-    kind = {"fp32": "fp32", "fp8": "fp8"}.get(config.precision.kind, "bf16")
-    heads_size = model.heads * model.head_size // tp
-    keys = config.data.seq_len * (NON_PADDING_SHARE if _packs(config, layout, hardware) else 1)
-    causal = 0.5 if not isinstance(model, BertConfig) and not trainium else 1.0
-    backward = 2.0 if trainium else 2.5  # kernels that do not save scores recompute them
-    attention = 4 * heads_size * tokens * keys * causal * (1 + backward + recomputes_attention)
-    token_shards = tp if config.layout.sequence_parallel else 1
-    # Elements that move through memory for each token, forward and backward: norms and residual sums, the activation,
-    # rotary positions, and the inputs and outputs of attention.
-    gated = isinstance(model, LlamaConfig)
-    norms = (14 + 3) * model.hidden if gated else 19 * model.hidden
-    activation = (8 if gated else 5) * model.ffn_size
-    rotary = 10 * model.heads * model.head_size * gated
-    moved = tokens * (norms / token_shards + (activation + rotary) / tp + 12 * heads_size) * element
-    if trainium:
-        scores = heads_size / model.head_size * tokens * keys
-        moved += SCORE_MEMORY_PASSES.get(model.family, 0) * element * scores * (1 + recomputes_attention / 3)
-    if config.precision.kind == "fp8":  # casts of the inputs of products: the largest value, then two 8-bit copies
-        moved += tokens * (8 * model.hidden + 3 * model.ffn_size / tp) * 6
-    return IdealTime(
-        matmul=flops / hardware.peak_flops(kind),
-        attention=attention / hardware.peak_flops("fp32" if kind == "fp32" else "bf16"),
-        memory=moved / hardware.memory_bandwidth,
+def layer_time(config: Config, layout: Layout, hardware: Hardware, part: int) -> IdealTime:
+    """One transformer block, from its trace: matrix products, attention, and all other passes over memory."""
+    work, trainium = trace_work(config, layout)[part], hardware.entry.kind == "trainium"
+    share = _token_share(config, layout, hardware)
+    kind = "fp32" if config.precision.kind == "fp32" else "bf16"
+    backward_factor = 2.0 if trainium else 2.5  # kernels that do not save scores recompute them
+    score_passes = family_of(config.model).score_passes if trainium else 0
+    causal_share = min(
+        0.5, family_of(config.model).visible_keys(config.model, config.data.seq_len) / config.data.seq_len
     )
-
-
-def _recomputed_work(config: Config, layout: Layout, weights: dict[str, int]) -> tuple[int, int]:
-    """Weights whose products the backward pass recomputes, and 1 if it recomputes attention. The last product of a
-    module is not recomputed."""
-    kind, modules = config.recompute.kind, set(config.recompute.modules)
-    if kind == "full":
-        return sum(weights.values()) - weights["down"], 1
-    qkv = sum(weights.get(name, 0) for name in ("q", "k", "v", "qkv"))
-    gate_up = sum(weights.get(name, 0) for name in ("gate_up", "gate", "up"))
-    attention = "attention" in modules
-    core = attention or (layout.cp == 1 and (kind == "attention" or "core_attention" in modules))
-    return qkv * attention + gate_up * ("mlp" in modules), int(core)
+    attention, moved = 0.0, share * work.moved_bytes
+    for (call, backward), times in work.attention.items():
+        visible = causal_share if call.causal and not trainium else 1.0
+        attention += times * share**2 * call.flops * visible * (backward_factor if backward else 1.0)
+        moved += times * share**2 * score_passes * call.scores * call.dtype.itemsize * (2 / 3 if backward else 1 / 3)
+    products = work.product_flops / hardware.peak_flops(kind)
+    if work.fp8_flops:
+        products += work.fp8_flops / hardware.peak_flops("fp8")
+    return IdealTime(share * products, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
 
 
 def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
@@ -239,7 +208,7 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     local_vocab = -(-model.vocab // tp)
     masked = config.train.micro_batch * config.data.max_predictions
     rows: dict[str, float] = {
-        "tokens": _micro_batch_tokens(config, layout, hardware),
+        "tokens": config.train.micro_batch * config.data.seq_len / layout.cp * _token_share(config, layout, hardware),
         "masked": masked,
         "first": config.train.micro_batch,
         "nothing": 0,
@@ -252,7 +221,7 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     )
     if blueprint.tied_head:
         forward += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]]
-    logits = local_vocab * (masked if isinstance(model, BertConfig) else rows["tokens"])
+    logits = local_vocab * (masked if family_of(model).has_masked_positions else rows["tokens"])
     kind = "fp32" if config.precision.kind == "fp32" else "bf16"
     return IdealTime(
         matmul=3 * forward / hardware.peak_flops(kind),
@@ -260,11 +229,7 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     )
 
 
-def _micro_batch_tokens(config: Config, layout: Layout, hardware: Hardware) -> float:
-    tokens = config.train.micro_batch * config.data.seq_len / layout.cp
-    return tokens * NON_PADDING_SHARE if _packs(config, layout, hardware) else tokens
-
-
-def _packs(config: Config, layout: Layout, hardware: Hardware) -> bool:
+def _token_share(config: Config, layout: Layout, hardware: Hardware) -> float:
+    """Share of the tokens that are computed."""
     fused = DEVICE_KINDS[hardware.entry.kind].fused_kernels and config.device.kernels == "fused"
-    return packs_batches(config, layout, fused)
+    return NON_PADDING_SHARE if packs_batches(config, layout, fused) else 1.0

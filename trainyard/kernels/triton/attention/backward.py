@@ -3,9 +3,6 @@
 No two programs add to the same element, so results do not depend on their order.
 """
 
-import triton
-import triton.language as tl
-
 from trainyard.kernels.triton.attention.tiles import (
     LOG2_E,
     dot,
@@ -20,6 +17,7 @@ from trainyard.kernels.triton.attention.tiles import (
     zero_dropped,
     zero_rows,
 )
+from trainyard.kernels.triton.language import tl, triton
 
 
 @triton.jit

@@ -1,8 +1,5 @@
 """Forward kernel: a program handles a block of queries of one head and iterates over blocks of keys."""
 
-import triton
-import triton.language as tl
-
 from trainyard.kernels.triton.attention.tiles import (
     LOG2_E,
     dot,
@@ -17,6 +14,7 @@ from trainyard.kernels.triton.attention.tiles import (
     zero_dropped,
     zero_rows,
 )
+from trainyard.kernels.triton.language import tl, triton
 
 
 @triton.jit

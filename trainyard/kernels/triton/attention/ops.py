@@ -21,15 +21,15 @@ and N keys. Exponents and log-sum-exps (lse) are base 2.
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from trainyard.compat import has_memory
 from trainyard.core.counter_rng import DropoutRng
-from trainyard.kernels.custom_op import kernel_op
+from trainyard.kernels.custom_op import WORKSPACE_BYTES, kernel_op
 from trainyard.kernels.reference import split_qkv
 from trainyard.kernels.triton.attention.backward import dkdv_kernel, dq_kernel
 from trainyard.kernels.triton.attention.forward import forward_kernel
+from trainyard.kernels.triton.language import triton
 
 FUSED_BACKWARD_MAX_HEAD_DIM = 64
 """Largest head dim for which one kernel computes all gradients. Triton 3.6 miscompiles transposed products (gradients
@@ -152,6 +152,10 @@ def _backward(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Any, ...]:
 
 
 varlen_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+# `delta`: a number per query and head.
+WORKSPACE_BYTES[torch.ops.trainyard.varlen_attention_backward.default] = lambda dout, qkv, out, lse, *_, **__: (
+    lse.nbytes
+)
 
 
 def varlen_attention(

@@ -3,9 +3,7 @@
 Shapes: blocks of M queries and N keys, head dim K padded to BLOCK_K.
 """
 
-import triton
-import triton.language as tl
-
+from trainyard.kernels.triton.language import tl, triton
 from trainyard.kernels.triton.rng import mix32
 
 IN_INTERPRETER = tl.constexpr(triton.knobs.runtime.interpret)
