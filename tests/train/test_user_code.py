@@ -23,6 +23,7 @@ from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
+from trainyard.dryrun.dry_run import without_io
 from trainyard.train.build import build_loaders
 from trainyard.train.callbacks import build_callbacks
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
@@ -222,6 +223,13 @@ def test_a_configuration_imports_nothing() -> None:
         schedule={"kind": "no_such_module:f"},
     )
     assert config.optimizer.options == {"x": [1, 2.5]}
+
+
+def test_dry_runs_use_neither_data_nor_callbacks(tmp_path: Path) -> None:
+    sections = {"data": {"source": "absent:f"}, "evaluate": {"every": 2}, "train": {"callbacks": ["absent:A"]}}
+    config = without_io(configure(tmp_path, **sections))
+    assert (config.data.source, config.data.validation_fraction, config.train.callbacks) == ("synthetic", 0.05, ())
+    assert config.optimizer.kind == f"{OURS}:Momentum"
 
 
 SECTIONS: dict[str, tuple[str, str]] = {

@@ -44,6 +44,7 @@ from trainyard.train.model_files import run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.optim.user_rule import load_update_rule
 from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.train.run_log.run_log import RunLog, lacks_samples
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
@@ -82,6 +83,7 @@ class Trainer:
         self.config = config
         self.callbacks = build_callbacks(callbacks, config.train.callbacks)
         check_schedule(config)
+        load_update_rule(config.optimizer)  # reports a mistake before anything is built
         self.world = world = world or World.from_environment()
         self.layout = layout = Layout.from_config(config, world.size)
         check_profile_ranks(config.profile, world.size)
