@@ -11,19 +11,36 @@ if TYPE_CHECKING:
     from trainyard.checkpoint.formats.hf import load_model
     from trainyard.config.load import load
     from trainyard.config.schema import Config
+    from trainyard.data.loading.dataset import Dataset
+    from trainyard.families.family import Family
     from trainyard.families.hf_config import from_hf
     from trainyard.metrics.loggers.base import Logger
     from trainyard.train.callbacks import Callback
+    from trainyard.train.optim.user_rule import UpdateRule
     from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Callback", "Config", "Logger", "Trainer", "from_hf", "load", "load_model"]
+__all__ = [
+    "Callback",
+    "Config",
+    "Dataset",
+    "Family",
+    "Logger",
+    "Trainer",
+    "UpdateRule",
+    "from_hf",
+    "load",
+    "load_model",
+]
 
 _EXPORTS = {
     "Config": "trainyard.config.schema",
     "Callback": "trainyard.train.callbacks",
+    "Dataset": "trainyard.data.loading.dataset",
+    "Family": "trainyard.families.family",
     "Logger": "trainyard.metrics.loggers.base",
     "Trainer": "trainyard.train.trainer",
+    "UpdateRule": "trainyard.train.optim.user_rule",
     "from_hf": "trainyard.families.hf_config",
     "load": "trainyard.config.load",
     "load_model": "trainyard.checkpoint.formats.hf",

@@ -239,7 +239,7 @@ def test_every_key_is_documented() -> None:
     by_name = {key.name: key for key in keys}
     assert by_name["train.steps"].allowed == "whole number, >= 1"
     assert by_name["optimizer.beta1"].allowed == "number, >= 0, < 1"
-    assert by_name["schedule.kind"].allowed == "cosine, linear, constant, wsd"
+    assert by_name["schedule.kind"].allowed == "cosine, linear, constant, wsd, module:function"
     assert "model[llama].rope_scaling[linear].factor" in by_name
     sections = {name.split(".")[0].split("[")[0] for name in by_name if "." in name}
     assert sections == set(Config.model_fields) - {"description", "hardware"}

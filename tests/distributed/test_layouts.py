@@ -44,6 +44,13 @@ SP = {"sequence_parallel": True}
 UNEVEN_COUNTS = {"train": {"global_batch": 8, "micro_batch": 2}}
 """A batch whose ranks have different numbers of masked tokens."""
 
+USER_CODE = {
+    "data": {"source": "tests.support.user_code:make_dataset"},
+    "optimizer": {"kind": "tests.support.user_code:Momentum"},
+    "schedule": {"kind": "tests.support.user_code:triangle"},
+}
+"""Data, update rule and schedule of a user."""
+
 
 def case(
     ranks: int, layout: dict[str, Any], model: dict[str, Any] = LLAMA, name: str = "", **sections: dict[str, Any]
@@ -123,6 +130,9 @@ CASES = [
     case(3, {"zero": 1}, GPT, "muon-odd-shards", optimizer={"kind": "muon"}, train={"global_batch": 6}),
     case(4, {"pp": 2, "zero": 2}, BERT, "muon", optimizer={"kind": "muon"}),
     case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, LLAMA, "muon", optimizer={"kind": "muon"}),
+    case(2, {"tp": 2, **SP}, LLAMA, "user-code", **USER_CODE),
+    case(4, {"pp": 2, "zero": 1}, LLAMA, "user-code", **USER_CODE),
+    case(2, {"zero": 3}, LLAMA, "user-code", **USER_CODE),
     case(4, {"tp": 2, "zero": 1, **SP}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"tp": 2, "zero": 1}, LLAMA, "bf16-reduce", precision={"kind": "bf16", "reduce_dtype": "bf16"}),
     case(4, {"pp": 2, "zero": 2}, LLAMA, "bf16", precision={"kind": "bf16"}),

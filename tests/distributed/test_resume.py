@@ -97,6 +97,14 @@ def test_resume_muon_at_another_layout(pool: Pool, tmp_path: Path, before: str, 
     assert run(pool, config, LAYOUTS[after][0])["losses"] == pytest.approx(losses[SAVED_STEP:], rel=2e-6)
 
 
+@pytest.mark.parametrize(("before", "after"), [("tp4-kv", "zero3"), ("zero1-odd", "pp2-vpp2")])
+def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+    rule = {"kind": "tests.support.user_code:Momentum"}
+    checkpoint, losses = run_and_save(pool, tmp_path, before, optimizer=rule)
+    config = configure(tmp_path, after, optimizer=rule, checkpoint={"resume": checkpoint})
+    assert run(pool, config, LAYOUTS[after][0])["losses"] == pytest.approx(losses[SAVED_STEP:], rel=2e-6)
+
+
 LOW_PRECISION = [("gpt", "bf16"), ("llama", "fp8"), pytest.param("bert", "bf16_sr", marks=pytest.mark.nightly)]
 
 

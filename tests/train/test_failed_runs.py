@@ -41,18 +41,18 @@ def test_batch_without_labels_makes_no_update(family: str, tmp_path: Path) -> No
     trainer = Trainer(configs.tiny_config(family, log={"directory": str(tmp_path)}))
     batch = trainer.loader.batch(0, trainer.batch_slice)
     trainer.train_step(batch, 1, 1e-2)
-    before = [buffer.clone() for buffer in trainer.optimizer.state.moments().values()]
+    before = [buffer.clone() for buffer in trainer.optimizer.state.saved_buffers().values()]
     empty = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
     if family == "bert":
         partial = trainer.train_step({**empty}, 2, 0.0)  # the other term still counts
         assert torch.isnan(partial.terms["mlm"])
         assert partial.loss == partial.terms["nsp"]
-        before = [buffer.clone() for buffer in trainer.optimizer.state.moments().values()]
+        before = [buffer.clone() for buffer in trainer.optimizer.state.saved_buffers().values()]
         empty["next_sentence_labels"] = torch.full_like(batch["next_sentence_labels"], IGNORE_INDEX)
     result = trainer.train_step(empty, 3, 1e-2)
     assert torch.isnan(result.loss)
     assert result.read_status()[:2] == (1, 1)
-    for buffer, old in zip(trainer.optimizer.state.moments().values(), before, strict=True):
+    for buffer, old in zip(trainer.optimizer.state.saved_buffers().values(), before, strict=True):
         assert torch.equal(buffer, old)
 
 

@@ -13,6 +13,7 @@ from trainyard.core.errors import UserError
 from trainyard.metrics.span_waits import mean_parts
 from trainyard.metrics.span_window import read_window
 from trainyard.metrics.spans import read_spans, span_path
+from trainyard.train.callbacks import Callback, TrainerView
 from trainyard.train.trainer import Trainer
 
 
@@ -89,14 +90,15 @@ def test_a_resumed_run_profiles_what_is_left(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Block:
+    class Block(Callback):
         """Puts a file where the directory of profiles belongs."""
 
-        def __getattr__(self, name: str) -> Any:
-            return lambda trainer, *args: (trainer.directory / "profile").write_text("") if name == "on_start" else None
+        def on_start(self, trainer: TrainerView) -> None:
+            assert trainer.directory
+            (trainer.directory / "profile").write_text("")
 
     config = tiny_config(profile={"steps": [2, 2]}, log={"directory": str(tmp_path)})
-    assert Trainer(config, callbacks=[Block()]).run().steps == 4  # type: ignore[list-item]
+    assert Trainer(config, callbacks=[Block()]).run().steps == 4
     assert "profile of steps 2 to 2 not written" in caplog.text
 
 

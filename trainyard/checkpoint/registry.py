@@ -77,7 +77,7 @@ def open_weights(
         if model and (difference := first_model_difference(checkpoint.model, model)):
             key, stored, expected = difference
             raise UserError(f"model.{key}={expected}: {location} has {stored}")
-        has_state = set(checkpoint.dtypes) == set(native_checkpoint.STATE_KINDS)
+        has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
         return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
     if "://" in str(location):
         raise UserError(f"{storage}: not a trainyard checkpoint, nor a directory of them")

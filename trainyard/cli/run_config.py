@@ -5,6 +5,7 @@ from collections.abc import Callable
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
+from trainyard.core.user_code import is_user_path
 
 
 def load_run_config(
@@ -15,7 +16,8 @@ def load_run_config(
     if not smoke:
         return load(source, overrides, warn)
     config = smoke_config(load(source, warn=warn), ranks, overrides, warn)
-    if not config.data.paths or any(override.startswith(("model.vocab=", "model=")) for override in overrides):
+    reads_files = config.data.paths and not is_user_path(config.data.source)
+    if not reads_files or any(override.startswith(("model.vocab=", "model=")) for override in overrides):
         return config
     from trainyard.data.loading.vocab import data_vocab_size  # reads data, which other commands need not
 

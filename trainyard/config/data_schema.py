@@ -4,16 +4,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from trainyard.core.section import PositiveInt, Section
+from trainyard.core.section import NameOrPath, PositiveInt, Section
 
 
 class DataSection(Section):
     """Training samples: where they come from and how they are cut. Their order depends only on train.seed and the
     step."""
 
-    source: Literal["text", "tokens", "arrow", "hdf5", "synthetic"] = "text"
+    source: Annotated[str, NameOrPath("text", "tokens", "arrow", "hdf5", "synthetic")] = "text"
     """text: files that are tokenized in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
-    sentence pairs (BERT); synthetic: generated samples."""
+    sentence pairs (BERT); synthetic: generated samples. A user function takes the configuration and returns a
+    trainyard.Dataset, or one for training and one for validation."""
     paths: Annotated[tuple[str, ...], Strict(False)] = ()
     """Files or globs; for source=tokens, names without .bin. Default: a small built-in text (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()

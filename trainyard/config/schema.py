@@ -21,14 +21,12 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from trainyard.config.checkpoint_schema import CheckpointSection
 from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
+from trainyard.config.optimizer_schema import OptimizerSection, ScheduleSection
 from trainyard.core.errors import UserError
-from trainyard.core.section import NonNegativeInt, PositiveInt, Section, nearest_multiples
+from trainyard.core.section import USER_PATH, FunctionPath, NonNegativeInt, PositiveInt, Section, nearest_multiples
+from trainyard.core.user_code import is_user_path
 from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
 from trainyard.families import ModelConfig, family_of, find_family
-
-FunctionPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-"""`module:function`, imported when the run starts, with the current directory on the Python path."""
-
 
 LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
 """The built-in loggers of log.loggers."""
@@ -47,57 +45,11 @@ class TrainSection(Section):
     """Seed of initial weights, sample order and dropout; 0 to 2^63 - 1."""
     loss: FunctionPath | None = None
     """User loss, `module:function`: takes (output, batch), returns (sum, count). Default: the loss of the family."""
+    callbacks: Annotated[tuple[FunctionPath, ...], Strict(False)] = ()
+    """User callbacks, `module:Class`: subclasses of trainyard.Callback, made without arguments on every rank."""
     max_skipped_steps: PositiveInt = 5
     """Number of consecutive steps with a non-finite loss or gradient, or without a counted label (each is skipped),
     after which the run stops."""
-
-
-class OptimizerSection(Section):
-    """The update rule. Norms and biases are exempt from weight decay, as marked in each model's blueprint."""
-
-    kind: Literal["adamw", "lamb", "muon"] = "adamw"
-    """adamw; lamb (layer-wise trust ratio, for very large batches); muon (orthogonalized momentum for the matrices of
-    blocks, adamw for embeddings, output projection, norms and biases)."""
-    lr: float = Field(3e-4, gt=0)
-    """Peak learning rate."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay rate of the first moment (exp_avg), 0 to below 1."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay rate of the second moment (exp_avg_sq), 0 to below 1."""
-    eps: float = Field(1e-8, gt=0)
-    """Epsilon added to the square root of the second moment."""
-    weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, ge=0)
-    """Maximum global gradient norm; 0: no clipping."""
-    trust_clip: bool = False
-    """lamb: limit the trust ratio to at most 1."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """muon: decay rate of the momentum, 0 to below 1."""
-    nesterov: bool = True
-    """muon: use Nesterov momentum."""
-    ns_steps: int = Field(5, ge=1, le=20)
-    """muon: Newton-Schulz iterations, in the compute dtype."""
-    lr_adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that values of
-    lr and weight_decay for adamw fit; original: sqrt(max(1, rows / columns))."""
-    adamw_lr: float | None = Field(None, gt=0)
-    """muon: peak learning rate of the parameters that adamw updates; it follows the schedule of optimizer.lr. Default:
-    optimizer.lr."""
-
-
-class ScheduleSection(Section):
-    """Learning rate schedule."""
-
-    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """cosine and linear decay from the peak to min_lr; constant keeps the peak; wsd keeps it, then decays linearly."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up from 0."""
-    decay_steps: PositiveInt | None = None
-    """cosine, linear: step at which min_lr is reached; wsd: length of the final decay. Default: train.steps (wsd: a
-    tenth of it)."""
-    min_lr: float = Field(0.0, ge=0)
-    """Minimum learning rate after the warm-up (absolute, not a fraction)."""
 
 
 class PrecisionSection(Section):
@@ -232,7 +184,7 @@ class LogSection(Section):
     @classmethod
     def _check_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in LOGGER_NAMES and not re.fullmatch(r"[\w.]+:\w+", name):
+            if name not in LOGGER_NAMES and not re.fullmatch(USER_PATH, name):
                 nearest = (difflib.get_close_matches(name.lower(), LOGGER_NAMES, 1) or ["my_module:MyLogger"])[0]
                 raise ValueError(f"{name} is not one of {', '.join(LOGGER_NAMES)} or module:Class; nearest: {nearest}")
         if repeated := {name for name in names if names.count(name) > 1}:
@@ -360,7 +312,7 @@ class Config(Section):
                 raise ValueError(f"samples.every={self.samples.every}: {name} does not continue text; nearest: 0")
             if data.document_mask:
                 raise ValueError(f"data.document_mask=true: each {name} sample is one sentence pair; nearest: false")
-            if data.source not in ("hdf5", "synthetic"):
+            if data.source not in ("hdf5", "synthetic") and not is_user_path(data.source):
                 raise ValueError(f"data.source={data.source}: {name} reads masked sentence pairs; nearest: hdf5")
             if data.max_predictions > data.seq_len - 3:
                 raise ValueError(
@@ -372,7 +324,8 @@ class Config(Section):
                 f"train.loss={train.loss}: its count divides all gradients, those of the router's losses too; "
                 "nearest: model.balance_loss=0 and model.z_loss=0"
             )
-        if self.evaluate.every and not (data.validation_fraction or data.split or self.evaluate.function):
+        holds_out = data.validation_fraction or data.split or is_user_path(data.source)
+        if self.evaluate.every and not (holds_out or self.evaluate.function):
             raise ValueError(
                 f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation_fraction, "
                 "for example 0.05"

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
-from trainyard.core.section import Section
+from trainyard.core.section import NameOrPath, Section
 from trainyard.families import all_families
 from trainyard.families.decoder import ROPE_SCALING_CLASSES
 
@@ -81,6 +81,8 @@ def without_tags(dotted: str) -> str:
 
 def allowed_values(field: FieldInfo) -> str:
     """Describe the values of a field: its choices, or its type and range."""
+    if choices := next((item for item in field.metadata if isinstance(item, NameOrPath)), None):
+        return ", ".join((*choices.names, choices.path))
     names: list[str] = []
     bounds: list[str] = []
     queue: list[Any] = [field.annotation, *field.metadata]
@@ -88,6 +90,8 @@ def allowed_values(field: FieldInfo) -> str:
         item = queue.pop(0)
         if get_origin(item) is Literal:
             names += [format_value(choice) for choice in get_args(item)]
+        elif get_origin(item) is dict:
+            names.append(TYPE_NAMES[dict])
         elif get_args(item):
             queue += get_args(item)
         elif isinstance(item, FieldInfo):

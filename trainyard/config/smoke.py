@@ -12,6 +12,7 @@ from typing import Any
 from trainyard.config.load import apply_overrides, parse, warn_on_stderr
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
+from trainyard.core.user_code import is_user_path
 from trainyard.families import find_family
 
 SMOKE_SEQ_LEN = 64
@@ -22,6 +23,8 @@ SMOKE_HEAD_DIM = 16
 SMOKE_VOCAB = 320
 SMOKE_EXPERTS = 8
 SMOKE_VALIDATION_FRACTION = 0.05
+FIXED_LENGTH_SOURCES = ("arrow", "hdf5", "synthetic")
+"""Data sources whose samples do not follow data.seq_len."""
 AXES = ("tp", "pp", "cp")
 CHECKPOINT_DEFAULTS = {"directory": None, "resume": "none", "weights_only": False, "init_from": None}
 """Existing checkpoints do not fit the smaller model."""
@@ -62,7 +65,7 @@ def smoke_config(
     if not _names_own_data(data["data"], named) and "data" not in named:
         data["data"] = _smoke_data(data, named)
         shrink("model", vocab=SMOKE_VOCAB)
-    elif data["data"]["source"] in ("text", "tokens"):  # the other sources have samples of a fixed length
+    elif data["data"]["source"] not in FIXED_LENGTH_SOURCES:
         shrink("data", seq_len=SMOKE_SEQ_LEN)
     shrink("model", max_positions=max(2 * SMOKE_SEQ_LEN, data["data"]["seq_len"]))
     scaling = model.get("rope_scaling")
@@ -94,9 +97,9 @@ def smoke_config(
 
 
 def _names_own_data(data: dict[str, Any], named: Collection[str]) -> bool:
-    """True if the command line names files to train on."""
+    """True if the command line names files, or a function of the user, to train on."""
     is_named = not {"data.paths", "data.source"}.isdisjoint(named)
-    return is_named and bool(data["paths"]) and data["source"] != "synthetic"
+    return is_named and (is_user_path(data["source"]) or (bool(data["paths"]) and data["source"] != "synthetic"))
 
 
 def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
@@ -122,9 +125,11 @@ def _unused_parts(config: Config, small: Config) -> list[str]:
     unused = [
         f"layout.{axis}={size}" for axis in AXES if (size := getattr(config.layout, axis)) > getattr(small.layout, axis)
     ]
-    if config.data.paths and not small.data.paths:
+    replaced = [key for key in ("paths",) if config.data.paths and not small.data.paths]
+    replaced += ["source"] if is_user_path(config.data.source) and small.data.source != config.data.source else []
+    for key in replaced:
         samples = "built-in text" if small.data.source == "text" else "synthetic samples"
-        unused.append(f"data.paths={format_value(config.data.paths)} (but {samples})")
+        unused.append(f"data.{key}={format_value(getattr(config.data, key))} (but {samples})")
     for key in CHECKPOINT_DEFAULTS:
         value = getattr(config.checkpoint, key)
         if isinstance(value, str) and value not in ("auto", "none", getattr(small.checkpoint, key)):

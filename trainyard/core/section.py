@@ -1,12 +1,35 @@
-"""Base class and number types of all configuration sections, and helpers for error messages."""
+"""Base class and value types of all configuration sections, and helpers for error messages."""
 
+import difflib
+import re
 from math import isqrt
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+USER_PATH = r"^[\w.]+:\w+$"
+FunctionPath = Annotated[str, Field(pattern=USER_PATH)]
+"""`module:name`, imported when the run starts, with the current directory on the Python path."""
+
+
+class NameOrPath:
+    """Annotates a key that takes built-in names, or `module:name` of the user's code."""
+
+    def __init__(self, *names: str, path: str = "module:function") -> None:
+        """`path` is how documentation writes the values that are not built in."""
+        self.names, self.path = names, path
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, value: str) -> str:
+        if value not in self.names and not re.fullmatch(USER_PATH, value):
+            nearest = (difflib.get_close_matches(value.lower(), self.names, 1, 0.0) or self.names)[0]
+            raise ValueError(f"not one of {', '.join(self.names)}, or {self.path}; nearest: {nearest}")
+        return value
 
 
 class Section(BaseModel):

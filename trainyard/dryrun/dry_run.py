@@ -13,6 +13,7 @@ import torch
 from trainyard import compat, devices, models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.config.smoke import SMOKE_VALIDATION_FRACTION
 from trainyard.core.world import World
 from trainyard.parallel.mesh import shutdown_distributed
 from trainyard.train.trainer import Trainer
@@ -61,9 +62,12 @@ def dry_run(config: Config, rank: int, world_size: int, device: devices.Device |
 
 
 def without_io(config: Config) -> Config:
-    """The same run without files: synthetic data, no text samples, no loggers, nothing saved, nothing resumed."""
+    """The same run without files: synthetic data, no text samples, no loggers, no callbacks, nothing saved, nothing
+    resumed."""
     sections = config.model_dump(mode="json")
     sections["data"] |= SYNTHETIC_DATA
+    if config.evaluate.every and not config.data.validation_fraction:  # documents, or the user's function, held it out
+        sections["data"]["validation_fraction"] = SMOKE_VALIDATION_FRACTION
     sections["checkpoint"] |= {
         "resume": "none",
         "init_from": None,
@@ -73,4 +77,5 @@ def without_io(config: Config) -> Config:
     }
     sections["samples"]["every"] = 0
     sections["log"]["loggers"] = []
+    sections["train"]["callbacks"] = []
     return parse(sections)

@@ -8,7 +8,8 @@ from functools import cache
 from importlib import metadata
 
 import trainyard.families.builtin as builtin
-from trainyard.core.errors import UserError, one_line
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import describe_object, load_object
 from trainyard.families.family import Family
 from trainyard.families.model_config import ModelConfig
 
@@ -49,14 +50,8 @@ def family_of(model: ModelConfig) -> Family:
 
 def _import_family(path: str, name: str) -> Family:
     """Import `module:NAME`. Only modules on the Python path: a checkpoint must not run code from where it lies."""
-    module, _, attribute = path.partition(":")
-    try:
-        family = getattr(importlib.import_module(module), attribute, None)
-    except (Exception, SystemExit) as error:  # the module is the user's: anything may happen in it
-        label = "" if isinstance(error, ImportError | SyntaxError) else f"{type(error).__name__}: "
-        hint = "; install it, or add its directory to PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"cannot import {module}: {label}{one_line(error)}{hint}") from None
+    family = load_object(path, "a trainyard.Family")
     if not isinstance(family, Family):
-        found = "nothing" if family is None else f"a {type(family).__name__}"
-        raise UserError(f"expected a trainyard.Family as {attribute} in {module}, found {found}")
+        module, _, attribute = path.partition(":")
+        raise UserError(f"expected a trainyard.Family as {attribute} in {module}, found {describe_object(family)}")
     return replace(family, name=name)  # the name by which a configuration finds it again

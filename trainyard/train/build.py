@@ -15,7 +15,7 @@ from trainyard.checkpoint.registry import open_weights
 from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import import_function
+from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
 from trainyard.data.loading.build import build_datasets
 from trainyard.data.loading.loader import BatchLoader
@@ -87,9 +87,9 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
     """Loaders of training and validation samples."""
     train, validation, shuffle = build_datasets(config)
     if needs_validation and not validation:
-        raise UserError(
-            f"evaluate.every={config.evaluate.every}: data.split={config.data.split} leaves no validation samples"
-        )
+        key = "source" if is_user_path(config.data.source) else "split"
+        reason = f"data.{key}={getattr(config.data, key)} leaves no validation samples"
+        raise UserError(f"evaluate.every={config.evaluate.every}: {reason}")
     batch, seed = config.train.global_batch, config.train.seed
     validation_loader = BatchLoader(validation, batch, seed, shuffle=False) if validation else None
     return BatchLoader(train, batch, seed, shuffle), validation_loader

@@ -1,9 +1,13 @@
 """Callbacks: how user code, and the parts of trainyard that watch a run, take part in it."""
 
+from collections.abc import Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import check_call, describe_object, import_subclass, make_instance, nearest_name
 from trainyard.models import TransformerStage
 from trainyard.train.optim.optimizer import Optimizer
 
@@ -60,3 +64,38 @@ class Callback:
 
     def on_end(self, trainer: TrainerView) -> None:
         """The run is over, completed or not."""
+
+
+METHODS = {
+    name: tuple(signature(method).parameters)[1:] for name, method in vars(Callback).items() if name.startswith("on_")
+}
+"""Arguments of each method of a callback."""
+
+
+def build_callbacks(objects: Iterable[object], paths: Sequence[str]) -> list[Callback]:
+    """The given callbacks, followed by those that train.callbacks names. Raises UserError for one that would not be
+    called as its author expects."""
+    key = "train.callbacks"
+    callbacks: list[Callback] = []
+    for callback in objects:
+        if not isinstance(callback, Callback):
+            found = describe_object(callback)
+            raise UserError(f"callbacks: expected an object of a subclass of trainyard.Callback, found {found}")
+        _check_methods(callback, type(callback).__name__)
+        callbacks.append(callback)
+    for path in paths:
+        callbacks.append(make_instance(import_subclass(path, key, Callback), path, key))
+        _check_methods(callbacks[-1], f"{key}={path}: {type(callbacks[-1]).__name__}")
+    return callbacks
+
+
+def _check_methods(callback: Callback, label: str) -> None:
+    """Raise UserError for a method `on_...` that the base class does not have, or that cannot take its arguments."""
+    for name in (name for name in dir(callback) if name.startswith("on_")):
+        if name not in METHODS:
+            hint = nearest_name(name, METHODS) or f"; one of {', '.join(METHODS)}"
+            raise UserError(f"{label}.{name}: no method of trainyard.Callback, so nothing calls it{hint}")
+        method = getattr(callback, name)
+        if not callable(method):
+            raise UserError(f"{label}.{name}: expected a method, found {describe_object(method)}")
+        check_call(method, METHODS[name], f"{label}.{name}")

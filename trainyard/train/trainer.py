@@ -28,7 +28,7 @@ from trainyard.metrics.span_recorder import SpanRecorder
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
-from trainyard.train.callbacks import Callback
+from trainyard.train.callbacks import Callback, build_callbacks
 from trainyard.train.checkpointing.deadline_save import DeadlineSaver
 from trainyard.train.checkpointing.memory_copies import MemoryCopies
 from trainyard.train.checkpointing.rank_agreement import RankAgreement
@@ -42,8 +42,9 @@ from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.model_files import run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
-from trainyard.train.optim.lr_schedule import learning_rate
+from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.optim.user_rule import load_update_rule
 from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.train.run_log.run_log import RunLog, lacks_samples
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector
@@ -80,7 +81,9 @@ class Trainer:
         dry runs. `preflight` is called when the device is ready and before any memory is allocated. `world` defaults
         to that of the environment. `run_directory` is an existing one to train in, from its latest checkpoint."""
         self.config = config
-        self.callbacks = list(callbacks)
+        self.callbacks = build_callbacks(callbacks, config.train.callbacks)
+        check_schedule(config)
+        load_update_rule(config.optimizer)  # reports a mistake before anything is built
         self.world = world = world or World.from_environment()
         self.layout = layout = Layout.from_config(config, world.size)
         check_profile_ranks(config.profile, world.size)

@@ -36,7 +36,7 @@ MAX_TRIAL_MICRO_BATCHES = 8
 """Upper limit of micro batches per trial step, and so of the factor by which a search can grow the micro batch."""
 TRIAL_OVERRIDES = (
     *("log.name=run", "log.every=1", "log.loggers=[]", "evaluate.every=0", "samples.every=0"),
-    *("log.spans=false", "profile.steps=[]", "checkpoint.export_hf=false"),
+    *("log.spans=false", "profile.steps=[]", "checkpoint.export_hf=false", "train.callbacks=[]"),
     *("checkpoint.init_from=null", "checkpoint.every=0", "checkpoint.every_minutes=0", "checkpoint.resume=none"),
     "checkpoint.weights_only=false",
 )

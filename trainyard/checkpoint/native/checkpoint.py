@@ -38,8 +38,8 @@ from trainyard.parallel.layout import Layout
 
 FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")
-"""State saved for every parameter, by the names in the files: master weights (or the weights if there are none),
-exp_avg and exp_avg_sq."""
+"""State that the built-in optimizers save for every parameter, by the names in the files: master weights (or the
+weights if there are none), exp_avg and exp_avg_sq. The state of a user's update rule has the names that it gives."""
 COUNTERS = ("step", "updates", "skipped", "consumed_samples", "data_files")
 
 
@@ -220,7 +220,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if shard_name(rank) not in self.manifest["files"]:
             return None
         shard = self._shard(shard_name(rank))
-        keys = (key for key in shard.entries if key.split(".")[0] not in STATE_KINDS)
+        keys = (key for key in shard.entries if key.split(".")[0] not in self.dtypes)
         full = {key: TensorSlice.full(key, shard.entries[key].shape).to_index() for key in keys}
         return {key: shard.read(key, index) for key, index in full.items()}, shard.metadata
 

@@ -3,7 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from typer import Argument, Option
@@ -14,6 +14,7 @@ from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke, complete
 from trainyard.cli.run_config import load_run_config
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World, host_name
 from trainyard.launch.heartbeat import heartbeat_from_environment
 from trainyard.launch.launcher import launch
@@ -101,9 +102,11 @@ def train(
     callbacks: list[Callback] = [TrainConsole(console)] if world.rank == 0 else []
     if heartbeat := heartbeat_from_environment():
         callbacks.append(HeartbeatCallback(heartbeat))
-    preflight = partial(check_fits, warn=lambda line: print_line(console, line, "dim"), local_size=world.local_size)
+    preflight = partial(check_fits, warn=partial(print_line, console, style="dim"), local_size=world.local_size)
+    # The memory of a user's update rule is not known.
+    checks: Any = {} if is_user_path(config.optimizer.kind) else {"preflight": preflight}
     with log_to_console(console):
-        trainer = Trainer(config, callbacks=callbacks, preflight=preflight, world=world, run_directory=run_directory)
+        trainer = Trainer(config, callbacks=callbacks, world=world, run_directory=run_directory, **checks)
         print_run_header(console, trainer)
         summary = trainer.run()
     for line in summary_lines(summary):

@@ -21,6 +21,7 @@ from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
 from trainyard.dryrun.dry_run import SYNTHETIC_DATA
 from trainyard.tune.search import MAX_DRIFT, TuneSearch, run_search
@@ -147,7 +148,8 @@ def with_available_data(config: Config) -> Config:
     if data.tokenizer not in ("bytes", "gpt2"):
         files.append(data.tokenizer)
     available = all(glob.glob(str(Path(name).expanduser())) for name in files)
-    if data.source == "synthetic" or (available and (data.paths or data.tokenizer == "bytes")):
+    reads_no_files = data.source == "synthetic" or is_user_path(data.source)
+    if reads_no_files or (available and (data.paths or data.tokenizer == "bytes")):
         return config
     settings = config.model_dump(mode="json")
     return parse({**settings, "data": {**settings["data"], **SYNTHETIC_DATA}})

@@ -40,7 +40,7 @@ STRICT_OVERRIDES = {
 }
 BASE_OVERRIDES = [
     *("compile.enabled=false", "checkpoint.export_hf=false", "checkpoint.every=0", "checkpoint.every_minutes=0"),
-    *("checkpoint.resume=none", "checkpoint.weights_only=false"),
+    *("checkpoint.resume=none", "checkpoint.weights_only=false", "train.callbacks=[]"),
 ]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import is_user_path
 from trainyard.data.formats import documents
 from trainyard.data.formats.documents import InputSlice, match_paths
 from trainyard.data.formats.megatron_bin import MegatronTokens
@@ -24,6 +25,7 @@ from trainyard.data.loading.megatron_order import (
 )
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
+from trainyard.data.loading.user_dataset import build_user_datasets
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.families import family_of
 
@@ -49,7 +51,7 @@ def build_datasets(config: Config) -> TrainValidDatasets:
         train, validation = _build_dataset(config, paths)
         count = max(round(len(train) * data.validation_fraction), 1) if data.validation_fraction else 0
         if len(train) <= count:
-            source = ", ".join(paths) or "the built-in text"
+            source = data.source if is_user_path(data.source) else ", ".join(paths) or "the built-in text"
             raise UserError(
                 f"data.seq_len={data.seq_len}: {source} has no sample to train on; use more text or a shorter seq_len"
             )
@@ -64,8 +66,10 @@ def build_datasets(config: Config) -> TrainValidDatasets:
 
 
 def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dataset | None]:
-    """The dataset of these paths, and the part that data.split holds out for validation."""
+    """The dataset of these paths, and the part that data.split, or the user's function, holds out for validation."""
     data, model = config.data, config.model
+    if is_user_path(data.source):
+        return build_user_datasets(config, paths)
     if data.source == "synthetic":
         return (SyntheticTokens(config) if family_of(model).is_causal else SyntheticSentencePairs(config)), None
     if data.source == "hdf5":

@@ -12,6 +12,8 @@ Indices = NDArray[np.int64]
 
 
 class Dataset(Protocol):
+    """Numbered samples. The sample at an index depends on nothing but the index."""
+
     def __len__(self) -> int: ...
 
     def samples(self, indices: Indices) -> Sample:

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trainyard.config.data_schema import DataSection
-from trainyard.data.formats.documents import arrow_files
+from trainyard.core.user_code import is_user_path
+from trainyard.data.formats.documents import arrow_files, match_paths
 from trainyard.data.loading.build import match_files, token_prefixes
 from trainyard.data.text.tokenizer import TOKENIZER_FILES
 
@@ -27,6 +28,8 @@ def _files_read(data: DataSection) -> list[Path]:
     """Every file that decides about the samples."""
     if data.source == "synthetic":
         return []
+    if is_user_path(data.source):  # its paths need not be files
+        return [path for pattern in data.paths for path in match_paths(pattern) if path.is_file()]
     if data.source == "tokens":
         return [Path(f"{prefix}{suffix}") for prefix in token_prefixes(data.paths) for suffix in (".bin", ".idx")]
     paths = match_files(data.paths, directories=data.source != "hdf5")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import import_function
+from trainyard.core.user_code import import_subclass
 from trainyard.metrics.loggers.base import Logger
 
 BUILTIN = {
@@ -19,10 +19,7 @@ BUILTIN = {
 def logger_class(name: str) -> type[Logger]:
     """The class of a built-in logger, or the user's class `module:Class`. Raises UserError if there is none."""
     if name not in BUILTIN:
-        found = import_function(name, "log.loggers", kind="class")
-        if not (isinstance(found, type) and issubclass(found, Logger)):
-            raise UserError(f"log.loggers={name}: not a subclass of trainyard.Logger")
-        return found
+        return import_subclass(name, "log.loggers", Logger)
     if importlib.util.find_spec(name) is None:
         raise UserError(
             f"log.loggers={name}: needs the package {name}, which is not installed: pip install 'trainyard[{name}]'"

@@ -28,7 +28,9 @@ from trainyard.metrics.run_directory import RunDirectory, find_run_directories, 
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import check_data
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
+from trainyard.train.optim.flat_state import ADAM_STATE, state_kinds
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.optim.user_rule import load_update_rule
 
 COMPARED_SECTIONS = ("data", "train", "optimizer", "schedule", "precision")
 """Config sections whose changes since the checkpoint are logged."""
@@ -101,7 +103,7 @@ def find_resume_point(
                 for path in paths
             ]
             if checkpoint := find_checkpoint(location, mesh, device):
-                if set(checkpoint.dtypes) != set(native.STATE_KINDS):
+                if set(checkpoint.dtypes) == {"weights"} != set(expected_kinds(config)):
                     raise _unusable_source(section.resume, "native")
                 run = _run_that_saved(checkpoint, runs) if section.directory else next(iter(runs), None)
                 stack.pop_all()
@@ -182,7 +184,7 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     files = {file for piece in slices for file in checkpoint.files_with(piece)}
     checkpoint.fetch(files | ({own_file} & set(checkpoint.files)))
     for piece in slices:
-        for kind, buffer in state.moments().items():
+        for kind, buffer in state.saved_buffers().items():
             if kind != "second" or state.has_second_moment(piece.param):
                 view = state.shard_view(buffer, piece.param)[piece.local_index]
                 view.copy_(checkpoint.read_state(kind, piece))
@@ -192,12 +194,24 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     optimizer.publish_weights()
 
 
+def expected_kinds(config: Config) -> tuple[str, ...]:
+    """The kinds of state that the optimizer of a run resumes from."""
+    user_rule = load_update_rule(config.optimizer)
+    return state_kinds(user_rule.state_names if user_rule else ADAM_STATE)
+
+
 def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
     """Raise UserError if the run cannot resume from this checkpoint; log other differences of the configuration."""
     check_data(checkpoint, config, mesh, device)
     if difference := first_model_difference(checkpoint.config.model, config.model):
         key, saved, current = difference
         raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}")
+    if missing := [kind for kind in expected_kinds(config) if kind not in checkpoint.dtypes]:
+        before, now = checkpoint.config.optimizer.kind, config.optimizer.kind
+        raise UserError(
+            f"optimizer.kind={now}: the checkpoint of optimizer.kind={before} has no state {missing[0]}; "
+            f"nearest: {before}, or checkpoint.weights_only=true"
+        )
     for key, saved, current in () if checkpoint.manifest.get("converted") else _changed_keys(checkpoint.config, config):
         if key == "train.global_batch":
             raise UserError(

@@ -27,7 +27,7 @@ class StateWriter:
         self.optimizer, self.device, self.mesh = optimizer, device, mesh
         self.slices = owned_slices(blueprint, mesh.layout, mesh.layout_rank)
         """What this rank writes."""
-        self.state_buffers = optimizer.state.moments()
+        self.state_buffers = optimizer.state.saved_buffers()
         self.host_slices: dict[str, list[Tensor]] = {}
         """Host copies of the slices, by kind of state; views of one buffer each."""
 

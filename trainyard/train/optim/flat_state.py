@@ -6,7 +6,7 @@ moments are flat too; under ZeRO they and the reduced gradients cover this rank'
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.process_group import Group
 from trainyard.train.decisions import zero_stage
 
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
+"""State buffers of the built-in update rules."""
+NAMES_IN_FILES = {"exp_avg": "first", "exp_avg_sq": "second"}
+"""Names of state buffers in checkpoints, where they differ."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Shapes = dict[str, tuple[int, ...]]
@@ -40,13 +44,25 @@ def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Con
     return FlatBuffer(ordered, sizes[0], shards, bucket, sizes[1])
 
 
+def state_kinds(state_names: Sequence[str]) -> tuple[str, ...]:
+    """The kinds of state in the checkpoints of an update rule with these state buffers."""
+    return ("weights", *(NAMES_IN_FILES.get(name, name) for name in state_names))
+
+
 class FlatState:
-    """Weights, gradients and optimizer moments of one rank, and where each parameter lies in them."""
+    """Weights, gradients and optimizer state of one rank, and where each parameter lies in them."""
 
     def __init__(
-        self, shapes: Shapes, blueprint: Blueprint, config: Config, data_group: Group, device: torch.device
+        self,
+        shapes: Shapes,
+        blueprint: Blueprint,
+        config: Config,
+        data_group: Group,
+        device: torch.device,
+        state_names: Sequence[str] = ADAM_STATE,
     ) -> None:
-        """`data_group` are the ranks that hold the same parameters and, under ZeRO, shard them."""
+        """`data_group` are the ranks that hold the same parameters and, under ZeRO, shard them. `state_names` are the
+        state buffers of the update rule."""
         self.zero_stage = zero_stage(config, data_group.size)
         self.shard_index = data_group.rank if self.zero_stage else 0
         shards = data_group.size if self.zero_stage else 1
@@ -63,10 +79,9 @@ class FlatState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         size, shard_size = self.flat.size, self.flat.shard_size
-        self.exp_avg = zeros(shard_size, torch.float32)
-        """First moment, or Muon's momentum."""
-        self.exp_avg_sq = zeros(self.flat.shard_undecayed_end, torch.float32)
-        """Second moment; parameters that Muon updates have none."""
+        sizes = {"exp_avg_sq": self.flat.shard_undecayed_end}
+        self.buffers = {name: zeros(sizes.get(name, shard_size), torch.float32) for name in state_names}
+        """State of the update rule by name."""
         if self.zero_stage < 2:
             self.weights = zeros(size, self.compute_dtype)
             """What the model computes with."""
@@ -79,6 +94,16 @@ class FlatState:
         else:  # FSDP keeps the full weights and gradients
             self.master_weights = self.weights = zeros(shard_size, master_dtype)
             self.gradients = self.reduced_grads = zeros(shard_size, master_dtype)
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """First moment, or Muon's momentum."""
+        return self.buffers["exp_avg"]
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """Second moment; parameters that Muon updates have none."""
+        return self.buffers["exp_avg_sq"]
 
     @property
     def copies_weights(self) -> bool:
@@ -96,9 +121,9 @@ class FlatState:
     def has_second_moment(self, name: str) -> bool:
         return self.flat.spans[name].shard_start < self.flat.shard_undecayed_end
 
-    def moments(self) -> dict[str, Tensor]:
-        """State buffers by their name in checkpoints."""
-        return {"weights": self.master_weights, "first": self.exp_avg, "second": self.exp_avg_sq}
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Master weights and state buffers by their kind in checkpoints."""
+        return dict(zip(state_kinds([*self.buffers]), (self.master_weights, *self.buffers.values()), strict=True))
 
     def load_values(self, values: ParameterValues) -> None:
         """Set the weights and master weights from the values of local parameters."""

@@ -1,13 +1,18 @@
 """Learning rate as a function of the update number (1 is the first update)."""
 
-from math import cos, pi
+from math import cos, isfinite, pi
+from typing import Any
 
 from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import check_call, describe_object, import_function, is_user_path
 
 
 def learning_rate(config: Config, update: int) -> float:
-    """Linear warm-up, then the schedule of config.schedule.kind."""
+    """Linear warm-up, then the schedule of config.schedule.kind; or what the user's function says."""
     peak, min_lr, schedule = config.optimizer.lr, config.schedule.min_lr, config.schedule
+    if is_user_path(schedule.kind):
+        return peak * _user_factor(config, update)
     if update < schedule.warmup_steps:
         return peak * update / schedule.warmup_steps
     if schedule.kind == "constant":
@@ -20,3 +25,24 @@ def learning_rate(config: Config, update: int) -> float:
     progress = min(max((update - start) / max(end - start, 1), 0.0), 1.0)
     factor = (1 + cos(pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
     return min_lr + (peak - min_lr) * factor
+
+
+def check_schedule(config: Config) -> None:
+    """Raise UserError before the first step if the user's schedule cannot be used."""
+    for step in (1, config.train.steps) if is_user_path(config.schedule.kind) else ():
+        _user_factor(config, step)
+
+
+def _user_factor(config: Config, step: int) -> float:
+    label = f"schedule.kind={config.schedule.kind}"
+    function = import_function(config.schedule.kind, "schedule.kind")
+    check_call(function, ("step", "config"), f"{label}: {function.__name__}")
+    factor: Any = function(step, config)
+    try:
+        number = float(factor)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not (isfinite(number) and number >= 0):
+        shown = factor if isinstance(factor, int | float) else describe_object(factor)
+        raise UserError(f"{label}: returned {shown} for step {step}; expected a factor on optimizer.lr, 0 or more")
+    return number

@@ -18,17 +18,18 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import Waiting
 from trainyard.train.decisions import fuses_wgrad
 from trainyard.train.optim.adamw import AdamW
-from trainyard.train.optim.flat_state import FlatState
+from trainyard.train.optim.flat_state import ADAM_STATE, FlatState
 from trainyard.train.optim.gradient_sync import GradientSync
 from trainyard.train.optim.lamb import Lamb
 from trainyard.train.optim.muon import Muon
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.train.optim.step_guard import StepGuard
 from trainyard.train.optim.stochastic_rounding import rounding_ranges
-from trainyard.train.optim.update_rule import RuleContext, StepScalars, UpdateRule
+from trainyard.train.optim.update_rule import FlatRule, RuleContext, StepScalars
+from trainyard.train.optim.user_rule import ElementwiseUpdate, load_update_rule
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
-"""Update rules by `optimizer.kind`."""
+RULES: dict[str, Callable[[RuleContext], FlatRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
+"""Built-in update rules by `optimizer.kind`."""
 
 
 class Optimizer:
@@ -52,7 +53,9 @@ class Optimizer:
         kernels = kernels or Kernels()
         self.seed, self.betas = config.train.seed, (config.optimizer.beta1, config.optimizer.beta2)
         shapes = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
-        self.state = state = FlatState(shapes, blueprint, config, mesh.dp_cp, device.torch_device)
+        user_rule = load_update_rule(config.optimizer)
+        state_names = user_rule.state_names if user_rule else ADAM_STATE
+        self.state = state = FlatState(shapes, blueprint, config, mesh.dp_cp, device.torch_device, state_names)
         state.load_values(values)
         self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
         fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
@@ -60,8 +63,9 @@ class Optimizer:
         self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, waiting)
         self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
         ranges = {name: rounding_ranges(state, blueprint, mesh.tp, name) for name in state.names}
-        self.rule = RULES[config.optimizer.kind](
-            RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn)
+        context = RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn)
+        self.rule: FlatRule = (
+            ElementwiseUpdate(user_rule, context) if user_rule else RULES[config.optimizer.kind](context)
         )
         self._update_fences: list[Callable[[], None]] = []
 

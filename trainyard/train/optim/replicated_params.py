@@ -55,7 +55,7 @@ class ReplicaSync:
 
     def __init__(self, state: FlatState, blueprint: Blueprint, mesh: Mesh, sequence_parallel: bool) -> None:
         self.state, self.mesh, self.names = state, mesh, state.names
-        device = state.exp_avg.device
+        device = state.master_weights.device
         self.ranges = [part for name in self.names for part in self._ranges_of(blueprint, name)]
         kv_replication = mesh.layout.kv_replication
 

@@ -1,4 +1,5 @@
-"""The interface between the optimizer and its update rules. A new rule is one file plus an entry in optimizer.RULES."""
+"""The interface between the optimizer and its update rules. A new built-in rule is one file plus an entry in
+optimizer.RULES; rules of the user are in user_rule.py."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainyard.compile.compile_blocks import CompileFn
-from trainyard.config.schema import OptimizerSection
+from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.mesh import Mesh
@@ -69,12 +70,10 @@ class RuleContext:
             rounding.weight.copy_(torch.where(scalars.finite, rounded, rounding.weight))
 
 
-class UpdateRule(Protocol):
+class FlatRule(Protocol):
     """Updates the master weights and moments of a FlatState from its reduced gradients.
 
     If the state `copies_weights`, the rule also updates `weights`. Nothing changes where `scalars.finite` is false.
     """
-
-    def __init__(self, context: RuleContext) -> None: ...
 
     def update(self, scalars: StepScalars) -> None: ...
