@@ -5,6 +5,9 @@
 #   make test-xla   the Trainium1 path on torch_xla, in an environment of its own
 .PHONY: train test test-all test-part test-xla check fast prepare lock clean
 
+# Some environments forbid byte code; every one of the many processes of the tests would then compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST = .venv/bin/python -m pytest -n auto --no-loadscope-reorder
 
 train:

@@ -30,7 +30,8 @@ SLURM_TESTS = ("tests/cluster/test_slurm.py", "tests/doctor/test_nodes.py")
 LONG_GROUPS = (*SLURM_TESTS, POOL_TESTS, "tests/cli/test_precompile.py", "tests/launch/", "tests/cluster/")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.register(_XdistHooks())  # in pytest_configure, the number of workers is already set
     parser.addoption("--nightly", action="store_true", help="run the nightly tests too")
     parser.addoption("--nightly-part", metavar="K/N", help="run only the K-th of N parts of the nightly tests")
 
@@ -92,10 +93,6 @@ class _XdistHooks:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_XdistHooks())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

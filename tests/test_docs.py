@@ -48,9 +48,14 @@ def test_links_resolve(page: Path) -> None:
             )
 
 
+@cache
+def known_keys() -> set[str]:
+    return {re.sub(r"\[\w+\]", "", key.name) for key in schema_keys()}
+
+
 @page_parameter
 def test_configuration_keys_exist(page: Path) -> None:
-    known = {re.sub(r"\[\w+\]", "", key.name) for key in schema_keys()}
+    known = known_keys()
     for name in re.findall(rf"(?<![\w./-])((?:{SECTIONS})\.[a-z_0-9]+)(?![\w(*])", page.read_text()):
         if name.rpartition(".")[2] not in FILE_SUFFIXES and name not in DELIBERATE_MISTAKES:
             assert name in known, name

@@ -204,7 +204,7 @@ def generation_of(config: Config) -> str:
     return next((name for name in LNC_CHOICES if name in config.hardware), "trn1")
 
 
-FAST_RECIPES = ("tiny-llama", "llama2-7b", "deepseek-coder-33b")
+FAST_RECIPES = ("tiny-llama", "llama2-7b")
 
 
 @pytest.mark.parametrize(

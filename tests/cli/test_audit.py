@@ -1,6 +1,7 @@
 """`trainyard audit`: exit codes, output, and mistakes as one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ def loss(output, batch):
 """
 
 
+@pytest.mark.nightly
 def test_clean_run_prints_stages_and_writes_no_file(tmp_path: Path, cli: ForkServer) -> None:
     done = cli.run(["audit", *SMALL, "--workers", "1"], cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -44,8 +46,15 @@ def test_smoke_audits_a_small_version_of_a_recipe(tmp_path: Path, cli: ForkServe
     arguments = ["audit", "llama3-70b", "--smoke", "layout.tp=8", "layout.pp=1", "layout.ranks=32"]
     done = cli.run([*arguments, "--workers", "1"], cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "32 ranks of trn1, LNC 1, 16 GiB per rank: tensor 8 x pipeline 1" in done.stdout
-    assert done.stdout.splitlines()[-1] == "clean"
+    lines = done.stdout.splitlines()
+    start = next(
+        index for index, line in enumerate(lines) if line.startswith("32 ranks of trn1, LNC 1, 16 GiB per rank")
+    )
+    assert "tensor 8 x pipeline 1" in lines[start]
+    assert re.match(r"traced 1 stage, each with 2 steps of \d+ micro batch", lines[start + 1])
+    assert "peak " in lines[start + 2]
+    assert lines[-1] == "clean"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_unusable_variables_are_one_line(
 ) -> None:
     """Guards against tracebacks, and against waiting half an hour for ranks that do not exist."""
     command = [*TRAIN, *arguments, f"log.directory={tmp_path}"]
-    done = cli.run(command, env={**os.environ, **variables}, timeout=30)
+    done = cli.run(command, env={**os.environ, **variables}, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith(f"trainyard: {message}")
     assert done.stderr.count("\n") == 1

@@ -32,7 +32,7 @@ def start_long_run(cli: ForkServer, tmp_path: Path) -> tuple[ForkedProcess, list
     """Start a long run on two ranks; returns after its first steps, with the process ids of its ranks."""
     process = cli.start([*TRAIN, "train.steps=1000000", "evaluate.every=0", f"log.directory={tmp_path}"])
     assert process.stdout
-    output, deadline = "", time.monotonic() + 90
+    output, deadline = "", time.monotonic() + 120
     while "step 3/" not in output:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
@@ -80,7 +80,7 @@ def test_a_killed_rank_ends_the_run(cli: ForkServer, tmp_path: Path, victim: int
     assert errors.count("was killed by signal 9") == 1
     assert f"rank {victim} was killed" in errors
     assert "Traceback" not in errors
-    assert all_gone(ranks, 5)
+    assert all_gone(ranks, 30)
 
 
 @pytest.mark.nightly
@@ -92,7 +92,7 @@ def test_ctrl_c_stops_all_ranks_after_the_step(cli: ForkServer, tmp_path: Path) 
     assert out.count("Stopped early") == 1
     assert errors.count("stopping after this step") == 1
     assert "Traceback" not in errors
-    assert all_gone(ranks, 5)
+    assert all_gone(ranks, 30)
 
 
 @pytest.mark.nightly
@@ -100,7 +100,7 @@ def test_a_killed_launcher_leaves_no_rank(cli: ForkServer, tmp_path: Path) -> No
     process, ranks = start_long_run(cli, tmp_path)
     process.kill()
     process.communicate()
-    assert all_gone(ranks, 5)
+    assert all_gone(ranks, 30)
 
 
 @pytest.mark.nightly

@@ -28,7 +28,7 @@ from trainyard.devices.utilization import DeviceReading, HostReading
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.run_status import RunReader, find_running_run
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 class Terminal:

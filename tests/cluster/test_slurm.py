@@ -4,11 +4,9 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import run as run_process
 
 import pytest
 
@@ -33,13 +31,12 @@ def curve(run: Path) -> dict[int, float]:
 class SubmittedJob:
     """A run that was submitted to the cluster."""
 
-    def __init__(self, slurm: SlurmCluster, directory: Path, *options: str) -> None:
-        self.slurm, self.run = slurm, directory / "tiny-llama-smoke"
+    def __init__(self, cli: ForkServer, slurm: SlurmCluster, directory: Path, *options: str) -> None:
+        self.cli, self.slurm, self.run = cli, slurm, directory / "tiny-llama-smoke"
         self.output = self.command("submit", *TRAIN, f"log.directory={directory}", *options)
 
     def command(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "trainyard", *arguments]
-        done = run_process(command, env=self.slurm.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = self.cli.run(arguments, env=self.slurm.environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -82,23 +79,21 @@ def assert_same_curve(job: SubmittedJob, expected: dict[int, float]) -> None:
     assert curve(job.run) == pytest.approx(expected, rel=1e-5), job.log()
 
 
-def test_job_trains_on_all_nodes(slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "2", "layout.tp=2")
+@pytest.mark.nightly
+def test_job_trains_on_all_nodes(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "2", "layout.tp=2")
     job.wait_for_state("COMPLETED")
     assert_same_curve(job, expected)
     assert "4 ranks: tensor 2 x pipeline 1 x context 1 x data 2" in job.log()
-    nodes = {path.name for path in (job.run / "logs").glob("*-1/*")}
-    assert len(nodes) == 2
-    listed = job.command("jobs", str(tmp_path))
-    assert f"{STEPS}/{STEPS}" in listed
-    assert "COMPLETED" in listed
-    assert job.command("logs", str(job.run)) == job.log()
+    assert "restart 1 of" not in job.log()
 
 
 def test_killed_rank_restarts_from_the_latest_checkpoint(
-    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
     job.wait_for_step(4)
     ranks = [pid for pid in slurm.processes() if environment_of(pid).get("RANK") == "1"]
     os.kill(ranks[0], signal.SIGKILL)
@@ -107,11 +102,19 @@ def test_killed_rank_restarts_from_the_latest_checkpoint(
     assert "rank 1 was killed by signal 9 (SIGKILL)" in job.log()
     assert "restart 1 of 3" in job.log()
     assert not slurm.processes()
+    for attempt in (1, 2):
+        assert len({path.name for path in (job.run / "logs").glob(f"*-{attempt}/*")}) == 2  # both nodes
+    listed = job.command("jobs", str(tmp_path))
+    assert f"{STEPS}/{STEPS}" in listed
+    assert "COMPLETED" in listed
+    assert job.command("logs", str(job.run)) == job.log()
 
 
 @pytest.mark.nightly
-def test_killed_supervisor_starts_again(slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+def test_killed_supervisor_starts_again(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
     job.wait_for_step(4)
     (supervisor,) = (pid for pid in slurm.processes() if b"\0supervise\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(supervisor, signal.SIGKILL)
@@ -131,9 +134,9 @@ def environment_of(pid: int) -> dict[str, str]:
 
 @pytest.mark.nightly
 def test_notice_before_the_time_limit_saves_and_requeues(
-    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1", "checkpoint.every=1000")
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1", "checkpoint.every=1000")
     job.wait_for_step(4)
     slurm.run("scancel", "--batch", "--signal=USR1", job.job_id)
     job.wait_for_state("COMPLETED")
@@ -144,9 +147,9 @@ def test_notice_before_the_time_limit_saves_and_requeues(
 
 @pytest.mark.nightly
 def test_preempted_job_continues_after_the_other_one(
-    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "4", "--nproc", "1", "checkpoint.every=1000")
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "4", "--nproc", "1", "checkpoint.every=1000")
     job.wait_for_step(4)
     slurm.run("srun", "--partition", "high", "--nodes", "4", "--exclusive", "sleep", "2", timeout=TIMEOUT_S)
     job.wait_for_state("COMPLETED")
@@ -158,9 +161,9 @@ def test_preempted_job_continues_after_the_other_one(
 @pytest.mark.parametrize("index", [0, 1], ids=["node of the supervisor", "other node"])
 @pytest.mark.parametrize("fault", ["power", "cable"])
 def test_lost_node_is_replaced(
-    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float], fault: str, index: int
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float], fault: str, index: int
 ) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "2", "--hang-timeout", "10")
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "2", "--hang-timeout", "10")
     job.wait_for_step(4)
     used = slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip()
     node = slurm.run("scontrol", "show", "hostnames", used).split()[index]
@@ -172,12 +175,14 @@ def test_lost_node_is_replaced(
 
 
 @pytest.mark.nightly
-def test_precompiled_job_on_four_nodes(slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]) -> None:
+def test_precompiled_job_on_four_nodes(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
     install_unoptimized_compiler(tmp_path)
     slurm.environment["PATH"] = f"{tmp_path}:{slurm.environment['PATH']}"
     slurm.environment["TRAINYARD_CACHE"] = str(tmp_path / "cache")
     options = ["--nodes", "4", "--nproc", "2", "layout.tp=2", "compile.enabled=true"]
-    job = SubmittedJob(slurm, tmp_path, *options)
+    job = SubmittedJob(cli, slurm, tmp_path, *options)
     assert "precompile" in job.output
     job.wait_for_state("COMPLETED", timeout=400)
     assert_same_curve(job, expected)
@@ -185,11 +190,11 @@ def test_precompiled_job_on_four_nodes(slurm: SlurmCluster, tmp_path: Path, expe
 
 
 @pytest.mark.nightly
-def test_elastic_job_shrinks_and_grows(slurm: SlurmCluster, tmp_path: Path, cli: ForkServer) -> None:
+def test_elastic_job_shrinks_and_grows(cli: ForkServer, slurm: SlurmCluster, tmp_path: Path) -> None:
     batch = ["train.global_batch=12", "train.steps=60"]
     done = cli.run(["train", *TRAIN, *batch, f"log.directory={tmp_path / 'one'}"])
     assert done.returncode == 0, done.stderr
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2-4", "--nproc", "1", "layout.tp=2", *batch)
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2-4", "--nproc", "1", "layout.tp=2", *batch)
     assert "4 nodes: tensor 2" in job.output
     assert "3 nodes: tensor 1" in job.output
     job.wait_for_step(4)
@@ -206,11 +211,11 @@ def test_elastic_job_shrinks_and_grows(slurm: SlurmCluster, tmp_path: Path, cli:
 
 @pytest.mark.nightly
 def test_state_of_a_lost_node_is_in_the_memory_of_another(
-    slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
     """No checkpoint is on the disk, so that a run which continues after step 0 has used the memory."""
     options = ["--nodes", "3", "--nproc", "2", "checkpoint.every=1000", "checkpoint.memory_every=2", "layout.zero=1"]
-    job = SubmittedJob(slurm, tmp_path, *options, "train.global_batch=12")
+    job = SubmittedJob(cli, slurm, tmp_path, *options, "train.global_batch=12")
     job.wait_for_step(8)
     used = slurm.run("scontrol", "show", "hostnames", slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip())
     slurm.kill_node(used.split()[1])
@@ -224,10 +229,12 @@ def test_state_of_a_lost_node_is_in_the_memory_of_another(
 
 
 @pytest.mark.nightly
-def test_cancelled_job_saves_and_leaves_no_process(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1", "train.steps=100000", "checkpoint.every=100000")
+def test_cancelled_job_saves_and_leaves_no_process(cli: ForkServer, slurm: SlurmCluster, tmp_path: Path) -> None:
+    job = SubmittedJob(
+        cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1", "train.steps=100000", "checkpoint.every=100000"
+    )
     job.wait_for_step(2)
-    again = refused(slurm, tmp_path, "--nodes", "1", "--nproc", "1", "checkpoint.resume=auto")
+    again = refused(cli, slurm, tmp_path, "--nodes", "1", "--nproc", "1", "checkpoint.resume=auto")
     assert f"job {job.job_id} of this run is RUNNING; nearest: trainyard cancel {job.run}" in again
     job.command("cancel", str(job.run))
     job.wait_for_state("CANCELLED")
@@ -237,29 +244,28 @@ def test_cancelled_job_saves_and_leaves_no_process(slurm: SlurmCluster, tmp_path
 
 
 @pytest.mark.nightly
-def test_run_that_always_fails_gives_up(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_run_that_always_fails_gives_up(cli: ForkServer, slurm: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(output, batch):\n    raise RuntimeError('boom')\n")
     slurm.environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     options = ["--nodes", "2", "--nproc", "1", "--max-restarts", "1", "train.loss=mine:loss"]
-    job = SubmittedJob(slurm, tmp_path, *options)
+    job = SubmittedJob(cli, slurm, tmp_path, *options)
     job.wait_for_state("FAILED")
     assert "boom" in job.log()
     assert "giving up after 2 failures in a row without a new checkpoint (--max-restarts 1)" in job.log()
 
 
 @pytest.mark.nightly
-def test_directory_that_nodes_do_not_share(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_directory_that_nodes_do_not_share(cli: ForkServer, slurm: SlurmCluster, tmp_path: Path) -> None:
     slurm.in_node("n2", ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)])
-    job = SubmittedJob(slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
     job.wait_for_state("FAILED")
     assert f"stopped: not all nodes of n[1-2] see {job.run}; nearest: a directory on a file system that" in job.log()
     assert "attempt 1" not in job.log()
     slurm.in_node("n2", ["umount", str(tmp_path)])
 
 
-def refused(slurm: SlurmCluster, directory: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "trainyard", "submit", *TRAIN, f"log.directory={directory}", *options]
-    done = run_process(command, env=slurm.environment, capture_output=True, text=True, timeout=60, check=False)
+def refused(cli: ForkServer, slurm: SlurmCluster, directory: Path, *options: str) -> str:
+    done = cli.run(["submit", *TRAIN, f"log.directory={directory}", *options], env=slurm.environment)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     return done.stderr
@@ -275,5 +281,7 @@ def refused(slurm: SlurmCluster, directory: Path, *options: str) -> str:
         (["--nodes", "1", "--time", "soon"], "Invalid --time specification"),
     ],
 )
-def test_bad_input_is_one_line(slurm: SlurmCluster, tmp_path: Path, options: list[str], message: str) -> None:
-    assert message in refused(slurm, tmp_path, "--nproc", "1", *options)
+def test_bad_input_is_one_line(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, options: list[str], message: str
+) -> None:
+    assert message in refused(cli, slurm, tmp_path, "--nproc", "1", *options)

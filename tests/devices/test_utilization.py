@@ -127,7 +127,7 @@ def fake_tool(directory: Path, body: str) -> str:
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -5,6 +5,7 @@ Each case runs on up to eight gloo ranks and on one rank: initial weights and ba
 tier runs two steps of four samples, the nightly tier ten steps of eight samples with deeper models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,113 +54,124 @@ USER_CODE = {
 
 
 def case(
-    ranks: int, layout: dict[str, Any], model: dict[str, Any] = LLAMA, name: str = "", **sections: dict[str, Any]
+    ranks: int,
+    layout: dict[str, Any],
+    model: dict[str, Any] = LLAMA,
+    name: str = "",
+    marks: Sequence[pytest.MarkDecorator] = (),
+    **sections: dict[str, Any],
 ) -> Any:
     labels = [model["family"], *(f"{key}{value}" for key, value in layout.items()), name]
-    return pytest.param(ranks, layout, model, sections, id=f"{ranks}-" + "-".join(label for label in labels if label))
+    case_id = f"{ranks}-" + "-".join(label for label in labels if label)
+    return pytest.param(ranks, layout, model, sections, id=case_id, marks=marks)
+
+
+def deep_case(*arguments: Any, **sections: Any) -> Any:
+    """A case whose parts the fast tier has in other cases."""
+    return case(*arguments, marks=[pytest.mark.nightly], **sections)
 
 
 CASES = [
     # tensor parallel, with and without sequence parallel
-    case(2, {"tp": 2}),
+    deep_case(2, {"tp": 2}),
     case(2, {"tp": 2, **SP}),
-    case(2, {"tp": 2, **SP}, GPT),
+    deep_case(2, {"tp": 2, **SP}, GPT),
     case(2, {"tp": 2}, GPT),
-    case(2, {"tp": 2}, BERT),
+    deep_case(2, {"tp": 2}, BERT),
     case(2, {"tp": 2, **SP}, BERT),
     case(4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
-    case(4, {"tp": 4}, LLAMA, "kv2"),
+    deep_case(4, {"tp": 4}, LLAMA, "kv2"),
     case(3, {"tp": 3}, {**LLAMA, "heads": 6, "hidden": 48, "kv_heads": 2}, "kv2-of-6"),
-    case(2, {"tp": 2, **SP}, {**LLAMA, "fuse_qkv": False, "fuse_gate_up": False}, "unfused"),
+    deep_case(2, {"tp": 2, **SP}, {**LLAMA, "fuse_qkv": False, "fuse_gate_up": False}, "unfused"),
     case(2, {"tp": 2}, {**GPT, "fuse_qkv": False, "tie_embeddings": False}, "unfused-untied"),
-    case(4, {"tp": 4, **SP}, {**LLAMA, **ODD_VOCAB}, "padded-vocab"),
+    deep_case(4, {"tp": 4, **SP}, {**LLAMA, **ODD_VOCAB}, "padded-vocab"),
     case(4, {"tp": 4}, {**BERT, "vocab": 131}, "padded-vocab"),
     case(2, {"tp": 2, **SP}, {**LLAMA, "tie_embeddings": True}, "tied"),
     # context parallel
     case(2, {"cp": 2}),
-    case(2, {"cp": 2, "cp_method": "all_gather"}),
-    case(4, {"cp": 4}, GPT),
+    deep_case(2, {"cp": 2, "cp_method": "all_gather"}),
+    deep_case(4, {"cp": 4}, GPT),
     case(2, {"cp": 2}, BERT),
     case(2, {"cp": 2}, LLAMA, "documents", data={"document_mask": True, "seq_len": 64}),
     case(4, {"cp": 4, "cp_method": "all_gather"}, GPT, "documents", data={"document_mask": True, "seq_len": 64}),
-    case(4, {"cp": 2, "tp": 2, **SP}),
-    case(4, {"cp": 2, "pp": 2}),
+    deep_case(4, {"cp": 2, "tp": 2, **SP}),
+    deep_case(4, {"cp": 2, "pp": 2}),
     case(4, {"cp": 2, "zero": 1}, LLAMA, "dp2"),
     # pipeline
-    case(2, {"pp": 2}),
+    deep_case(2, {"pp": 2}),
     case(4, {"pp": 4}, GPT, "tied"),
-    case(2, {"pp": 2}, {**LLAMA, "tie_embeddings": True}, "tied"),
+    deep_case(2, {"pp": 2}, {**LLAMA, "tie_embeddings": True}, "tied"),
     case(2, {"pp": 2}, BERT),
     case(2, {"pp": 2, "vpp": 2}),
     case(2, {"pp": 2, "pipeline_cuts": (0,)}, GPT, "cuts"),
     case(3, {"pp": 3}, LLAMA, "uneven"),
     case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}),
-    case(2, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv"}, GPT, "tied"),
+    deep_case(2, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv"}, GPT, "tied"),
     case(4, {"pp": 2, "vpp": 2, "pipeline_schedule": "zbv", "zero": 1}, GPT, "tied"),
     case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"pp": 4}, LLAMA, "few-micro-batches", train={"global_batch": 8, "micro_batch": 4}),
     # data parallel
     case(2, {}),
     case(4, {}, BERT, **UNEVEN_COUNTS),
-    case(2, {"zero": 1}),
+    deep_case(2, {"zero": 1}),
     case(4, {"zero": 1, "bucket_mib": 1}, BERT),
     case(3, {"zero": 1}, LLAMA, "odd-shards", train={"global_batch": 6}),
     case(2, {"zero": 2}),
-    case(2, {"zero": 3}),
+    deep_case(2, {"zero": 3}),
     case(3, {"zero": 3}, GPT, "odd-shards", train={"global_batch": 6}),
     # combinations, as in the recipes
-    case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}),
+    deep_case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}),
     case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, GPT),
-    case(8, {"tp": 4, "zero": 1, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
+    deep_case(8, {"tp": 4, "zero": 1, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
     case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, {**LLAMA, "kv_heads": 1}, "kv1"),
-    case(4, {"tp": 2, "zero": 2}),
+    deep_case(4, {"tp": 2, "zero": 2}),
     case(4, {"tp": 2, "zero": 3, **SP}, BERT),
     case(4, {"pp": 2, "zero": 3}, LLAMA),
     case(4, {"pp": 2, "vpp": 2, "tp": 2, **SP}, {**LLAMA, "tie_embeddings": True}, "tied"),
     # recompute, optimizer and precision kinds
     case(2, {"tp": 2, **SP}, GPT, "attention", recompute={"kind": "attention"}),
-    case(4, {"tp": 2, "pp": 2}, LLAMA, "full", recompute={"kind": "full"}),
+    deep_case(4, {"tp": 2, "pp": 2}, LLAMA, "full", recompute={"kind": "full"}),
     case(
         4, {"tp": 2, "cp": 2}, LLAMA, "selective", recompute={"kind": "selective", "modules": ["core_attention", "mlp"]}
     ),
     case(4, {"zero": 3, "tp": 2}, LLAMA, "full", recompute={"kind": "full"}),
     case(4, {"tp": 2, "zero": 1}, LLAMA, "lamb", optimizer={"kind": "lamb"}),
-    case(2, {}, LLAMA, "muon", optimizer={"kind": "muon"}),
+    deep_case(2, {}, LLAMA, "muon", optimizer={"kind": "muon"}),
     case(4, {"tp": 2, "zero": 1}, LLAMA, "muon", optimizer={"kind": "muon"}),
     case(4, {"tp": 4, **SP}, {**LLAMA, "kv_heads": 1}, "muon-kv1", optimizer={"kind": "muon"}),
     case(3, {"zero": 1}, GPT, "muon-odd-shards", optimizer={"kind": "muon"}, train={"global_batch": 6}),
-    case(4, {"pp": 2, "zero": 2}, BERT, "muon", optimizer={"kind": "muon"}),
-    case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, LLAMA, "muon", optimizer={"kind": "muon"}),
+    deep_case(4, {"pp": 2, "zero": 2}, BERT, "muon", optimizer={"kind": "muon"}),
+    deep_case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, LLAMA, "muon", optimizer={"kind": "muon"}),
     case(2, {"tp": 2, **SP}, LLAMA, "user-code", **USER_CODE),
     case(4, {"pp": 2, "zero": 1}, LLAMA, "user-code", **USER_CODE),
     case(2, {"zero": 3}, LLAMA, "user-code", **USER_CODE),
     case(4, {"tp": 2, "zero": 1, **SP}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"tp": 2, "zero": 1}, LLAMA, "bf16-reduce", precision={"kind": "bf16", "reduce_dtype": "bf16"}),
-    case(4, {"pp": 2, "zero": 2}, LLAMA, "bf16", precision={"kind": "bf16"}),
+    deep_case(4, {"pp": 2, "zero": 2}, LLAMA, "bf16", precision={"kind": "bf16"}),
     case(4, {"tp": 2, "zero": 1}, BERT, "bf16_sr", precision={"kind": "bf16_sr"}),
     # mixtures of experts, whose router losses must not depend on the layout
-    case(2, {}, MOE),
+    deep_case(2, {}, MOE),
     case(2, {"tp": 2}, MOE),
-    case(2, {"tp": 2, **SP}, MOE),
+    deep_case(2, {"tp": 2, **SP}, MOE),
     case(2, {"cp": 2}, MOE),
-    case(2, {"pp": 2}, MOE),
-    case(2, {"zero": 1}, MOE),
-    case(4, {"tp": 2, "zero": 2}, MOE),
+    deep_case(2, {"pp": 2}, MOE),
+    deep_case(2, {"zero": 1}, MOE),
+    deep_case(4, {"tp": 2, "zero": 2}, MOE),
     case(4, {"tp": 2, "zero": 3, **SP}, MOE),
-    case(4, {"cp": 2, "pp": 2}, MOE),
-    case(4, {"pp": 2, "zero": 3}, MOE),
-    case(4, {"tp": 4, **SP}, {**MOE, "kv_heads": 1}, "kv1"),
+    deep_case(4, {"cp": 2, "pp": 2}, MOE),
+    deep_case(4, {"pp": 2, "zero": 3}, MOE),
+    deep_case(4, {"tp": 4, **SP}, {**MOE, "kv_heads": 1}, "kv1"),
     case(8, {"tp": 2, "pp": 2, "cp": 2, **SP}, MOE),
-    case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, MOE),
-    case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, MOE),
-    case(4, {"tp": 2, "cp": 2}, MOE, "full", recompute={"kind": "full"}),
+    deep_case(8, {"tp": 2, "pp": 2, "zero": 1, **SP}, MOE),
+    deep_case(2, {"pp": 2, "pipeline_schedule": "zero_bubble"}, MOE),
+    deep_case(4, {"tp": 2, "cp": 2}, MOE, "full", recompute={"kind": "full"}),
     case(4, {"tp": 2, "zero": 1}, MOE, "muon", optimizer={"kind": "muon"}),
-    case(4, {"tp": 2, "zero": 1}, MOE, "lamb", optimizer={"kind": "lamb"}),
+    deep_case(4, {"tp": 2, "zero": 1}, MOE, "lamb", optimizer={"kind": "lamb"}),
     # families that share Llama's block
     *(case(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
     *(case(4, {"tp": 2, "cp": 2, **SP}, model) for model in LLAMA_LIKE_MODELS),
-    *(case(4, {"pp": 2, "zero": 1}, model) for model in LLAMA_LIKE_MODELS),
-    *(case(4, {"tp": 4, "zero": 3, **SP}, model) for model in LLAMA_LIKE_MODELS),
+    *(deep_case(4, {"pp": 2, "zero": 1}, model) for model in LLAMA_LIKE_MODELS),
+    *(deep_case(4, {"tp": 4, "zero": 3, **SP}, model) for model in LLAMA_LIKE_MODELS),
 ]
 
 

@@ -14,15 +14,14 @@ from trainyard.verify.compare_layouts import single_rank_config
 
 JOBS = "tests.distributed.rank_jobs"
 JOB = f"{JOBS}:continued_prompts"
-PROMPTS = [[1, 2, 3], [250], [7] * 12, [9, 8, 7, 6, 5, 4, 3], [100, 101]]
+PROMPTS = [[1, 2, 3], [250], [7] * 14, [9, 8, 7, 6, 5, 4, 3], [100, 101]]
 """More than a pipeline of four micro batches takes at once, and one that reaches data.seq_len."""
-SAMPLES = {"max_new_tokens": 5, "top_p": 0.9, "tokenizer": "bytes"}
+SAMPLES = {"max_new_tokens": 3, "top_p": 0.9, "tokenizer": "bytes"}
 FAST = {
     "4-llama-tp4-sequence_parallelTrue-padded-vocab",
     "4-gpt-cp4-cp_methodall_gather-documents",
     "4-llama-pp2-zero3",
     "2-gpt-pp2-vpp2-pipeline_schedulezbv-tied",
-    "8-gpt-tp2-pp2-zero1-sequence_parallelTrue",
 }
 SAMPLED_CASES = [
     pytest.param(*case.values, id=case.id, marks=() if case.id in FAST else pytest.mark.nightly)
@@ -60,12 +59,12 @@ def test_layout_continues_prompts_like_one_rank(
     results = pool.run(JOB, (config, PROMPTS), ranks)
     greedy, sampled = references[key]
     assert greedy != sampled
-    assert [len(tokens) for tokens in greedy] == [min(5, config.data.seq_len - len(prompt)) for prompt in PROMPTS]
+    assert [len(tokens) for tokens in greedy] == [min(3, config.data.seq_len - len(prompt)) for prompt in PROMPTS]
     assert all(result == [greedy, sampled] for result in results)
 
 
 def run_config(tmp_path: Path, layout: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    samples = {**SAMPLES, "every": 2, "prompts": ["ab", "c"], "temperature": 1.0}
+    samples = {**SAMPLES, "max_new_tokens": 5, "every": 2, "prompts": ["ab", "c"], "temperature": 1.0}
     log = {"directory": str(tmp_path), "name": f"ranks-{len(layout)}"}
     return configure(layout, configs.GPT, {"samples": samples, "log": log, "train": {"steps": 4}, **sections})
 

@@ -26,7 +26,7 @@ from trainyard.doctor.node_findings import compress_hosts, merge_findings
 from trainyard.doctor.shared_directory import SharedDirectoryProbe, shared_directory_finding
 from trainyard.doctor.survey import clock_findings, survey_nodes
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 TOKEN = bytes(range(16))
 
 
@@ -245,7 +245,7 @@ def run_doctor(slurm: SlurmCluster, *options: object, prefix: tuple[str, ...] = 
 
 
 def assert_nothing_is_left(slurm: SlurmCluster, directory: Path) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while slurm.processes() or slurm.run("squeue", "--noheader", "--states", "running,pending"):
         assert time.monotonic() < deadline
         time.sleep(0.1)

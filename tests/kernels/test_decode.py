@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kernels.test_triton_ops import DEVICE, DTYPES, close, random
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value, pairwise
 from trainyard import models
 from trainyard.families.builtin.gpt import GptConfig
 from trainyard.families.builtin.llama import LlamaConfig
@@ -130,15 +130,15 @@ def check_attention(
             close(cache[slot, :, : length + 1], expected_cache[slot, :, : length + 1].to(dtype), dtype)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("window", [1, 16, 20])
-def test_attention_in_a_window(window: int, splits: int, group: int) -> None:
+@each_value(group=[1, 2], splits=[1, 2], window=[1, 16, 20])
+def test_attention_in_a_window(group: int, splits: int, window: int) -> None:
     config = DecodeAttentionConfig(splits, 16, 4, 2)
     check_attention([0, 37, 17], 2 * group, 2, 24, torch.float32, True, 38, config, window)
 
 
-@pairwise(dtype=DTYPES, group=[1, 2, 4, 8], head_dim=[64, 128, 24], splits=[1, 2], rope={"rope": True, "plain": False})
+@each_value(
+    dtype=DTYPES, group=[1, 2, 4, 8], head_dim=[64, 128, 24], splits=[1, 2], rope={"rope": True, "plain": False}
+)
 def test_attention_over_ragged_lengths(dtype: torch.dtype, group: int, head_dim: int, splits: int, rope: bool) -> None:
     config = DecodeAttentionConfig(splits, 16, 4, 2)
     check_attention([0, 37, 17], 2 * group, 2, head_dim, dtype, rope, 38, config)
@@ -184,7 +184,11 @@ class CachedAttention(nn.Module):
         return self(q, k, v, None).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize(("config", "batch"), [(LLAMA, 1), (LLAMA, 2), (GPT, 2)], ids=["llama-1", "llama-2", "gpt-2"])
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [pytest.param(LLAMA, 1, marks=pytest.mark.nightly), (LLAMA, 2), (GPT, 2)],
+    ids=["llama-1", "llama-2", "gpt-2"],
+)
 def test_decoding_gives_the_logits_of_a_full_pass(config: LlamaConfig | GptConfig, batch: int) -> None:
     tokens = torch.arange(2 * batch, device=DEVICE).view(batch, 2) * 7 % 48
     zeros = {

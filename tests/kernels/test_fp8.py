@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value, pairwise
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.kernels import fp8_linear as fp8
@@ -314,7 +314,7 @@ def test_saves_and_computes_only_what_is_needed(
     assert [tensor.grad is not None for tensor in tensors] == [bool(flag) for flag in needs_grad]
 
 
-@pairwise(
+@each_value(
     function=FUNCTIONS,
     options=[Fp8Options("tensor", "e5m2"), Fp8Options("row", "e5m2", False), Fp8Options("tensor", "bf16")],
 )

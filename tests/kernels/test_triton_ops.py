@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value, pairwise
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.counter_rng import DropoutRng, key32, row_seeds
 from trainyard.kernels.reference import Kernels
@@ -125,7 +125,7 @@ OUTPUTS = [("both", False), ("both", True), ("normed", False), ("normed", True),
 """Outputs that the block uses, and post_norm. (Without post_norm, every block uses the norm.)"""
 
 
-@pairwise(dtype=DTYPES, added=["nothing", "y", "y and bias"], p=[0.0, 0.2], outputs=OUTPUTS)
+@each_value(dtype=DTYPES, added=["nothing", "y", "y and bias"], p=[0.0, 0.2], outputs=OUTPUTS)
 def test_layer_norm(dtype: torch.dtype, added: str, p: float, outputs: tuple[str, bool]) -> None:
     """With dropout, a residual and the bias of the preceding projection."""
     (used_output, post_norm), columns = outputs, 80
@@ -183,7 +183,7 @@ def test_weight_gradient_of_rms_norm_sums_over_many_rows(
     close(grads[0], grads[1], torch.float32)
 
 
-@pairwise(dtype=DTYPES, shape=[(4, 4, 16), (6, 2, 24), (3, 1, 8)], per_sample={"shared": False, "per-sample": True})
+@each_value(dtype=DTYPES, shape=[(4, 4, 16), (6, 2, 24), (3, 1, 8)], per_sample={"shared": False, "per-sample": True})
 def test_rope(dtype: torch.dtype, shape: tuple[int, int, int], per_sample: bool) -> None:
     """`shape` is heads, kv heads and head dim; positions are shared or differ between samples."""
     heads, kv_heads, head_dim = shape
@@ -331,7 +331,7 @@ VECTORS: dict[str, tuple[int, Call]] = {
 }
 
 
-@pairwise(name=list(VECTORS), total_dtype=DTYPES, one_without_buffer={"all-buffers": False, "one-missing": True})
+@each_value(name=list(VECTORS), total_dtype=DTYPES, one_without_buffer={"all-buffers": False, "one-missing": True})
 def test_vector_gradients_accumulate_into_their_buffers(
     name: str, total_dtype: torch.dtype, one_without_buffer: bool
 ) -> None:

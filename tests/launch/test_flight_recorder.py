@@ -96,7 +96,7 @@ def test_wait_for_a_rank_that_never_dumps_is_bounded(tmp_path: Path, monkeypatch
     start = time.monotonic()
     assert recorders.request_dumps() == 1
     dumps = recorders.wait_for_dumps(1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # of which DUMP_LIMIT_S is one second
     assert dumps == []
     assert describe_dumps(dumps) == ""
     assert os.read(reader, 128)

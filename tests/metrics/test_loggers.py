@@ -127,6 +127,14 @@ def train(config: Config) -> tuple[Path, list[str]]:
 # The three services.
 
 
+def logger_process() -> psutil.Process:
+    """The process of the loggers of this process."""
+    (process,) = (
+        child for child in psutil.Process().children() if "trainyard.metrics.loggers.child" in child.cmdline()
+    )
+    return process
+
+
 class Kill(Callback):
     """Kills the process of the run, after it wrote the id of its loggers' process to a file."""
 
@@ -138,7 +146,7 @@ class Kill(Callback):
 
     def on_log(self, trainer: TrainerView, record: dict[str, Any]) -> None:
         if record["step"] == KILLED_AT:
-            self.pid_file.write_text(str(psutil.Process().children()[0].pid))
+            self.pid_file.write_text(str(logger_process().pid))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -157,7 +165,7 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         killed.join()
         assert killed.exitcode == -signal.SIGKILL
         with suppress(psutil.NoSuchProcess):
-            psutil.Process(int((directory / "pid").read_text())).wait(30)
+            psutil.Process(int((directory / "pid").read_text())).wait(120)
         assert list(losses(directory / "run")) == [*range(1, KILLED_AT + 1)]
         _, warnings = train(config)
         assert warnings == []
@@ -314,8 +322,7 @@ def test_a_process_of_loggers_that_dies_or_hangs_changes_nothing(
     )
     directory, warnings = train(configure(tmp_path, f"{my_loggers}:Hangs"))
     assert warnings == ["the loggers are still busy after 2 s; their last records may be missing"]
-    children = psutil.Process().children()
-    (process,) = (child for child in children if "trainyard.metrics.loggers.child" in child.cmdline())
+    process = logger_process()
     process.kill()
     process.wait()
     assert len(losses(directory)) == 4

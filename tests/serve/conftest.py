@@ -19,7 +19,7 @@ from trainyard.serve.server import ModelServer
 from trainyard.serve.worker import SchedulerWorker
 from trainyard.web.sockets import base_url, bind_socket
 
-WAIT_S = 20
+WAIT_S = 60
 HTTP = httpx.Client(timeout=WAIT_S)
 """One client for all tests: making one reads all certificates of the system."""
 

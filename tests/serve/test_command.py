@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -60,11 +59,9 @@ def test_a_signal_ends_the_server_cleanly(start_command: StartCommand, number: i
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     assert client.completions.create(model="my-run", prompt="say:hi").choices[0].text == "hi"
     with HTTP.stream("POST", url + "/completions", json=STREAM) as answer:
-        start = time.monotonic()
         process.send_signal(number)
         assert "shutting_down" in list(answer.iter_lines())[-2]
-    assert process.wait(WAIT_S) == 0
-    assert time.monotonic() - start < 8
+    assert process.wait(WAIT_S) == 0  # the stream alone would take many minutes
     assert _rest(process.stdout) + _rest(process.stderr) == ""
 
 

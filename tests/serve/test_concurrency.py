@@ -59,7 +59,7 @@ def test_clients_that_leave_before_their_first_token_release_their_places(
     with HTTP.stream("POST", running.url + "/completions", json=STREAM):  # takes the only place
         with pytest.raises(httpx.ReadTimeout):
             HTTP.post(running.url + "/completions", json=STREAM | {"stream": stream, "n": 8}, timeout=0.1)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while running.scheduler.waiting:
             assert time.monotonic() < deadline
         assert len(running.scheduler.running) == 1
@@ -110,7 +110,7 @@ def statuses(running: RunningServer, count: int) -> list[Any]:
         return None
 
     async def run_all() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=running.url, api_key="none", max_retries=0, timeout=20) as client:
+        async with openai.AsyncOpenAI(base_url=running.url, api_key="none", max_retries=0, timeout=WAIT_S) as client:
             tasks = [asyncio.ensure_future(one(client, number)) for number in range(count)]
             deadline = time.monotonic() + WAIT_S
             while len(running.scheduler.running) < count:  # a request that still waits does not see the fault
@@ -157,7 +157,7 @@ def test_an_engine_that_stays_broken_ends_the_server(start_server: StartServer, 
     for _ in range(1 if broken_cancel else 3):
         with pytest.raises(openai.InternalServerError, match="RuntimeError: device lost"):
             client.completions.create(model="tiny", prompt="x")
-    running.thread.join(10)
+    running.thread.join(WAIT_S)
     assert not running.thread.is_alive()
     assert running.worker.failure == "RuntimeError: device lost"
 
@@ -171,12 +171,10 @@ def test_requests_in_flight_finish_or_end_when_the_server_stops(
         HTTP.stream("POST", running.url + "/completions", json=STREAM | {"max_tokens": 100}) as short,
         HTTP.stream("POST", running.url + "/completions", json=STREAM) as endless,
     ):
-        start = time.monotonic()
         running.server.stop()
         assert list(short.iter_lines())[-2] == "data: [DONE]"
-        assert '"shutting_down"' in list(endless.iter_lines())[-2]
-        assert time.monotonic() - start < 5
-    running.thread.join(5)
+        assert '"shutting_down"' in list(endless.iter_lines())[-2]  # all its tokens would take many minutes
+    running.thread.join(WAIT_S)
     assert not running.thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         running.health()

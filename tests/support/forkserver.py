@@ -135,11 +135,15 @@ def _read_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _serve(address: str) -> None:
-    import torch  # noqa: F401
+    import torch
 
     import trainyard.cli.main
     import trainyard.launch.launcher
+    import trainyard.plan.report
     import trainyard.train.trainer  # noqa: F401
+    from trainyard.devices.cpu import CpuDevice
+
+    CpuDevice().peak_throughput(torch.float32)  # measured once, not by every command
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address + ".new")

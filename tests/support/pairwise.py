@@ -1,7 +1,8 @@
 """Parametrize a test over all combinations of several axes; the fast tier runs a covering subset.
 
 A pairwise cover has every pair of values of any two axes in some test case: bugs that need three particular values at
-once are rare. The other combinations are nightly, except on a GPU, where a kernel takes milliseconds.
+once are rare. Slow tests have every value of every axis in some case. The other combinations are nightly, except on a
+GPU, where a kernel takes milliseconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,18 @@ import torch
 
 def pairwise(**axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """Parametrize by name: values, or a mapping from ids to values."""
+    return _parametrize(2, axes)
+
+
+def each_value(**axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """Like `pairwise`, for tests that take a second: the fast tier has every value of every axis, not every pair."""
+    return _parametrize(1, axes)
+
+
+def _parametrize(strength: int, axes: Mapping[str, Sequence[Any] | Mapping[str, Any]]) -> pytest.MarkDecorator:
     named = {name: _with_ids(values) for name, values in axes.items()}
     cases = list(product(*(range(len(values)) for values in named.values())))
-    fast = _cover(cases)
+    fast = _cover(cases, min(strength, len(named)))
     params = []
     for case in cases:
         chosen = [list(values.items())[index] for values, index in zip(named.values(), case, strict=True)]
@@ -29,16 +39,16 @@ def _with_ids(values: Sequence[Any] | Mapping[str, Any]) -> Mapping[str, Any]:
     return values if isinstance(values, Mapping) else {str(value).removeprefix("torch."): value for value in values}
 
 
-def _cover(cases: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Greedily choose cases until every pair of values is covered."""
+def _cover(cases: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
+    """Greedily choose cases until every combination of values of any `strength` axes is covered."""
 
-    def pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:
-        return set(combinations(enumerate(case), 2)) if len(case) > 1 else {((0, case[0]), (0, case[0]))}
+    def combined_values(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(combinations(enumerate(case), strength))
 
-    missing = set().union(*(pairs(case) for case in cases))
+    missing = set().union(*(combined_values(case) for case in cases))
     chosen: set[tuple[int, ...]] = set()
     while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        best = max(cases, key=lambda case: len(combined_values(case) & missing))
         chosen.add(best)
-        missing -= pairs(best)
+        missing -= combined_values(best)
     return chosen

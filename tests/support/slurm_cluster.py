@@ -21,7 +21,7 @@ SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 NETWORK = "10.213.77"
 """This machine is .1, node K is .10+K."""
 HOST_INTERFACE = "trainyard0"
-WAIT_S = 30
+WAIT_S = 90
 NODE_INIT = """
 echo {name} > /proc/sys/kernel/hostname
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm

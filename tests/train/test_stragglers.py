@@ -19,7 +19,7 @@ import torch
 
 def loss(output, batch):
     if os.environ["RANK"] == os.environ.get("SLOW_RANK"):
-        time.sleep(0.3)
+        time.sleep(0.6)
     logits, labels = output.logits().flatten(0, 1), batch["labels"].long().flatten()
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), labels.numel()
 """
@@ -32,13 +32,14 @@ TRAIN = [
 FAST, SLOW = 0.2, 0.3
 
 
+@pytest.mark.nightly  # in the fast tier, tests/cli/test_watch.py has a run with a slow rank
 @pytest.mark.parametrize(
     ("slow_rank", "layout", "ranks", "named"),
     [
-        pytest.param("1", ["layout.zero=0"], 2, "rank 1 on HOST is slow: its part", marks=pytest.mark.nightly),
+        ("1", ["layout.zero=0"], 2, "rank 1 on HOST is slow: its part"),
         ("0", ["layout.zero=1"], 2, "rank 0 on HOST is slow: its part"),
-        pytest.param("3", ["layout.tp=2"], 4, "ranks 2-3 on HOST are slow: their part", marks=pytest.mark.nightly),
-        pytest.param("none", ["layout.zero=1"], 2, None, marks=pytest.mark.nightly),
+        ("3", ["layout.tp=2"], 4, "ranks 2-3 on HOST are slow: their part"),
+        ("none", ["layout.zero=1"], 2, None),
     ],
 )
 def test_slow_rank_is_named(

@@ -217,12 +217,12 @@ def with_bf16_weights(expected: State) -> State:
     ("tp", "replicas", "pp", "dp", "xser"),
     [
         (1, 1, 1, 1, False),
-        (1, 1, 1, 3, True),
-        (2, 1, 1, 2, False),
+        pytest.param(1, 1, 1, 3, True, marks=pytest.mark.nightly),
+        pytest.param(2, 1, 1, 2, False, marks=pytest.mark.nightly),
         (2, 1, 2, 3, False),
-        (2, 2, 1, 3, False),
+        pytest.param(2, 2, 1, 3, False, marks=pytest.mark.nightly),
         (4, 2, 1, 2, True),
-        (4, 4, 2, 3, False),
+        pytest.param(4, 4, 2, 3, False, marks=pytest.mark.nightly),
     ],
 )
 def test_every_tensor_is_read_bit_for_bit(

@@ -253,7 +253,9 @@ def test_a_run_saves_prunes_and_resumes(urls: dict[str, str], tmp_path: Path, ki
         assert branch == []
 
 
-@pytest.mark.parametrize("kind", ["path", pytest.param("file", marks=pytest.mark.nightly), "memory", "s3"])
+@pytest.mark.parametrize(
+    "kind", ["path", "s3", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("file", "memory"))]
+)
 def test_a_corrupt_checkpoint_is_skipped(urls: dict[str, str], tmp_path: Path, kind: str) -> None:
     url = urls[kind]
     train(url, tmp_path / "logs", 2)

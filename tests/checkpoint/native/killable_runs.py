@@ -248,4 +248,4 @@ def fork_server() -> Iterator[RunOnce]:
 
     yield run_once
     requests.close()
-    process.wait(timeout=10)
+    process.wait(timeout=60)

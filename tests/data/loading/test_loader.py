@@ -1,7 +1,6 @@
 """Prefetched batches equal the batches of their step; an epoch has every sample once."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,16 +14,17 @@ from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples
 
 
 class IndexDataset:
-    """Sample n is [n, n]. Reading takes `delay_s`, and fails from index `failing_from` on."""
+    """Sample n is [n, n]. Reading fails from index `failing_from` on. Counts the batches that were read."""
 
-    def __init__(self, delay_s: float = 0.0, failing_from: int | None = None) -> None:
-        self.delay_s, self.failing_from = delay_s, failing_from
+    def __init__(self, failing_from: int | None = None) -> None:
+        self.failing_from = failing_from
+        self.batches_read = threading.Semaphore(0)
 
     def __len__(self) -> int:
         return 1000
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
-        time.sleep(self.delay_s)
+        self.batches_read.release()
         if self.failing_from is not None and (indices >= self.failing_from).any():
             raise ValueError("cannot be read")
         return {"tokens": np.stack([indices, indices], 1).astype(np.int32)}
@@ -41,14 +41,13 @@ def test_prefetch_yields_the_batches_of_the_steps(shuffle: bool) -> None:
 
 
 def test_next_batch_is_prepared_in_the_background() -> None:
-    loader = BatchLoader(IndexDataset(delay_s=0.4), 4, seed=0)
+    dataset = IndexDataset()
+    loader = BatchLoader(dataset, 4, seed=0)
     before = set(threading.enumerate())  # threads of a compiler may outlive an earlier test
     batches = loader.prefetch(0, 4, slice(None), dict)
     next(batches)
-    time.sleep(0.6)
-    start = time.monotonic()
-    next(batches)
-    assert time.monotonic() - start < 0.3
+    for _ in range(2):  # the second batch is read although nobody has asked for it yet
+        assert dataset.batches_read.acquire(timeout=60)
     assert not set(threading.enumerate()) <= before
     batches.close()
     assert set(threading.enumerate()) <= before

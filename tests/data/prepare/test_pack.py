@@ -260,7 +260,7 @@ def test_sigterm_leaves_nothing(cli: ForkServer, tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=30)[1]
+    errors = process.communicate(timeout=120)[1]
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert os.listdir(tmp_path) == ["x.jsonl"]
