@@ -331,10 +331,9 @@ def test_a_process_of_loggers_that_dies_or_hangs_changes_nothing(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_loggers:Nothing", "log.loggers=my_loggers:Nothing: my_loggers has no class Nothing"),
-        ("my_loggers:MODULE", "log.loggers=my_loggers:MODULE: my_loggers has no class MODULE"),
-        ("my_loggers:pathlib", "log.loggers=my_loggers:pathlib: my_loggers has no class pathlib"),
-        ("json:loads", "log.loggers=json:loads: not a subclass of trainyard.Logger"),
+        ("my_loggers:Nothing", "log.loggers=my_loggers:Nothing: expected a subclass of trainyard.Logger"),
+        ("my_loggers:pathlib", "trainyard.Logger as pathlib in my_loggers, found a module"),
+        ("json:loads", "trainyard.Logger as loads in json, found a function"),
         ("no_such_module:X", "log.loggers=no_such_module:X: cannot import no_such_module: No module named"),
         ("wandb", "log.loggers=wandb: needs the package wandb, which is not installed: pip install 'trainyard[wandb]'"),
         ("mlflow", "log.loggers=mlflow: needs the package mlflow, .* 'trainyard.mlflow.'"),

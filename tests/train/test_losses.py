@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_iter
 
 from tests.support import configs
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import import_function
 from trainyard.models.output import ModelOutput
 from trainyard.train import decisions, losses
 from trainyard.train.cross_entropy import chunked_cross_entropy
@@ -146,11 +145,3 @@ def test_user_functions_must_return_sum_and_count() -> None:
         check_sum_and_count((torch.zeros(3), 3), mean)
     total, count = check_sum_and_count((torch.ones((), dtype=torch.bfloat16), 3), mean)
     assert (total.dtype, count.item()) == (torch.float32, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("dotted", "message"), [("no_such_module:f", "cannot import"), ("math:nope", "no function nope")]
-)
-def test_missing_user_functions(dotted: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        import_function(dotted, "train.loss")
