@@ -47,6 +47,7 @@ from trainyard.compat.tracing import (
     current_backward_node_id,
     custom_op_body,
     disable_fake_tensors,
+    disable_torch_functions,
     fake_tensor_mode,
     has_memory,
     last_forward_node_id,

@@ -32,6 +32,11 @@ def current_backward_node_id() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def disable_torch_functions() -> AbstractContextManager[Any]:
+    """Skip every TorchFunctionMode and `__torch_function__`."""
+    return torch._C.DisableTorchFunction()
+
+
 def run_backward(out: torch.Tensor, gradient: torch.Tensor) -> None:
     """`out.backward(gradient)` inside a TorchFunctionMode, which then also applies to what the backward pass calls."""
     torch.autograd.graph._engine_run_backward(

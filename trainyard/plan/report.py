@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from trainyard.config.load import parse
@@ -104,10 +105,15 @@ def with_overrides(config: Config, overrides: list[str]) -> Config:
     return parse(config.model_dump(mode="json"), overrides)
 
 
-def max_rank_memory(config: Config, layout: Layout, device_kind: str) -> int:
-    """Bytes of the rank with the highest peak. Among pipeline ranks with the same work that is the first one, which has
-    the most micro batches in flight."""
-    return max(estimate_memory(config, layout, pp, device_kind).total for pp in distinct_pipeline_ranks(layout))
+def max_rank_memory(config: Config, layout: Layout, device_kind: str, limit: float = inf) -> int:
+    """Bytes of the rank with the highest peak, or of the first one found above `limit`. Among pipeline ranks with the
+    same work that is the first one, which has the most micro batches in flight."""
+    most = 0
+    for pp in distinct_pipeline_ranks(layout):
+        most = max(most, estimate_memory(config, layout, pp, device_kind).total)
+        if most > limit:
+            break
+    return most
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,9 @@ def suggest_changes(plan: Plan) -> list[ConfigChange]:
         speedup = plan.step_time.seconds / predict_step(config, layout, hardware, efficiency).seconds
         if plan.fits and speedup < MIN_SPEEDUP:
             continue
-        memory = max_rank_memory(config, layout, hardware.entry.kind)
-        if memory <= MEMORY_FILL_LIMIT * hardware.memory:
+        limit = MEMORY_FILL_LIMIT * hardware.memory
+        memory = max_rank_memory(config, layout, hardware.entry.kind, limit)
+        if memory <= limit:
             changes.append(ConfigChange(overrides, speedup, memory))
     return sorted(changes, key=lambda change: -change.speedup)[:MAX_SUGGESTIONS]
 

@@ -7,6 +7,7 @@ predicted for all layouts; memory, which takes longer, for the fastest of each (
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 from operator import attrgetter
 
 from trainyard.config.schema import Config
@@ -99,10 +100,11 @@ def search_layouts(
         if refused and not is_file:
             continue
         checks += 1
-        memory = max_rank_memory(candidate, layout, hardware.entry.kind)
+        limit = (1 if is_file else MEMORY_FILL_LIMIT) * hardware.memory
+        memory = max_rank_memory(candidate, layout, hardware.entry.kind, inf if is_file else limit)
         ranked = RankedLayout(point, candidate, layout, seconds, memory, is_file)
         file_layout = ranked if is_file else file_layout
-        fits = memory <= (1 if is_file else MEMORY_FILL_LIMIT) * hardware.memory
+        fits = memory <= limit
         if fits and not refused and shape not in best and len(best) < count:
             best[shape] = ranked
     return LayoutRanking(list(best.values()), file_layout, len(timed))

@@ -11,7 +11,7 @@ from trainyard.parallel.layout import StageSpec
 from trainyard.plan.memory.local_sizes import RankSizes
 from trainyard.plan.memory.rank_memory import RankMemory
 from trainyard.plan.trace.memory_trace import MemoryTrace, trace_memory
-from trainyard.plan.trace.op_recorder import EMBEDDING, LOSS
+from trainyard.plan.trace.part_recorder import EMBEDDING, LOSS
 from trainyard.train.decisions import fp8_layer_range
 
 TRACED_LAYERS = 2

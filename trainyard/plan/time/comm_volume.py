@@ -15,7 +15,7 @@ from trainyard.families import family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
 from trainyard.parallel.layout import Layout
 from trainyard.plan.rank_parameters import LocalParam, local_params, local_params_by_stage, rank_flat_buffer
-from trainyard.plan.trace.op_recorder import EMBEDDING, HEAD, LOSS
+from trainyard.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS
 from trainyard.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
 from trainyard.train.decisions import fp8_layer_range, loss_chunk_tokens, zero_stage
 from trainyard.train.status import StepStatus

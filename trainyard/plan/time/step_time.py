@@ -1,10 +1,10 @@
 """Predicted time of a step: the least work that the hardware must do, divided by the efficiency that runs reach.
 
-For every pipeline rank the work of a micro batch is counted: FLOPs of matrix products and of attention, bytes that
-other passes move through memory, bytes that messages move over links and over the network. Each count divided by its
-peak rate is an ideal time. Each ideal time divided by an efficiency, a number below 1 that bench/calibrate.py fits to
-measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble and the update are added.
-docs/internals/time-model.md has the formulas.
+For every pipeline rank the work of a micro batch is counted in a trace: FLOPs of matrix products and of attention,
+bytes that other passes move through memory, bytes that messages move over links and over the network. Each count
+divided by its peak rate is an ideal time. Each ideal time divided by an efficiency, a number below 1 that
+bench/calibrate.py fits to measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble and the
+update are added. docs/internals/time-model.md has the formulas.
 """
 
 from collections import Counter

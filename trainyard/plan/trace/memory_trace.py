@@ -10,7 +10,7 @@ import torch
 from trainyard.dryrun.live_memory import LiveBytes
 from trainyard.dryrun.meta_ops import tensors_in
 from trainyard.kernels.custom_op import WORKSPACE_BYTES
-from trainyard.plan.trace.op_recorder import OpRecorder
+from trainyard.plan.trace.part_recorder import PartRecorder
 from trainyard.plan.trace.stage_run import META, StageRun, TracedStage
 
 ADD_IN_PLACE = torch.ops.aten.add_.Tensor
@@ -18,7 +18,7 @@ ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Bytes besides those that exist before the micro batch. Parts are those of `op_recorder`."""
+    """Bytes besides those that exist before the micro batch. Parts are those of `part_recorder`."""
 
     forward_peaks: dict[int, int]
     """Peak of the forward pass, by part."""
@@ -52,7 +52,7 @@ def trace_memory(stage: TracedStage) -> MemoryTrace:
     )
 
 
-class _MemoryRecorder(OpRecorder):  # type: ignore[no-untyped-call]
+class _MemoryRecorder(PartRecorder):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.live = LiveBytes(META)
@@ -80,10 +80,9 @@ class _MemoryRecorder(OpRecorder):  # type: ignore[no-untyped-call]
 
     def observe(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         part = self.part
+        known = self.live.storages
         for tensor in tensors_in(out):
-            known = self.live.storages.keys()
-            key = id(tensor.untyped_storage())
-            if self.in_backward and key not in known:
+            if self.in_backward and (key := id(tensor.untyped_storage())) not in known:
                 self.allocations += 1
                 self.numbers[key] = self.allocations
                 self.sources[key] = self._gradients_in(args)

@@ -24,7 +24,7 @@ from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.plan.memory.device_kinds import DeviceKind
 from trainyard.plan.trace.device_mode import DeviceMode
 from trainyard.plan.trace.micro_batch import MicroBatchShape
-from trainyard.plan.trace.op_recorder import EMBEDDING, HEAD, LOSS, OpRecorder
+from trainyard.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.plan.trace.traced_collectives import traced_group
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.losses import make_loss
@@ -64,7 +64,7 @@ class StageRun:
     def __init__(
         self,
         stage: TracedStage,
-        recorder: OpRecorder,
+        recorder: PartRecorder,
         factory: FactoryClass = ModuleFactory,
         traced_chunks: int = TRACED_CHUNKS,
         accumulates: bool = True,

@@ -19,7 +19,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.plan.memory.device_kinds import DeviceKind
 from trainyard.plan.trace.attention_work import AttentionCall, AttentionFactory
 from trainyard.plan.trace.micro_batch import MicroBatchShape
-from trainyard.plan.trace.op_recorder import OpRecorder
+from trainyard.plan.trace.part_recorder import PartRecorder
 from trainyard.plan.trace.stage_run import StageRun, TracedStage
 
 aten = torch.ops.aten
@@ -86,7 +86,7 @@ def _trace_stage_work(stage: TracedStage) -> dict[int, PartWork]:
     return dict(recorder.work)
 
 
-class _WorkRecorder(OpRecorder):  # type: ignore[no-untyped-call]
+class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.work: dict[int, PartWork] = defaultdict(PartWork)

@@ -11,7 +11,7 @@ EMBEDDING, LOSS, HEAD = -1, -2, -3
 """Parts of a stage besides its layers, which have their index."""
 
 
-class OpRecorder(compat.EagerDispatchMode):  # type: ignore[no-untyped-call]
+class PartRecorder(compat.EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators on shapes and shows each one to a subclass."""
 
     def __init__(self) -> None:
@@ -40,12 +40,13 @@ class OpRecorder(compat.EagerDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = stand_in(function, args, kwargs)
-        if out is NOT_REPLACED:
-            out = shape_rule(function, args, kwargs)
-        if out is NO_RULE:
-            out = function(*args, **kwargs)
-        self.observe(function, args, kwargs, out)
+        with compat.disable_torch_functions():  # DeviceMode would see every attribute that the rules read
+            out = stand_in(function, args, kwargs)
+            if out is NOT_REPLACED:
+                out = shape_rule(function, args, kwargs)
+            if out is NO_RULE:
+                out = function(*args, **kwargs)
+            self.observe(function, args, kwargs, out)
         return out
 
     def end_forward(self) -> None:
