@@ -18,7 +18,7 @@ def loss(output, batch):
 
 @pytest.mark.nightly
 def test_clean_run_prints_stages_and_writes_no_file(tmp_path: Path, cli: ForkServer) -> None:
-    done = cli.run(["audit", *SMALL, "--workers", "1"], cwd=tmp_path, timeout=100)
+    done = cli.run(["audit", *SMALL, "--workers", "1"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("1 rank of trn1, LNC 1, 16 GiB per rank: tensor 1 x pipeline 1")
@@ -31,7 +31,7 @@ def test_clean_run_prints_stages_and_writes_no_file(tmp_path: Path, cli: ForkSer
 def test_violation_in_a_custom_loss_has_its_line_and_exit_code_1(tmp_path: Path, cli: ForkServer) -> None:
     """The loss is a file in the current directory, and two processes trace it."""
     (tmp_path / "mine.py").write_text(LOSS)
-    done = cli.run(["audit", *SMALL, "train.loss=mine:loss", "--workers", "2", "--json"], cwd=tmp_path, timeout=100)
+    done = cli.run(["audit", *SMALL, "train.loss=mine:loss", "--workers", "2", "--json"], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     (violation,) = [violation for violation in report["violations"] if violation["rule"] == "operators"]
@@ -44,7 +44,7 @@ def test_violation_in_a_custom_loss_has_its_line_and_exit_code_1(tmp_path: Path,
 def test_smoke_audits_a_small_version_of_a_recipe(tmp_path: Path, cli: ForkServer) -> None:
     """As for `train`: seconds instead of minutes, for a first look at an own loss. The named layout is kept."""
     arguments = ["audit", "llama3-70b", "--smoke", "layout.tp=8", "layout.pp=1", "layout.ranks=32"]
-    done = cli.run([*arguments, "--workers", "1"], cwd=tmp_path, timeout=100)
+    done = cli.run([*arguments, "--workers", "1"], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     start = next(
@@ -67,7 +67,7 @@ def test_smoke_audits_a_small_version_of_a_recipe(tmp_path: Path, cli: ForkServe
     ],
 )
 def test_mistake_is_one_line(arguments: list[str], error: str, tmp_path: Path, cli: ForkServer) -> None:
-    done = cli.run(["audit", *arguments], cwd=tmp_path, timeout=100)
+    done = cli.run(["audit", *arguments], cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -47,7 +47,7 @@ def test_two_processes_train_one_model(cli: ForkServer, tmp_path: Path, command:
 
 def test_a_batch_script_without_srun_trains_alone_and_says_so(cli: ForkServer, tmp_path: Path) -> None:
     (variables,) = CAPTURED["sbatch -N2 -n4"]
-    done = cli.run([*TRAIN, f"log.directory={tmp_path}"], env={**os.environ, **variables}, timeout=60)
+    done = cli.run([*TRAIN, f"log.directory={tmp_path}"], env={**os.environ, **variables}, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "note: SLURM_NTASKS=4, but srun did not start this process: it trains alone" in done.stdout
 
@@ -70,7 +70,7 @@ def test_unusable_variables_are_one_line(
 ) -> None:
     """Guards against tracebacks, and against waiting half an hour for ranks that do not exist."""
     command = [*TRAIN, *arguments, f"log.directory={tmp_path}"]
-    done = cli.run(command, env={**os.environ, **variables}, timeout=120)
+    done = cli.run(command, env={**os.environ, **variables})
     assert done.returncode == 2
     assert done.stderr.startswith(f"trainyard: {message}")
     assert done.stderr.count("\n") == 1

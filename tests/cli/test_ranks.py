@@ -52,7 +52,7 @@ def all_gone(pids: list[int], seconds: float) -> bool:
 
 def test_two_ranks_train_and_only_rank_0_prints(cli: ForkServer, tmp_path: Path) -> None:
     arguments = [*TRAIN, f"log.directory={tmp_path}", "layout.tp=2", "layout.sequence_parallel=true"]
-    done = cli.run(arguments, timeout=120)
+    done = cli.run(arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 8/8") == 1
     assert "2 ranks: tensor 2 x pipeline 1 x context 1 x data 1" in done.stdout

@@ -30,8 +30,8 @@ TRAIN = ["train", "tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.lo
 def test_rank_that_stops_is_named(cli: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(USER_CODE)
     arguments = [*TRAIN, "train.loss=mine:loss", "train.steps=30", "train.global_batch=2", "train.micro_batch=1"]
-    command = [*arguments, "--nproc", "2", "--hang-timeout", "2", "log.directory=runs", "--logs", "logs"]
-    done = cli.run(command, cwd=tmp_path, timeout=90)
+    command = [*arguments, "--nproc", "2", "--hang-timeout", "5", "log.directory=runs", "--logs", "logs"]
+    done = cli.run(command, cwd=tmp_path)
     assert done.returncode == 1
     line = next(line for line in done.stderr.splitlines() if "no step for" in line)
     assert "after step 6; rank 1 is not in a collective as the others are, but at" in line

@@ -98,7 +98,7 @@ class ForkServer:
         args: Sequence[str | Path],
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 120,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         process = self.start(args, cwd, env)
         try:

@@ -53,7 +53,7 @@ def test_slow_rank_is_named(
 ) -> None:
     monkeypatch.setenv("SLOW_RANK", slow_rank)
     (tmp_path / "mine.py").write_text(USER_CODE)
-    done = cli.run([*TRAIN, *layout, "--nproc", str(ranks)], cwd=tmp_path, timeout=120)
+    done = cli.run([*TRAIN, *layout, "--nproc", str(ranks)], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stdout.splitlines() if "times the median" in line]
     records = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
