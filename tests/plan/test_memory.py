@@ -1,6 +1,8 @@
 """Estimated memory against memory in use: on a CPU, on a GPU as recorded, and in dry runs of any size."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,22 @@ def test_estimate_equals_recorded_allocations_on_a_gpu(case: str) -> None:
     assert allocated(config, layout, 0, "gpu") == pytest.approx(GPU_RESULTS[case]["memory_bytes"], rel=TOLERANCE)
     total = estimate_memory(config, layout, 0, "gpu").total
     assert total == pytest.approx(GPU_RESULTS[case]["reserved"], rel=TOLERANCE)
+
+
+@pytest.mark.nightly
+def test_a_plan_for_a_gpu_does_not_need_triton() -> None:
+    """Triton exists for Linux only; a laptop plans for GPUs all the same."""
+    code = (
+        "import sys; sys.modules['triton'] = None; sys.path.append('bench')\n"
+        "import plan_memory\n"
+        "from trainyard.plan.memory.peak import estimate_memory\n"
+        "for case in ('llama-8', 'gpt', 'bert', 'llama-fp8'):\n"
+        "    print(estimate_memory(*plan_memory.make_config('gpu', case), 0, 'gpu').total)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=RESULTS.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cases = [plan_memory.make_config("gpu", case) for case in ("llama-8", "gpt", "bert", "llama-fp8")]
+    assert [int(line) for line in done.stdout.split()] == [estimate_memory(*case, 0, "gpu").total for case in cases]
 
 
 def test_estimate_equals_memory_of_a_speed_benchmark() -> None:

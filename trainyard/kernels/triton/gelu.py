@@ -21,7 +21,7 @@ NUM_WARPS = 8
 def _tile_shape(tile: tuple[int, int], columns: int) -> tuple[int, int]:
     """Rows and columns of a tile for a matrix with this many columns."""
     elements, max_columns = tile
-    width = min(triton.next_power_of_2(columns), max_columns)
+    width = min(1 << (columns - 1).bit_length(), max_columns)
     return elements // width, width
 
 
@@ -110,7 +110,7 @@ def gelu_backward(d_out: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[T
     d_out, x = d_out.contiguous(), x.contiguous()
     columns = x.shape[-1]
     rows, (tile_rows, tile_columns) = x.numel() // columns, _tile_shape(BACKWARD_TILE, columns)
-    tiles_across = triton.cdiv(columns, tile_columns)
+    tiles_across = -(-columns // tile_columns)
     rows_per_program, programs = split_rows(rows, max(MAX_REDUCTION_PROGRAMS // tiles_across, 1))
     dx, partial_sums = x.new_empty(x.shape), x.new_empty(programs, 1, columns, dtype=torch.float32)
     if has_memory(dx):
