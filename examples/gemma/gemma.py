@@ -21,7 +21,7 @@ from trainyard.families.decoder import (
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
-    read_decoder,
+    read_rope,
 )
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import RMSNorm
@@ -92,7 +92,7 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
     activation = data.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise ValueError(f"hidden_activation={activation}: not supported; nearest: gelu_pytorch_tanh")
-    return read_decoder({"head_dim": 256, **data})
+    return read_rope(data)
 
 
 FAMILY = Family(
@@ -103,7 +103,7 @@ FAMILY = Family(
     hf=decoder_hf_format(
         "gemma",
         "GemmaForCausalLM",
-        keys={**DECODER_HF_KEYS, "tie_embeddings": ("tie_word_embeddings", True)},
+        keys={**DECODER_HF_KEYS, "head_dim": ("head_dim", 256), "tie_embeddings": ("tie_word_embeddings", True)},
         fixed={"attention_bias": False, "attention_dropout": 0.0},
         ignored=("rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "hidden_activation"),
         read=read,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -87,13 +88,16 @@ def test_train_resume_convert_and_generate(cli: ForkServer, tmp_path: Path) -> N
     checkpoint = str(next((tmp_path / "runs").glob("gemma-tiny*")))
     tokens = run_prompts(load(checkpoint), [[1, 2, 3]], max_new_tokens=3)
     assert len(tokens[0]) == 3
-    convert_checkpoint(open_weights(checkpoint), checkpoint, tmp_path / "hf", ConversionTarget("hf"), lambda size: None)
+    convert_checkpoint(
+        open_weights(checkpoint), checkpoint, tmp_path / "hf", ConversionTarget("hf", {}), lambda size: None
+    )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "gemma"
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert loaded.config.head_dim == 32
-    refused = cli.run(["generate", checkpoint, "--prompt", "The", "--device", "cpu"], cwd=tmp_path)
+    command = [Path(sys.executable).with_name("trainyard"), "generate", checkpoint, "--prompt", "The"]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "cannot import gemma" in refused.stderr
     assert "PYTHONPATH" in refused.stderr

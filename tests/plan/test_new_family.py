@@ -89,7 +89,7 @@ def test_a_plan_has_time_and_messages(hardware: str) -> None:
     config, plain = make_config("layout.tp=2"), load("tiny-llama", [*SHAPE.split(), "layout.tp=2"])
     sizes = {"train": config.train.model_copy(update={"global_batch": 256})}
     plans = [make_plan(c.model_copy(update=sizes), parse_hardware(hardware)) for c in (config, plain)]
-    assert plans[0].traffic["tp"].messages == plans[1].traffic["tp"].messages > 0
+    assert plans[0].traffic["tp"].messages == plans[1].traffic["tp"].messages + 1  # gradients of the norms are summed
     assert plans[0].step_time.components["memory"] > plans[1].step_time.components["memory"]
     assert plans[0].step_time.components["matmul"] == plans[1].step_time.components["matmul"]
 

@@ -262,7 +262,7 @@ def test_a_run_that_starts_from_a_checkpoint_uses_its_tokenizer(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("model", "sections", "message"),
     [
-        ("bert", {"data": {"source": "synthetic"}}, "samples.every=2: BERT does not continue text; nearest: 0"),
+        ("bert", {"data": {"source": "synthetic"}}, "samples.every=2: bert does not continue text; nearest: 0"),
         ("llama", {"samples": {**GREEDY, "prompts": ["x" * 16]}}, "samples.prompts: 'xxxxxxxxxxxxxxxx' has 16 tokens"),
         ("llama", {"samples": {**GREEDY, "prompts": []}}, "samples.prompts"),
         ("llama", {"samples": {**GREEDY, "top_p": 0.0}}, "samples.top_p"),

@@ -36,6 +36,7 @@ OURS = "tests.support.user_code"
 @pytest.fixture
 def user_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory, from which modules are imported, and forgotten after the test."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may change twice in a second
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     yield tmp_path

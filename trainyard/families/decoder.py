@@ -186,20 +186,20 @@ def decoder_hf_format(model_type: str, architecture: str, **options: Any) -> HfF
         "names": decoder_hf_names,
         "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
         "ignored": ("rope_theta", "rope_scaling", "rope_parameters"),
-        "read": read_decoder,
+        "read": read_rope,
         "write": write_decoder,
     }
     return HfFormat(model_type, architecture, **defaults | options)
 
 
-def read_decoder(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Head size, which is left out where it is the default, and RoPE."""
-    head_dim = data.get("head_dim", DECODER_HF_KEYS["head_dim"][1])
+def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE, and the head size of families that leave it out unless it is another one than hidden / heads."""
+    head_dim = data.get("head_dim")
     is_default = head_dim is None or head_dim * data["num_attention_heads"] == data["hidden_size"]
-    return {"head_dim": None if is_default else head_dim, **_read_rope(data)}
+    return {"head_dim": None if is_default else head_dim, **read_rope(data)}
 
 
-def _read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
     rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"

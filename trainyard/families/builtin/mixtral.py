@@ -2,7 +2,13 @@
 
 from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.mistral import visible_keys
-from trainyard.families.decoder import DECODER_HF_KEYS, DECODER_MODULE, decoder_hf_format, decoder_hf_names
+from trainyard.families.decoder import (
+    DECODER_HF_KEYS,
+    DECODER_MODULE,
+    decoder_hf_format,
+    decoder_hf_names,
+    read_default_head_dim,
+)
 from trainyard.families.family import Family
 from trainyard.families.hf_format import HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
@@ -54,6 +60,7 @@ FAMILY = Family(
         },
         names=hf_names,
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
+        read=read_default_head_dim,
     ),
     visible_keys=visible_keys,
 )

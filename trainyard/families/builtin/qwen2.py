@@ -11,7 +11,8 @@ from trainyard.families.decoder import (
     decoder_blueprint,
     decoder_hf_format,
     decoder_hf_names,
-    read_decoder,
+    read_default_head_dim,
+    read_rope,
 )
 from trainyard.families.family import Family
 
@@ -23,11 +24,11 @@ class Qwen2Config(DecoderConfig):
     """Qwen2 and Qwen2.5: RMSNorm, RoPE, grouped-query attention with biases on q, k and v, SwiGLU."""
 
 
-def read_without_window(data: Mapping[str, Any]) -> dict[str, Any]:
+def read_full_attention(data: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE, and a check that all layers have full attention."""
     if kinds := {str(kind) for kind in data.get("layer_types") or ()} - {"full_attention"}:
         raise ValueError(f"layer_types={min(kinds)}: not supported; nearest: full_attention")
-    return read_decoder(data)
+    return read_rope(data)
 
 
 FAMILY = Family(
@@ -42,6 +43,6 @@ FAMILY = Family(
         names=partial(decoder_hf_names, qkv_bias=True),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
         ignored=("rope_theta", "rope_scaling", "rope_parameters", *WINDOW_KEYS),
-        read=read_without_window,
+        read=lambda data: {**read_full_attention(data), **read_default_head_dim(data)},
     ),
 )

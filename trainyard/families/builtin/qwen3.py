@@ -5,7 +5,7 @@ from functools import partial
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_without_window
+from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
     DECODER_HF_KEYS,
     DECODER_MODULE,
@@ -42,6 +42,6 @@ FAMILY = Family(
         names=partial(decoder_hf_names, qk_norm=True),
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False},
         ignored=("rope_theta", "rope_scaling", "rope_parameters", *WINDOW_KEYS),
-        read=lambda data: read_without_window({"head_dim": 128, **data}),
+        read=read_full_attention,
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from trainyard.core.section import PositiveInt
-from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_without_window
+from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import DECODER_HF_KEYS, DECODER_MODULE, decoder_hf_format, decoder_hf_names
 from trainyard.families.family import Family
 from trainyard.families.hf_format import HfNameMap, HfTensor
@@ -37,7 +37,7 @@ def hf_names(c: Qwen3MoeConfig) -> HfNameMap:
 def read(data: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 writes num_experts as num_local_experts."""
     experts = data.get("num_experts", data.get("num_local_experts", 128))
-    return {"experts": experts, **read_without_window({"head_dim": 128, **data})}
+    return {"experts": experts, **read_full_attention(data)}
 
 
 FAMILY = Family(
