@@ -196,7 +196,7 @@ MISTAKES = [
     ("--bf16=yes", ["--bf16=yes", "takes no value"]),
     ("word", ["expected a flag"]),
     ("--fp16", ["--fp16", "nearest: --bf16"]),
-    ("--num-experts 8", ["--num-experts", "mixture of experts"]),
+    ("--num-experts 8", ["--num-experts", "only those of dense models"]),
     ("--rampup-batch-size 16 16 5859375", ["--rampup-batch-size", "nearest: leave it out"]),
     ("--optimizer sgd", ["--optimizer=sgd", "nearest: adam"]),
     ("--lr-decay-style inverse-square-root", ["inverse-square-root", "nearest: cosine"]),

@@ -32,7 +32,7 @@ from trainyard.train.trainer import Trainer
 
 HERE = Path(__file__).parent / "nxdt"
 # Published parameter count, and the layout (tp, pp, cp, dp) on the file's devices and nodes.
-DENSE: dict[str, tuple[int, tuple[int, int, int, int]]] = {
+EXAMPLES: dict[str, tuple[int, tuple[int, int, int, int]]] = {
     "hf_llama3.1_405B_trn1": (405_853_388_800, (32, 32, 1, 2)),
     "hf_llama3.1_70B": (70_553_706_496, (32, 8, 1, 4)),
     "hf_llama3.1_8B": (8_030_261_248, (32, 1, 1, 32)),
@@ -46,12 +46,14 @@ DENSE: dict[str, tuple[int, tuple[int, int, int, int]]] = {
     "megatron_llama_70b": (68_976_648_192, (8, 16, 1, 2)),
     "megatron_llama_7B": (6_738_415_616, (8, 1, 1, 4)),
     "megatron_mistral": (7_241_732_096, (8, 1, 1, 4)),
+    "hf_mixtral_8x7b": (46_702_792_704, (32, 4, 1, 2)),
+    "hf_mixtral_8x7b_dropless": (46_702_792_704, (32, 4, 1, 2)),
+    "megatron_mixtral_8x7b": (47_377_027_072, (32, 4, 1, 4)),  # one kv head for each head, tied embeddings
+    "megatron_mixtral_8x7b_dropless": (47_377_027_072, (32, 4, 1, 4)),
 }
+VOCAB = {name: ["model.vocab=32000"] for name in ("megatron_mixtral_8x7b", "megatron_mixtral_8x7b_dropless")}
+"""Keys of files whose tokenizer decides."""
 REFUSED = {
-    "hf_mixtral_8x7b": "model.moe.num_experts=8: mixture of experts",
-    "hf_mixtral_8x7b_dropless": "mixture of experts",
-    "megatron_mixtral_8x7b": "mixture of experts",
-    "megatron_mixtral_8x7b_dropless": "mixture of experts",
     "hf_llama3_8B_DPO": "model_alignment_strategy.dpo.kl_beta=0.01: preference training (DPO)",
     "hf_llama3_8B_ORPO": "preference training (ORPO)",
     "hf_llama3_8B_SFT": "supervised fine-tuning",
@@ -97,24 +99,35 @@ def refusal(data: dict[str, Any]) -> str:
 
 
 def test_every_example_file_is_listed() -> None:
-    assert {path.stem for path in HERE.glob("*.yaml")} == set(DENSE)
+    assert {path.stem for path in HERE.glob("*.yaml")} == set(EXAMPLES)
     assert {path.stem for path in (HERE / "refused").glob("*.yaml")} == set(REFUSED)
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_dense_example_imports_with_its_layout(name: str) -> None:
-    config = load(HERE / f"{name}.yaml", warn=ignore_warning)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_imports_with_its_layout(name: str) -> None:
+    config = load(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
     assert config.layout.ranks
     layout = Layout.from_config(config, config.layout.ranks)
-    assert (layout.tp, layout.pp, layout.cp, layout.dp) == DENSE[name][1]
+    assert (layout.tp, layout.pp, layout.cp, layout.dp) == EXAMPLES[name][1]
     assert layout.micro_batches * layout.dp * config.train.micro_batch == config.train.global_batch
-    assert models.family_of(config.model).blueprint(config.model).parameter_count() == DENSE[name][0]
+    assert models.family_of(config.model).blueprint(config.model).parameter_count() == EXAMPLES[name][0]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("dropless", [False, True])
+def test_experts_of_mixtral(dropless: bool) -> None:
+    name = "hf_mixtral_8x7b_dropless" if dropless else "hf_mixtral_8x7b"
+    config, result = imported(tree(name, distributed_strategy__expert_model_parallel_size=2))
+    model: Any = config.model
+    assert (model.family, model.experts, model.top_k, model.balance_loss) == ("mixtral", 8, 2, 0.02)
+    assert model.capacity_factor == (None if dropless else 2.0)
+    assert config.layout.ep == 2
+    assert any("of each sample" in line for line in result.warnings) != dropless
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_hardware_comes_from_devices_and_nodes(name: str) -> None:
     """`plan` of an imported file used this CPU, because the file named no hardware."""
-    config = load(HERE / f"{name}.yaml", warn=ignore_warning)
+    config = load(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
     assert re.fullmatch(r"\d+ x trn\S+xlarge", config.hardware)
     assert parse_hardware(needed_hardware(config)).ranks == config.layout.ranks
 
@@ -331,7 +344,14 @@ MISTAKES = [
     ("hf_llama3_8B", {"model_alignment_strategy": {"sft": {}}}, ["model_alignment_strategy.sft", "fine-tuning"]),
     ("hf_llama3_8B", {"model__kl_beta": 0.1}, ["model_alignment_strategy.dpo.kl_beta=0.1", "DPO"]),
     ("hf_llama3_8B", {"model__model_config": None}, ["model.model_config: missing"]),
-    ("hf_llama3_8B", {"name": "my_mixtral"}, ["mixture of experts"]),
+    ("hf_llama3_8B", {"name": "my_mixtral"}, ["name=my_mixtral", "model.moe.num_experts is missing"]),
+    (
+        "hf_mixtral_8x7b",
+        {"model__moe__routing_algorithm": "sinkhorn"},
+        ["algorithm=sinkhorn", "nearest: top_k"],
+    ),
+    ("hf_mixtral_8x7b", {"model__moe__capacity_factor": 0.0}, ["capacity_factor=0.0", "nearest: 2.0"]),
+    ("megatron_mixtral_8x7b", {"model__activation": "gelu"}, ["model.normalization=rmsnorm"]),
     ("hf_llama3_8B", {"model__hidden_size": 4321}, ["model.vocab: missing"]),
     ("hf_llama3_8B", {"defaults": ["base"]}, ["defaults", "several files"]),
     ("hf_llama3_8B", {"data__train_dir": "/a.jsonl"}, ["data.train_dir=/a.jsonl", "trainyard data pack"]),

@@ -34,11 +34,13 @@ class KnownModel(NamedTuple):
     rope_theta: float
     max_positions: int
     rope_scaling: dict[str, Any] | None = None
+    experts: int | None = None
 
     def model_section(self) -> dict[str, Any]:
         """Return the model section of our configuration."""
-        sizes = {name: value for name, value in self._asdict().items() if name != "name"}
-        return {"family": "llama", **sizes, "norm_eps": 1e-5, "init_std": 0.02}
+        sizes = {name: value for name, value in self._asdict().items() if name not in ("name", "experts")}
+        family = {"family": "mixtral", "experts": self.experts} if self.experts else {"family": "llama"}
+        return {**family, **sizes, "norm_eps": 1e-5, "init_std": 0.02}
 
 
 KNOWN_MODELS = (
@@ -51,6 +53,8 @@ KNOWN_MODELS = (
     KnownModel("Llama 3.1 8B", 4096, 32, 32, 8, 14336, 128256, 5e5, 131072, LLAMA3_ROPE_SCALING),
     KnownModel("Llama 3.1 70B", 8192, 80, 64, 8, 28672, 128256, 5e5, 131072, LLAMA3_ROPE_SCALING),
     KnownModel("Llama 3.1 405B", 16384, 126, 128, 8, 53248, 128256, 5e5, 131072, LLAMA3_ROPE_SCALING),
+    KnownModel("Mixtral 8x7B", 4096, 32, 32, 8, 14336, 32000, 1e6, 32768, experts=8),
+    KnownModel("Mixtral 8x22B", 6144, 56, 48, 8, 16384, 32000, 1e6, 65536, experts=8),
 )
 
 
@@ -64,6 +68,7 @@ def find_known_model(model: Mapping[str, Any]) -> KnownModel | None:
         known
         for known in KNOWN_MODELS
         if model.get("hidden")
+        and known.experts == model.get("experts")
         and all(getattr(known, name) == model[name] for name in exact if model.get(name) is not None)
         and 1 <= model.get("layers", known.layers) <= known.layers
     ]

@@ -3,7 +3,7 @@ dense GPT and Llama scripts use. The value type also tells how many words a flag
 
 from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
-MOE = "mixture of experts: only dense models are supported; nearest: leave it out"
+MOE = "of Megatron-LM's flags only those of dense models are read; nearest: leave it out, and set model.experts"
 FUSED = "the device chooses kernels (device.kernels)"
 COMMUNICATION = "gradient communication is set by layout.zero, layout.bucket_mib and precision.reduce_dtype"
 LOSS_SCALING = "for fp16, which is not supported"

@@ -6,7 +6,7 @@ nothing is dropped silently. Keys that NxDT misspells are listed as it spells th
 
 from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
-MOE = "mixture of experts: only dense models are supported; nearest: the dense model of the family, without model.moe"
+SHUFFLE = "which tokens exceed the capacity of an expert depends on their sample alone"
 ALIGN = "only pre-training is supported; nearest: leave model_alignment_strategy out and train on packed text"
 LORA = "low-rank adapters: all weights are trained here; nearest: leave model_alignment_strategy out"
 SFT = "supervised fine-tuning on prompt and answer records: " + ALIGN
@@ -108,7 +108,8 @@ STRATEGY: dict[str, KeyRule] = {
     "virtual_pipeline_model_parallel_size": copies_to("int", "layout.vpp"),
     "pipeline_model_parallel_split_rank": ignore("int", "for encoder-decoder models", 0),
     "context_parallel_size": copies_to("int", "layout.cp"),
-    "expert_model_parallel_size token_shuffle_group_size": refuse("int", MOE, 1),
+    "expert_model_parallel_size": copies_to("int", "layout.ep"),
+    "token_shuffle_group_size": ignore("int", SHUFFLE, 1),
     "zero1": maps_to("bool", "layout.zero"),
     "sequence_parallel": maps_to("bool", "layout.sequence_parallel"),
     "kv_replicator": ignore("int", "follows from layout.tp and model.kv_heads"),
@@ -230,10 +231,20 @@ MODEL: dict[str, KeyRule] = {
     "optim.sched.constant_steps": maps_to("int", "schedule.decay_steps"),
     "optim.sched.min_lr": maps_to("number", "schedule.min_lr"),
     "optim.sched.max_steps": ignore("int", "trainer.max_steps replaces it, in NxDT too"),
-    "moe.num_experts moe.frequency moe.dropout moe.moe_dropout moe.capacity_factor moe.dropless moe.glu_mlp "
-    "moe.routing_algorithm moe.router_activation moe.sinkhorn_iterations moe.sinkhorn_tol moe.top_k "
-    "moe.output_router_logits moe.router_aux_loss_coef moe.normalize_top_k_affinities moe.token_shuffle_group_size "
-    "moe.token_shuffle_seed": refuse("any", MOE),
+    "moe.num_experts": maps_to("int", "model.experts"),
+    "moe.top_k": maps_to("int", "model.top_k"),
+    "moe.capacity_factor": maps_to("number", "model.capacity_factor"),
+    "moe.dropless": maps_to("bool", "model.capacity_factor"),
+    "moe.router_aux_loss_coef": maps_to("number", "model.balance_loss"),
+    "moe.output_router_logits": maps_to("bool", "model.balance_loss"),
+    "moe.normalize_top_k_affinities": maps_to("bool", "model.normalize_top_k"),
+    "moe.frequency": refuse("int", "every layer has experts; nearest: 1", 1),
+    "moe.dropout moe.moe_dropout": refuse("number", "experts have no dropout; nearest: 0.0", 0, 0.0),
+    "moe.glu_mlp": refuse("bool", "experts are SwiGLU; nearest: true", True),
+    "moe.routing_algorithm": refuse("text", "unsupported routing; nearest: top_k", "top_k"),
+    "moe.router_activation": refuse("text", "the router's weights are a softmax; nearest: softmax", "softmax"),
+    "moe.sinkhorn_iterations moe.sinkhorn_tol": ignore("number", "read only with routing_algorithm=sinkhorn"),
+    "moe.token_shuffle_group_size moe.token_shuffle_seed": ignore("int", SHUFFLE, 1),
 }
 NXDT_KEYS: dict[str, KeyRule] = {
     **split_names(TOP),

@@ -39,21 +39,25 @@ def hf_model_section(keys: NxdtKeys, directory: Path, warnings: list[str]) -> tu
         overrides["rope_theta"] = float(overrides["rope_theta"])
     if "model.max_position_embeddings" in keys:
         overrides["max_positions"] = keys["model.max_position_embeddings"]
-    if "mixtral" in str(keys.get("name", "")).lower():
-        raise UserError(f"name={keys['name']}: mixture of experts: only dense models are supported; nearest: a Llama")
+    experts = _experts(keys, warnings)
+    if "mixtral" in str(keys.get("name", "")).lower() and not experts:
+        raise UserError(f"name={keys['name']}: NxDT trains a Mixtral, but model.moe.num_experts is missing; nearest: 8")
+    overrides |= experts
     hint = ""
     path = _find_config_json(config_name, directory)
     if path:
         model: dict[str, Any] = from_hf(path).model_dump(mode="json")
-        if not find_family(model["family"]).nxd_styles:
-            raise UserError(f"{path}: a {model['family']} model, but NxDT's model_source=hf trains Llama")
+        wanted = "mixtral" if experts else "llama"
+        if model["family"] != wanted and (experts or not find_family(model["family"]).nxd_styles):
+            source = "with model.moe" if experts else "without model.moe"
+            raise UserError(f"{path}: a {model['family']} model, but NxDT's model_source=hf {source} trains {wanted}")
         if overrides.get("hidden", model["hidden"]) != model["hidden"]:
             model["head_dim"] = None  # hidden / heads, as in NxDT
     else:
         known = find_known_model(overrides)
         name = format_value(config_name)
         hint = f"model.model_config={name} is missing and would set {CONFIG_JSON_KEYS}; provide it, {OVERRIDE_HINT}"
-        model = known.model_section() if known else {"family": "llama"}
+        model = known.model_section() if known else {"family": "mixtral" if experts else "llama"}
         if known:
             layers = overrides.get("layers", known.layers)
             shortened = f", with {layers} of {known.layers} layers" if layers != known.layers else ""
@@ -96,6 +100,10 @@ def megatron_model_section(keys: NxdtKeys, warnings: list[str]) -> tuple[dict[st
         if family != "llama":
             raise UserError(f"model.sliding_window_size={window}: GPT attends to all tokens; nearest: null")
         model |= {"family": "mistral", "sliding_window": window}
+    if experts := _experts(keys, warnings):
+        if family != "llama":
+            raise UserError("model.moe.num_experts: experts are SwiGLU; nearest: activation: swiglu")
+        model |= {**experts, "family": "mixtral"}
     model = {key: value for key, value in model.items() if value is not None}
     if "vocab" not in model and (known := find_known_model(model)):
         model["vocab"] = known.vocab
@@ -103,6 +111,30 @@ def megatron_model_section(keys: NxdtKeys, warnings: list[str]) -> tuple[dict[st
     tokenizer = format_value(keys.get("data.tokenizer.type") or keys.get("data.tokenizer.model"))
     hint = f"the vocabulary size comes from the tokenizer (data.tokenizer: {tokenizer}); provide it, {OVERRIDE_HINT}"
     return model, hint
+
+
+def _experts(keys: NxdtKeys, warnings: list[str]) -> dict[str, Any]:
+    """The keys of a mixture of experts, which all files with model.moe.num_experts have."""
+    moe = {name.removeprefix("model.moe."): value for name, value in keys.items() if name.startswith("model.moe.")}
+    if not moe.get("num_experts") or moe["num_experts"] == 1:
+        return {}
+    section: dict[str, Any] = {
+        "experts": moe["num_experts"],
+        "top_k": moe.get("top_k", 2),
+        "normalize_top_k": moe.get("normalize_top_k_affinities", True),
+        "balance_loss": float(moe.get("router_aux_loss_coef", 0.02)) if moe.get("output_router_logits") else 0.0,
+    }
+    if not moe.get("output_router_logits"):
+        warnings.append("model.moe.output_router_logits=false: no load-balancing loss, so model.balance_loss=0.0")
+    if moe.get("dropless"):
+        return section
+    if (factor := moe.get("capacity_factor", 2.0)) <= 0:
+        raise UserError(f"model.moe.capacity_factor={factor}: above 0 unless dropless; nearest: 2.0")
+    warnings.append(
+        f"model.moe.capacity_factor={format_value(factor)}: limits the tokens of each sample; NxDT limits those of a "
+        "micro batch"
+    )
+    return {**section, "capacity_factor": float(factor)}
 
 
 def _llama(keys: NxdtKeys, heads: int | None) -> dict[str, Any]:
