@@ -232,11 +232,9 @@ def bench_reshard(root: Path) -> list[dict[str, Any]]:
             coords = layout.coords(rank)
             with Checkpoint(open_storage(root / "one")) as checkpoint:
                 for name in blueprint.parameter_names():
-                    local_rows = blueprint.local_shape(name, layout.tp, coords["tp"])[0]
-                    own_rows = shard_rows(local_rows, layout.dp, coords["dp"])
-                    for tensor_slice in rank_slices(
-                        blueprint, name, layout.tp, coords["tp"], own_rows, skip_replicas=False
-                    ):
+                    shard = layout.model_shard(rank)
+                    own_rows = shard_rows(blueprint.local_shape(name, shard)[0], layout.dp, coords["dp"])
+                    for tensor_slice in rank_slices(blueprint, name, shard, own_rows, skip_replicas=False):
                         needed += checkpoint.read_state("weights", tensor_slice).nbytes
                 read += checkpoint.bytes_read
         shutil.rmtree(root / "one")

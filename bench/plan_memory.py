@@ -106,6 +106,7 @@ CPU_MODELS = {
     "llama": _small_case("llama", ffn=1408, kv_heads=4),
     "gpt": _small_case("gpt", hidden_dropout=0.1, attention_dropout=0.1),
     "bert": _small_case("bert"),
+    "experts": _small_case("mixtral", ffn=704, kv_heads=4, experts=4),
 }
 BF16 = "precision.kind=bf16"
 REPEATS = 2
@@ -126,6 +127,9 @@ CPU_CASES: dict[str, tuple[str, int, list[str]]] = {
     "gpt-sequence": ("gpt", 2, [BF16, "layout.tp=2", "layout.sequence_parallel=true"]),
     "llama-pp": ("llama", 2, [BF16, "layout.pp=2", "train.micro_batch=2"]),
     "llama-cp": ("llama", 2, [BF16, "layout.cp=2"]),
+    "experts": ("experts", 1, [BF16]),
+    "experts-capacity": ("experts", 1, [BF16, "model.capacity_factor=1.25"]),
+    "experts-zero1": ("experts", 2, [BF16, "layout.ep=2", "layout.zero=1"]),
     "llama-tp-pp": ("llama", 4, [BF16, "layout.tp=2", "layout.pp=2", "train.micro_batch=2"]),
     "llama-sequence-zero1": ("llama", 4, [BF16, "layout.tp=2", "layout.sequence_parallel=true", "layout.zero=1"]),
 }

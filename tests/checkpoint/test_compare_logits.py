@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support import configs
 from trainyard import models
 from trainyard.checkpoint.compare_logits import compare_logits
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import layer_index
 
@@ -109,7 +109,7 @@ def test_logits_equal_those_of_a_model_filled_at_once(name: str, monkeypatch: py
     monkeypatch.setattr(models.TransformerStage, "forward", recording_forward)
     zeros, weights = InMemoryWeights(name, lambda name, value: torch.zeros_like(value)), InMemoryWeights(name)
     comparison = compare_logits(zeros, weights)
-    model = models.fill_parameters(models.build_model(weights.model), tp_rank_values(weights)).eval()
+    model = models.fill_parameters(models.build_model(weights.model), local_values(weights)).eval()
     with torch.no_grad():
         output = model(batches[0])
         largest = float(output.logits().abs().max())

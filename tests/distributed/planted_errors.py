@@ -14,7 +14,7 @@ from trainyard.data.loading.loader import BatchLoader
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models.base import TransformerStage
 from trainyard.models.layers import CoreAttention
-from trainyard.parallel import ring_attention
+from trainyard.parallel import expert_parallel, ring_attention
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.zero1 import GradientReducer
 from trainyard.train import build, cross_entropy
@@ -53,12 +53,23 @@ def _data_parallel_gradients_not_summed() -> Any:
 
     def broken(self: GradientReducer) -> None:
         for bucket in self.flat.buckets:
-            shards = torch.zeros(self.flat.num_shards, bucket.shard_range.stop - bucket.shard_range.start)
+            shards = torch.zeros(bucket.num_shards, bucket.shard_elements)
             self.flat.scatter_to_shards(bucket, self.gradients, shards)
-            self.reduced_grads[bucket.shard_range] = shards[self.group.rank]
+            self.reduced_grads[bucket.shard_range] = shards[self.data_group(bucket.of_experts).rank]
 
     no_reduction = patch.object(GradientReducer, "on_grad_ready", lambda self, name: None)
     return _patch_all(patch.object(GradientReducer, "finish", broken), no_reduction)
+
+
+def _expert_gradients_not_summed() -> Any:
+    """Ranks that hold the same experts take their own gradients for the sum."""
+    original = GradientReducer._start_bucket
+
+    def broken(self: GradientReducer, index: int) -> None:
+        if not self.flat.buckets[index].of_experts:
+            original(self, index)
+
+    return patch.object(GradientReducer, "_start_bucket", broken)
 
 
 def _mean_of_means() -> Any:
@@ -140,6 +151,10 @@ PLANTED_ERRORS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "norm-gradients-not-summed": lambda: _skip_sync(lambda sync, group: group.name == sync.mesh.tp.name),
     "tied-gradients-not-summed": lambda: _skip_sync(lambda sync, group: group.name == sync.mesh.tied_embedding.name),
     "data-parallel-gradients-not-summed": _data_parallel_gradients_not_summed,
+    "expert-gradients-not-summed": _expert_gradients_not_summed,
+    "rows-out-of-order": lambda: patch.object(
+        expert_parallel, "_by_expert", lambda received: torch.arange(int(received.sum()))
+    ),
     "mean-of-means": _mean_of_means,
     "replicas-counted-in-norm": _replicas_counted_in_norm,
     "dropout-depends-on-rank": _dropout_depends_on_rank,

@@ -21,6 +21,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-pp2-zero1": (8, {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
     "pp2-zero2": (4, {"pp": 2, "zero": 2}),
 }
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2-zero1": (4, {"ep": 2, "zero": 1}),
+    "ep2-tp2": (4, {"ep": 2, "tp": 2}),
+    "ep4-zero3": (4, {"ep": 4, "zero": 3}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+}
+"""Layouts of a mixture of experts."""
 FAST_PAIRS = [
     ("one", "one"),
     ("one", "cp2-zero1"),
@@ -50,10 +57,11 @@ def configure(
         "schedule": {"warmup_steps": 3},
         "checkpoint": {"export_hf": False},
         "log": {"directory": str(directory)},
-        "layout": LAYOUTS[layout][1],
+        "layout": {**LAYOUTS, **EXPERT_LAYOUTS}[layout][1],
     }
     merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in {*base, *sections}}
-    model = {**configs.TINY_MODELS[family], "layers": layers} | ({"ffn": 64} if family == "llama" else {})
+    model = {**configs.TINY_MODELS, "moe": configs.MOE}[family]
+    model = {**model, "layers": layers} | ({"ffn": 64} if family == "llama" else {})
     return configs.tiny_config(model, **merged)
 
 
@@ -109,6 +117,26 @@ def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path,
     checkpoint, losses = run_and_save(pool, tmp_path, before, optimizer=rule)
     config = configure(tmp_path, after, optimizer=rule, checkpoint={"resume": checkpoint})
     assert run(pool, config, LAYOUTS[after][0])["losses"] == pytest.approx(losses[SAVED_STEP:], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("ep2-zero1", "ep2-tp2"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in (("ep2-tp2", "ep4-zero3"), ("ep4-zero3", "tp2-pp2"), ("tp2-pp2", "ep2-zero1"))
+        ),
+    ],
+)
+def test_resume_experts_at_another_layout(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+    def config(layout: str, **checkpoint: Any) -> Config:
+        return configure(tmp_path, layout, "moe", train={"global_batch": 8}, checkpoint=checkpoint)
+
+    first = run(pool, config(before, every=SAVED_STEP), EXPERT_LAYOUTS[before][0])
+    checkpoint = str(Path(first["directory"]) / "checkpoints" / f"step_{SAVED_STEP:08d}")
+    resumed = run(pool, config(after, resume=checkpoint), EXPERT_LAYOUTS[after][0])
+    assert resumed["losses"] == pytest.approx(first["losses"][SAVED_STEP:], rel=2e-6)
 
 
 LOW_PRECISION = [("gpt", "bf16"), ("llama", "fp8"), pytest.param("bert", "bf16_sr", marks=pytest.mark.nightly)]

@@ -23,24 +23,27 @@ RUNS = [
     pytest.param("gpt", False, *LAYOUTS[0]),
     pytest.param("gpt", True, *LAYOUTS[1]),
     pytest.param("bert", False, *LAYOUTS[2]),
+    pytest.param("moe", False, 4, {"ep": 2, "zero": 1}),
+    pytest.param("moe", False, 4, {"ep": 2, "tp": 2, "zero": 0}, marks=SLOW),
     *(pytest.param("gpt", False, *layout, marks=SLOW) for layout in LAYOUTS[1:]),
     *(pytest.param("gpt", True, *layout, marks=SLOW) for layout in (LAYOUTS[0], LAYOUTS[2])),
     *(pytest.param("bert", False, *layout, marks=SLOW) for layout in LAYOUTS[:2]),
 ]
 
 
-def configure(tmp_path: Path, family: str, layout: dict[str, Any], **sections: dict[str, Any]) -> Any:
+def configure(tmp_path: Path, model: str | dict[str, Any], layout: dict[str, Any], **sections: dict[str, Any]) -> Any:
+    model = {**configs.TINY_MODELS, "moe": configs.MOE}[model] if isinstance(model, str) else model
     base: dict[str, Any] = {
         "train": {"global_batch": 4, "micro_batch": 1, "steps": 2},
         "optimizer": {"eps": 1e-3, "max_grad_norm": 0},  # clipping would hide a wrong divisor of the gradients
         "data": {"validation_fraction": 6e-7},  # 11 samples: the last batch is incomplete
         "evaluate": {"every": 2},
         "checkpoint": {"export_hf": True},
-        "log": {"directory": str(tmp_path), "name": f"{family}-{len(layout)}"},
+        "log": {"directory": str(tmp_path), "name": f"{model['family']}-{len(layout)}"},
         "layout": layout,
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
-    return configs.tiny_config({**configs.TINY_MODELS[family], "layers": 4}, **merged)
+    return configs.tiny_config({**model, "layers": 4}, **merged)
 
 
 @pytest.mark.parametrize(("family", "user_loss", "ranks", "layout"), RUNS)
@@ -119,6 +122,18 @@ def test_compiled_run_equals_eager_run(pool: Pool, tmp_path: Path, backend: str,
     sections: dict[str, Any] = {"checkpoint": {"export_hf": False}, "evaluate": {"every": 0}}
     eager = pool.run(f"{JOBS}:run", (configure(tmp_path, "llama", {}, **sections),), 1)[0]
     config = configure(tmp_path, "llama", layout, compile={"enabled": True}, **sections)
+    compiled = pool.run(f"{JOBS}:run", (config, False, backend), 2)[0]
+    assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
+@pytest.mark.parametrize("capacity", [pytest.param(None, id="all"), pytest.param(0.75, id="capacity")])
+def test_compiled_experts_equal_eager_ones(pool: Pool, tmp_path: Path, backend: str, capacity: float | None) -> None:
+    """One graph for all numbers of rows that a rank receives."""
+    model = {**configs.MOE, "capacity_factor": capacity}
+    sections: dict[str, Any] = {"checkpoint": {"export_hf": False}, "evaluate": {"every": 0}}
+    eager = pool.run(f"{JOBS}:run", (configure(tmp_path, model, {}, **sections),), 1)[0]
+    config = configure(tmp_path, model, {"ep": 2, "zero": 1}, compile={"enabled": True}, **sections)
     compiled = pool.run(f"{JOBS}:run", (config, False, backend), 2)[0]
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
 

@@ -22,7 +22,7 @@ from tests.support.hf_reference import LLAMA, hf_forward
 from trainyard import models
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
 from trainyard.checkpoint.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.checkpoint.registry import open_weights
 from trainyard.config.load import parse
@@ -61,7 +61,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(monkeypatch: pyte
     section = from_hf(json.loads(hf.config.to_json_string()))
     assert section.family == "gemma"
     assert from_hf(to_hf(section)) == section
-    values = tp_rank_values(weights_from_tensors(section, {k: InlineTensor(v) for k, v in hf.state_dict().items()}))
+    values = local_values(weights_from_tensors(section, {k: InlineTensor(v) for k, v in hf.state_dict().items()}))
     model = models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
     batch = configs.tiny_batch("llama")
     hf_logits, hf_loss = hf_forward("gemma", hf, batch)

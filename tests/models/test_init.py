@@ -5,6 +5,7 @@ import torch
 
 from tests.support import configs
 from trainyard import models
+from trainyard.core.splits import ModelShard
 from trainyard.families.blueprint import Blueprint, FusedPart, ParamSpec
 from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_tensor, unshard_tensor
@@ -18,13 +19,14 @@ def test_ranks_hold_slices_of_the_full_tensors(family: str, tp: int) -> None:
     full = initial_values(blueprint, 3)
     for name in blueprint.parameter_names():
         spec = blueprint.spec(name)
-        shards = [initial_values(blueprint, 3, tp=tp, rank=rank)(name) for rank in range(tp)]
-        assert all(tuple(shard.shape) == blueprint.local_shape(name, tp, rank) for rank, shard in enumerate(shards))
+        shards = [initial_values(blueprint, 3, shard=ModelShard(tp, rank))(name) for rank in range(tp)]
+        shapes = [blueprint.local_shape(name, ModelShard(tp, rank)) for rank in range(tp)]
+        assert [tuple(shard.shape) for shard in shards] == shapes
         pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
         dim = spec.tp_dim or 0
         for rank, shard in enumerate(shards):
             start = 0
-            for piece in blueprint.tp_slices(name, tp, rank):
+            for piece in blueprint.local_slices(name, ModelShard(tp, rank)):
                 size = piece.sizes[dim]
                 pieces.setdefault(piece.name, []).append((piece.offsets[dim], shard.narrow(dim, start, size)))
                 start += size
@@ -36,7 +38,7 @@ def test_ranks_hold_slices_of_the_full_tensors(family: str, tp: int) -> None:
         assert torch.equal(torch.cat(parts, 0 if spec.fused_parts else dim), full(name)), name
         assert torch.equal(unshard_tensor(blueprint, name, shards), full(name)), name
         for rank, shard in enumerate(shards):
-            assert torch.equal(shard_tensor(blueprint, name, full(name), tp, rank), shard), name
+            assert torch.equal(shard_tensor(blueprint, name, full(name), ModelShard(tp, rank)), shard), name
 
 
 def test_fusion_does_not_change_weights() -> None:
@@ -75,6 +77,6 @@ def test_standard_deviations_follow_the_blueprint() -> None:
 def test_kv_heads_are_replicated_if_ranks_outnumber_them() -> None:
     spec = ParamSpec("k", (8, 3), 0, (FusedPart("k", 8, 2),), init_std=1.0)
     blueprint = Blueprint((spec,), 1)
-    starts = [blueprint.tp_slices("k", 4, rank)[0].offsets[0] for rank in range(4)]
+    starts = [blueprint.local_slices("k", ModelShard(4, rank))[0].offsets[0] for rank in range(4)]
     assert starts == [0, 0, 4, 4]
-    assert blueprint.local_shape("k", 4) == (4, 3)
+    assert blueprint.local_shape("k", ModelShard(4)) == (4, 3)

@@ -1,6 +1,7 @@
 """Mixtures of experts against transformers, and their losses against a plain computation over the full batch."""
 
 import json
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support import configs
 from tests.support.hf_reference import MOE_VARIANTS, hf_forward, hf_model
 from trainyard import Trainer, models
 from trainyard.checkpoint.formats.hf import open_hf, save_hf
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf, to_hf
 from trainyard.kernels.grouped_linear import grouped_linear
@@ -30,7 +31,7 @@ def test_logits_loss_and_gradients(family: str, tmp_path: Path) -> None:
     section = weights.model
     assert section.family == family
     assert from_hf(to_hf(section)) == section
-    values = tp_rank_values(weights)
+    values = local_values(weights)
     section = section.model_copy(update={"balance_loss": 0.0})
     model = models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
     batch = configs.tiny_batch("llama")
@@ -50,6 +51,26 @@ def test_logits_loss_and_gradients(family: str, tmp_path: Path) -> None:
     expected = dict(hf.named_parameters())
     for name, gradient in gradients.named_parameters():
         torch.testing.assert_close(gradient, expected[name].grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", MOE_VARIANTS)
+def test_balance_loss_of_one_sample_and_layer(family: str, tmp_path: Path) -> None:
+    """The router's gradient is that of transformers, whose loss takes all samples and layers together."""
+    hf = hf_model(family, num_hidden_layers=1, router_aux_loss_coef=0.5)
+    hf.save_pretrained(tmp_path)
+    weights = open_hf(tmp_path)
+    assert weights.model.balance_loss == 0.5  # type: ignore[attr-defined]
+    batch = {name: value[:1] for name, value in configs.tiny_batch("llama").items()}
+    model = models.fill_parameters(models.build_model(weights.model), lambda name: local_values(weights)(name).clone())
+    total, count = CausalLoss().terms(model(batch), batch)["lm"]
+    (total / count).backward()
+    out = hf(input_ids=batch["tokens"].long(), output_router_logits=True)
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), batch["labels"].long().flatten())
+    without = torch.autograd.grad(loss, hf.model.layers[0].mlp.gate.weight, retain_graph=True)[0]
+    expected = torch.autograd.grad(loss + 0.5 * out.aux_loss, hf.model.layers[0].mlp.gate.weight)[0]
+    actual = model.layers["0"].mlp.router["weight"].grad
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    assert (expected - without).abs().max() > 100 * (expected - actual).abs().max()
 
 
 def moe_layer(**changes: Any) -> tuple[MoeMLP, Any]:
@@ -72,7 +93,7 @@ def test_router_losses_equal_a_plain_computation() -> None:
     logits = x @ layer.router["weight"].T
     probabilities = logits.softmax(-1)
     chosen = torch.zeros_like(logits).scatter_(2, probabilities.topk(c.top_k, -1).indices, 1.0)
-    balance = c.experts * (chosen.mean(1) / c.top_k * probabilities.mean(1)).sum(-1).mean()
+    balance = c.experts * (chosen.mean(1) * probabilities.mean(1)).sum(-1).mean() / c.layers
     z = logits.logsumexp(-1).square().mean()
     loss = (layer(x) * dy).sum() + 0.3 * balance + 0.2 * z
     expected = torch.autograd.grad(loss, (x, layer.router["weight"]))
@@ -109,6 +130,46 @@ def test_tokens_choose_only_their_experts() -> None:
         for expert in set(range(c.experts)) - used:
             layer.experts["down"].view(c.experts, -1)[expert] = torch.nan
     torch.testing.assert_close(layer(x[:1, 3:4]), y[:1, 3:4])
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 9.0])
+def test_tokens_beyond_the_capacity_skip_an_expert(factor: float) -> None:
+    """Equal to a loop over the tokens of each sample; with enough slots, to a layer without a capacity."""
+    layer, c = moe_layer(capacity_factor=factor, balance_loss=0.0, z_loss=0.0)
+    B, T = 2, 8
+    x, dy = torch.randn(B, T, c.hidden, requires_grad=True), torch.randn(B, T, c.hidden)
+    weight, expert = (x @ layer.router["weight"].T).softmax(-1).topk(c.top_k, -1)
+    weight = weight / weight.sum(-1, keepdim=True)
+    gate_up = layer.experts["gate_up"].view(c.experts, -1, c.hidden)
+    down = layer.experts["down"].view(c.experts, -1, c.ffn)
+    rows, dropped = [], 0
+    for sample in range(B):
+        slots = [ceil(factor * T * c.top_k / c.experts)] * c.experts
+        for token in range(T):
+            row = torch.zeros(c.hidden)
+            for w, e in zip(weight[sample, token], expert[sample, token].tolist(), strict=True):
+                if slots[e]:
+                    slots[e] -= 1
+                    gate, up = (gate_up[e] @ x[sample, token]).chunk(2)
+                    row = row + w * (down[e] @ (torch.nn.functional.silu(gate) * up))
+                else:
+                    dropped += 1
+            rows.append(row)
+    assert bool(dropped) == (factor < 9)
+    expected = torch.stack(rows).view(B, T, -1)
+    y = layer(x)
+    torch.testing.assert_close(y, expected, atol=1e-6, rtol=1e-5)
+    parameters = (x, *layer.parameters())
+    for a, b in zip(*(torch.autograd.grad(out, parameters, dy, True) for out in (y, expected)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+    layer.eval()
+    whole, _ = moe_layer()
+    torch.testing.assert_close(layer(x), whole(x))  # evaluation drops nothing
+    layer.has_grouped_products = False
+    torch.testing.assert_close(layer(x), whole(x), atol=1e-6, rtol=1e-5)
+    layer.train()
+    for a, b in zip(*(torch.autograd.grad(out, parameters, dy) for out in (layer(x), y)), strict=True):
+        torch.testing.assert_close(a, b)  # the same tokens without sorting
 
 
 def test_active_flops_count() -> None:

@@ -12,7 +12,7 @@ from tests.support import configs
 from tests.support.hf_reference import LLAMA31, VARIANTS, hf_forward, hf_reference
 from trainyard import models
 from trainyard.checkpoint.formats.hf import InMemoryWeights, hf_tensors, weights_from_tensors
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.io.lazy_tensor import InlineTensor
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf as config_from_hf
@@ -24,7 +24,7 @@ def model_from_hf(hf: nn.Module, hf_config: dict[str, Any], **changes: Any) -> t
     """Our configuration and model with the weights of a transformers model."""
     section = config_from_hf(hf_config).model_copy(update=changes)
     tensors = {name: InlineTensor(tensor) for name, tensor in hf.state_dict().items()}
-    values = tp_rank_values(weights_from_tensors(section, tensors))
+    values = local_values(weights_from_tensors(section, tensors))
     return section, models.fill_parameters(models.build_model(section), lambda name: values(name).clone())
 
 

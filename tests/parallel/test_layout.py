@@ -14,6 +14,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.splits import head_range, replication_factor
 from trainyard.parallel.layout import Layout
 
+MOE = configs.MOE
 MODEL = {**configs.LLAMA, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 64, "ffn": 96}
 
 
@@ -30,6 +31,15 @@ def test_ranks_are_pp_dp_cp_tp_with_tp_fastest() -> None:
     assert layout.groups("pp")[0] == [0, 8]
     assert layout.groups("dp", "cp")[1] == [1, 3, 5, 7]
     assert layout.coords(13) == {"pp": 1, "dp": 1, "cp": 0, "tp": 1}
+
+
+def test_experts_are_divided_among_adjacent_data_and_context_ranks() -> None:
+    layout = Layout.from_config(config({"tp": 2, "cp": 2, "ep": 4}, MOE), 16)
+    assert layout.expert_groups()[:2] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    assert layout.expert_data_groups()[:2] == [[0, 8], [2, 10]]
+    assert layout.model_shard(13) == (2, 1, 4, 2)
+    assert layout.data_shard(13, of_experts=False) == (8, 6)
+    assert layout.data_shard(13, of_experts=True) == (2, 1)
 
 
 def test_every_rank_is_in_one_group_per_axis() -> None:
@@ -52,6 +62,7 @@ VIOLATIONS = [
     ({"tp": 4, "sequence_parallel": True}, 4, {"data": {"seq_len": 18}}, "data.seq_len / cp = 18 / 1 divisible by tp"),
     ({"tp": 2, "pp": 2}, 6, {}, "needs a multiple of 4 ranks, this run has 6 (use --nproc 4 or 8"),
     ({}, 3, {}, "train.global_batch=8: not a multiple of micro_batch x data parallel = 1 x 3 (use 6 or 9)"),
+    ({"ep": 2}, 2, {}, "layout.ep=2: model.family=llama has no experts (use 1)"),
     ({"pp": 2, "vpp": 2}, 2, {"train": {"global_batch": 5, "micro_batch": 1}}, "5 cannot be split that way (use 4)"),
 ]
 
@@ -63,6 +74,20 @@ def test_a_violated_rule_is_one_line(layout: Any, ranks: int, sections: Any, mes
     line = str(error.value)
     assert message in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "message"),
+    [
+        ({"ep": 3}, 3, "layout.ep=3: does not divide model.experts=4 (use 1)"),
+        ({"ep": 4}, 2, "layout.ep=4: does not divide data x context parallel = 2 x 1 (use 1 or 2)"),
+        ({"ep": 2, "tp": 2}, 2, "layout.ep=2: does not divide data x context parallel = 1 x 1 (use 1)"),
+    ],
+)
+def test_ep_must_divide_experts_and_ranks(layout: dict[str, int], ranks: int, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        Layout.from_config(config(layout, MOE, train={"global_batch": 12}), ranks)
+    assert message in str(error.value)
 
 
 def test_tp_must_divide_ffn() -> None:

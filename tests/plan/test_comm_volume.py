@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.meta_op_mode import MetaOpMode
+from trainyard import compat
 from trainyard.compat import collectives, supports_zero_bubble
 from trainyard.config.load import load
 from trainyard.config.schema import Config
@@ -26,6 +27,7 @@ from trainyard.dryrun.op_trace import MESH_GROUPS
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.plan.time.comm_volume import Message, MessageCounts, step_messages
+from trainyard.plan.trace.work_trace import EXPERT_EXCHANGES
 
 NIGHTLY = pytest.mark.nightly
 SHAPE_VOTE = int(supports_zero_bubble())
@@ -66,6 +68,8 @@ class MessageCounter(MetaOpMode):  # type: ignore[no-untyped-call]
             self._count(POINT_TO_POINT[function], dist.ProcessGroup.unbox(group).group_name, tensor, peer=peer)
         elif function.namespace == "_c10d_functional" and "wait_tensor" not in function.name():
             self._count(FUNCTIONAL_COLLECTIVES[function], args[-1], args[0], out)
+        elif function.name() in EXPERT_EXCHANGES:
+            self._count("all_to_all", args[-1], args[0])
 
     def _count(self, kind: str, group: str, *tensors: torch.Tensor, peer: int | None = None) -> None:
         name, size = self.groups[group]
@@ -105,7 +109,8 @@ def traced(recipe: str, rank: int, micro_batches: int | None, *overrides: str) -
     assert config.layout.ranks
     device = FakeCpu() if config.layout.zero >= 2 else None
     no_emulation = patch.object(collectives, "_emulate_with_all_reduce", lambda x: False)  # which only gloo needs
-    with no_emulation, dry_run(config, rank, config.layout.ranks, device) as trainer:
+    sent_to_itself = patch.object(compat, "all_to_all", lambda x, receive, send, group: x.clone())
+    with no_emulation, sent_to_itself, dry_run(config, rank, config.layout.ranks, device) as trainer:
         for model in trainer.models:
             model.train()
         batch = trainer.loader.batch(0, trainer.batch_slice)
@@ -163,6 +168,11 @@ LLAMA = (
 )
 ODD = "layout.ranks=6 model.heads=12 model.hidden=768 model.kv_heads=4 model.ffn=1536 data.seq_len=96"
 OTHER = "model.hidden=256 model.heads=8 model.layers=2 train.micro_batch=2 layout.bucket_mib=1 layout.ranks=8"
+MOE = (
+    "model.hidden=256 model.heads=8 model.kv_heads=2 model.ffn=512 model.layers=2 model.vocab=1000 data.seq_len=128 "
+    "model.experts=4 train.micro_batch=1 layout.bucket_mib=1 layout.ranks=8 layout.tp=1 layout.pp=1 "
+    "layout.sequence_parallel=false recompute.kind=none recompute.modules=[]"
+)
 SMALL_CASES: list[Case] = [
     (recipe, rank, 4 if "layout.pp" in layout else 2, *f"{base} {layout}".split())
     for recipe, base, rank, layout in (
@@ -198,6 +208,11 @@ SMALL_CASES: list[Case] = [
         ("bert-large-phase1-lamb", OTHER, 1, "layout.tp=4 layout.sequence_parallel=true"),
         ("bert-large-phase1-lamb", OTHER, 1, "layout.tp=2 layout.pp=2 layout.zero=1"),
         ("bert-large-phase1", OTHER, 1, "layout.cp=2 layout.tp=2"),
+        ("mixtral-8x7b", MOE, 3, "layout.ep=2 layout.zero=0"),
+        ("mixtral-8x7b", MOE, 5, "layout.ep=4 layout.tp=2 layout.zero=1 layout.sequence_parallel=true"),
+        ("mixtral-8x7b", MOE, 5, "layout.ep=2 layout.pp=2 layout.zero=3"),
+        ("mixtral-8x7b", MOE, 2, "layout.ep=4 layout.cp=2 layout.zero=1 recompute.kind=full"),
+        ("mixtral-8x7b", MOE, 6, "layout.ep=2 layout.zero=1 optimizer.kind=muon"),
     )
 ]
 

@@ -62,7 +62,9 @@ def test_estimate_equals_allocations_of_larger_models_on_a_cpu(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", ["llama-zero1", "llama-zero2", "llama-zero3", "gpt-sequence", "llama-pp", "llama-cp"])
+@pytest.mark.parametrize(
+    "case", ["llama-zero1", "llama-zero2", "llama-zero3", "gpt-sequence", "llama-pp", "llama-cp", "experts-zero1"]
+)
 def test_estimate_equals_allocations_of_every_rank_on_a_cpu(case: str) -> None:
     config, layout = plan_memory.make_config("cpu", case)
     for pp, peaks in plan_memory.measure_on_cpu(case).items():

@@ -16,7 +16,7 @@ def muon_matrices(optimizer: Optimizer, blueprint: models.Blueprint) -> dict[str
     matrices = {}
     for name in optimizer.state.names:
         start = 0
-        for piece in blueprint.tp_slices(name) if not optimizer.state.has_second_moment(name) else ():
+        for piece in blueprint.local_slices(name) if not optimizer.state.has_second_moment(name) else ():
             matrices[piece.name] = (name, slice(start, start + piece.sizes[0]))
             start += piece.sizes[0]
     return matrices

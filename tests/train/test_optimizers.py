@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.support import configs
 from trainyard import models
 from trainyard.config.schema import Config
+from trainyard.core.splits import FULL_MODEL
 from trainyard.devices.cpu import CpuDevice
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
@@ -176,11 +177,12 @@ def test_rounding_covers_every_row_of_a_shard_and_nothing_of_an_empty_one() -> N
     config = configs.tiny_config("bert", precision={"kind": "bf16_sr"}, layout={"zero": 1})
     blueprint = models.family_of(config.model).blueprint(config.model)
     shapes = {name: blueprint.local_shape(name) for name in blueprint.parameter_names()}
-    state = FlatState(shapes, blueprint, config, Group((0, 1, 2, 3), 3), torch.device("cpu"))
+    mesh = Mesh(Layout(dp=4), 3, dp_cp=Group((0, 1, 2, 3), 3))
+    state = FlatState(shapes, blueprint, config, mesh, torch.device("cpu"))
     for name in state.names:
-        ranges = rounding_ranges(state, blueprint, Group(), name)
+        ranges = rounding_ranges(state, blueprint, FULL_MODEL, name)
         assert sum(part.weight.numel() for part in ranges) == state.shard_view(state.master_weights, name).numel()
-    assert not rounding_ranges(state, blueprint, Group(), "nsp.bias")  # two rows on four ranks
+    assert not rounding_ranges(state, blueprint, FULL_MODEL, "nsp.bias")  # two rows on four ranks
 
 
 @pytest.mark.parametrize(

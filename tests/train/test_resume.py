@@ -180,7 +180,7 @@ def test_weights_only_starts_with_a_new_optimizer(tmp_path: Path) -> None:
     with native_checkpoint.Checkpoint(open_storage(checkpoint_path(full.directory, 3))) as checkpoint:
         for name in trainer.blueprint.parameter_names():
             begin = 0
-            for piece in trainer.blueprint.tp_slices(name):
+            for piece in trainer.blueprint.local_slices(name):
                 mine = trainer.full_parameter(name)[begin : (begin := begin + piece.sizes[0])]
                 assert torch.equal(mine, checkpoint.read(piece))
     assert trainer.completed_steps == 0

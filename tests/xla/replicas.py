@@ -30,10 +30,12 @@ VARIABLES = {
 def make_mesh(layout: Layout, rank: int, device: Device) -> Mesh:
     """The mesh of `rank`; no other rank needs to exist."""
 
-    def group(*dimensions: AxisName) -> Group:
-        groups = layout.groups(*dimensions)
+    def make_group(name: str, groups: list[list[int]]) -> Group:
         members = next(ranks for ranks in groups if rank in ranks)
-        return Group(tuple(members), members.index(rank), "-".join(dimensions), None, device.collectives(groups))
+        return Group(tuple(members), members.index(rank), name, None, device.collectives(groups))
+
+    def group(*dimensions: AxisName) -> Group:
+        return make_group("-".join(dimensions), layout.groups(*dimensions))
 
     return Mesh(
         layout,
@@ -42,6 +44,8 @@ def make_mesh(layout: Layout, rank: int, device: Device) -> Mesh:
         cp=group("cp"),
         pp=group("pp"),
         dp_cp=group("dp", "cp"),
+        ep=make_group("ep", layout.expert_groups()),
+        expert_dp=make_group("expert_dp", layout.expert_data_groups()),
         dp_cp_tp=group("dp", "cp", "tp"),
         world=group("pp", "dp", "cp", "tp"),
     )

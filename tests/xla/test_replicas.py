@@ -1,4 +1,6 @@
-"""Tensor, context and data parallel ranks with XLA's collectives compute the same step as one rank."""
+"""Tensor, context, expert and data parallel ranks with XLA's collectives compute the same step as one rank."""
+
+from typing import Any
 
 import pytest
 
@@ -11,20 +13,25 @@ RANKS = 4
 # Shards of a fused matrix contain rows of different projections, so ranks would trace different updates; replicas of
 # one process must run the same graph.
 MODEL = {**configs.LLAMA, "fuse_qkv": False}
+EXPERTS = {**configs.MOE, "fuse_qkv": False, "capacity_factor": 0.75}
 
 
 @pytest.mark.parametrize(
-    ("layout", "graphs"),
+    ("layout", "model", "graphs"),
     [
-        ({"tp": 2, "zero": 0, "sequence_parallel": False}, [2] * steps.STEPS),
+        ({"tp": 2, "zero": 0, "sequence_parallel": False}, MODEL, [2] * steps.STEPS),
         # The all-gather of new weights overlaps the next step; the first step has none in flight.
-        ({"tp": 2, "zero": 1, "sequence_parallel": True}, [2, *[3] * (steps.STEPS - 1)]),
-        ({"cp": 2, "zero": 0}, [2] * steps.STEPS),
-        ({"cp": 2, "tp": 2, "zero": 0, "sequence_parallel": True}, [2] * steps.STEPS),
+        ({"tp": 2, "zero": 1, "sequence_parallel": True}, MODEL, [2, *[3] * (steps.STEPS - 1)]),
+        ({"cp": 2, "zero": 0}, MODEL, [2] * steps.STEPS),
+        ({"cp": 2, "tp": 2, "zero": 0, "sequence_parallel": True}, MODEL, [2] * steps.STEPS),
+        ({"ep": 2, "tp": 2, "zero": 0, "sequence_parallel": True}, EXPERTS, [2] * steps.STEPS),
+        ({"ep": 4, "cp": 2, "zero": 0}, EXPERTS, [2] * steps.STEPS),
     ],
-    ids=["sums", "sequence parallel and shards", "context", "context and tensor"],
+    ids=["sums", "sequence parallel and shards", "context", "context and tensor", "experts and tensor", "experts"],
 )
-def test_four_ranks_equal_one(layout: dict[str, int], graphs: list[int], run_isolated: RunIsolated) -> None:
+def test_four_ranks_equal_one(
+    layout: dict[str, int], model: dict[str, Any], graphs: list[int], run_isolated: RunIsolated
+) -> None:
     data_parallel = RANKS // (layout.get("tp", 1) * layout.get("cp", 1))
     sections = {
         "layout": layout,
@@ -34,7 +41,7 @@ def test_four_ranks_equal_one(layout: dict[str, int], graphs: list[int], run_iso
         },  # one micro batch per step: a second has its own graph
         "recompute": {"kind": "selective", "modules": ["core_attention", "mlp"]},
     }
-    differences = run_isolated(steps.compare_replicas, RANKS, MODEL, sections, CPU_NUM_DEVICES=str(RANKS), **VARIABLES)
+    differences = run_isolated(steps.compare_replicas, RANKS, model, sections, CPU_NUM_DEVICES=str(RANKS), **VARIABLES)
     assert len(differences) == RANKS
     for difference in differences:
         assert difference.losses < 1e-5

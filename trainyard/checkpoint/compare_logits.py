@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import WeightSource, tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
 from trainyard.core.counter_rng import key64, normal_slice
 from trainyard.families.blueprint import layer_index
 from trainyard.models.output import ModelOutput
@@ -39,7 +39,7 @@ def compare_logits(weights_a: WeightSource, weights_b: WeightSource, seed: int =
 @torch.no_grad()
 def _logits(weights: WeightSource, tokens: Tensor) -> Tensor:
     """All logits, flattened, including those of BERT's next-sentence head."""
-    values = tp_rank_values(weights)
+    values = local_values(weights)
     blueprint = models.family_of(weights.model).blueprint(weights.model)
     model = models.build_model(weights.model).eval()
     owners = {

@@ -12,7 +12,7 @@ from trainyard.models import family_of
 from trainyard.plan.compare_measured import ComparisonRow
 from trainyard.plan.group_rules import PlanProblem
 from trainyard.plan.report import ConfigChange, Plan
-from trainyard.plan.search import LayoutRanking
+from trainyard.plan.search import SEARCHED_KEYS, LayoutRanking
 from trainyard.plan.time.step_time import distinct_pipeline_ranks
 
 TABLE_WIDTH = 100
@@ -27,13 +27,14 @@ SHORT_HEADINGS = {
     "fragmentation": "fragm.",
 }
 """Headings in a terminal of fewer than 100 columns."""
-AXIS_LABELS = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "all": "all ranks"}
+AXIS_LABELS = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data", "all": "all ranks"}
 STEP_PART_LABELS = {
     "matmul": "matrix multiplications",
     "attention": "attention",
     "memory": "other memory traffic",
     "tp": "tensor parallel",
     "cp": "context parallel",
+    "ep": "expert parallel",
     "pp": "between stages",
     "bubble": "pipeline bubble",
     "dp": "data parallel",
@@ -156,17 +157,17 @@ def print_search(plan: Plan, ranking: LayoutRanking) -> None:
     console.print(
         Text(f"{hardware.describe()}: {ranking.timed_count} layouts timed; the best of each tp, pp and cp that fits")
     )
-    table = _table(
-        console, "", "tp", "pp", "vpp", "cp", "dp", "zero", "micro", "recompute", "seconds", "GiB", "tokens/s"
-    )
+    headings = [key.rpartition(".")[2] for key in SEARCHED_KEYS]
+    columns = ["tp", "pp", "vpp", "cp", *["ep"] * bool(plan.config.model.num_experts), "dp", "zero"]
+    table = _table(console, "", *columns, "micro", "recompute", "seconds", "GiB", "tokens/s")
     tokens = plan.config.train.global_batch * plan.config.data.seq_len
     layouts = [*ranking.layouts]
     if file_layout and not any(layout.is_file for layout in layouts):
         layouts.append(file_layout)
     for number, layout in enumerate(layouts, 1):
-        tp, pp, vpp, cp, zero, micro, recompute = layout.point
+        values = {**dict(zip(headings, layout.point, strict=True)), "dp": layout.layout.dp}
         labels = ([str(number)] if number <= len(ranking.layouts) else []) + ["file"] * layout.is_file
-        cells = (tp, pp, vpp, cp, layout.layout.dp, zero, micro, recompute, format_number(layout.seconds))
+        cells = (*(values[key] for key in (*columns, "micro_batch", "kind")), format_number(layout.seconds))
         memory = format_gib(layout.memory) + "!" * (layout.memory > hardware.memory)
         table.add_row(" ".join(labels), *map(str, cells), memory, f"{tokens / layout.seconds:,.0f}")
     console.print(table)

@@ -13,6 +13,7 @@ from trainyard.compat.collectives import (
     all_gather,
     all_reduce,
     all_reduce_,
+    all_to_all,
     completed_work,
     group_rank,
     init_fake_process_group,
@@ -40,6 +41,7 @@ from trainyard.compat.inductor import (
 from trainyard.compat.matmul import add_matmul_, grouped_mm, has_fast_bf16_matmul, has_grouped_mm, scaled_mm
 from trainyard.compat.memory import dump_memory_snapshot, record_memory_history
 from trainyard.compat.optim import foreach_norm, fused_adamw_, has_fused_adamw
+from trainyard.compat.sharding import placement_on_other_mesh
 from trainyard.compat.tracing import (
     DispatchMode,
     EagerDispatchMode,
@@ -54,5 +56,6 @@ from trainyard.compat.tracing import (
     register_device_module,
     run_backward,
     tensor_without_memory,
+    unknown_size,
 )
 from trainyard.compat.version import has_recorder_pipe_by_default, supports_unsorted_groups, supports_zero_bubble

@@ -54,6 +54,12 @@ def sendrecv(x: Tensor, destination: int, source: int, size: int, group: str) ->
     return torch.ops._c10d_functional.all_to_all_single(flat, receive, send, group)
 
 
+def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+    """Send the first `send[0]` rows of `x` to rank 0 of the group, the next `send[1]` to rank 1, and so on, and receive
+    `receive[r]` rows from each rank r, in rank order."""
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group)
+
+
 def wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
 

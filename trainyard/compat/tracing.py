@@ -67,6 +67,18 @@ def has_memory(x: torch.Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def unknown_size(estimate: int) -> int:
+    """In the rule of a custom operator for fake tensors: a size that depends on values, where the tracer knows such
+    sizes, else an estimate of it (torch 2.11 to 2.14)."""
+    try:
+        context = torch.library.get_ctx()
+    except RuntimeError:  # the meta device
+        return estimate
+    if context._shape_env is None:
+        return estimate
+    return context.new_dynamic_size()  # type: ignore[return-value]
+
+
 def tensor_without_memory(cls: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass that has no memory and implements `__torch_dispatch__`."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

@@ -29,6 +29,9 @@ class LayoutSection(Section):
     cp_method: Literal["ring", "all_gather"] = "ring"
     """Exchange of keys and values among context parallel ranks: ring attention, or one all-gather. Trainium always
     uses the all-gather."""
+    ep: PositiveInt = 1
+    """Expert parallel ranks: this many of the data x context parallel ranks divide the experts of a mixture of experts,
+    and send each token to the ranks of its experts."""
     zero: int = Field(0, ge=0, le=3)
     """State sharded over data parallel ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     bucket_mib: PositiveInt = 256

@@ -71,6 +71,8 @@ def smoke_config(
     scaling = model.get("rope_scaling")
     if scaling and "original_max_positions" in scaling and "model.rope_scaling" not in named:
         scaling["original_max_positions"] = SMOKE_SEQ_LEN
+    if model.get("experts"):
+        shrink("layout", ep=gcd(layout["ep"], model["experts"], ranks // (layout["tp"] * layout["pp"]) or 1))
     micro_batches = max(min(config.train.global_batch // config.train.micro_batch, 2), layout["pp"])
     dp = max(ranks // prod(layout[axis] for axis in AXES), 1)
     micro_batch = min(config.train.micro_batch, 4)
@@ -146,6 +148,8 @@ def fit_to_ranks(config: Config, ranks: int, named: Collection[str] = ()) -> Con
     fitted = _fitted_layout(data["layout"], ranks, config.model.heads, named)
     data["layout"] |= {key: value for key, value in fitted.items() if f"layout.{key}" not in named}
     dp = max(ranks // prod(data["layout"][axis] for axis in AXES), 1)
+    if "layout.ep" not in named:
+        data["layout"]["ep"] = gcd(config.layout.ep, dp * data["layout"]["cp"])
     if config.train.global_batch % dp == 0:
         data["train"]["micro_batch"] = gcd(config.train.micro_batch, config.train.global_batch // dp)
     return parse(data)

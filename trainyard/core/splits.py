@@ -1,4 +1,18 @@
-"""How rows and heads are divided among ranks."""
+"""How rows, heads and experts are divided among ranks."""
+
+from typing import NamedTuple
+
+
+class ModelShard(NamedTuple):
+    """A rank's index along the axes that split parameters; data-parallel sharding (ZeRO) comes after it."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
+
+
+FULL_MODEL = ModelShard()
 
 
 def shard_rows(num_rows: int, num_shards: int, shard: int) -> range:

@@ -59,6 +59,9 @@ class DeviceCollectives(Protocol):
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Sum [size * n, ...] over ranks and return this rank's [n, ...]."""
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * n, ...] with n rows for every rank to the rows that the ranks have for this one, in group order."""
+
 
 class Device(ABC):
     """One kind of device: what it is, what it supports, and how to move data to and from it."""

@@ -23,7 +23,7 @@ from trainyard.dryrun.meta_ops import FUSED_ADAMW, TraceAborted, run_on_meta, te
 from trainyard.dryrun.source_lines import SourceLocation, SourceLocator
 from trainyard.parallel.mesh import Mesh
 
-MESH_GROUPS = ("tp", "cp", "pp", "dp_cp", "dp_cp_tp", "world", "kv_replicas", "tied_embedding")
+MESH_GROUPS = ("tp", "cp", "pp", "expert_dp", "dp_cp", "ep", "dp_cp_tp", "world", "kv_replicas", "tied_embedding")
 PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 PRINT_OP = "python.print"
 """Name of the conversion of a tensor to text in a trace."""

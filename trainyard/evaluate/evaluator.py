@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trainyard import models
-from trainyard.checkpoint.formats.tensor_map import WeightSource, tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
 from trainyard.compile.compile_blocks import make_compile_fn
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
@@ -63,7 +63,7 @@ class Evaluator:
         self._runners: dict[tuple[int, int], MicroBatchRunner] = {}
 
     def _load(self, weights: WeightSource) -> None:
-        read = tp_rank_values(weights, self.mesh.tp.size, self.mesh.tp.rank)
+        read = local_values(weights, self.mesh.model_shard)
         total = sum(len(list(model.parameters())) for model in self.models)
         done = 0
         dtype = DTYPES[self.config.precision.compute_dtype]

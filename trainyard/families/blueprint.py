@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from trainyard.core.splits import head_range, replication_factor
+from trainyard.core.splits import FULL_MODEL, ModelShard, head_range, replication_factor
 from trainyard.core.tensor_slice import TensorSlice
 
 StagePlacement = Literal["first", "block", "last", "both"]
@@ -55,7 +55,8 @@ class ParamSpec:
     padded: bool = False
     """Zero rows at the end make the shards of all tensor-parallel ranks equal (vocabularies)."""
     experts: int = 0
-    """Number of experts whose matrices are the fused parts; 0: not a matrix of experts."""
+    """Number of experts whose matrices are the fused parts, in the order of experts, so that an expert-parallel rank
+    holds a range of parts; 0: not a matrix of experts."""
     active_experts: int = 0
     """Number of experts that a token uses."""
     tp_gradient: TpGradient = "by_tokens"
@@ -66,6 +67,13 @@ class ParamSpec:
     def sums_tp_gradient(self, sequence_parallel: bool) -> bool:
         """True if the gradient of this unsplit parameter is a sum over tensor-parallel ranks."""
         return self.tp_gradient == "partial" or (self.tp_gradient == "by_tokens" and sequence_parallel)
+
+    def local_parts(self, shard: ModelShard) -> tuple[FusedPart, ...]:
+        """The fused parts that a rank holds, each of them split over tensor-parallel ranks."""
+        if not self.experts:
+            return self.fused_parts
+        count = len(self.fused_parts) // shard.ep
+        return self.fused_parts[shard.ep_rank * count : (shard.ep_rank + 1) * count]
 
     @property
     def flops_share(self) -> float:
@@ -102,12 +110,13 @@ class Blueprint:
     def __contains__(self, name: str) -> bool:
         return name_pattern(name) in self._by_pattern
 
-    def tp_slices(self, name: str, tp: int = 1, rank: int = 0) -> list[TensorSlice]:
-        """The slices of `name` that tensor-parallel rank `rank` of `tp` holds: one per fused part, in order."""
+    def local_slices(self, name: str, shard: ModelShard = FULL_MODEL) -> list[TensorSlice]:
+        """The slices of `name` that a rank holds: one per fused part, in order."""
         spec, layer = self.spec(name), layer_index(name)
+        tp, rank = shard.tp, shard.tp_rank
         dim = spec.tp_dim or 0
         slices = []
-        for part in spec.fused_parts or (FusedPart(spec.name, spec.shape[0], spec.shape[0]),):
+        for part in spec.local_parts(shard) or (FusedPart(spec.name, spec.shape[0], spec.shape[0]),):
             size, units = (part.size, part.units) if dim == 0 else (spec.shape[dim], spec.shape[dim])
             start, stop = 0, size
             if spec.padded:
@@ -119,25 +128,23 @@ class Blueprint:
             slices.append(TensorSlice.full(part_name, (part.size, *spec.shape[1:])).narrow(dim, start, stop))
         return slices
 
-    def replication(self, name: str, tp: int) -> list[int]:
-        """Number of tensor-parallel ranks that hold the same values, for each slice of `name`."""
-        spec = self.spec(name)
+    def replication(self, name: str, shard: ModelShard) -> list[int]:
+        """Number of tensor-parallel ranks that hold the same values, for each slice of `name` on a rank."""
+        spec, tp = self.spec(name), shard.tp
+        parts = spec.local_parts(shard)
         if spec.tp_dim is None:
             return [tp]
         if spec.tp_dim > 0:
-            return [replication_factor(spec.shape[spec.tp_dim], tp)] * max(len(spec.fused_parts), 1)
-        return [replication_factor(part.units, tp) for part in spec.fused_parts] or [1]
+            return [replication_factor(spec.shape[spec.tp_dim], tp)] * max(len(parts), 1)
+        return [replication_factor(part.units, tp) for part in parts] or [1]
 
-    def local_shape(self, name: str, tp: int = 1, rank: int = 0) -> tuple[int, ...]:
-        """The shape that tensor-parallel rank `rank` holds, padding included."""
+    def local_shape(self, name: str, shard: ModelShard = FULL_MODEL) -> tuple[int, ...]:
+        """The shape that a rank holds, padding included."""
         spec = self.spec(name)
-        shape = list(spec.shape)
         if spec.padded:
-            shape[0] = -(-shape[0] // tp)
-        elif spec.tp_dim is not None:
-            widths = [piece.sizes[spec.tp_dim] for piece in self.tp_slices(name, tp, rank)]
-            shape[spec.tp_dim] = sum(widths) if spec.tp_dim == 0 else widths[0]
-        return tuple(shape)
+            return (-(-spec.shape[0] // shard.tp), *spec.shape[1:])
+        slices = self.local_slices(name, shard)
+        return (sum(piece.sizes[0] for piece in slices), *slices[0].sizes[1:])
 
     def parameter_count(self, included: Callable[[ParamSpec], bool] = lambda spec: True) -> int:
         """Number of weights in the full model, or in those of its parameters that are `included`."""

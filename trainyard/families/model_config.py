@@ -61,6 +61,11 @@ class ModelConfig(Section):
         return getattr(self, "ffn", None) or 4 * self.hidden
 
     @property
+    def num_experts(self) -> int:
+        """Number of experts in each layer; 0 without a mixture of experts."""
+        return getattr(self, "experts", 0)
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of a block's two output projections."""
         return self.init_std / (2 * self.layers) ** 0.5 if self.scaled_init else self.init_std

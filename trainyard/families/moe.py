@@ -19,11 +19,15 @@ class MoeConfig(DecoderConfig):
     """Experts that a token goes to."""
     normalize_top_k: bool = True
     """Scale the weights of a token's experts to the sum 1."""
+    capacity_factor: float | None = Field(None, gt=0)
+    """Limit on the tokens that an expert takes of each sample in training, as a multiple of an equal share: later
+    tokens skip it. With a limit all shapes are static, which Trainium needs. Default: no limit."""
     balance_loss: float = Field(0.01, ge=0)
-    """Coefficient of the load-balancing loss, a mean over samples and a sum over layers; 0: none. It is not part of the
-    logged loss."""
+    """Coefficient of the load-balancing loss, a mean over samples and layers (router_aux_loss_coef of transformers);
+    0: none. It is not part of the logged loss."""
     z_loss: float = Field(0.0, ge=0)
-    """Coefficient of the router's z loss (the squared logsumexp of its logits); 0: none."""
+    """Coefficient of the router's z loss (the squared logsumexp of its logits), a mean over tokens and a sum over
+    layers; 0: none."""
 
     @model_validator(mode="after")
     def _check_top_k(self) -> Self:

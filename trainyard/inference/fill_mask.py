@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
@@ -41,7 +41,7 @@ class MaskFiller:
         if found is None:
             raise UserError(f"{source}: has no tokenizer; give --tokenizer")
         self.tokenizer: Tokenizer = found
-        values, handle = tp_rank_values(weights), device.torch_device
+        values, handle = local_values(weights), device.torch_device
         self.model: TransformerStage = build_model(self.config, handle, kernels=device.kernels(False))
         fill_parameters(self.model, lambda name: values(name).to(handle))
         self.model.eval()

@@ -167,7 +167,7 @@ def _rank_values(
     blueprint = family_of(config).blueprint(config)
 
     def values(name: str) -> Tensor:
-        local = local_tensor(blueprint, name, mesh.tp.size, mesh.tp.rank, weights.read)
+        local = local_tensor(blueprint, name, mesh.model_shard, weights.read)
         return local.to(device, dtype).contiguous()  # GPT-2's files store transposed matrices
 
     return values

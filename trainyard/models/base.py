@@ -16,10 +16,11 @@ from trainyard.parallel.layout import StageSpec
 
 
 @runtime_checkable
-class AddsToLoss(Protocol):
-    """A module that adds its own terms to the loss, as means over the samples of a step."""
+class RoutesTokens(Protocol):
+    """A mixture of experts. It adds terms of its own to the loss, as means over the samples of a step."""
 
     samples_per_step: int
+    has_grouped_products: bool
 
 
 class TransformerStage(nn.Module):
@@ -112,11 +113,11 @@ class TransformerStage(nn.Module):
         seeds = token_seeds(batch, self.token_positions(batch))
         return seeds, RowSeeds(*(self.tp.local_tokens(seed, self.tp_rank) for seed in seeds))
 
-    def set_samples_per_step(self, count: int) -> None:
-        """Tell the blocks that add to the loss of how many samples it is a mean."""
+    def configure_experts(self, samples_per_step: int, has_grouped_products: bool) -> None:
+        """Tell mixtures of experts of how many samples the loss is a mean, and what the device can multiply."""
         for module in self.modules():
-            if isinstance(module, AddsToLoss):
-                module.samples_per_step = count
+            if isinstance(module, RoutesTokens):
+                module.samples_per_step, module.has_grouped_products = samples_per_step, has_grouped_products
 
     def prune_to_stage(self, stage: StageSpec, blueprint: Blueprint) -> None:
         """Delete the modules of all other stages. Parameter names stay global."""

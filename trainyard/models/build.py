@@ -61,7 +61,7 @@ def _check_parameters(model: nn.Module, blueprint: Blueprint, axes: Axes) -> Non
         if name not in expected:
             raise UserError(f"its module has {name}, which its blueprint has not")
         expected.discard(name)
-        shape = blueprint.local_shape(name, axes.tp.size, axes.tp.rank)
+        shape = blueprint.local_shape(name, axes.model_shard)
         if tuple(parameter.shape) != shape:
             raise UserError(
                 f"{name} has the shape {list(parameter.shape)} in its module, {list(shape)} in its blueprint"

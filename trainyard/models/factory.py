@@ -38,12 +38,13 @@ class ModuleFactory:
 
     def __init__(self, blueprint: Blueprint, axes: Axes, kernels: Kernels, fp8: Fp8Layers | None = None) -> None:
         self.blueprint, self.kernels, self.fp8 = blueprint, kernels, fp8
-        self.tp, self.cp = axes.tp, axes.cp
+        self.tp, self.cp, self.ep = axes.tp, axes.cp, axes.ep
+        self.shard = axes.model_shard
 
     def parameter(self, name: str) -> nn.Parameter:
         if name not in self.blueprint:
             raise UserError(f"its module has {name}, which its blueprint has not")
-        shape = self.blueprint.local_shape(name, self.tp.size, self.tp.rank)
+        shape = self.blueprint.local_shape(name, self.shard)
         return nn.Parameter(torch.empty(shape, device="meta"))
 
     def parameters(self, name: str, parts: Sequence[str]) -> nn.ParameterDict:

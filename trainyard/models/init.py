@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainyard.core.counter_rng import key64, normal_slice
+from trainyard.core.splits import FULL_MODEL, ModelShard
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.blueprint import Blueprint
 
@@ -18,18 +19,18 @@ ParameterValues = Callable[[str], Tensor]
 
 
 def initial_values(
-    blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", tp: int = 1, rank: int = 0
+    blueprint: Blueprint, seed: int, device: torch.device | str = "cpu", shard: ModelShard = FULL_MODEL
 ) -> ParameterValues:
-    """The initial values of the parameters that tensor-parallel rank `rank` holds."""
+    """The initial values of the parameters that a rank holds."""
 
     def values(name: str) -> Tensor:
         spec = blueprint.spec(name)
-        out = torch.full(blueprint.local_shape(name, tp, rank), spec.init_value, device=device)
+        out = torch.full(blueprint.local_shape(name, shard), spec.init_value, device=device)
         if spec.init_std is None:
             return out
         # The padding rows after the slices of a padded parameter stay 0.
         start = 0
-        for piece in blueprint.tp_slices(name, tp, rank):
+        for piece in blueprint.local_slices(name, shard):
             rows = out.narrow(0, start, piece.sizes[0])
             torch.mul(normal_values(piece, seed, device), spec.init_std, out=rows)
             start += piece.sizes[0]

@@ -1,8 +1,10 @@
-"""A mixture of experts in the place of an MLP: each token goes to its top-k experts, none is dropped.
+"""A mixture of experts in the place of an MLP: each token goes to its top-k experts. None is dropped, unless the
+experts have a capacity.
 
 B batch, T tokens, N = B T, D hidden, E experts, k experts per token, F ffn of an expert.
 """
 
+from math import ceil
 from typing import Any
 
 import torch
@@ -11,26 +13,31 @@ from torch import Tensor
 
 from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import grouped_linear
+from trainyard.models.expert_slots import assign_slots
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import SwiGLU
 from trainyard.parallel.recompute import Recomputable
 
 
 class MoeMLP(Recomputable):
-    """Every tensor-parallel rank routes all tokens and computes its columns of every expert."""
+    """Every tensor-parallel rank routes all tokens and computes its columns of this expert-parallel rank's experts."""
 
     recompute_name = "mlp"
+    cp_rank: Tensor
     pair_counts: Tensor
     """(token, expert) pairs of each expert in training, fp32 [E]; whoever reads them sets them to 0. Recomputation
     counts all of them again, which does not change the shares."""
 
     def __init__(self, c: MoeConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
-        self.c, self.tp, self.cp = c, make.tp, make.cp
+        self.c, self.tp, self.cp, self.ep = c, make.tp, make.cp, make.ep
         self.router = make.parameters(f"{name}.router", ["weight"])
         self.experts = make.parameters(f"{name}.experts", ["gate_up", "down"])
         self.activation = SwiGLU(make.kernels)
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
+        self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
+        self.has_grouped_products = True
+        """False on devices that multiply in slots of a fixed number."""
         self.samples_per_step = 1
         """Samples of a global batch, of which the losses of the router are means; `set_samples_per_step` sets it."""
 
@@ -43,25 +50,56 @@ class MoeMLP(Recomputable):
             self.pair_counts += count_BE.sum(0)
             if self.c.balance_loss or self.c.z_loss:
                 x_BTD = _AddLoss.apply(x_BTD, self._router_loss(logits_BTE, count_BE))  # type: ignore[no-untyped-call]
-        y_ND = self._apply_experts(x_BTD.flatten(0, 1), weight_NK.to(x_BTD.dtype), expert_NK)
+        has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_products)
+        out_NKD = self._apply_in_slots(x_BTD, expert_NK) if has_capacity else self._apply_all(x_BTD, expert_NK)
+        y_ND = (out_NKD * weight_NK.to(x_BTD.dtype)[..., None]).sum(1)
         return self.tp.reduce_output(y_ND.view_as(x_BTD))
 
     def _choose_experts(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
-        weight_NK, expert_NK = logits_BTE.flatten(0, 1).softmax(-1).topk(self.c.top_k, -1)
+        probability_NE = logits_BTE.flatten(0, 1).softmax(-1)
+        if self.has_grouped_products:
+            weight_NK, expert_NK = probability_NE.topk(self.c.top_k, -1)
+        else:
+            weight_NK, expert_NK = _top_k_by_maximum(probability_NE, self.c.top_k)
         if self.c.normalize_top_k:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         return weight_NK, expert_NK
 
-    def _apply_experts(self, x_ND: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
-        """Sort the (token, expert) pairs by expert, multiply group by group, and sum what belongs to a token."""
-        E, D = self.c.experts, x_ND.shape[1]
+    def _apply_all(self, x_BTD: Tensor, expert_NK: Tensor) -> Tensor:
+        """The results of all (token, expert) pairs, [N, K, D]: sort them by expert and multiply group by group."""
+        x_ND = x_BTD.flatten(0, 1)
         order = expert_NK.flatten().argsort(stable=True)
-        ends_E = self._count(expert_NK).cumsum(0, dtype=torch.int32)
+        count_E = self._count(expert_NK)
         rows = x_ND.index_select(0, order // self.c.top_k)
+        if self.ep.size == 1:
+            out = self._multiply(rows, count_E.cumsum(0, dtype=torch.int32))
+        else:
+            counts = self.ep.exchange_counts(count_E)
+            ends_E = counts[1].sum(0).cumsum(0, dtype=torch.int32).to(x_ND.device, non_blocking=True)
+            out = self._multiply(self.ep.dispatch(rows, counts), ends_E)
+            out = self.ep.combine(out, counts, rows.shape[0])
+        return out.index_select(0, order.argsort()).view(*expert_NK.shape, -1)
+
+    def _multiply(self, rows: Tensor, ends_E: Tensor) -> Tensor:
+        """The rows of this rank's experts, sorted by expert, times their matrices; those of expert e end at ends[e]."""
+        E, D = ends_E.shape[0], rows.shape[1]
         gate_up = grouped_linear(rows, self.experts["gate_up"].view(E, -1, D), ends_E)
-        out = grouped_linear(self.activation(gate_up), self.experts["down"].view(E, D, -1), ends_E)
-        out_NKD = out.index_select(0, order.argsort()).view(*expert_NK.shape, D)
-        return (out_NKD * weight_NK[..., None]).sum(1)
+        return grouped_linear(self.activation(gate_up), self.experts["down"].view(E, D, -1), ends_E)
+
+    def _apply_in_slots(self, x_BTD: Tensor, expert_NK: Tensor) -> Tensor:
+        """The results of the (token, expert) pairs, [N, K, D]; zeros for those that find no slot in training."""
+        B, T, D = x_BTD.shape
+        tokens, E = T * self.cp.size, self.c.experts
+        assert self.c.capacity_factor
+        capacity = min(ceil(self.c.capacity_factor * tokens * self.c.top_k / E), tokens) if self.training else tokens
+        slots = assign_slots(expert_NK.view(B, T, -1).int(), E, capacity, self.cp, self.cp_rank)
+        ep, local = self.ep.size, E // self.ep.size
+        x = self.ep.exchange_slots(slots.gather(x_BTD.flatten(0, 1)).view(ep, -1, D))
+        x = x.view(ep, local, -1, D).transpose(0, 1).reshape(local, -1, D)
+        gate_up = x @ self.experts["gate_up"].view(local, -1, D).mT
+        out = self.activation(gate_up) @ self.experts["down"].view(local, D, -1).mT
+        out = out.view(local, ep, -1, D).transpose(0, 1).reshape(ep, -1, D)
+        return slots.scatter(self.ep.exchange_slots(out).flatten(0, 1))
 
     def _count(self, expert: Tensor) -> Tensor:
         """Pairs of each expert, int32 [..., E], over the last two dims."""
@@ -71,16 +109,31 @@ class MoeMLP(Recomputable):
     def _router_loss(self, logits_BTE: Tensor, count_BE: Tensor) -> Tensor:
         """This rank's share of the load-balancing loss and the z loss, as means over the samples of a step.
 
-        The balance of a sample is E sum_e f_e p_e, where f_e is the share of its (token, expert) pairs that expert e
-        has and p_e the mean probability of e. The sum over all ranks does not depend on the layout: f covers the full
-        sample, and the rest is linear. All tensor-parallel ranks compute the same, and their gradients are summed.
+        The balance of a sample in a layer is E sum_e f_e p_e, where f_e is the share of its tokens that expert e has
+        and p_e the mean probability of e: for a single sample and layer, that of transformers. The sum over all ranks
+        does not depend on the layout: f covers the full sample, and the rest is linear. All tensor-parallel ranks
+        compute the same, and their gradients are summed.
         """
         _, T, E = logits_BTE.shape
         tokens = T * self.cp.size
-        share_BE = self.cp.group.all_reduce_sum(count_BE) / (tokens * self.c.top_k)
-        balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens
+        share_BE = self.cp.group.all_reduce_sum(count_BE) / tokens
+        balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens / self.c.layers
         z = logits_BTE.logsumexp(-1).square().sum() / tokens
         return (self.c.balance_loss * balance + self.c.z_loss * z) / (self.samples_per_step * self.tp.size)
+
+
+def _top_k_by_maximum(x_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The largest k values of each row and their indices, int32, as `topk`: one after the other, without sorting."""
+    number_E = torch.arange(x_NE.shape[1], dtype=torch.int32, device=x_NE.device)
+    rest_NE, values, indices = x_NE.detach(), [], []
+    for _ in range(k):
+        is_largest_NE = rest_NE == rest_NE.amax(-1, keepdim=True)
+        index_N1 = torch.where(is_largest_NE, number_E, len(number_E)).amin(-1, keepdim=True)
+        chosen_NE = number_E == index_N1
+        values.append((x_NE * chosen_NE).sum(-1))
+        indices.append(index_N1)
+        rest_NE = torch.where(chosen_NE, -1.0, rest_NE)
+    return torch.stack(values, -1), torch.cat(indices, -1)
 
 
 class _AddLoss(torch.autograd.Function):

@@ -4,7 +4,7 @@ Shards split a parameter by rows (dim 0): shard k of n has rows [k c, (k + 1) c)
 happens in buckets of adjacent parameters (parallel/zero1.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,8 +26,11 @@ class ParamSpan:
     """First element in the full buffer."""
     shard_start: int
     """First element in a shard."""
+    num_shards: int
     shard_rows: int
     """Rows per shard."""
+    of_experts: bool = False
+    """The parameter belongs to experts that other ranks hold than those that hold the same other parameters."""
 
     @property
     def row_size(self) -> int:
@@ -50,6 +53,18 @@ class Bucket:
     shard_range: slice
     """Its elements in a shard."""
 
+    @property
+    def num_shards(self) -> int:
+        return self.spans[0].num_shards
+
+    @property
+    def of_experts(self) -> bool:
+        return self.spans[0].of_experts
+
+    @property
+    def shard_elements(self) -> int:
+        return self.shard_range.stop - self.shard_range.start
+
 
 class FlatBuffer:
     """The layout of the buffer; the memory itself belongs to the optimizer."""
@@ -61,11 +76,15 @@ class FlatBuffer:
         num_shards: int,
         bucket_elements: int,
         num_undecayed: int | None = None,
+        expert_shards: Mapping[str, int] | None = None,
     ) -> None:
         """The first `num_decayed` parameters have weight decay, the next `num_undecayed` (default: all others) have
-        none, the rest are a third group with a separate update rule. No bucket spans two groups. A bucket has at most
-        `bucket_elements` elements of the full buffer, or a single parameter."""
+        none, the rest are a third group with a separate update rule. `expert_shards` has the number of shards of the
+        parameters of experts where they differ from the others. No bucket spans two groups, or experts and others. A
+        bucket has at most `bucket_elements` elements of the full buffer, or a single parameter."""
+        expert_shards = expert_shards or {}
         self.num_shards = num_shards
+        """Shards of every parameter except those of `expert_shards`."""
         self.spans: dict[str, ParamSpan] = {}
         self.buckets: list[Bucket] = []
         self.size = self.shard_size = 0
@@ -81,10 +100,16 @@ class FlatBuffer:
                 spans.clear()
 
         for index, (name, shape) in enumerate(shapes):
-            if index in group_ends or (spans and self.size + prod(shape) - spans[0].start > bucket_elements):
+            of_experts, shards = name in expert_shards, expert_shards.get(name, num_shards)
+            if (
+                index in group_ends
+                or (spans and spans[0].of_experts != of_experts)
+                or (spans and self.size + prod(shape) - spans[0].start > bucket_elements)
+            ):
                 close_bucket()
             shard_starts.append(self.shard_size)
-            span = ParamSpan(name, shape, self.size, self.shard_size, -(-shape[0] // num_shards))
+            rows = -(-shape[0] // shards)
+            span = ParamSpan(name, shape, self.size, self.shard_size, shards, rows, of_experts)
             self.spans[name] = span
             spans.append(span)
             self.size += _align(prod(shape))
@@ -100,7 +125,7 @@ class FlatBuffer:
 
     def shard_row_range(self, name: str, shard: int) -> range:
         """The rows of a parameter that a shard has; the last shards of a short parameter have none."""
-        return shard_rows(self.spans[name].shape[0], self.num_shards, shard)
+        return shard_rows(self.spans[name].shape[0], self.spans[name].num_shards, shard)
 
     def shard_view(self, buffer: Tensor, name: str, shard: int) -> Tensor:
         """A parameter's rows in the buffer of a shard."""
@@ -108,7 +133,7 @@ class FlatBuffer:
         return buffer[span.shard_start : span.shard_start + rows * span.row_size].view(rows, *span.shape[1:])
 
     def scatter_to_shards(self, bucket: Bucket, buffer: Tensor, out: Tensor) -> None:
-        """Copy a bucket from the full buffer into `out` [num_shards, elements of the bucket in a shard]."""
+        """Copy a bucket from the full buffer into `out` [its shards, elements of the bucket in a shard]."""
         for full_view, shard_view in _matching_views(bucket, buffer, out):
             shard_view.copy_(full_view)
 

@@ -1,6 +1,7 @@
-"""The layout: how ranks divide the work along tp, pp, cp and dp, and every rule that a layout must satisfy.
+"""The layout: how ranks divide the work along tp, pp, cp, ep and dp, and every rule that a layout must satisfy.
 
-Ranks are arranged [pp][dp][cp][tp], tp fastest. All rules are checked here, before a process group exists; an error
+Ranks are arranged [pp][dp][cp][tp], tp fastest. Expert parallelism divides the experts among `ep` adjacent of the
+dp x cp ranks that hold the same other weights. All rules are checked here, before a process group exists; an error
 names the violated rule and the nearest valid layouts.
 """
 
@@ -13,7 +14,7 @@ from typing import Literal, Self
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.section import nearest_multiples
-from trainyard.core.splits import replication_factor
+from trainyard.core.splits import ModelShard, replication_factor
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 AXIS_ORDER: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
@@ -48,6 +49,8 @@ class Layout:
     """All pp x vpp pipeline stages."""
     v_shaped: bool = False
     """Stages run down the pipeline ranks and back up (zbv) instead of in rounds."""
+    ep: int = 1
+    """Adjacent data and context parallel ranks that divide the experts."""
 
     @property
     def world_size(self) -> int:
@@ -55,8 +58,9 @@ class Layout:
 
     def describe(self) -> str:
         stages = f" in {len(self.stages)} stages" if self.vpp > 1 else ""
+        experts = f" (expert {self.ep})" if self.ep > 1 else ""
         return (
-            f"tensor {self.tp} x pipeline {self.pp}{stages} x context {self.cp} x data {self.dp}, "
+            f"tensor {self.tp} x pipeline {self.pp}{stages} x context {self.cp} x data {self.dp}{experts}, "
             f"{self.micro_batches} micro batches each"
         )
 
@@ -66,6 +70,29 @@ class Layout:
         for axis in reversed(AXIS_ORDER):
             rank, coords[axis] = divmod(rank, getattr(self, axis))
         return coords
+
+    def data_index(self, rank: int) -> int:
+        """Index among the ranks that hold the same weights outside experts, `groups("dp", "cp")`."""
+        coords = self.coords(rank)
+        return coords["dp"] * self.cp + coords["cp"]
+
+    def model_shard(self, rank: int) -> ModelShard:
+        """The part of every parameter that a rank holds."""
+        return ModelShard(self.tp, self.coords(rank)["tp"], self.ep, self.data_index(rank) % self.ep)
+
+    def data_shard(self, rank: int, of_experts: bool) -> tuple[int, int]:
+        """(number of ranks that hold the same values of a parameter, index of `rank` among them)."""
+        ep = self.ep if of_experts else 1
+        return self.dp * self.cp // ep, self.data_index(rank) // ep
+
+    def expert_groups(self) -> list[list[int]]:
+        """The groups of ranks that divide the experts."""
+        data_groups, ep = self.groups("dp", "cp"), self.ep
+        return [members[first : first + ep] for members in data_groups for first in range(0, len(members), ep)]
+
+    def expert_data_groups(self) -> list[list[int]]:
+        """The groups of ranks that hold the same experts."""
+        return [members[index :: self.ep] for members in self.groups("dp", "cp") for index in range(self.ep)]
 
     def groups(self, *axes: AxisName) -> list[list[int]]:
         """The groups of ranks that differ only along these axes; every rank is in exactly one."""
@@ -118,6 +145,7 @@ class Layout:
             config.train.global_batch // (config.train.micro_batch * dp),
             _split_stages(config),
             layout.pipeline_schedule == "zbv",
+            layout.ep,
         )
 
 
@@ -150,12 +178,26 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
             f"train.global_batch={train.global_batch}: not a multiple of micro_batch x data parallel = "
             f"{train.micro_batch} x {dp} (use {nearest_multiples(train.global_batch, train.micro_batch * dp)})"
         )
+    if layout.ep > 1 and (violation := _expert_violation(model.family, model.num_experts, layout.ep, dp, cp)):
+        return violation
     micro = train.global_batch // (train.micro_batch * dp)
     if pp > 1 and (layout.vpp > 1 or layout.pipeline_schedule != "1f1b") and micro % max(micro // pp, 1):
         return (
             f"layout.pp={pp}: this schedule needs equal rounds of at least pp micro batches; {micro} cannot be split "
             f"that way (use {micro // pp * pp})"
         )
+    return None
+
+
+def _expert_violation(family: str, experts: int, ep: int, dp: int, cp: int) -> str | None:
+    sizes = [size for size in range(1, experts + 1) if experts % size == 0 and dp * cp % size == 0]
+    use = f"(use {' or '.join(map(str, sizes[-2:])) or 1})"
+    if not experts:
+        return f"layout.ep={ep}: model.family={family} has no experts {use}"
+    if experts % ep:
+        return f"layout.ep={ep}: does not divide model.experts={experts} {use}"
+    if dp * cp % ep:
+        return f"layout.ep={ep}: does not divide data x context parallel = {dp} x {cp} {use}"
     return None
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from trainyard import compat
 from trainyard.core.errors import UserError
+from trainyard.core.splits import ModelShard
 from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.parallel.layout import AxisName, Layout
@@ -34,7 +35,11 @@ class Mesh:
     cp: Group = SINGLE_RANK
     pp: Group = SINGLE_RANK
     dp_cp: Group = SINGLE_RANK
-    """The ranks that hold the same weights and see different tokens."""
+    """The ranks that hold the same weights, except those of experts, and see different tokens."""
+    ep: Group = SINGLE_RANK
+    """The ranks that divide the experts, adjacent ones of `dp_cp`."""
+    expert_dp: Group = SINGLE_RANK
+    """The ranks of `dp_cp` that hold the same experts; `dp_cp` itself without expert parallelism."""
     dp_cp_tp: Group = SINGLE_RANK
     """All ranks of a pipeline rank, sorted by global rank, as `world` is."""
     world: Group = SINGLE_RANK
@@ -53,6 +58,15 @@ class Mesh:
     def coords(self) -> dict[AxisName, int]:
         return self.layout.coords(self.layout_rank)
 
+    @property
+    def model_shard(self) -> ModelShard:
+        """The part of every parameter that this rank holds."""
+        return self.layout.model_shard(self.layout_rank)
+
+    def data_group(self, of_experts: bool) -> Group:
+        """The ranks that hold the same values of a parameter."""
+        return self.expert_dp if of_experts else self.dp_cp
+
     @classmethod
     def create(cls, layout: Layout, device: Device, world: World, rank_order: list[int] | None = None) -> Self:
         """Create all groups. `rank_order` is the global rank at each index of the layout, if the device needs one."""
@@ -67,12 +81,18 @@ class Mesh:
             thread_store = store.clone()
         order = rank_order or list(range(world.size))
 
-        def create_group(members_by_group: list[list[int]], name: str = "", sort: bool = False) -> Group:
-            """The group of this rank, with members in layout order or, for sums only, sorted by global rank."""
+        def create_group(
+            members_by_group: list[list[int]], name: str = "", sort: bool = False, alone: bool = False
+        ) -> Group:
+            """The group of this rank, with members in layout order or, for sums only, sorted by global rank. With
+            `alone`, groups of one rank are process groups, too."""
             own_group = Group((world.rank,))
             groups = [[order[index] for index in members] for members in members_by_group if len(members) > 1]
             if sort:
                 groups = [sorted(members) for members in groups]
+            if alone and not groups:  # torch's FSDP takes a process group also for the experts of no other rank
+                handle = dist.new_group([world.rank], timeout=TIMEOUT, use_local_synchronization=True)
+                own_group = Group((world.rank,), 0, handle.group_name, handle)
             for members in groups:
                 is_sorted = members == sorted(members)
                 if is_sorted:
@@ -97,6 +117,7 @@ class Mesh:
             for members in layout.groups("tp")
             for first in range(0, layout.tp, layout.kv_replication)
         ]
+        dp_cp = along("dp", "cp")
         supported = all(device.supports_group([order[index] for index in members]) for members in kv_replicas)
         return cls(
             layout,
@@ -105,7 +126,9 @@ class Mesh:
             tp=tp,
             cp=along("cp", name="trainyard.cp"),
             pp=along("pp"),
-            dp_cp=along("dp", "cp"),
+            dp_cp=dp_cp,
+            ep=create_group(layout.expert_groups(), "trainyard.ep"),
+            expert_dp=create_group(layout.expert_data_groups(), alone=True) if layout.ep > 1 else dp_cp,
             rank_order=tuple(order),
             dp_cp_tp=along("dp", "cp", "tp", sort=True),
             world=along("pp", "dp", "cp", "tp", sort=True),

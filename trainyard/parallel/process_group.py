@@ -58,6 +58,15 @@ class Group:
             return self.device_collectives.reduce_scatter(x)
         return compat.reduce_scatter(x, self.size, self.name)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[size * n, ...] of each rank, with n rows for every rank, to the rows that the ranks have for this one."""
+        if self.size == 1:
+            return x
+        if self.device_collectives:
+            return self.device_collectives.all_to_all(x)
+        rows = [len(x) // self.size] * self.size
+        return wait(compat.all_to_all(x, rows, rows, self.name))
+
     def rotate(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Start sending tensors of one dtype to the next rank. The result waits for those of the previous rank."""
         flat, shapes = torch.cat([x.flatten() for x in tensors]), [x.shape for x in tensors]

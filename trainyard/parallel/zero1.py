@@ -16,17 +16,19 @@ from trainyard.parallel.process_group import Group, wait
 
 Waiting = Callable[[], AbstractContextManager[object]]
 """Makes the context in which a rank waits for others, so that the caller can measure it."""
+DataGroup = Callable[[bool], Group]
+"""The ranks that hold the same values of a parameter of experts (True), or of another one."""
 MAX_IN_FLIGHT = 2
 """Buckets in flight at a time: enough to overlap, and few enough to bound the memory of their copies."""
 
 
 class GradientReducer:
-    """Sums gradients over the ranks of `group`: by all-reduce if the buffer has one shard, else by reduce-scatter."""
+    """Sums gradients over data-parallel ranks: by all-reduce without ZeRO, else by reduce-scatter."""
 
     def __init__(
         self,
         flat: FlatBuffer,
-        group: Group,
+        data_group: DataGroup,
         gradients: Tensor,
         reduced_grads: Tensor,
         dtype: torch.dtype,
@@ -34,8 +36,9 @@ class GradientReducer:
     ) -> None:
         """`dtype` is the dtype of communication. `reduced_grads` is `gradients` itself if nothing is sharded.
         `waiting` is entered while this rank waits for others."""
-        self.flat, self.group, self.waiting = flat, group, waiting
+        self.flat, self.data_group, self.waiting = flat, data_group, waiting
         self.gradients, self.reduced_grads, self.dtype = gradients, reduced_grads, dtype
+        self.sharded = reduced_grads is not gradients
         self.bucket_index = {span.name: index for index, bucket in enumerate(flat.buckets) for span in bucket.spans}
         self.pending_grads: list[int] = []
         self.started: set[int] = set()
@@ -61,27 +64,31 @@ class GradientReducer:
             self._complete()
 
     def _start_bucket(self, index: int) -> None:
-        if index in self.started or self.group.size == 1:
+        if index in self.started:
             return
         self.started.add(index)
         bucket = self.flat.buckets[index]
+        group = self.data_group(bucket.of_experts)
+        if group.size == 1:
+            if self.sharded:  # the experts of no other rank, among parameters that are sharded
+                self.reduced_grads[bucket.shard_range].copy_(self.gradients[bucket.full_range])
+            return
         if len(self.in_flight) == MAX_IN_FLIGHT:
             self._complete()
-        if self.flat.num_shards == 1:
+        if not self.sharded:
             gradients = self.gradients[bucket.full_range]
-            self.in_flight.append((bucket, self.group.start_all_reduce_(gradients.to(self.dtype))))
+            self.in_flight.append((bucket, group.start_all_reduce_(gradients.to(self.dtype))))
             return
-        length = bucket.shard_range.stop - bucket.shard_range.start
-        shards = self.gradients.new_zeros(self.flat.num_shards, length, dtype=self.dtype)
+        shards = self.gradients.new_zeros(bucket.num_shards, bucket.shard_elements, dtype=self.dtype)
         self.flat.scatter_to_shards(bucket, self.gradients, shards)
         with self.waiting():  # waits for the other ranks where compat emulates it
-            self.in_flight.append((bucket, self.group.start_reduce_scatter(shards.view(-1))))
+            self.in_flight.append((bucket, group.start_reduce_scatter(shards.view(-1))))
 
     def _complete(self) -> None:
         bucket, pending = self.in_flight.popleft()
         with self.waiting():
             total = wait(pending)
-        if self.flat.num_shards > 1:
+        if self.sharded:
             self.reduced_grads[bucket.shard_range].copy_(total)
         elif self.dtype != self.reduced_grads.dtype:  # otherwise the all-reduce was in place
             self.reduced_grads[bucket.full_range].copy_(total)
@@ -93,14 +100,14 @@ class WeightGatherer:
     def __init__(
         self,
         flat: FlatBuffer,
-        group: Group,
+        data_group: DataGroup,
         weights: Tensor,
         needed_at: Callable[[str], Iterable[str]],
         waiting: Waiting = nullcontext,
     ) -> None:
         """`needed_at` returns the moments at which a parameter is used, such as a layer index. `waiting` is
         entered while this rank waits for others."""
-        self.flat, self.group, self.weights, self.waiting = flat, group, weights, waiting
+        self.flat, self.data_group, self.weights, self.waiting = flat, data_group, weights, waiting
         # Norms and biases are few, lie at the end of the buffer, and are needed from the start.
         undecayed = range(flat.shard_decay_end, flat.shard_undecayed_end)
         self.buckets = sorted(flat.buckets, key=lambda bucket: bucket.shard_range.start not in undecayed)
@@ -131,16 +138,19 @@ class WeightGatherer:
     def _start_next(self) -> None:
         assert self.shard is not None
         while self.started < len(self.buckets) and len(self.in_flight) < MAX_IN_FLIGHT:
-            piece = self.shard[self.buckets[self.started].shard_range].to(self.weights.dtype)
+            bucket = self.buckets[self.started]
+            group, piece = self.data_group(bucket.of_experts), self.shard[bucket.shard_range].to(self.weights.dtype)
             with self.waiting():  # waits for the other ranks where compat emulates it
-                self.in_flight.append(self.group.start_all_gather(piece))
+                self.in_flight.append(piece if group.size == 1 else group.start_all_gather(piece))
             self.started += 1
 
     def _complete(self, count: int) -> None:
         while self.completed < count:
             bucket = self.buckets[self.completed]
             with self.waiting():
-                shards = wait(self.in_flight.popleft()).view(self.flat.num_shards, -1)
+                gathered = self.in_flight.popleft()
+                gathered = gathered if bucket.num_shards == 1 else wait(gathered)
+            shards = gathered.view(bucket.num_shards, -1)
             self.flat.gather_from_shards(bucket, shards, self.weights)
             self.completed += 1
             self._start_next()

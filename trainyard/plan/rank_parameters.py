@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from trainyard.config.schema import Config
+from trainyard.core.splits import ModelShard
 from trainyard.families.blueprint import ParamSpec
 from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.flat_buffer import FlatBuffer
@@ -13,7 +14,7 @@ from trainyard.train.optim.flat_state import make_flat_buffer
 
 @dataclass(frozen=True)
 class LocalParam:
-    """A parameter on a tensor-parallel rank; the same for all ranks and, inside blocks, for all layers."""
+    """A parameter on one rank; the same for all ranks and, inside blocks, for all layers."""
 
     spec: ParamSpec
     shape: tuple[int, ...]
@@ -21,10 +22,10 @@ class LocalParam:
     """(rows, ranks that hold the same rows) of each part of a fused parameter."""
 
 
-def local_params(model: ModelConfig, tp: int, stages: list[StageSpec]) -> dict[str, LocalParam]:
+def local_params(model: ModelConfig, shard: ModelShard, stages: list[StageSpec]) -> dict[str, LocalParam]:
     """The parameters of these stages by name, those with weight decay first. The vectors of a block may have another
     order than in the model; they are in the same buckets all the same."""
-    params = local_params_by_stage(model, tp)
+    params = local_params_by_stage(model, shard)
     named: dict[str, LocalParam] = {}
     for stage in stages:
         before = params["both"] * (stage.is_first or stage.is_last) + params["first"] * stage.is_first
@@ -35,22 +36,22 @@ def local_params(model: ModelConfig, tp: int, stages: list[StageSpec]) -> dict[s
     return dict(sorted(named.items(), key=lambda item: not item[1].spec.weight_decay))
 
 
-def rank_flat_buffer(config: Config, params: dict[str, LocalParam], shards: int) -> FlatBuffer:
+def rank_flat_buffer(config: Config, params: dict[str, LocalParam], data_ranks: int) -> FlatBuffer:
     """The flat buffer that a run lays out for `params`, which `local_params` returned."""
     shapes = {name: param.shape for name, param in params.items()}
-    return make_flat_buffer(shapes, {name: param.spec for name, param in params.items()}, config, shards)
+    return make_flat_buffer(shapes, {name: param.spec for name, param in params.items()}, config, data_ranks)
 
 
 @cache
-def local_params_by_stage(model: ModelConfig, tp: int) -> dict[str, list[LocalParam]]:
+def local_params_by_stage(model: ModelConfig, shard: ModelShard) -> dict[str, list[LocalParam]]:
     """Parameters by `ParamSpec.pipeline_stage`; those of a block once, for any layer."""
     blueprint = family_of(model).blueprint(model)
     params: dict[str, list[LocalParam]] = {"first": [], "block": [], "last": [], "both": []}
     for spec in blueprint.specs:
         name = spec.name.replace("*", "0")
-        shape = blueprint.local_shape(name, tp)
-        replicas = blueprint.replication(name, tp)
-        rows = [part.sizes[0] for part in blueprint.tp_slices(name, tp)]
+        shape = blueprint.local_shape(name, shard)
+        replicas = blueprint.replication(name, shard)
+        rows = [part.sizes[0] for part in blueprint.local_slices(name, shard)]
         if len(set(replicas)) == 1:
             replicas, rows = replicas[:1], [shape[0]]
         replication = tuple(zip(rows, replicas, strict=True))

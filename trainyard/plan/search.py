@@ -1,6 +1,6 @@
 """Search over the layouts that a number of ranks allows: those that fit, fastest first.
 
-It varies what changes neither the loss nor the batch: tp, pp, vpp, cp, micro batch, recompute and ZeRO. Time is
+It varies what changes neither the loss nor the batch: tp, pp, vpp, cp, ep, micro batch, recompute and ZeRO. Time is
 predicted for all layouts; memory, which takes longer, for the fastest of each (tp, pp, cp) until one fits.
 """
 
@@ -31,7 +31,7 @@ VIRTUAL_STAGE_BUBBLE = 0.03
 MAX_MEMORY_CHECKS = 120
 """Most layouts whose memory is estimated."""
 SEARCHED_KEYS = (
-    *("layout.tp", "layout.pp", "layout.vpp", "layout.cp", "layout.zero"),
+    *("layout.tp", "layout.pp", "layout.vpp", "layout.cp", "layout.ep", "layout.zero"),
     *("train.micro_batch", "recompute.kind"),
 )
 OVERRIDE_KEYS = (
@@ -127,21 +127,30 @@ def _search_points(config: Config, hardware: Hardware) -> Iterator[SearchPoint]:
         max_tokens = max(MAX_MICRO_BATCH_TOKENS * cp, train.micro_batch * seq_len)
         sizes = [2**power for power in range(12) if power == 0 or 2**power * seq_len <= max_tokens]
         zeros = [zero for zero in (0, 1, 3) if zero == config.layout.zero or zero == 1 or (zero == 3 and pp == 1)]
+        ep_sizes = _expert_sizes(config, hardware, tp, dp * cp)
         for micro_batch, zero in product(dict.fromkeys((train.micro_batch, *sizes)), zeros):
             count, rest = divmod(train.global_batch, micro_batch * dp)
             if rest or count < pp or (zero and dp * cp == 1):
                 continue
             virtual = (1, 2, 4) if (pp - 1) / count > VIRTUAL_STAGE_BUBBLE else (1,)
             vpp_sizes = dict.fromkeys((*virtual, config.layout.vpp if pp > 1 else 1))
-            for vpp, recompute in product(vpp_sizes, recompute_kinds):
+            for vpp, recompute, ep in product(vpp_sizes, recompute_kinds, ep_sizes):
                 even = vpp == 1 or (model.layers % (pp * vpp) == 0 and count % pp == 0)
-                bound = _memory_lower_bound(config, tp, pp, cp, dp, zero, micro_batch, recompute)
+                bound = _memory_lower_bound(config, tp, pp, cp, ep, dp, zero, micro_batch, recompute)
                 if even and bound <= hardware.memory:
-                    yield tp, pp, vpp, cp, zero, micro_batch, recompute
+                    yield tp, pp, vpp, cp, ep, zero, micro_batch, recompute
+
+
+def _expert_sizes(config: Config, hardware: Hardware, tp: int, data_ranks: int) -> list[int]:
+    """Sizes of expert parallelism to try: none, the largest inside an instance, the largest, and that of the file."""
+    experts = config.model.num_experts
+    sizes = [ep for ep in range(1, experts + 1) if experts % ep == 0 and data_ranks % ep == 0] or [1]
+    inside = [ep for ep in sizes if ep * tp <= hardware.ranks_per_node] or [1]
+    return sorted({1, inside[-1], sizes[-1], *({config.layout.ep} & set(sizes))})
 
 
 def _memory_lower_bound(
-    config: Config, tp: int, pp: int, cp: int, dp: int, zero: int, micro_batch: int, recompute: str
+    config: Config, tp: int, pp: int, cp: int, ep: int, dp: int, zero: int, micro_batch: int, recompute: str
 ) -> float:
     """Bytes that every rank needs at least: its state, and what the blocks save for backward."""
     model, precision = config.model, config.precision
@@ -149,7 +158,14 @@ def _memory_lower_bound(
     shards = dp * cp
     state = 8 + (4 if precision.kind != "bf16_sr" else 0)  # moments and master weights
     per_weight = (compute + gradients) / (shards if zero >= 2 else 1) + state / (shards if zero else 1)
-    weights = family_of(model).blueprint(model).parameter_count() / (tp * pp)
+    blueprint = family_of(model).blueprint(model)
+    experts = blueprint.parameter_count(lambda spec: bool(spec.experts)) / (tp * pp)
+    weights = blueprint.parameter_count() / (tp * pp) - experts
+    if ep > 1:  # each rank has fewer experts, which fewer ranks shard
+        ratio = (compute + gradients) / (shards if zero >= 2 else ep) + state / (shards if zero else ep)
+        weights += experts * ratio / per_weight
+    else:
+        weights += experts
     saved = {"full": model.hidden, "selective": 2 * model.hidden}.get(recompute, 4 * model.hidden + model.ffn_size)
     # The first stage has one micro batch in flight for each stage: together all layers of one micro batch.
     tokens = micro_batch * config.data.seq_len / cp
@@ -158,10 +174,10 @@ def _memory_lower_bound(
 
 def _config_at(config: Config, point: SearchPoint) -> Config:
     """The file with the values of `point`. Tensor parallelism implies sequence parallelism, which is never slower."""
-    tp, pp, vpp, cp, zero, micro_batch, kind = point
+    tp, pp, vpp, cp, ep, zero, micro_batch, kind = point
     section = config.layout
     layout = {
-        "tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "zero": zero, "sequence_parallel": tp != 1,
+        "tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "zero": zero, "sequence_parallel": tp != 1,
         "pipeline_cuts": section.pipeline_cuts if (pp, vpp) == (section.pp, section.vpp) else (),
         "pipeline_schedule": "1f1b" if vpp != section.vpp or zero == 3 else section.pipeline_schedule,
     }  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from trainyard import devices, models
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.registry import open_weights
 from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
@@ -27,6 +27,7 @@ from trainyard.models.init import initial_values
 from trainyard.models.sharding import shard_values
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
+from trainyard.parallel.expert_parallel import ExpertAxis
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
@@ -98,11 +99,15 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
 def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
-    if getattr(config.model, "experts", 0) and not device.has_grouped_products:
-        raise UserError(f"model.family={config.model.family}: this device has no products for mixtures of experts yet")
+    if getattr(config.model, "capacity_factor", 1.0) is None and not device.has_grouped_products:
+        raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
     if decomposed and method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
-    axes = Axes(TensorAxis(mesh.tp, config.layout.sequence_parallel), ContextAxis(mesh.cp, method, decomposed))
+    axes = Axes(
+        TensorAxis(mesh.tp, config.layout.sequence_parallel),
+        ContextAxis(mesh.cp, method, decomposed),
+        ExpertAxis(mesh.ep),
+    )
     fp8 = fp8_layers(config)
     stages = [
         models.build_model(config.model, device.torch_device, axes, stage, kernels, fp8)
@@ -110,7 +115,7 @@ def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Ke
     ]
     for model in stages:
         model.max_seq_len = config.data.seq_len
-        model.set_samples_per_step(config.train.global_batch)
+        model.configure_experts(config.train.global_batch, device.has_grouped_products)
     return stages
 
 
@@ -124,19 +129,19 @@ def initial_parameters(
 ) -> models.ParameterValues:
     """Where this rank's parameters get their values: zeros if a checkpoint is loaded later, the given full weights, a
     checkpoint of any format, or random initialization."""
-    tp, section = mesh.tp, config.checkpoint
+    shard, section = mesh.model_shard, config.checkpoint
     init_from = section.resume if section.weights_only else section.init_from
     if resuming:
-        return lambda name: torch.zeros(blueprint.local_shape(name, tp.size, tp.rank))
+        return lambda name: torch.zeros(blueprint.local_shape(name, shard))
     if weights:
-        return shard_values(blueprint, weights, tp.size, tp.rank)
+        return shard_values(blueprint, weights, shard)
     if init_from:
         logger.info("reading weights from %s", init_from)
         opened = open_weights(init_from, config.model)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
-        return tp_rank_values(opened.weights, tp.size, tp.rank)
-    return initial_values(blueprint, config.train.seed, device.init_device, tp.size, tp.rank)
+        return local_values(opened.weights, shard)
+    return initial_values(blueprint, config.train.seed, device.init_device, shard)
 
 
 def wrap_blocks(

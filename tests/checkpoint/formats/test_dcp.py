@@ -24,7 +24,7 @@ from trainyard.checkpoint.formats.dcp.files import find_dcp, open_dcp, write_dcp
 from trainyard.checkpoint.formats.dcp.metadata import read_dcp_tensors
 from trainyard.checkpoint.formats.dcp.names import DcpNames
 from trainyard.checkpoint.formats.hf import hf_tensors, write_model_files
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf
@@ -209,7 +209,7 @@ def test_logits_equal_those_of_megatron_core(name: str, root: bool, tmp_path: Pa
     opened = open_weights(path if root else path / "iter_0000005")
     assert opened.format == "megatron"
     reference = load_file(path / "logits.safetensors")
-    model = models.fill_parameters(models.build_model(opened.weights.model), tp_rank_values(opened.weights)).eval()
+    model = models.fill_parameters(models.build_model(opened.weights.model), local_values(opened.weights)).eval()
     batch = {
         "tokens": reference["tokens"].int(),
         "rng_key": torch.zeros(2, dtype=torch.int32),

@@ -17,7 +17,7 @@ from trainyard import Trainer, load_model
 from trainyard.checkpoint.formats.hf import InMemoryWeights, open_hf, save_hf, write_hf
 from trainyard.checkpoint.formats.nxd.files import write_nxd
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values
+from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.core.errors import UserError
 from trainyard.families import find_family
 from trainyard.families.blueprint import Blueprint, ParamSpec
@@ -89,7 +89,7 @@ def test_sharded_directories_are_read(tmp_path: Path) -> None:
     for file in set(file_of.values()):
         save_file({name: tensors[name] for name in tensors if file_of[name] == file}, sharded / file)
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
-    values = tp_rank_values(open_hf(sharded))
+    values = local_values(open_hf(sharded))
     for name, tensor in model.state_dict().items():
         assert torch.equal(values(name), tensor)
 
@@ -98,7 +98,7 @@ def test_saving_again_replaces_the_directory(tmp_path: Path) -> None:
     model_config = configs.tiny_config().model
     for seed in (0, 1):
         save_hf(tmp_path / "model", model_config, configs.tiny_model(model_config, seed).state_dict().__getitem__)
-    values = tp_rank_values(open_hf(tmp_path / "model"))
+    values = local_values(open_hf(tmp_path / "model"))
     assert torch.equal(values("norm.weight"), configs.tiny_model(model_config, 1).state_dict()["norm.weight"])
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

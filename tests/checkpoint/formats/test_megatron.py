@@ -181,7 +181,7 @@ def test_logits_equal_those_of_the_original_model(tmp_path: Path) -> None:
     blueprint = models.family_of(GPT).blueprint(GPT)
 
     def split(name: str) -> Iterator[tuple[str, Tensor]]:
-        slices = blueprint.tp_slices(name)
+        slices = blueprint.local_slices(name)
         values = original.get_parameter(name).detach().split([piece.sizes[0] for piece in slices])
         yield from zip((piece.name for piece in slices), values, strict=True)
 
@@ -189,7 +189,7 @@ def test_logits_equal_those_of_the_original_model(tmp_path: Path) -> None:
     weights = open_megatron(write(tmp_path, GPT, unfused, tp=2, pp=2), GPT)
 
     def values(name: str) -> Tensor:
-        return torch.cat([weights.read(piece) for piece in blueprint.tp_slices(name)])
+        return torch.cat([weights.read(piece) for piece in blueprint.local_slices(name)])
 
     filled = models.fill_parameters(models.build_model(weights.model), values).eval()
     batch = tiny_batch("gpt")

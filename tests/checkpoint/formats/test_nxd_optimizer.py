@@ -26,7 +26,7 @@ from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.core.errors import UserError
-from trainyard.core.splits import shard_rows
+from trainyard.core.splits import ModelShard, shard_rows
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.llama import LlamaConfig
 
@@ -276,8 +276,8 @@ def test_ranks_of_another_layout_read_their_slices(tp: int, dp: int, tmp_path: P
     for name in blueprint.parameter_names():
         for t in range(tp):
             for d in range(dp):
-                rows = shard_rows(blueprint.local_shape(name, tp, t)[0], dp, d)
-                for piece in rank_slices(blueprint, name, tp, t, rows, skip_replicas=True):
+                rows = shard_rows(blueprint.local_shape(name, ModelShard(tp, t))[0], dp, d)
+                for piece in rank_slices(blueprint, name, ModelShard(tp, t), rows, skip_replicas=True):
                     for kind, tensors in expected.items():
                         assert torch.equal(state.read(kind, piece), tensors[piece.name][piece.to_index()])
                     elements_read[piece.name] = elements_read.get(piece.name, 0) + piece.numel

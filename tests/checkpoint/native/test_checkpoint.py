@@ -113,7 +113,7 @@ def test_torch_reads_what_a_run_saved(tmp_path: Path) -> None:
     for kind, buffer in buffers.items():
         for name in blueprint.parameter_names():
             begin = 0
-            for piece in blueprint.tp_slices(name):
+            for piece in blueprint.local_slices(name):
                 end = begin + piece.sizes[0]
                 wanted[tensor_key(kind, piece.name)] = trainer.optimizer.state.shard_view(buffer, name)[begin:end]
                 begin = end

@@ -1,5 +1,7 @@
 """At every layout, the files of all ranks together hold every element of the model exactly once."""
 
+from math import gcd
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,22 +13,27 @@ from trainyard import models
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.partition import owned_slices, rank_slices
 from trainyard.config.schema import Config
+from trainyard.core.splits import ModelShard
 from trainyard.models.init import initial_values
 from trainyard.parallel.layout import Layout
 
+MODELS = {**configs.TINY_MODELS, "moe": configs.MOE}
+
 
 def layouts() -> st.SearchStrategy[tuple[Config, int]]:
-    def make(family: str, tp: int, pp: int, vpp: int, cp: int, dp: int, tied: bool, odd: bool) -> tuple[Config, int]:
-        model = {**configs.TINY_MODELS[family], "layers": 5}
+    def make(
+        family: str, tp: int, pp: int, vpp: int, cp: int, dp: int, ep: int, tied: bool, odd: bool
+    ) -> tuple[Config, int]:
+        model = {**MODELS[family], "layers": 5}
         if family != "bert":
             model |= {"tie_embeddings": tied, "vocab": 253 if odd else 260}
         vpp = vpp if pp > 1 else 1
-        layout = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp}
+        layout = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": gcd(ep, dp * cp) if family == "moe" else 1}
         return configs.tiny_config(
             model, layout=layout, train={"global_batch": 24, "micro_batch": 1}
         ), tp * pp * cp * dp
 
-    families = st.sampled_from(sorted(configs.TINY_MODELS))
+    families = st.sampled_from(sorted(MODELS))
     return st.builds(
         make,
         families,
@@ -35,6 +42,7 @@ def layouts() -> st.SearchStrategy[tuple[Config, int]]:
         st.integers(1, 2),
         st.integers(1, 2),
         st.sampled_from([1, 2, 3]),
+        st.sampled_from([1, 2, 4]),
         st.booleans(),
         st.booleans(),
     )
@@ -63,14 +71,14 @@ def test_rank_slices_locate_values_in_local_memory(family: str, tp: int) -> None
     blueprint = models.family_of(model).blueprint(model)
     full = {name: np.full(tensor.sizes, np.nan) for name, tensor in unfused_tensors(model).items()}
     for rank in range(tp):
-        values = initial_values(blueprint, 3, tp=tp, rank=rank)
+        values = initial_values(blueprint, 3, shard=ModelShard(tp, rank))
         for name in blueprint.parameter_names():
             local = values(name).numpy()
             for start in range(0, len(local), 7):
                 rows = range(start, min(start + 7, len(local)))
-                for piece in rank_slices(blueprint, name, tp, rank, rows, skip_replicas=False):
+                for piece in rank_slices(blueprint, name, ModelShard(tp, rank), rows, skip_replicas=False):
                     full[piece.name][piece.to_index()] = local[rows.start : rows.stop][piece.local_index]
     single_rank = initial_values(blueprint, 3)
     for name in blueprint.parameter_names():
-        tensors = [full[piece.name] for piece in blueprint.tp_slices(name)]
+        tensors = [full[piece.name] for piece in blueprint.local_slices(name)]
         np.testing.assert_array_equal(np.concatenate(tensors), single_rank(name).numpy())

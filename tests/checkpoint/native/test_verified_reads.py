@@ -10,11 +10,12 @@ from tests.support import configs
 from tests.support.forkserver import ForkServer
 from trainyard import Trainer
 from trainyard.checkpoint.compare_logits import compare_logits
-from trainyard.checkpoint.formats.tensor_map import tp_rank_values, unfused_tensors
+from trainyard.checkpoint.formats.tensor_map import local_values, unfused_tensors
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
+from trainyard.core.splits import ModelShard
 
 EMBEDDING = "embedding.weight"
 TARGETS = {
@@ -80,7 +81,7 @@ def test_a_run_does_not_start_from_weights_with_a_flipped_bit(key: str, corrupt:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_tensor_is_verified_even_if_a_rank_reads_another_part_of_it(rank: int, corrupt: Path) -> None:
     with pytest.raises(UserError, match="checksum"):
-        tp_rank_values(open_weights(corrupt).weights, 2, rank)(EMBEDDING)
+        local_values(open_weights(corrupt).weights, ModelShard(2, rank))(EMBEDDING)
 
 
 def test_a_flipped_bit_is_not_compared(saved: Path, corrupt: Path) -> None:

@@ -23,7 +23,7 @@ from trainyard.checkpoint.formats.tensor_map import (
     assemble,
     check_all_stored,
     check_tensors,
-    tp_rank_values,
+    local_values,
     unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
@@ -205,7 +205,7 @@ def load_model(directory: str | Path, device: str = "auto") -> tuple[models.Mode
     """Load a Hugging Face directory. Returns the configuration and the model in evaluation mode and fp32."""
     weights = open_hf(directory)
     handle = devices.select(device).torch_device
-    values = tp_rank_values(weights)
+    values = local_values(weights)
     model = models.build_model(weights.model, handle)
     return weights.model, models.fill_parameters(model, lambda name: values(name).to(handle)).eval()
 

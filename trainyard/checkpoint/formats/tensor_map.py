@@ -18,6 +18,7 @@ from torch import Tensor
 from trainyard import models
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.core.errors import UserError
+from trainyard.core.splits import FULL_MODEL, ModelShard
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.models.sharding import local_tensor
 
@@ -83,7 +84,7 @@ class TrainingState:
 def unfused_tensors(model: models.ModelConfig) -> Mapping[str, TensorSlice]:
     """Every unfused tensor of the model, in full, by name, in the blueprint's order."""
     blueprint = models.family_of(model).blueprint(model)
-    return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.tp_slices(name)}
+    return {piece.name: piece for name in blueprint.parameter_names() for piece in blueprint.local_slices(name)}
 
 
 def check_all_stored(model: models.ModelConfig, tensors: Iterable[StoredTensor], names: str) -> None:
@@ -226,7 +227,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def tp_rank_values(weights: WeightSource, tp: int = 1, rank: int = 0) -> models.ParameterValues:
-    """A function from parameter names to the fp32 values that a tensor-parallel rank holds. It reads nothing else."""
+def local_values(weights: WeightSource, shard: ModelShard = FULL_MODEL) -> models.ParameterValues:
+    """A function from parameter names to the fp32 values that a rank holds. It reads nothing else."""
     blueprint = models.family_of(weights.model).blueprint(weights.model)
-    return lambda name: local_tensor(blueprint, name, tp, rank, lambda piece: weights.read(piece).float())
+    return lambda name: local_tensor(blueprint, name, shard, lambda piece: weights.read(piece).float())

@@ -7,7 +7,7 @@ own file and knows the contents of all files. Slices refer to unfused tensors, w
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainyard.core.splits import shard_rows
+from trainyard.core.splits import ModelShard, shard_rows
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 from trainyard.families.blueprint import Blueprint, layer_index
 from trainyard.parallel.layout import Layout
@@ -27,16 +27,17 @@ class LocalSlice(TensorSlice):
 
 
 def rank_slices(
-    blueprint: Blueprint, name: str, tp: int, rank: int, rows: range, skip_replicas: bool
+    blueprint: Blueprint, name: str, shard: ModelShard, rows: range, skip_replicas: bool
 ) -> Iterator[LocalSlice]:
-    """The slices in `rows` of parameter `name` as tensor-parallel rank `rank` holds it.
+    """The slices in `rows` of parameter `name` as a rank holds it.
 
-    `skip_replicas`: where several ranks hold the same values, only the first of them yields the slice.
+    `skip_replicas`: where several tensor-parallel ranks hold the same values, only the first of them yields the slice.
     """
     start = 0
-    for piece, replicas in zip(blueprint.tp_slices(name, tp, rank), blueprint.replication(name, tp), strict=True):
+    pieces, replication = blueprint.local_slices(name, shard), blueprint.replication(name, shard)
+    for piece, replicas in zip(pieces, replication, strict=True):
         first, end = max(rows.start, start), min(rows.stop, start + piece.sizes[0])
-        if first < end and piece.numel and not (skip_replicas and rank % replicas):
+        if first < end and piece.numel and not (skip_replicas and shard.tp_rank % replicas):
             row = piece.offsets[0] - start
             piece_rows = piece.narrow(0, row + first, row + end)
             yield LocalSlice(
@@ -51,14 +52,13 @@ def owned_slices(blueprint: Blueprint, layout: Layout, rank: int) -> list[LocalS
     Data-parallel ranks divide the rows among themselves, whether or not each of them holds all rows. Every element of
     the model is in exactly one file.
     """
-    coords = layout.coords(rank)
-    shard, num_shards = coords["dp"] * layout.cp + coords["cp"], layout.dp * layout.cp
+    pp_rank, model_shard = layout.coords(rank)["pp"], layout.model_shard(rank)
     out: list[LocalSlice] = []
     for name in blueprint.parameter_names():
-        if pipeline_owner(blueprint, layout, name) == coords["pp"]:
-            num_rows = blueprint.local_shape(name, layout.tp, coords["tp"])[0]
-            rows = shard_rows(num_rows, num_shards, shard)
-            out += rank_slices(blueprint, name, layout.tp, coords["tp"], rows, skip_replicas=True)
+        if pipeline_owner(blueprint, layout, name) == pp_rank:
+            num_rows = blueprint.local_shape(name, model_shard)[0]
+            rows = shard_rows(num_rows, *layout.data_shard(rank, bool(blueprint.spec(name).experts)))
+            out += rank_slices(blueprint, name, model_shard, rows, skip_replicas=True)
     return out
 
 

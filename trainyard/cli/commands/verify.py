@@ -125,8 +125,9 @@ def default_rank_count(source: str, overrides: list[str], named: set[str]) -> in
     layout = config.layout
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp")}
     kept = prod(size if f"layout.{axis}" in named else min(size, 2) for axis, size in sizes.items())
-    uses_dp = (layout.ranks or 1) > prod(sizes.values()) or layout.zero > 0
-    return max(2, min(kept * (1 + uses_dp), devices.select(config.device.name).max_local_ranks()))
+    uses_dp = (layout.ranks or 1) > prod(sizes.values()) or layout.zero > 0 or layout.ep > 1
+    dp = layout.ep if "layout.ep" in named else 1 + uses_dp
+    return max(2, min(kept * dp, devices.select(config.device.name).max_local_ranks()))
 
 
 def _check_host_memory(config: Config, steps: int) -> None:

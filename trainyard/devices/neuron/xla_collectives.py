@@ -27,6 +27,9 @@ class XlaCollectives:
         size = len(self.groups[0])
         return _xla_model().reduce_scatter("sum", x, 1.0, 0, size, groups=self.groups, pin_layout=False)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return _xla_model().all_to_all(x, 0, 0, len(self.groups[0]), groups=self.groups, pin_layout=False)
+
 
 def _xla_model() -> Any:
     return import_module("torch_xla.core.xla_model")

@@ -49,6 +49,7 @@ class RankSizes:
             self.micro_batch,
             layout.tp,
             layout.cp,
+            layout.ep,
             config.layout.cp_method,
             self.sequence_parallel,
             config.recompute,

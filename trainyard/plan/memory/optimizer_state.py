@@ -42,15 +42,15 @@ class OptimizerMemory:
         zero = zero_stage(config, ranks)
         compute, gradient = DTYPE_BYTES[precision.compute_dtype], DTYPE_BYTES[precision.grad_accum_dtype]
         master = 2 if precision.kind == "bf16_sr" else 4
-        params = local_params(config.model, layout.tp, stages)
-        flat = rank_flat_buffer(config, params, ranks if zero else 1)
+        params = local_params(config.model, layout.model_shard(0), stages)
+        flat = rank_flat_buffer(config, params, ranks)
         size, shard = flat.size, flat.shard_size
         moments = 4 * (shard + flat.shard_undecayed_end)  # Muon keeps no second moment of matrices
         if zero >= 2:
             resident = RankMemory(gradients=shard * master, optimizer=shard * master + moments)
             return cls(resident, flat, zero)
-        gradients = size * gradient + (shard * gradient if flat.num_shards > 1 else 0)
-        master_is_weights = flat.num_shards == 1 and master == compute
+        gradients = size * gradient + (shard * gradient if zero else 0)
+        master_is_weights = not zero and master == compute
         optimizer = moments + (0 if master_is_weights else shard * master)
         return cls(RankMemory(size * compute, gradients, optimizer), flat, zero)
 
@@ -82,24 +82,25 @@ class OptimizerMemory:
     ) -> Iterator[RankMemory]:
         """Gradient buckets in flight during the last backward pass, and weight buckets after the update.
         `live_after_layer` has, for each stage, the bytes that are live after a layer's backward pass."""
-        precision, shards = config.precision, self.flat.num_shards
+        precision = config.precision
         reduce, gradient = DTYPE_BYTES[precision.grad_reduce_dtype], DTYPE_BYTES[precision.grad_accum_dtype]
-        if self.zero >= 2 or (shards == 1 and reduce == gradient):
+        if self.zero >= 2 or (not self.zero and reduce == gradient):
             return
         sizes = [self._padded_elements(bucket) * reduce for bucket in self.flat.buckets]
         for index, bucket in enumerate(self.flat.buckets):
             ahead = 0 if device.gathers_by_all_reduce else sum(sizes[index + 1 : index + MAX_IN_FLIGHT + 1])
             live = max(stage.get(_completing_layer(bucket), 0) for stage in live_after_layer)
-            current = sizes[index] * (2 if device.gathers_by_all_reduce else 1) + sizes[index] // shards
+            current = sizes[index] * (2 if device.gathers_by_all_reduce else 1)
+            current += sizes[index] // bucket.num_shards
             yield RankMemory(activations=live, buffers=ahead + current)
         if self.zero:
-            largest = sorted(map(self._padded_elements, self.flat.buckets), reverse=True)[:MAX_IN_FLIGHT]
+            gathered = [self._padded_elements(bucket) + bucket.shard_elements for bucket in self.flat.buckets]
             compute = DTYPE_BYTES[precision.compute_dtype]
-            yield RankMemory(buffers=sum(largest) * compute * (shards + 1) // shards)
+            yield RankMemory(buffers=sum(sorted(gathered, reverse=True)[:MAX_IN_FLIGHT]) * compute)
 
     def _padded_elements(self, bucket: Bucket) -> int:
         """Elements of a bucket whose shards are padded to one size."""
-        return (bucket.shard_range.stop - bucket.shard_range.start) * self.flat.num_shards
+        return bucket.shard_elements * bucket.num_shards
 
     def update_workspace(self, config: Config, device: DeviceKind) -> RankMemory:
         """Temporary memory of the optimizer's update; none where one kernel does it all."""
@@ -120,15 +121,15 @@ class OptimizerMemory:
     def _orthogonalization_workspace(self, config: Config) -> int:
         """Memory of Muon's update: the matrices that a rank orthogonalizes and their results, one gathered bucket, and
         the temporaries of the largest matrix."""
-        start, shards, tp = self.flat.shard_undecayed_end, self.flat.num_shards, config.layout.tp
+        start, tp, ep = self.flat.shard_undecayed_end, config.layout.tp, config.layout.ep
         buckets = [bucket for bucket in self.flat.buckets if bucket.shard_range.start >= start]
         if not buckets:
             return 0
         dtype_bytes = DTYPE_BYTES[config.precision.compute_dtype]
         spans = [span for bucket in buckets for span in bucket.spans]
-        owned = 2 * sum(prod(span.shape) for span in spans) // shards
-        gathered = 2 * tp * max(self._padded_elements(bucket) for bucket in buckets)
-        largest = 3 * tp * max(prod(span.shape) for span in spans)
+        owned = 2 * sum(prod(span.shape) // span.num_shards for span in spans)
+        gathered = 2 * tp * max(self._padded_elements(bucket) * (ep if bucket.of_experts else 1) for bucket in buckets)
+        largest = 3 * tp * max(prod(span.shape) * (ep if span.of_experts else 1) for span in spans)
         return dtype_bytes * (owned + max(gathered, largest))
 
 

@@ -31,6 +31,8 @@ GROUP_AXES = {
     "pp": "pp",
     "tied_embedding": "pp",
     "dp_cp": "dp",
+    "ep": "ep",
+    "expert_dp": "dp",
     "dp_cp_tp": "all",
     "world": "all",
 }
@@ -58,11 +60,11 @@ class _RankMessages:
     """Collects the messages of one rank."""
 
     def __init__(self, config: Config, layout: Layout, rank: int) -> None:
-        self.config, self.layout, self.coords = config, layout, layout.coords(rank)
+        self.config, self.layout, self.rank, self.coords = config, layout, rank, layout.coords(rank)
         self.counts = MessageCounts()
         self.stages = layout.stages_on(self.coords["pp"])
         self.shards = layout.dp * layout.cp
-        """Ranks that hold the same weights."""
+        """Ranks that hold the same weights outside experts."""
         self.tokens = config.train.micro_batch * config.data.seq_len // layout.cp
         """Tokens of a micro batch on one context-parallel rank."""
         self.compute_dtype = DTYPE_NAMES[config.precision.compute_dtype]
@@ -74,13 +76,18 @@ class _RankMessages:
         if group_size > 1 and elements and times:
             self.counts[Message(group, group_size, kind, dtype, elements * ELEMENT_BYTES[dtype], peer)] += times
 
+    def data_group(self, of_experts: bool) -> tuple[str, int]:
+        """Name and size of the group that holds the same values of a parameter."""
+        ep = self.layout.ep if of_experts else 1
+        return "expert_dp" if ep > 1 else "dp_cp", self.shards // ep
+
 
 def step_messages(config: Config, layout: Layout, rank: int, logits_bytes: int) -> MessageCounts:
     """Messages of a step of the rank at position `rank` of the layout. `logits_bytes` is `Device.max_logits_bytes`."""
     messages = _RankMessages(config, layout, rank)
     _add_model(messages, logits_bytes)
     _add_pipeline(messages)
-    params = local_params(config.model, layout.tp, messages.stages)
+    params = local_params(config.model, layout.model_shard(rank), messages.stages)
     (_add_data_parallel if zero_stage(config, messages.shards) < 2 else _add_fsdp)(messages, params)
     loss_terms = 0 if config.train.loss else family_of(config.model).loss_terms
     messages.add("dp_cp", messages.shards, "all_reduce", "float32", loss_terms)  # numbers of labels with a loss
@@ -92,7 +99,7 @@ def _add_model(messages: _RankMessages, logits_bytes: int) -> None:
     """Messages of tensor and context parallelism inside the model, as a trace of one layer sends them, and of the
     loss."""
     config, layout = messages.config, messages.layout
-    if layout.tp == layout.cp == 1:
+    if layout.tp == layout.cp == layout.ep == 1:
         return
     work, fp8_layers = trace_work(config, layout), fp8_layer_range(config)
     parts = Counter(
@@ -128,40 +135,43 @@ def _add_pipeline(messages: _RankMessages) -> None:
 
 def _add_data_parallel(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
     """Gradients once a step and, with ZeRO-1, new weights: bucket by bucket of the flat buffer."""
-    config, shards = messages.config, messages.shards
-    zero = zero_stage(config, shards)
-    flat = rank_flat_buffer(config, params, shards if zero else 1)
+    config = messages.config
+    flat = rank_flat_buffer(config, params, messages.shards)
     for bucket in flat.buckets:
-        if not zero:
+        group = messages.data_group(bucket.of_experts)
+        if not zero_stage(config, messages.shards):
             size = bucket.full_range.stop - bucket.full_range.start
-            messages.add("dp_cp", shards, "all_reduce", messages.reduce_dtype, size)
+            messages.add(*group, "all_reduce", messages.reduce_dtype, size)
             continue
-        size = shards * (bucket.shard_range.stop - bucket.shard_range.start)
-        messages.add("dp_cp", shards, "reduce_scatter", messages.reduce_dtype, size)
-        messages.add("dp_cp", shards, "all_gather", messages.compute_dtype, size)
+        size = bucket.num_shards * bucket.shard_elements
+        messages.add(*group, "reduce_scatter", messages.reduce_dtype, size)
+        messages.add(*group, "all_gather", messages.compute_dtype, size)
     _add_replicated_params(messages, params, flat, DTYPE_NAMES[config.precision.grad_accum_dtype])
 
 
 def _add_fsdp(messages: _RankMessages, params: dict[str, LocalParam]) -> None:
     """For every micro batch and block: weights are gathered (with ZeRO-3 twice), gradients reduce-scattered."""
-    config, shards, micro_batches = messages.config, messages.shards, messages.layout.micro_batches
+    config, micro_batches = messages.config, messages.layout.micro_batches
 
-    def padded_elements(members: list[LocalParam]) -> int:
+    def padded_elements(members: list[LocalParam], shards: int) -> int:
         """Elements of a group of parameters, each padded to equal shards."""
         return sum(-(-param.shape[0] // shards) * shards * prod(param.shape[1:]) for param in members)
 
-    by_stage = local_params_by_stage(config.model, messages.layout.tp)
-    block = padded_elements(by_stage["block"])
+    by_stage = local_params_by_stage(config.model, messages.layout.model_shard(messages.rank))
     block_gathers = 2 if config.layout.zero == 3 else 1
     for stage in messages.stages:
         ends = by_stage["first"] * stage.is_first + by_stage["last"] * stage.is_last
         ends = by_stage["both"] * (stage.is_first or stage.is_last) + ends
-        for size, count, gathers in ((block, len(stage.layers), block_gathers), (padded_elements(ends), 1, 1)):
-            times = micro_batches * count
-            messages.add("dp_cp", shards, "all_gather", messages.compute_dtype, size, times * gathers)
-            messages.add("dp_cp", shards, "reduce_scatter", messages.reduce_dtype, size, times)
+        for members, count, gathers in ((by_stage["block"], len(stage.layers), block_gathers), (ends, 1, 1)):
+            by_group: dict[tuple[str, int], list[LocalParam]] = {}
+            for param in members:
+                by_group.setdefault(messages.data_group(bool(param.spec.experts)), []).append(param)
+            for group, params_of_group in by_group.items():
+                size, times = padded_elements(params_of_group, group[1]), micro_batches * count
+                messages.add(*group, "all_gather", messages.compute_dtype, size, times * gathers)
+                messages.add(*group, "reduce_scatter", messages.reduce_dtype, size, times)
     master_dtype = "bfloat16" if config.precision.kind == "bf16_sr" else "float32"
-    _add_replicated_params(messages, params, rank_flat_buffer(config, params, shards), master_dtype)
+    _add_replicated_params(messages, params, rank_flat_buffer(config, params, messages.shards), master_dtype)
 
 
 def _add_replicated_params(
@@ -169,10 +179,10 @@ def _add_replicated_params(
 ) -> None:
     """Gradients of parameters that several tensor-parallel or pipeline ranks hold, as far as they are in this rank's
     shard, and the norms."""
-    layout, coords = messages.layout, messages.coords
-    shard = coords["dp"] * layout.cp + coords["cp"] if flat.num_shards > 1 else 0
+    layout, zero = messages.layout, zero_stage(messages.config, messages.shards)
     elements = Counter[str]()
     for name, param in params.items():
+        shard = layout.data_shard(messages.rank, flat.spans[name].of_experts)[1] if zero else 0
         spec, rows, width = param.spec, len(flat.shard_row_range(name, shard)), prod(param.shape[1:])
         if spec.pipeline_stage == "both":
             elements["tied_embedding"] += rows * width
@@ -188,7 +198,7 @@ def _add_replicated_params(
     tied = len(ends) if messages.coords["pp"] in ends else 1
     messages.add("tied_embedding", tied, "all_reduce", dtype, elements["tied_embedding"])
     # Each parameter's norm (LAMB: of its gradient, of itself and of its update), then the global norm.
-    group, size = ("dp_cp_tp", layout.tp * messages.shards) if flat.num_shards > 1 else ("tp", layout.tp)
+    group, size = ("dp_cp_tp", layout.tp * messages.shards) if zero or layout.ep > 1 else ("tp", layout.tp)
     norms = 3 if messages.config.optimizer.kind == "lamb" else 1
     messages.add(group, size, "all_reduce", "float32", len(flat.spans), norms)
     messages.add("pp", layout.pp, "all_reduce", "float32", 1)
@@ -196,17 +206,21 @@ def _add_replicated_params(
 
 
 def _add_muon(messages: _RankMessages, flat: FlatBuffer) -> None:
-    """Muon gathers the matrices of each bucket over ZeRO shards and tensor-parallel ranks, and returns the shards."""
-    tp, shards, dtype = messages.layout.tp, flat.num_shards, messages.compute_dtype
+    """Muon gathers the matrices of each bucket over ZeRO shards, tensor-parallel and expert-parallel ranks, and returns
+    the shards."""
+    tp, dtype = messages.layout.tp, messages.compute_dtype
     for bucket in flat.buckets:
         if bucket.shard_range.start < flat.shard_undecayed_end:
             continue
-        size = shards * (bucket.shard_range.stop - bucket.shard_range.start)
+        group, data_ranks = messages.data_group(bucket.of_experts)
+        ep, shards = messages.layout.ep if bucket.of_experts else 1, bucket.num_shards
+        size = shards * bucket.shard_elements
         for kind in ("all_gather", "reduce_scatter"):
+            messages.add("ep", ep, kind, dtype, ep * tp * size)
             messages.add("tp", tp, kind, dtype, tp * size)
-            messages.add("dp_cp", shards, kind, dtype, size)
+            messages.add(group, shards, kind, dtype, size)
         if shards == 1:
-            messages.add("dp_cp", messages.shards, "all_reduce", dtype, size)
+            messages.add(group, data_ranks, "all_reduce", dtype, size)
 
 
 def _replicated_rows(param: LocalParam, shard_rows: int, rows: int) -> Iterator[tuple[int, int]]:

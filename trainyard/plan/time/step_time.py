@@ -14,6 +14,7 @@ from math import log2, prod
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import DTYPE_BYTES
+from trainyard.core.splits import ModelShard
 from trainyard.families.blueprint import Blueprint
 from trainyard.models import ModelConfig, family_of
 from trainyard.parallel.layout import Layout
@@ -53,7 +54,7 @@ class StepTime:
     @property
     def micro_batch_seconds(self) -> float:
         """Seconds of all micro batches, without what occurs once a step."""
-        return sum(self.components[name] for name in ("matmul", "attention", "memory", "tp", "cp", "pp"))
+        return sum(self.components[name] for name in ("matmul", "attention", "memory", "tp", "cp", "ep", "pp"))
 
 
 def predict_step(config: Config, layout: Layout, hardware: Hardware, efficiency: Efficiency) -> StepTime:
@@ -99,11 +100,13 @@ def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealT
     if message.kind == "receive" and hardware.entry.kind != "trainium":
         return IdealTime()
     stage = layout.tp * layout.cp * layout.dp
-    stride = {"cp": layout.tp, "dp_cp": layout.tp, "pp": stage, "tied_embedding": stage}.get(message.group, 1)
+    strides = {"cp": layout.tp, "dp_cp": layout.tp, "ep": layout.tp, "expert_dp": layout.tp * layout.ep}
+    stride = {**strides, "pp": stage, "tied_embedding": stage}.get(message.group, 1)
     point_to_point = message.kind in ("send", "receive")
     ranks = 2 if point_to_point else message.group_size
     in_instance = max(min(ranks, hardware.ranks_per_node // stride), 1)
-    ring_share = 1.0 if point_to_point or message.kind == "all_to_all" else (ranks - 1) / ranks
+    to_neighbor = point_to_point or (message.kind == "all_to_all" and message.group == "cp")  # ring attention
+    ring_share = 1.0 if to_neighbor else (ranks - 1) / ranks
     emulated = (
         message.kind in ("all_gather", "reduce_scatter") and DEVICE_KINDS[hardware.entry.kind].gathers_by_all_reduce
     )
@@ -127,19 +130,18 @@ def _pipeline_rank_time(
     names = ("matmul", "attention", "memory")
     compute = {name: count * getattr(ideal, name) / getattr(efficiency, name) for name in names}
     traffic = traffic_by_axis(config, layout, pp, hardware)
-    axes = dict.fromkeys(("tp", "cp", "pp", "dp", "all"), 0.0)
+    axes = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "all"), 0.0)
     axes |= {axis: ideal.at_efficiency(efficiency) for axis, (_, _, ideal) in traffic.items()}
     # A ring sends keys and values while a block of attention is computed.
     hidden_cp = min(axes["cp"], compute["attention"]) if config.layout.cp_method == "ring" else 0.0
-    shards = layout.dp * layout.cp if config.layout.zero else 1
     passes = 2 if config.optimizer.kind == "lamb" else 1
-    update_bytes = passes * UPDATE_BYTES_PER_WEIGHT * local_weight_count(config, layout, pp) / shards
+    update_bytes = passes * UPDATE_BYTES_PER_WEIGHT * local_weight_count(config, layout, pp, bool(config.layout.zero))
     update = update_bytes / hardware.memory_bandwidth / efficiency.memory
     # Gradients are reduced during the last backward pass and weights gathered during the next forward pass; with ZeRO-2
     # and 3 in every micro batch. The published Trainium runs did not overlap them.
     can_hide_dp = sum(compute.values()) / (1 if config.layout.zero >= 2 else count)
     hidden_dp = min(axes["dp"], can_hide_dp) if hardware.entry.kind == "gpu" else 0.0
-    exposed = {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "pp": axes["pp"]}
+    exposed = {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "ep": axes["ep"], "pp": axes["pp"]}
     per_step = {"bubble": 0.0, "dp": axes["dp"] - hidden_dp, "update": update, "all": axes["all"]}
     return StepTime(compute | exposed | per_step, {"cp": hidden_cp, "dp": hidden_dp}, pp)
 
@@ -149,19 +151,25 @@ def _blueprint(model: ModelConfig) -> Blueprint:
     return family_of(model).blueprint(model)
 
 
-def local_weight_count(config: Config, layout: Layout, pp: int) -> int:
-    """Weights of a rank."""
-    sizes, stages = _weights_by_stage(config.model, layout.tp), layout.stages_on(pp)
+def local_weight_count(config: Config, layout: Layout, pp: int, sharded: bool = False) -> int:
+    """Weights of a rank, or of its ZeRO shard."""
+    shards = layout.dp * layout.cp if sharded else 1
+    expert_shards = shards // layout.ep if sharded else 1
+    sizes = _weights_by_stage(config.model, layout.model_shard(0), shards, expert_shards)
+    stages = layout.stages_on(pp)
     first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     ends = sizes["first"] * first + sizes["last"] * last + sizes["both"] * (first or last)
     return ends + sizes["block"] * sum(len(stage.layers) for stage in stages)
 
 
 @cache
-def _weights_by_stage(model: ModelConfig, tp: int) -> dict[str, int]:
-    """Weights of one block, of the first and last stage, and of parameters that both have."""
-    params = local_params_by_stage(model, tp)
-    return {stage: sum(prod(param.shape) for param in members) for stage, members in params.items()}
+def _weights_by_stage(model: ModelConfig, model_shard: ModelShard, shards: int, expert_shards: int) -> dict[str, int]:
+    """Weights in a shard of one block, of the first and last stage, and of parameters that both have."""
+    params = local_params_by_stage(model, model_shard)
+    return {
+        stage: sum(prod(param.shape) // (expert_shards if param.spec.experts else shards) for param in members)
+        for stage, members in params.items()
+    }
 
 
 def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
@@ -215,7 +223,7 @@ def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
     }
     blueprint = _blueprint(model)
     forward = sum(
-        2 * prod(blueprint.local_shape(spec.name, tp)) * rows[spec.flops_tokens]
+        2 * prod(blueprint.local_shape(spec.name, ModelShard(tp))) * rows[spec.flops_tokens]
         for spec in blueprint.specs
         if spec.pipeline_stage == "last"
     )

@@ -17,6 +17,7 @@ from trainyard.models.build import FactoryClass
 from trainyard.models.factory import ModuleFactory
 from trainyard.parallel.axes import Axes
 from trainyard.parallel.context_parallel import ContextAxis
+from trainyard.parallel.expert_parallel import ExpertAxis
 from trainyard.parallel.layout import StageSpec
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.ring_attention import CpMethod
@@ -45,6 +46,7 @@ class TracedStage:
     micro_batch: MicroBatchShape
     tp: int
     cp: int
+    ep: int
     cp_method: CpMethod
     sequence_parallel: bool
     recompute: RecomputeSection
@@ -73,11 +75,11 @@ class StageRun:
         self.stage, self.recorder, self.traced_chunks = stage, recorder, traced_chunks
         self.kernels, precision = _make_kernels(stage), stage.precision
         by_all_reduce = stage.device.gathers_by_all_reduce
-        tp, cp = (
+        tp, cp, ep = (
             traced_group(name, size, by_all_reduce, recorder.on_message)
-            for name, size in (("tp", stage.tp), ("cp", stage.cp))
+            for name, size in (("tp", stage.tp), ("cp", stage.cp), ("ep", stage.ep))
         )
-        axes = Axes(TensorAxis(tp, stage.sequence_parallel), ContextAxis(cp, stage.cp_method))
+        axes = Axes(TensorAxis(tp, stage.sequence_parallel), ContextAxis(cp, stage.cp_method), ExpertAxis(ep))
         self.fp8 = Fp8Options(precision.fp8_scaling, precision.fp8_backward) if precision.kind == "fp8" else None
         fp8 = models.Fp8Layers(self.fp8, stage.fp8_layers) if self.fp8 else None
         spec = StageSpec(0, range(stage.model.layers), stage.is_first, stage.is_last)

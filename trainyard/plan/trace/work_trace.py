@@ -28,6 +28,8 @@ PRODUCTS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten
 FP8_PRODUCT = "trainyard::fp8_matmul"
 GROUPED_PRODUCTS = {"trainyard::grouped_linear": 1, "trainyard::grouped_wgrad": -1}
 """Products of groups of rows, and the dim of the second operand that the first one does not have."""
+EXPERT_EXCHANGES = ("trainyard::exchange_counts", "trainyard::dispatch_rows", "trainyard::combine_rows")
+"""Operators with an all-to-all in them. A trace has as many rows as experts that have equally many."""
 TRACED_DEVICE = DeviceKind(0, fused_kernels=True, gpu_operators=True)
 PLAIN_LAYER, FP8_LAYER = 0, 1
 """The traced layers."""
@@ -64,6 +66,7 @@ def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
         micro_batch,
         layout.tp,
         layout.cp,
+        layout.ep,
         config.layout.cp_method,
         config.layout.sequence_parallel and layout.tp > 1,
         config.recompute,
@@ -80,15 +83,16 @@ def trace_work(config: Config, layout: Layout) -> dict[int, PartWork]:
 
 @lru_cache(maxsize=4096)
 def _trace_stage_work(stage: TracedStage) -> dict[int, PartWork]:
-    recorder = _WorkRecorder()
+    recorder = _WorkRecorder(stage.ep)
     factory = partial(AttentionFactory, recorder.on_attention)
     StageRun(stage, recorder, factory, traced_chunks=0, accumulates=False).run()
     return dict(recorder.work)
 
 
 class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+    def __init__(self, ep: int) -> None:
         super().__init__()
+        self.ep = ep
         self.work: dict[int, PartWork] = defaultdict(PartWork)
         self.partial_sums: list[Tensor] = []
         """Not counted: their size depends on the number of programs of a GPU, not on the work."""
@@ -117,6 +121,8 @@ class _WorkRecorder(PartRecorder):  # type: ignore[no-untyped-call]
         elif function.name() == FP8_PRODUCT:
             work.fp8_flops += 2 * args[0].numel() * args[2].shape[0]
         elif function.namespace != "_c10d_functional":
+            if function.name() in EXPERT_EXCHANGES:
+                self.on_message("ep", self.ep, "all_to_all", args[0])
             outputs = tensors_in(out)
             if function in PARTIAL_SUM_OPS:
                 self.partial_sums.append(outputs.pop())

@@ -176,9 +176,7 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     slices = [
         piece
         for name in state.names
-        for piece in rank_slices(
-            blueprint, name, mesh.tp.size, mesh.tp.rank, state.shard_row_range(name), skip_replicas=False
-        )
+        for piece in rank_slices(blueprint, name, mesh.model_shard, state.shard_row_range(name), skip_replicas=False)
     ]
     own_file = shard_name(mesh.layout_rank)
     files = {file for piece in slices for file in checkpoint.files_with(piece)}

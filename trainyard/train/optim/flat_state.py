@@ -15,7 +15,7 @@ from trainyard.config.schema import Config
 from trainyard.families.blueprint import Blueprint, ParamSpec
 from trainyard.models import ParameterValues
 from trainyard.parallel.flat_buffer import FlatBuffer
-from trainyard.parallel.process_group import Group
+from trainyard.parallel.mesh import Mesh
 from trainyard.train.decisions import zero_stage
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
@@ -28,8 +28,9 @@ Shapes = dict[str, tuple[int, ...]]
 """Local shape of every parameter of a rank, by name."""
 
 
-def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, shards: int) -> FlatBuffer:
-    """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib.
+def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Config, data_ranks: int) -> FlatBuffer:
+    """The layout of a rank's flat buffers, with gradient buckets of config.layout.bucket_mib, for `data_ranks` ranks
+    that hold the same parameters and, under ZeRO, shard them. Under expert parallelism fewer hold the same experts.
 
     Parameters with weight decay come first, then those without. The matrices of blocks that Muon orthogonalizes have
     no second moment, so they come last and `exp_avg_sq` ends before them.
@@ -41,7 +42,10 @@ def make_flat_buffer(shapes: Shapes, specs: Mapping[str, ParamSpec], config: Con
     ordered = [(name, shapes[name]) for name in sorted(groups, key=groups.__getitem__)]
     bucket = config.layout.bucket_mib * 2**20 // DTYPES[config.precision.grad_reduce_dtype].itemsize
     sizes = Counter(groups.values())
-    return FlatBuffer(ordered, sizes[0], shards, bucket, sizes[1])
+    sharded, ep = zero_stage(config, data_ranks) > 0, config.layout.ep
+    experts = [name for name, spec in specs.items() if spec.experts and ep > 1]
+    expert_shards = dict.fromkeys(experts, data_ranks // ep if sharded else 1)
+    return FlatBuffer(ordered, sizes[0], data_ranks if sharded else 1, bucket, sizes[1], expert_shards)
 
 
 def state_kinds(state_names: Sequence[str]) -> tuple[str, ...]:
@@ -57,17 +61,15 @@ class FlatState:
         shapes: Shapes,
         blueprint: Blueprint,
         config: Config,
-        data_group: Group,
+        mesh: Mesh,
         device: torch.device,
         state_names: Sequence[str] = ADAM_STATE,
     ) -> None:
-        """`data_group` are the ranks that hold the same parameters and, under ZeRO, shard them. `state_names` are the
-        state buffers of the update rule."""
-        self.zero_stage = zero_stage(config, data_group.size)
-        self.shard_index = data_group.rank if self.zero_stage else 0
-        shards = data_group.size if self.zero_stage else 1
+        """`state_names` are the state buffers of the update rule."""
+        self.mesh = mesh
+        self.zero_stage = zero_stage(config, mesh.dp_cp.size)
         specs = {name: blueprint.spec(name) for name in shapes}
-        self.flat = make_flat_buffer(shapes, specs, config, shards)
+        self.flat = make_flat_buffer(shapes, specs, config, mesh.dp_cp.size)
         self.names = list(self.flat.spans)
         precision = config.precision
         self.stochastic_rounding = precision.kind == "bf16_sr"
@@ -85,11 +87,11 @@ class FlatState:
         if self.zero_stage < 2:
             self.weights = zeros(size, self.compute_dtype)
             """What the model computes with."""
-            shared = shards == 1 and master_dtype == self.compute_dtype
+            shared = not self.zero_stage and master_dtype == self.compute_dtype
             self.master_weights = self.weights if shared else zeros(shard_size, master_dtype)
             self.gradients = zeros(size, grad_dtype)
             """Sum over this rank's micro batches."""
-            self.reduced_grads = self.gradients if shards == 1 else zeros(shard_size, grad_dtype)
+            self.reduced_grads = zeros(shard_size, grad_dtype) if self.zero_stage else self.gradients
             """Sum over all ranks."""
         else:  # FSDP keeps the full weights and gradients
             self.master_weights = self.weights = zeros(shard_size, master_dtype)
@@ -112,11 +114,14 @@ class FlatState:
 
     def shard_view(self, buffer: Tensor, name: str) -> Tensor:
         """This rank's shard of a parameter (without ZeRO, all of it) in a buffer of shard size."""
-        return self.flat.shard_view(buffer, name, self.shard_index)
+        return self.flat.shard_view(buffer, name, self._shard_index(name))
 
     def shard_row_range(self, name: str) -> range:
         """The rows of a parameter in this rank's shard."""
-        return self.flat.shard_row_range(name, self.shard_index)
+        return self.flat.shard_row_range(name, self._shard_index(name))
+
+    def _shard_index(self, name: str) -> int:
+        return self.mesh.data_group(self.flat.spans[name].of_experts).rank if self.zero_stage else 0
 
     def has_second_moment(self, name: str) -> bool:
         return self.flat.spans[name].shard_start < self.flat.shard_undecayed_end

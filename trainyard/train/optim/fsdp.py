@@ -5,6 +5,7 @@ norms and checkpoints serve every ZeRO stage.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainyard import compat
 from trainyard.devices import Device
 from trainyard.models import TransformerStage, assign_parameters
+from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
 
@@ -23,19 +25,23 @@ class FsdpStage:
     """A stage sharded by torch, with its weight and gradient shards in the flat state."""
 
     def __init__(
-        self, model: TransformerStage, state: FlatState, group: Group, device: Device, reduce_dtype: torch.dtype
+        self, model: TransformerStage, state: FlatState, mesh: Mesh, device: Device, reduce_dtype: torch.dtype
     ) -> None:
         """Wrap each block and then the model, whose parameters have no memory yet, and give them their memory."""
-        assert group.handle is not None
-        with compat.disable_fake_tensors():  # torch computes a rank's position from tensor values
-            mesh = DeviceMesh.from_group(group.handle, device.name)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        experts = {parameter for name, parameter in model.named_parameters() if state.flat.spans[name].of_experts}
+        meshes = {
+            of_experts: _device_mesh(mesh.data_group(of_experts), device) for of_experts in {False, bool(experts)}
+        }
         policy = MixedPrecisionPolicy(state.compute_dtype, reduce_dtype, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": meshes[False], "mp_policy": policy}
+        if experts:
+            options["shard_placement_fn"] = compat.placement_on_other_mesh(experts, meshes[True])
         for block in model.layers.children():
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=state.zero_stage == 3)
+            fully_shard(block, reshard_after_forward=state.zero_stage == 3, **options)
         # The loss uses the output projection after the model's forward: the root's parameters stay gathered until
         # backward.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model, reshard_after_forward=False, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # sum gradients, never average
@@ -44,8 +50,12 @@ class FsdpStage:
             {name: state.shard_view(buffer, name) for name in shapes}
             for buffer in (state.master_weights, state.reduced_grads)
         )
-        self.parameters = assign_parameters(model, lambda name: _as_dtensor(self.weights[name], shapes[name], mesh))
-        self.gradients = {name: _as_dtensor(grad, shapes[name], mesh) for name, grad in self.grad_buffers.items()}
+
+        def as_dtensor(local: Tensor, name: str) -> DTensor:
+            return _as_dtensor(local, shapes[name], meshes[state.flat.spans[name].of_experts])
+
+        self.parameters = assign_parameters(model, lambda name: as_dtensor(self.weights[name], name))
+        self.gradients = {name: as_dtensor(gradient, name) for name, gradient in self.grad_buffers.items()}
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients[name]
 
@@ -64,6 +74,12 @@ class FsdpStage:
             local, buffer = _local_tensor(parameter), self.weights[name]
             if local.data_ptr() != buffer.data_ptr():
                 local.copy_(buffer)
+
+
+def _device_mesh(group: Group, device: Device) -> DeviceMesh:
+    assert group.handle is not None
+    with compat.disable_fake_tensors():  # torch computes a rank's position from tensor values
+        return DeviceMesh.from_group(group.handle, device.name)
 
 
 def _local_tensor(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from trainyard.checkpoint.native.partition import LocalSlice, owned_slices, pipe
 from trainyard.core.splits import shard_rows
 from trainyard.families.blueprint import Blueprint
 from trainyard.models.sharding import unshard_tensor
-from trainyard.parallel.mesh import Mesh
+from trainyard.parallel.mesh import SINGLE_RANK, Mesh
 from trainyard.train.optim.flat_state import FlatState
 
 
@@ -18,10 +18,11 @@ def gather_full_parameter(state: FlatState, blueprint: Blueprint, mesh: Mesh, na
     if mesh.coords["pp"] == owner:
         span = flat.spans[name]
         local = state.master_weights[span.shard_start : span.shard_start + span.shard_numel].detach()
-        if flat.num_shards > 1:
-            local = mesh.dp_cp.all_gather(local)
-        count = torch.Size(span.shape).numel()
-        full = unshard_tensor(blueprint, name, mesh.tp.all_gather(local[:count].view(1, *span.shape)).unbind())
+        if span.num_shards > 1:
+            local = mesh.data_group(span.of_experts).all_gather(local)
+        ep, count = mesh.ep if span.of_experts else SINGLE_RANK, torch.Size(span.shape).numel()
+        shards = ep.all_gather(mesh.tp.all_gather(local[:count].view(1, *span.shape)))
+        full = unshard_tensor(blueprint, name, shards.unbind(), ep.size)
     else:
         full = state.master_weights.new_empty(blueprint.spec(name).shape)
     if mesh.pp.size > 1:
@@ -38,7 +39,7 @@ def gather_full_buffer(state: FlatState, blueprint: Blueprint, mesh: Mesh, buffe
     """
     starts, size = {}, 0
     for name in blueprint.parameter_names():
-        for piece in blueprint.tp_slices(name):
+        for piece in blueprint.local_slices(name):
             starts[piece.name] = (size, piece)
             size += piece.numel
     flat = torch.zeros(size, device=buffer.device)
@@ -55,7 +56,8 @@ def gather_full_buffer(state: FlatState, blueprint: Blueprint, mesh: Mesh, buffe
 def slice_view(state: FlatState, mesh: Mesh, buffer: Tensor, piece: LocalSlice) -> Tensor:
     """A slice that this rank owns, in a buffer of shard size."""
     shard = state.shard_view(buffer, piece.param)
-    if state.flat.num_shards == 1:  # every data-parallel rank holds all rows and owns some of them
-        rows = shard_rows(len(shard), mesh.dp_cp.size, mesh.dp_cp.rank)
+    if not state.zero_stage:  # every data-parallel rank holds all rows and owns some of them
+        group = mesh.data_group(state.flat.spans[piece.param].of_experts)
+        rows = shard_rows(len(shard), group.size, group.rank)
         shard = shard[rows.start : rows.stop]
     return shard[piece.local_index]

@@ -42,20 +42,20 @@ class GradientSync:
         self.parameters: dict[str, nn.Parameter] = {}
         """Parameters that are views of the flat weights; empty under FSDP."""
         self.fsdp_stages: list[FsdpStage] = []
-        group, reduce_dtype = mesh.dp_cp, DTYPES[config.precision.grad_reduce_dtype]
+        reduce_dtype = DTYPES[config.precision.grad_reduce_dtype]
         if state.zero_stage >= 2:
             from trainyard.train.optim import fsdp
 
-            self.fsdp_stages = [fsdp.FsdpStage(model, state, group, device, reduce_dtype) for model in models]
+            self.fsdp_stages = [fsdp.FsdpStage(model, state, mesh, device, reduce_dtype) for model in models]
             return
-        if group.size > 1:
+        if mesh.dp_cp.size > 1:
             self.gradient_reducer = GradientReducer(
-                state.flat, group, state.gradients, state.reduced_grads, reduce_dtype, waiting
+                state.flat, mesh.data_group, state.gradients, state.reduced_grads, reduce_dtype, waiting
             )
         self._bind_parameters(models, wgrad_buffers)
         if state.zero_stage:
             needed_at = partial(_forward_moments, blueprint)
-            self.weight_gatherer = WeightGatherer(state.flat, group, state.weights, needed_at, waiting)
+            self.weight_gatherer = WeightGatherer(state.flat, mesh.data_group, state.weights, needed_at, waiting)
             for model in models:
                 model.pre_layer_hook = self.weight_gatherer.wait_for
 

@@ -4,21 +4,26 @@ Muon replaces the momentum of a matrix by an approximation of its nearest orthog
 iterations (Keller Jordan, https://kellerjordan.github.io/posts/muon; torch.optim.Muon). The iteration needs the full,
 unfused matrix:
 
-1. Every rank updates its shard of the momentum and all-gathers the update directions over ZeRO shards and
-   tensor-parallel ranks, one bucket at a time. It keeps the matrices that are assigned to it.
+1. Every rank updates its shard of the momentum and all-gathers the update directions over ZeRO shards,
+   tensor-parallel ranks and, for experts, expert-parallel ranks, one bucket at a time. It keeps the matrices that are
+   assigned to it.
 2. Every rank orthogonalizes its matrices, all ranks of a pipeline stage in parallel.
 3. A reduce-scatter returns the rows of each rank's shard. Every element has one owner and zeros elsewhere, so the sum
    is exact and the result does not depend on the layout.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from math import prod, sqrt
 
 import torch
 from torch import Tensor
 
+from trainyard.core.splits import ModelShard
 from trainyard.models.sharding import fused_starts, shard_tensor, unshard_tensor
 from trainyard.parallel.flat_buffer import Bucket, ParamSpan
+from trainyard.parallel.mesh import SINGLE_RANK
+from trainyard.parallel.process_group import Group
 from trainyard.train.optim.adamw import AdamW
 from trainyard.train.optim.update_rule import RuleContext, StepScalars
 
@@ -63,25 +68,24 @@ class Muon:
 
     def _gather_owned(self, bucket: Bucket, shard: Tensor) -> dict[str, Tensor]:
         """The full unfused matrices of a bucket that this rank owns, from every rank's shard of it."""
-        gathered = self.mesh.dp_cp.all_gather(shard) if self.state.flat.num_shards > 1 else shard
-        gathered = self.mesh.tp.all_gather(gathered).view(self.mesh.tp.size, self.state.flat.num_shards, -1)
+        mesh, shards, data_group, ep = self.mesh, *self._sharding(bucket)
+        gathered = data_group.all_gather(shard) if shards > 1 else shard
+        gathered = ep.all_gather(mesh.tp.all_gather(gathered)).view(ep.size * mesh.tp.size, shards, -1)
         owned: dict[str, Tensor] = {}
         for span, start in self._offsets(bucket):
             if not self.owned[span.name]:
                 continue
-            tp_shards = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
-            tp_shards = tp_shards.reshape(self.mesh.tp.size, *span.shape)
-            full = unshard_tensor(self.context.blueprint, span.name, tp_shards.unbind())
+            parts = gathered[:, :, start : start + span.shard_numel].flatten(1)[:, : prod(span.shape)]
+            parts = parts.reshape(len(parts), *span.shape)
+            full = unshard_tensor(self.context.blueprint, span.name, parts.unbind(), ep.size)
             owned |= {matrix: full[rows].clone() for matrix, rows in self.owned[span.name].items()}
         return owned
 
     def _scatter(self, bucket: Bucket, orthogonal: dict[str, Tensor]) -> Tensor:
         """This rank's shard of a bucket, from the matrices that every rank has orthogonalized."""
-        tp, shards = self.mesh.tp, self.state.flat.num_shards
-        length = bucket.shard_range.stop - bucket.shard_range.start
-        out = torch.zeros(
-            tp.size, shards, length, dtype=self.state.compute_dtype, device=self.state.master_weights.device
-        )
+        tp, shards, data_group, ep = self.mesh.tp, *self._sharding(bucket)
+        shape = (ep.size, tp.size, shards, bucket.shard_elements)
+        out = torch.zeros(shape, dtype=self.state.compute_dtype, device=self.state.master_weights.device)
         blueprint = self.context.blueprint
         for span, start in self._offsets(bucket):
             if not self.owned[span.name]:
@@ -89,14 +93,20 @@ class Muon:
             full = out.new_zeros(blueprint.spec(span.name).shape)
             for matrix, rows in self.owned[span.name].items():
                 full[rows] = orthogonal[matrix]
-            for rank in range(tp.size):
+            for ep_rank, rank in product(range(ep.size), range(tp.size)):
+                shard = ModelShard(tp.size, rank, ep.size, ep_rank)
                 local = out.new_zeros(shards * span.shard_numel)
-                local[: prod(span.shape)] = shard_tensor(blueprint, span.name, full, tp.size, rank).flatten()
-                out[rank, :, start : start + span.shard_numel] = local.view(shards, span.shard_numel)
-        reduced = tp.reduce_scatter(out.view(-1))
+                local[: prod(span.shape)] = shard_tensor(blueprint, span.name, full, shard).flatten()
+                out[ep_rank, rank, :, start : start + span.shard_numel] = local.view(shards, span.shard_numel)
+        reduced = tp.reduce_scatter(ep.reduce_scatter(out.view(-1)))
         if shards > 1:
-            return self.mesh.dp_cp.reduce_scatter(reduced)
-        return self.mesh.dp_cp.all_reduce_sum(reduced)
+            return data_group.reduce_scatter(reduced)
+        return data_group.all_reduce_sum(reduced)
+
+    def _sharding(self, bucket: Bucket) -> tuple[int, Group, Group]:
+        """Number of ZeRO shards of a bucket, the ranks that have the same values, and those that divide experts."""
+        ep = self.mesh.ep if bucket.of_experts else SINGLE_RANK
+        return bucket.num_shards, self.mesh.data_group(bucket.of_experts), ep
 
     def _apply(self, bucket: Bucket, directions: Tensor, scalars: StepScalars) -> None:
         state = self.state
@@ -116,7 +126,7 @@ class Muon:
         """The unfused matrices that this rank orthogonalizes, by parameter, with their rows in the full parameter. The
         most expensive matrix goes first, to the rank with the least work."""
         blueprint, mesh = self.context.blueprint, self.mesh
-        matrices = [(name, piece) for name in names for piece in blueprint.tp_slices(name)]
+        matrices = [(name, piece) for name in names for piece in blueprint.local_slices(name)]
         costs = {}
         for _, piece in matrices:
             short, long = sorted(piece.sizes)
@@ -133,8 +143,7 @@ class Muon:
 
     def _row_factors(self, name: str) -> Tensor:
         """[rows, 1] learning rate factors of this rank's rows, from the shapes of the full unfused matrices."""
-        tp, adjust = self.mesh.tp, self.config.lr_adjust
-        local = self.context.blueprint.tp_slices(name, tp.size, tp.rank)
+        adjust, local = self.config.lr_adjust, self.context.blueprint.local_slices(name, self.mesh.model_shard)
         factors = torch.cat([torch.full((piece.sizes[0], 1), lr_factor(piece.global_shape, adjust)) for piece in local])
         rows = self.state.shard_row_range(name)
         return factors[rows.start : rows.stop].to(self.state.master_weights.device)

@@ -55,14 +55,14 @@ class Optimizer:
         shapes = {name: tuple(parameter.shape) for model in models for name, parameter in model.named_parameters()}
         user_rule = load_update_rule(config.optimizer)
         state_names = user_rule.state_names if user_rule else ADAM_STATE
-        self.state = state = FlatState(shapes, blueprint, config, mesh.dp_cp, device.torch_device, state_names)
+        self.state = state = FlatState(shapes, blueprint, config, mesh, device.torch_device, state_names)
         state.load_values(values)
         self.replica_sync = ReplicaSync(state, blueprint, mesh, config.layout.sequence_parallel)
         fused_wgrad = fuses_wgrad(config, mesh.layout, kernels.fused_wgrad, compile_fn is not None)
         wgrad_buffers = kernels.wgrad_buffers if fused_wgrad else None
         self.sync = GradientSync(state, models, blueprint, config, device, mesh, wgrad_buffers, waiting)
         self.guard = StepGuard(state.names, config.optimizer.max_grad_norm, device.torch_device)
-        ranges = {name: rounding_ranges(state, blueprint, mesh.tp, name) for name in state.names}
+        ranges = {name: rounding_ranges(state, blueprint, mesh.model_shard, name) for name in state.names}
         context = RuleContext(state, config.optimizer, blueprint, mesh, self.replica_sync, ranges, kernels, compile_fn)
         self.rule: FlatRule = (
             ElementwiseUpdate(user_rule, context) if user_rule else RULES[config.optimizer.kind](context)

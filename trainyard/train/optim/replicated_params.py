@@ -82,7 +82,15 @@ class ReplicaSync:
             self.jobs.append(SyncJob(mesh.tied_embedding, tied, None))
         index = {name: number for number, name in enumerate(self.names)}
         self.param_index = torch.tensor([index[part.name] for part in self.ranges], dtype=torch.int32, device=device)
-        self.replica_weight = torch.tensor([1 / part.replicas for part in self.ranges], device=device)
+        # Norms add up over the ranks of `norm_group`; what several of them hold counts once.
+        self.norm_group = mesh.dp_cp_tp if state.zero_stage or mesh.ep.size > 1 else mesh.tp
+
+        def copies(part: ReplicatedRange) -> int:
+            span = state.flat.spans[part.name]
+            data_copies = mesh.data_group(span.of_experts).size // span.num_shards
+            return part.replicas * (data_copies if self.norm_group is mesh.dp_cp_tp else 1)
+
+        self.replica_weight = torch.tensor([1 / copies(part) for part in self.ranges], device=device)
         on_two_stages = {part.name for part in tied} if mesh.tied_embedding.size > 1 else set()
         self.dedup_weight = torch.tensor([0.5 if name in on_two_stages else 1.0 for name in self.names], device=device)
 
@@ -113,7 +121,7 @@ class ReplicaSync:
         total = torch.zeros(len(self.names), device=squares.device).index_add_(
             0, self.param_index, squares * self.replica_weight
         )
-        return (self.mesh.dp_cp_tp if self.state.flat.num_shards > 1 else self.mesh.tp).all_reduce_sum(total)
+        return self.norm_group.all_reduce_sum(total)
 
     def global_norm(self, squares: Tensor) -> Tensor:
         """The norm over the full model, from the squared norms of this pipeline rank's parameters."""
@@ -123,13 +131,13 @@ class ReplicaSync:
         """This shard's rows, divided wherever a fused tensor starts in any shard: all shards have equal ranges."""
         spec, span = blueprint.spec(name), self.state.flat.spans[name]
         rows = self.state.shard_row_range(name)
-        tp, rank = self.mesh.tp.size, self.mesh.tp.rank
-        replication = blueprint.replication(name, tp)
+        model_shard = self.mesh.model_shard
+        replication = blueprint.replication(name, model_shard)
         if spec.tp_dim != 0 or len(set(replication)) == 1:  # the same for all rows
             if not len(rows):
                 return []
             return [ReplicatedRange(name, 0, len(rows), replication[0], frozenset(replication[:1]))]
-        sizes = [piece.sizes[0] for piece in blueprint.tp_slices(name, tp, rank)]
+        sizes = [piece.sizes[0] for piece in blueprint.local_slices(name, model_shard)]
         part_starts = list(accumulate(sizes, initial=0))[:-1]
 
         def replicas_of(row: int) -> int:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.core.counter_rng import element_bits, key32, row_seeds
+from trainyard.core.splits import ModelShard
 from trainyard.families.blueprint import Blueprint
-from trainyard.parallel.process_group import Group
 from trainyard.train.optim.flat_state import FlatState
 
 
@@ -29,13 +29,13 @@ class RoundingRange(NamedTuple):
         return first[:, None], second[:, None]
 
 
-def rounding_ranges(state: FlatState, blueprint: Blueprint, tp: Group, name: str) -> list[RoundingRange]:
+def rounding_ranges(state: FlatState, blueprint: Blueprint, shard: ModelShard, name: str) -> list[RoundingRange]:
     """This rank's rows of a bf16 parameter, divided at the boundaries of fused tensors. Empty without stochastic
     rounding."""
     if not state.stochastic_rounding:
         return []
     weights, span, rows = state.master_weights, state.flat.spans[name], state.shard_row_range(name)
-    pieces = list(rank_slices(blueprint, name, tp.size, tp.rank, rows, skip_replicas=False))
+    pieces = list(rank_slices(blueprint, name, shard, rows, skip_replicas=False))
     ranges = []
     # The last range includes the rows of vocabulary padding, whose zeros stay zeros: the shapes are then the same on
     # all ranks.
