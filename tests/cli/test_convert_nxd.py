@@ -171,8 +171,8 @@ def round_trips(kind: str) -> Iterator[tuple[list[Any], str, bool]]:
             yield [*flags, *sizes], backend, number % 2 == 0
 
 
-NIGHTLY_KINDS = ("fused", "megatron with MHA")
-"""Close to `qkv_linear` and `coalesced`, which stay in the fast tier."""
+NIGHTLY_KINDS = ("separate", "fused", "coalesced", "megatron with MHA")
+"""Close to `qkv_linear` and `megatron`, which stay in the fast tier."""
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def expected(file: Path, cache: Cache, tmp_path_factory: pytest.TempPathFactory)
     return cache.train(file, tmp_path_factory.mktemp("run"), ONE_RANK)
 
 
+@pytest.mark.nightly
 def test_one_rank_compiles_nothing(expected: tuple[str, list[float]]) -> None:
     compiled, losses = expected
     assert compiled == "Compiled 0 graphs, 3 from cache"

@@ -65,7 +65,9 @@ def test_recipes_do_not_wrap(cli: ForkServer, columns: int) -> None:
     assert not broken_words
 
 
-@pytest.mark.parametrize("recipe", ["llama3-70b", "gpt3-6.7b", "tiny-llama"])
+@pytest.mark.parametrize(
+    "recipe", ["llama3-70b", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt3-6.7b", "tiny-llama"))]
+)
 def test_plan_fits_80_columns(cli: ForkServer, recipe: str) -> None:
     hardware = ["--hardware", "h200:8"] if recipe == "tiny-llama" else []
     code, lines, broken_words = run_in_terminal(["plan", recipe, *hardware], server=cli)

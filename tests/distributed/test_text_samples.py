@@ -19,8 +19,6 @@ PROMPTS = [[1, 2, 3], [250], [7] * 14, [9, 8, 7, 6, 5, 4, 3], [100, 101]]
 SAMPLES = {"max_new_tokens": 3, "top_p": 0.9, "tokenizer": "bytes"}
 FAST = {
     "4-llama-tp4-sequence_parallelTrue-padded-vocab",
-    "4-gpt-cp4-cp_methodall_gather-documents",
-    "4-llama-pp2-zero3",
     "2-gpt-pp2-vpp2-pipeline_schedulezbv-tied",
 }
 SAMPLED_CASES = [

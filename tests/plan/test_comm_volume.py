@@ -219,7 +219,11 @@ SMALL_CASES: list[Case] = [
 
 @pytest.mark.parametrize(
     "case",
-    [*FAST_CASES, *SMALL_CASES, *(pytest.param(case, marks=NIGHTLY) for case in FULL_CASES)],
+    [
+        *FAST_CASES,
+        *SMALL_CASES[::2],
+        *(pytest.param(case, marks=NIGHTLY) for case in (*SMALL_CASES[1::2], *FULL_CASES)),
+    ],
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_messages_follow_from_shapes(case: Case) -> None:
