@@ -90,11 +90,6 @@ class RequestScheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.queued_steps or any(self.slots))
 
-    @property
-    def num_active(self) -> int:
-        """Requests that have a slot."""
-        return sum(sequence is not None for sequence in self.slots)
-
     def step(self) -> list[TokenEvent]:
         """Admit what fits, compute one token of every request in the batch, and return the tokens that are known."""
         self._admit()

@@ -14,8 +14,6 @@ from typing import BinaryIO, NamedTuple
 from trainyard.core.errors import UserError
 from trainyard.metrics.json_lines import JsonLines, read_open_file
 
-MAX_TEXT_BYTES = 1 << 20
-"""A larger config.yaml or log is not read completely."""
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a named pipe must not block
 
