@@ -21,7 +21,7 @@ PACKAGE = ROOT / "trainyard"
 # A package may import the ones above it. Packages on one line do not import each other.
 ORDER = [
     {"core"},
-    {"compat"},
+    {"compat", "download"},
     {"kernels"},
     {"devices"},
     {"families"},

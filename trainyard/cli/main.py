@@ -54,6 +54,7 @@ COMMAND_HELP = {
     "audit": "Check a run against Trainium's rules without a Trainium.",
     "precompile": "Compile all graphs of a run ahead of time.",
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
+    "get": "Download models, tokenizers and data: from the Hub, S3 and the web.",
     "data": "Prepare data: extract, tokenize, pack, bert, inspect; show the samples of a step.",
     "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
@@ -77,6 +78,7 @@ MODULE_BY_COMMAND = {
     "serve": "inference.serve",
     "eval": "inference.eval",
     "cluster": "cluster.config_file",
+    **{name: f"transfer.{name}" for name in ("get",)},
     **{name: f"watch.{name}" for name in ("top", "page", "report", "board", "trace", "profile")},
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }
