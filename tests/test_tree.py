@@ -35,6 +35,7 @@ ORDER = [
     {"plan", "audit", "precompile"},
     {"cluster"},
     {"page"},
+    {"publish"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import yaml
 
 from tests.support.web_server import Handler, ServedFile, WebServer, running
 
@@ -75,6 +76,7 @@ class HubHandler(Handler):
         routes = (
             (r"/api/repos/create", self._create),
             (r"/api/whoami-v2", self._whoami),
+            (r"/api/validate-yaml", self._validate_card),
             (r"/api/(models|datasets)/([^/]+/[^/]+)/preupload/([^/]+)", self._preupload),
             (r"/api/(models|datasets)/([^/]+/[^/]+)/commit/([^/]+)", self._commit),
             (r"/api/(models|datasets)/([^/]+/[^/]+)/tree/([^/]+)", self._tree),
@@ -177,6 +179,15 @@ class HubHandler(Handler):
     def _whoami(self) -> None:
         known = self.token in self.server.tokens
         self._json({"name": "tester", "type": "user"} if known else {}, 200 if known else 401)
+
+    def _validate_card(self) -> None:
+        content = json.loads(self.body)["content"]
+        try:
+            metadata = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---") else {}
+            problems = [] if isinstance(metadata, dict) else ["not a mapping"]
+        except yaml.YAMLError as error:
+            problems = [str(error)]
+        self._json({"errors": [{"message": text} for text in problems], "warnings": []}, 400 if problems else 200)
 
     def _writable(self) -> bool:
         if self.token not in self.server.tokens:

@@ -21,6 +21,7 @@ class ServedFile:
     etag: str | None = "content"
     """`content`: the MD5 of the content; None: the server sends no ETag."""
     ranges: bool = True
+    honors_if_range: bool = True
     headers: dict[str, str] = field(default_factory=dict)
     extra_length: int = 0
     """Added to the Content-Length of answers, which is then wrong."""
@@ -97,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
             headers["ETag"] = etag
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         condition = self.headers.get("If-Range")
-        if match and file.ranges and condition in (None, etag):
+        if match and file.ranges and (condition in (None, etag) or not file.honors_if_range):
             start = int(match[1])
             stop = min(int(match[2]) + 1 if match[2] else len(content), len(content))
             if start >= len(content):

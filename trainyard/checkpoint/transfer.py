@@ -96,7 +96,7 @@ def check_link(path: Path, root: Path) -> None:
         target, root = path.resolve(), root.resolve()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path}: not a readable link: {one_line(error)}") from None
-    allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(directory) for directory in allowed):
         raise UserError(f"{path}: a link to {target}, outside the checkpoint; nearest: a copy in its place")
 

@@ -58,6 +58,7 @@ COMMAND_HELP = {
     "data": "Prepare data: extract, tokenize, pack, bert, inspect; show the samples of a step.",
     "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
+    "push": "Upload a run or checkpoint to the Hub (with a model card) or to S3.",
     "generate": "Continue prompts with the model of a checkpoint; talk to it.",
     "fill-mask": "Fill [MASK] with the BERT model of a checkpoint.",
     "serve": "Answer OpenAI's API with a checkpoint, to look at a model while it trains.",
@@ -78,7 +79,7 @@ MODULE_BY_COMMAND = {
     "serve": "inference.serve",
     "eval": "inference.eval",
     "cluster": "cluster.config_file",
-    **{name: f"transfer.{name}" for name in ("get",)},
+    **{name: f"transfer.{name}" for name in ("get", "push")},
     **{name: f"watch.{name}" for name in ("top", "page", "report", "board", "trace", "profile")},
     **{name: f"cluster.{name}" for name in ("submit", "jobs", "logs", "cancel", "supervise")},
 }

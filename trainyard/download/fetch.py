@@ -27,7 +27,7 @@ from trainyard.core.errors import UserError, is_disk_full
 from trainyard.download.sources import retry
 from trainyard.download.sources.remote_file import RemoteFile, SourceChanged, TransferError
 
-CHUNK_BYTES = 2**25
+CHUNK_BYTES = 2**24
 NUM_STREAMS = 8
 """Ranges that are transferred at a time."""
 PROGRESS_INTERVAL_S = 0.2
@@ -47,14 +47,14 @@ def download(
     list_files: Callable[[], Sequence[RemoteFile]],
     target: Path,
     on_bytes: OnBytes = ignore_bytes,
-    finish: Callable[[Path], Path] | None = None,
+    finish: Callable[[Path], Path | None] | None = None,
     streams: int = NUM_STREAMS,
     replace: bool = False,
 ) -> None:
     """Download files to `target`, which appears when all are complete and checked: a directory of them.
 
     `list_files` asks the source; it is called again if files change meanwhile. `finish` may replace the directory of
-    complete files by something else to be renamed: one file of it, or its unpacked content. If another process
+    complete files by something else to be renamed: one file of it, its unpacked content, or nothing. If another process
     downloads to the same target, this one waits; a target that exists by then is taken as it is, unless `replace` is
     set: then the new one takes its place.
     """
@@ -74,7 +74,8 @@ def download(
                         raise UserError(f"{error}, again and again; try later") from None
                     logger.warning("%s; starting again", error)
             complete = finish(staging / "files") if finish else staging / "files"
-            _rename(complete, target, replace)
+            if complete:
+                _rename(complete, target, replace)
             shutil.rmtree(staging, ignore_errors=True)
     except TransferError as error:
         raise UserError(f"{error}; gave up after {retry.MAX_ATTEMPTS} attempts; the same command continues") from None
@@ -155,6 +156,8 @@ class _Transfer:
 
     def prepare(self, file: RemoteFile, old: dict[str, dict[str, object]]) -> _Progress:
         """Decide what of a file need not be transferred again."""
+        if {"", ".", ".."} & set(file.name.split("/")) or "\0" in file.name:
+            raise UserError(f"{file.label}: {file.name!r} cannot be the name of a local file")
         progress = _Progress(file, self.root / file.name)
         progress.path.parent.mkdir(parents=True, exist_ok=True)
         entry = old.get(file.name)

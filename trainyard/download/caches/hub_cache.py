@@ -6,13 +6,15 @@ FRESH_S takes what the cache has, without asking the Hub again.
 """
 
 import fcntl
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.world import World
 from trainyard.download.fetch import OnBytes, download, ignore_bytes
@@ -72,7 +74,8 @@ def _snapshot(location: HubLocation, choose: Choose, on_bytes: OnBytes) -> tuple
             ) from None
         except OSError as error:
             raise UserError(f"{_cache_directory()}: cannot be written: {one_line(error)}; set HF_HOME") from None
-        os.utime(stamp)
+        with suppress(OSError):  # a cache that cannot be written
+            os.utime(stamp)
         return found
 
 
@@ -104,6 +107,8 @@ def _download(location: HubLocation, choose: Choose, on_bytes: OnBytes) -> tuple
         except Exception as error:
             raise translate_error(error, location) from None
         if root.name == listing.commit:  # else the branch has moved
+            with suppress(OSError):
+                _record_listing(folder, listing)
             return root, paths
 
 
@@ -122,13 +127,11 @@ def _fetch_blobs(listing: HubListing, paths: list[str], folder: Path, on_bytes: 
     files = listing.remote_files(list(missing.values()), lambda file: file.blob)
     logger.info("downloading %s: %.1f MiB", listing.location, sum(file.size or 0 for file in files) / 2**20)
 
-    def move(directory: Path) -> Path:
+    def move(directory: Path) -> None:
         for blob in missing:
             os.replace(directory / blob, folder / "blobs" / blob)
-        return directory
 
     download(lambda: files, target, on_bytes, move)
-    target.rmdir()
 
 
 def _blob(listing: HubListing, path: str) -> str:
@@ -144,10 +147,27 @@ def _find_in_cache(location: HubLocation, choose: Choose) -> tuple[Path, list[st
     try:
         commit = revision if COMMIT_HASH.fullmatch(revision) else (folder / "refs" / revision).read_text().strip()
         root = folder / "snapshots" / commit
-        paths = [str(path.relative_to(root)) for path in sorted(root.rglob("*")) if path.is_file()]
-        return root, choose(paths, lambda path: (root / path).read_bytes())
-    except (OSError, UserError):
+        present = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        record = _listing_record(folder, commit)
+        if not record.exists() and location.kind == "dataset":
+            return None  # nobody knows whether files are missing
+        paths = json.loads(record.read_text()) if record.exists() else sorted(present)
+        chosen = choose(paths, lambda path: (root / path).read_bytes())
+        return (root, chosen) if present.issuperset(chosen) else None
+    except (OSError, UserError, ValueError):
         return None
+
+
+def _record_listing(folder: Path, listing: HubListing) -> None:
+    """Keep the names of all files of a commit: they tell which ones the cache lacks when the Hub cannot be asked."""
+    record = _listing_record(folder, listing.commit)
+    if not record.exists():
+        record.parent.mkdir(exist_ok=True)
+        atomic_write_text(record, json.dumps([file.path for file in listing.files]))
+
+
+def _listing_record(folder: Path, commit: str) -> Path:
+    return folder / "trainyard" / f"{commit}.json"
 
 
 def _cache_directory() -> Path:

@@ -5,6 +5,7 @@ check its hash; `download.fetch` transfers the files.
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from trainyard.download.sources.retry import with_retries
 from trainyard.download.sources.web import BUSY, WebFile
 
 T = TypeVar("T")
+CLIENT_ATTEMPTS = 3
+"""Attempts at requests that huggingface_hub makes: it repeats some of them itself."""
 TOKEN_HELP = "set HF_TOKEN or run `hf auth login`"
 
 
@@ -40,10 +43,10 @@ class HubListing:
 
     def remote_files(self, paths: list[str], name: Callable[[HubFile], str] | None = None) -> list[RemoteFile]:
         """Some files, for a download. `name` chooses the local name of each."""
-        from huggingface_hub import get_token, hf_hub_url
+        from huggingface_hub import constants, get_token, hf_hub_url
 
         by_path = {file.path: file for file in self.files}
-        token = get_token()
+        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         out = []
         for path in paths:
@@ -67,17 +70,24 @@ def list_repository(location: HubLocation) -> HubListing:
     def request() -> HubListing:
         with _hub_errors(location):
             info = api.repo_info(location.repo, repo_type=location.kind, revision=location.revision)
-            commit = str(info.sha)
+            commit = _plain_id(info.sha, location)
             entries = api.list_repo_tree(location.repo, recursive=True, revision=commit, repo_type=location.kind)
             files = []
             for entry in entries:
                 if isinstance(entry, RepoFile):
                     lfs = entry.lfs
                     checksum = Checksum("sha256", lfs.sha256) if lfs else Checksum("git", entry.blob_id)
-                    files.append(HubFile(entry.path, lfs.size if lfs else entry.size, checksum.digest, checksum))
+                    files.append(
+                        HubFile(
+                            entry.path,
+                            lfs.size if lfs else entry.size,
+                            _plain_id(checksum.digest, location),
+                            checksum,
+                        )
+                    )
         return HubListing(location, commit, tuple(files))
 
-    return with_retries(request)
+    return with_retries(request, CLIENT_ATTEMPTS)
 
 
 def resolve_commit(location: HubLocation) -> HubLocation:
@@ -92,9 +102,9 @@ def resolve_commit(location: HubLocation) -> HubLocation:
             info = HfApi(library_name="trainyard").repo_info(
                 location.repo, repo_type=location.kind, revision=location.revision
             )
-            return str(info.sha)
+            return _plain_id(info.sha, location)
 
-    return replace(location, revision=with_retries(request))
+    return replace(location, revision=with_retries(request, CLIENT_ATTEMPTS))
 
 
 def select_paths(location: HubLocation, paths: Iterable[str]) -> list[str]:
@@ -109,6 +119,13 @@ def select_paths(location: HubLocation, paths: Iterable[str]) -> list[str]:
         shown = ", ".join(close[:6]) or "nothing"
         raise UserError(f"{location}: no such file; has: {shown}" + (", ..." if len(close) > 6 else ""))
     return chosen
+
+
+def _plain_id(text: str | None, location: HubLocation) -> str:
+    """A commit or blob id, which becomes part of a path."""
+    if not text or not re.fullmatch(r"[0-9a-f]{40,64}", text):
+        raise UserError(f"{location}: {endpoint()} answers {text!r} where an id is expected")
+    return text
 
 
 @contextmanager

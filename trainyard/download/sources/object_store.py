@@ -122,7 +122,11 @@ def _list_stored_files(url: str) -> list[RemoteFile]:
 
 
 def _find(filesystem: Any, path: str) -> dict[str, dict[str, Any]]:
+    """Files at a path. A single one is asked about directly: public buckets may not allow listing."""
     filesystem.invalidate_cache()
+    info = filesystem.info(path)
+    if info.get("type") == "file":
+        return {info["name"]: info}
     found: dict[str, dict[str, Any]] = filesystem.find(path, detail=True)
     return {key: info for key, info in found.items() if info.get("type") != "directory" and not key.endswith("/")}
 

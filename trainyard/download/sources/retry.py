@@ -25,14 +25,14 @@ def delay_before(attempt: int, error: TransferError) -> float | None:
     return float(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
 
 
-def with_retries(request: Callable[[], T]) -> T:
+def with_retries(request: Callable[[], T], attempts: int | None = None) -> T:
     """The result of a request, tried again while it raises TransferError."""
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             return request()
         except TransferError as error:
             delay = delay_before(attempt, error)
-            if delay is None:
+            if delay is None or attempt == attempts:
                 after = (
                     f", which asks to wait {error.retry_after:.0f} s" if (error.retry_after or 0) > MAX_WAIT_S else ""
                 )

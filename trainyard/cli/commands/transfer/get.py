@@ -97,7 +97,7 @@ def get(
             count = run_get(sources, listing, target, options, on_bytes, streams)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f" ({(listing.size or 0) / 2**20 / seconds:,.0f} MiB/s)" if listing.size else ""
-    print(f"{target}: {count} files, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
+    print(f"{target}: {count} file{'s' * (count != 1)}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
     if dataset:
         print(f"license: {dataset.license}")
         print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
