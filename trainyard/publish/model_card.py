@@ -125,7 +125,7 @@ def _evaluation(facts: CardFacts) -> str:
 
 
 def _plan(facts: CardFacts) -> str:
-    rows = [(row.name, f"{row.predicted:,.3g}", f"{row.measured:,.3g}", f"{row.ratio:.2f}") for row in facts.plan]
+    rows = [(row.name, _number(row.predicted), _number(row.measured), f"{row.ratio:.2f}") for row in facts.plan]
     return "## Plan and measurement\n\n" + _table(("", "planned", "measured", "ratio"), rows) if rows else ""
 
 
@@ -151,6 +151,10 @@ def _base_name(path: str) -> str:
     if "://" in path or find_model_location(path):
         return redact(path)
     return PurePath(path).name or path
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
@@ -53,7 +54,7 @@ def get(
 
       trainyard get megatron-wikipedia data
 
-      trainyard get https://example.com/text.tar.gz text --unpack --sha256 9f86d0...
+      trainyard get https://example.com/text.tar.gz text --unpack
     """
     from trainyard.download.catalog import DATASETS
     from trainyard.download.get import GetOptions, check_existing, choose_target, list_source
@@ -83,7 +84,7 @@ def get(
             if options.unpack:
                 raise UserError(f"{target}: already exists; --overwrite replaces it")
             check_existing(listing, target)
-            print(f"{target}: complete already, {_size_text(listing.size)} in {len(listing.files)} files")
+            print(f"{_short(target)}: complete already, {_size_text(listing.size)} in {len(listing.files)} files")
             return 0
         start = time.monotonic()
         with ProgressDisplay("download") as progress:
@@ -97,7 +98,7 @@ def get(
             count = run_get(sources, listing, target, options, on_bytes, streams)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f" ({(listing.size or 0) / 2**20 / seconds:,.0f} MiB/s)" if listing.size else ""
-    print(f"{target}: {count} file{'s' * (count != 1)}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
+    print(f"{_short(target)}: {count} file{'s' * (count != 1)}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
     if dataset:
         print(f"license: {dataset.license}")
         print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
@@ -125,6 +126,12 @@ def parse_size(text: str) -> int:
         return int(float(match[1]) * UNITS[match[2]]) if match else int(text)
     except ValueError:
         raise UserError(f"--max-size {text}: expected a size such as 500M, 20G or 1T") from None
+
+
+def _short(path: Path) -> str:
+    """The path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def _size_text(size: int | None) -> str:
