@@ -15,7 +15,8 @@ REPO_ID = r"[\w.-]+(?:/[\w.-]+)?"
 REVISION = r"refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+"
 HUB_LOCATION = re.compile(rf"(?:(datasets|models)/)?({REPO_ID})(?:@({REVISION}))?(?:/(.*))?")
 HUB_PAGE = re.compile(rf"/(?:(datasets)/)?([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve|raw)/({REVISION})(?:/(.*))?)?/?")
-BARE_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+BARE_ID = re.compile(r"(?!runs/)\w[\w.-]*/\w[\w.-]*")
+"""OWNER/NAME. runs/NAME is always a run, which may not exist."""
 FILE_SUFFIXES = (".json", ".jsonl", ".model", ".yaml", ".yml", ".txt", ".pt", ".bin", ".pth", ".ckpt", ".safetensors")
 """A name with one of these is meant as a local file, not as a repository."""
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
