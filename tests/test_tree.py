@@ -21,7 +21,7 @@ PACKAGE = ROOT / "trainyard"
 # A package may import the ones above it. Packages on one line do not import each other.
 ORDER = [
     {"core"},
-    {"compat"},
+    {"compat", "download"},
     {"kernels"},
     {"devices"},
     {"families"},
@@ -35,6 +35,7 @@ ORDER = [
     {"plan", "audit", "precompile"},
     {"cluster"},
     {"page"},
+    {"publish"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

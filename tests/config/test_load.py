@@ -254,6 +254,7 @@ def test_device_names_without_torch_match_the_devices() -> None:
 def test_config_command_imports_nothing_slow(tmp_path: Path) -> None:
     """Start-up takes under 0.5 s of CPU time on a quiet machine; importing torch alone takes several times as long."""
     slow = ("torch", "numpy", "pyarrow", "h5py", "transformers", "tensorboard", "starlette", "uvicorn", "http.server")
+    slow += ("huggingface_hub", "fsspec", "httpx", "tarfile")
     code = (
         "import sys\nfrom trainyard.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as error:\n    assert error.code == 0\n"

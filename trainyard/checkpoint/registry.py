@@ -22,6 +22,7 @@ from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
 from trainyard.core.errors import UserError
+from trainyard.download.local_copies import is_remote_model, local_weights
 from trainyard.families.hf_config import from_hf
 
 CheckpointFormat = Literal["native", "hf", "optimum", "megatron", "dcp", "nxd", "full"]
@@ -65,12 +66,14 @@ def detect_format(path: Path) -> CheckpointFormat | None:
 def open_weights(
     location: str | Path, model: models.ModelConfig | None = None, hints: Mapping[str, Any] | None = None
 ) -> OpenedCheckpoint:
-    """Open the weights at `location`.
+    """Open the weights at `location`: a path, a URL, or a model on the Hub (OWNER/NAME, hf://OWNER/NAME@REVISION).
+    Native checkpoints at URLs are read in place, other formats from a copy in a cache.
 
     `model` is for formats that do not store the model's configuration. It takes precedence over the config.json of a
     Hugging Face directory, and must agree with a native checkpoint. `hints` are fields of NxdLayout that the user
     knows.
     """
+    location = local_weights(location) if is_remote_model(location) else location
     storage = open_storage(location)
     if latest := latest_checkpoint(storage):
         checkpoint = Checkpoint(latest)
@@ -79,9 +82,7 @@ def open_weights(
             raise UserError(f"model.{key}={expected}: {location} has {stored}")
         has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
         return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
-    if "://" in str(location):
-        raise UserError(f"{storage}: not a trainyard checkpoint, nor a directory of them")
-    path = Path(location).expanduser()
+    path = local_weights(location)
     format_name = detect_format(path)
     open_format = {"hf": hf.open_hf, "optimum": open_optimum, "megatron": open_megatron}.get(format_name or "")
     if format_name and open_format:
@@ -115,7 +116,7 @@ def latest_checkpoint(storage: Storage) -> Storage | None:
 
 def find_tokenizer_files(source: str | Path) -> list[Path]:
     """The tokenizer files of a checkpoint of another format: in its directory, or in the one above its weights."""
-    source = Path(source).expanduser()
+    source = local_weights(source)
     directories = (source, source.parent) if source.is_file() or source.name == "model" else (source,)
     return next(filter(None, map(hf.tokenizer_files, directories)), [])
 

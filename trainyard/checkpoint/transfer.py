@@ -1,6 +1,7 @@
 """Local copies for conversions from and to URLs: all formats are read from and written to local files.
 
-A source at a URL is downloaded, except for native checkpoints, which are read in place. A target at a URL is written to
+A source in a store is downloaded, except for native checkpoints, which are read in place. Models of the Hub and the web
+are in their caches. A target at a URL is written to
 a temporary directory first and then uploaded; the file that makes a checkpoint complete comes last.
 """
 
@@ -18,6 +19,8 @@ from trainyard.checkpoint.io.storage import FsspecStorage, StorageUnavailable, o
 from trainyard.checkpoint.registry import detect_format, latest_checkpoint
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, one_line
+from trainyard.download.local_copies import is_remote_model, local_weights
+from trainyard.download.location import is_url
 
 FINAL_FILES = ("config.json", "model.safetensors.index.json", ".metadata", "done", "complete.json")
 """Files that readers look for first. They are uploaded last, in this order."""
@@ -30,15 +33,11 @@ OnBytes = Callable[[int, int], None]
 """Called with the bytes copied so far and their total."""
 
 
-def is_url(location: str) -> bool:
-    return "://" in location and not location.startswith("file://")
-
-
 @contextmanager
 def local_source(source: str, on_bytes: OnBytes) -> Iterator[str | Path]:
     """Yield where to read a checkpoint from: its local path, a temporary copy, or the URL of a native checkpoint."""
-    if not is_url(source):
-        path = Path(source.removeprefix("file://")).expanduser()
+    if not is_url(source) or is_remote_model(source):
+        path = local_weights(source, on_bytes)
         if detect_format(path):  # otherwise it may be any directory, such as the root of a disk
             check_links(path)
         yield path
@@ -97,7 +96,7 @@ def check_link(path: Path, root: Path) -> None:
         target, root = path.resolve(), root.resolve()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path}: not a readable link: {one_line(error)}") from None
-    allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(directory) for directory in allowed):
         raise UserError(f"{path}: a link to {target}, outside the checkpoint; nearest: a copy in its place")
 

@@ -30,9 +30,10 @@ Smoke = Annotated[
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
 Workers = Annotated[int | None, Option("--workers", min=1, help="Worker processes. Default: one per core.")]
 
-Inputs = Annotated[list[str], Option("--input", help="File, glob or directory; repeatable.", show_default=False)]
+Inputs = Annotated[list[str], Option("--input", help="File, glob, directory or URL; repeatable.", show_default=False)]
 TokenizerName = Annotated[
-    str | None, Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, or 'bytes'.")
+    str | None,
+    Option("--tokenizer", help="tokenizer.json, SentencePiece .model, a directory with one, OWNER/NAME, or 'bytes'."),
 ]
 VocabFile = Annotated[str | None, Option("--vocab-file", help="vocab.json of GPT-2 or vocab.txt of BERT (WordPiece).")]
 MergeFile = Annotated[str | None, Option("--merge-file", help="merges.txt of GPT-2.")]

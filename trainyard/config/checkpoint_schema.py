@@ -28,8 +28,9 @@ class CheckpointSection(Section):
     weights_only: bool = False
     """Load only the weights of checkpoint.resume and start at step 0 with a fresh optimizer."""
     init_from: str | None = None
-    """Initial weights of a fresh run, in any format that `trainyard convert` reads (continued pre-training). Default:
-    random initialization."""
+    """Initial weights of a fresh run, in any format that `trainyard convert` reads (continued pre-training): a path, a
+    URL (s3://, https://), or a model on the Hub (OWNER/NAME, hf://OWNER/NAME@REVISION). Default: random
+    initialization."""
     blocking: bool = False
     """Wait until a checkpoint is written. Default: training continues while a copy in host memory is written."""
     writers_per_host: PositiveInt | None = None

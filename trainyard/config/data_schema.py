@@ -28,7 +28,8 @@ class DataSection(Section):
     """Ignore the loss on the first token of each document: its context is the previous document (source=text or
     tokens)."""
     tokenizer: str = "bytes"
-    """bytes, the path of a Hugging Face tokenizer.json, or gpt2 (with vocab_file and merges_file)."""
+    """bytes, gpt2 (with vocab_file and merges_file), or a Hugging Face tokenizer.json: a path, a URL, or OWNER/NAME on
+    the Hub."""
     vocab_file: str | None = None
     """GPT-2 vocab.json, for tokenizer=gpt2."""
     merges_file: str | None = None

@@ -18,6 +18,7 @@ from trainyard.config.schema import Config
 from trainyard.config.yaml_io import ConfigYamlLoader, read_yaml
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import search_current_directory
+from trainyard.download.credentials import keys_with_credentials, redact
 from trainyard.families.hf_config import from_hf
 
 
@@ -49,6 +50,12 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
     """Validate plain data as a Config. The first mistake becomes a UserError, with `source` in front."""
     data = copy.deepcopy(data)
     apply_overrides(data, overrides)
+    if key := next(keys_with_credentials(data), None):
+        prefix = f"{source}: " if source else ""
+        raise UserError(
+            f"{prefix}{key}: contains a password, token or signature, which would be stored with the run; nearest: "
+            "HF_TOKEN, AWS_PROFILE or ~/.netrc, or `trainyard get` first"
+        )
     model = data.get("model")
     if isinstance(model, dict) and "from_hf" in model:
         own_keys = {key: value for key, value in model.items() if key != "from_hf"}
@@ -61,8 +68,9 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
 
 
 def dump(config: Config) -> str:
-    """Return the resolved configuration as YAML, which `load` reads back to an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    """Return the resolved configuration as YAML, which `load` reads back to an equal Config. Credentials, which `parse`
+    refuses, are left out."""
+    return redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
 
 
 def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), source: str = "") -> Config:

@@ -23,6 +23,7 @@ from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.world import World
+from trainyard.download.local_copies import is_remote_model, local_weights
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
@@ -215,7 +216,7 @@ def check_layout(evaluator: Evaluator) -> None:
 
 def load_hf_tokenizer(weights: WeightSource, source: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a checkpoint as transformers reads it; None if the checkpoint has none."""
-    local = Path(source)
+    local = local_weights(source) if is_remote_model(source) else Path(source)
     with tokenizer_directory(read_model_files(weights, source)) as directory:
         if directory is None:
             return None

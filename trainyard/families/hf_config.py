@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainyard.core.errors import UserError
+from trainyard.download.local_copies import local_config
 from trainyard.families.family import Family
 from trainyard.families.hf_format import REQUIRED
 from trainyard.families.model_config import ModelConfig
@@ -42,11 +43,12 @@ EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 
 
 def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
-    """Return the model section for a config.json, given as a path, its directory, or its contents."""
+    """Return the model section for a config.json, given as a path, its directory, a URL, a name on the Hub
+    (OWNER/NAME, hf://OWNER/NAME@REVISION), or its contents."""
     if isinstance(source, dict):
         data, name = source, "config.json"
     else:
-        path = Path(source).expanduser()
+        path = local_config(source)
         path = path / "config.json" if path.is_dir() else path
         name = str(path)
         try:

@@ -11,7 +11,6 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.formats.tensor_map import local_values
-from trainyard.checkpoint.registry import open_weights
 from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
@@ -31,6 +30,7 @@ from trainyard.parallel.expert_parallel import ExpertAxis
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.train.checkpointing.initial_weights import open_initial_weights
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric
@@ -137,7 +137,7 @@ def initial_parameters(
         return shard_values(blueprint, weights, shard)
     if init_from:
         logger.info("reading weights from %s", init_from)
-        opened = open_weights(init_from, config.model)
+        opened = open_initial_weights(init_from, config, mesh, device)
         for note in opened.notes if mesh.layout_rank == 0 else ():
             logger.warning("note: %s", note)
         return local_values(opened.weights, shard)

@@ -1,7 +1,6 @@
 """The tokenizer's files, which a run saves with its checkpoints and exports with its weights."""
 
 import logging
-from pathlib import Path
 
 from trainyard.checkpoint.formats.hf import read_model_files
 from trainyard.checkpoint.io.storage import open_storage
@@ -11,6 +10,7 @@ from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoin
 from trainyard.config.schema import Config
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
+from trainyard.download.local_copies import is_remote_model, local_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def run_model_files(config: Config, resumed: Checkpoint | None) -> dict[str, byt
     try:
         if resumed:
             return resumed.read_model_files()
-        if init_from and (latest := latest_checkpoint(open_storage(init_from))):
+        if init_from and not is_remote_model(init_from) and (latest := latest_checkpoint(open_storage(init_from))):
             return Checkpoint(latest).read_model_files()
     except CorruptCheckpoint as error:
         logger.warning("continuing without the files of the tokenizer: %s", error)
@@ -41,7 +41,7 @@ def run_model_files(config: Config, resumed: Checkpoint | None) -> dict[str, byt
 def _tokenizer_files(config: Config) -> dict[str, bytes]:
     """The files next to the tokenizer, such as its chat template, and those that are missing there."""
     files = hf_tokenizer_files(tokenizer_spec(config))
-    path = Path(config.data.tokenizer).expanduser()
+    path = local_tokenizer(config.data.tokenizer)
     directory = path if path.is_dir() else path.parent
     if path.is_dir() or path.name in ("tokenizer.json", "tokenizer.model"):
         files |= read_model_files(directory)

@@ -32,6 +32,7 @@ from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_t
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.download.model_files import MODEL_FILES
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.models.sharding import fused_index, fused_starts
@@ -39,11 +40,6 @@ from trainyard.models.sharding import fused_index, fused_starts
 SAFETENSORS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of a weight file. Larger models are written to several files; a tensor is never split."""
-TOKENIZER_FILES = re.compile(
-    r"(tokenizer.*\.(json|model)|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
-    r"|generation_config\.json|chat_template.*)"
-)
-"""Names of files that belong to the model whatever the format of its weights."""
 ModelFiles = Mapping[str, bytes]
 """Contents of such files by name."""
 IGNORED_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|embeddings\.position_ids|attn\.(masked_)?bias)$")
@@ -185,7 +181,7 @@ def read_model_files(directory: Path) -> dict[str, bytes]:
 def tokenizer_files(directory: Path) -> list[Path]:
     """The paths of the files that read_model_files reads."""
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    return [path for path in paths if TOKENIZER_FILES.fullmatch(path.name) and path.is_file()]
+    return [path for path in paths if MODEL_FILES.fullmatch(path.name) and path.is_file()]
 
 
 def save_hf(

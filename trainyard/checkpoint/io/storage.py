@@ -16,11 +16,10 @@ from typing import Any, BinaryIO
 
 from trainyard.core.atomic_files import atomic_file, fsync_directory
 from trainyard.core.errors import UserError, one_line
+from trainyard.download.sources.object_store import open_filesystem
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 """Protocols of object stores: a file becomes visible when it is closed, and directories are only name prefixes."""
-PIP_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""The extra of the trainyard package that a protocol needs."""
 
 
 class StorageUnavailable(UserError):
@@ -210,17 +209,8 @@ def open_storage(location: str | Path) -> Storage:
         return LocalStorage(Path(text).expanduser())
     if text.startswith("file://"):
         return LocalStorage(Path(text.removeprefix("file://")))
-    import fsspec
-
-    protocol = text.partition("://")[0]
-    try:
-        filesystem, path = fsspec.core.url_to_fs(text)
-    except ImportError as error:
-        fix = f"pip install 'trainyard[{PIP_EXTRAS[protocol]}]'" if protocol in PIP_EXTRAS else one_line(error)
-        raise UserError(f"{text}: {protocol}:// needs a package that is not installed: {fix}") from None
-    except ValueError as error:
-        raise UserError(f"{text}: {one_line(error)}") from None
-    return FsspecStorage(filesystem, path.rstrip("/"), text.rstrip("/"), protocol in OBJECT_STORES)
+    filesystem, path = open_filesystem(text)
+    return FsspecStorage(filesystem, path, text.rstrip("/"), text.partition("://")[0] in OBJECT_STORES)
 
 
 @contextmanager

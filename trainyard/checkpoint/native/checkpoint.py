@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from trainyard import __version__, models
-from trainyard.checkpoint.formats.hf import TOKENIZER_FILES
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.io.safetensors_file import CODE_BY_DTYPE, DTYPE_BY_CODE
 from trainyard.checkpoint.io.storage import Storage
@@ -33,6 +32,7 @@ from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
+from trainyard.download.model_files import MODEL_FILES
 from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
 
@@ -228,7 +228,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """The contents of the tokenizer's files by name, compared with their checksums."""
         out: dict[str, bytes] = {}
         for name, checksum in self.manifest.get("model_files", {}).items():
-            if not TOKENIZER_FILES.fullmatch(name):
+            if not MODEL_FILES.fullmatch(name):
                 raise CorruptCheckpoint(f"{self.storage}/{COMMIT_FILE}: corrupt: names a file {name!a}")
             try:
                 with self.storage.open(name) as file:

@@ -24,10 +24,11 @@ from trainyard.checkpoint.convert import (
 )
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
-from trainyard.checkpoint.transfer import check_new_target, check_space, is_url, local_source, local_target
+from trainyard.checkpoint.transfer import check_new_target, check_space, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.download.location import is_url
 from trainyard.families.hf_config import from_hf
 
 UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")

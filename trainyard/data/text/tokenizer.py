@@ -11,11 +11,14 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trainyard.core.errors import UserError, one_line
+from trainyard.download.local_copies import local_inputs, local_tokenizer
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 """Usual end-of-text tokens, in order of preference."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model")
 """Files that hold the tokenizer of a directory, in order of preference."""
+NAMED_TOKENIZERS = ("", "bytes", "gpt2", "wordpiece")
+"""Names that are not paths."""
 
 EncodedTexts = tuple[NDArray[np.int32], NDArray[np.int64]]
 """Token ids of some texts, one after the other, and the number of tokens of each text."""
@@ -25,7 +28,8 @@ class TokenizerSpec(NamedTuple):
     """A tokenizer by name and files, or by path."""
 
     name: str
-    """bytes, gpt2, wordpiece, or the path of a tokenizer.json, a SentencePiece model, or a directory with one."""
+    """bytes, gpt2, wordpiece, or a tokenizer.json, a SentencePiece model, or a directory with one: a path, a URL, or a
+    name on the Hub."""
     vocab_file: str | None = None
     """vocab.json for gpt2, vocab.txt for wordpiece."""
     merges_file: str | None = None
@@ -147,7 +151,15 @@ def _concatenate(texts: list[list[int]]) -> EncodedTexts:
     return np.fromiter((token for text in texts for token in text), np.int32, int(counts.sum())), counts
 
 
+def localize(spec: TokenizerSpec) -> TokenizerSpec:
+    """The tokenizer with local paths: what is on the Hub or at a URL is downloaded into a cache."""
+    name = spec.name if spec.name in NAMED_TOKENIZERS else str(local_tokenizer(spec.name))
+    vocab, merges = (path and local_inputs([path])[0] for path in (spec.vocab_file, spec.merges_file))
+    return spec._replace(name=name, vocab_file=vocab, merges_file=merges)
+
+
 def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    spec = localize(spec)
     if spec.name == "bytes":
         return ByteTokenizer()
     if spec.name == "gpt2":

@@ -3,16 +3,31 @@
 import logging
 
 from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
+from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
 from trainyard.devices import Device
+from trainyard.download.local_copies import local_tokenizer
 from trainyard.parallel.mesh import Mesh
 
 FINGERPRINTS_KEY = "data_files"
 """Key of the manifest. Checkpoints of earlier versions do not have it."""
 ACCEPT = "checkpoint.accept_changed_data=true"
 logger = logging.getLogger(__name__)
+
+
+def fingerprint_data(data: DataSection) -> Fingerprints:
+    """Fingerprints of the files of a run, and of its tokenizer if that is not local, by the name that the run has."""
+    files = fingerprint_files(data)
+    if data.source != "text" or data.tokenizer in NAMED_TOKENIZERS:
+        return files
+    directory = local_tokenizer(data.tokenizer)
+    tokenizer = fingerprint_files(data.model_copy(update={"tokenizer": str(directory)}))
+    for path in tokenizer.keys() - files.keys():
+        files[path.replace(str(directory), data.tokenizer, 1)] = tokenizer[path]
+    return files
 
 
 def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
@@ -24,7 +39,7 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
     if FINGERPRINTS_KEY not in manifest:
         problem = _changed_order(before.order, now.order, bool(now.weights))
     elif (before.source, before.paths) == (now.source, now.paths):  # other paths are a note of check_compatible
-        files = mesh.broadcast_object(lambda: fingerprint_files(now), device)
+        files = mesh.broadcast_object(lambda: fingerprint_data(now), device)
         problem = _changed_file(manifest[FINGERPRINTS_KEY], files)
     if problem and not config.checkpoint.accept_changed_data:
         raise UserError(f"{problem}, or {ACCEPT}")

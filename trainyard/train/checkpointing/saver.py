@@ -23,11 +23,10 @@ from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY
+from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY, fingerprint_data
 from trainyard.train.checkpointing.pending_save import PendingSave, error_line
 from trainyard.train.checkpointing.rank_agreement import SIGNAL_TIMEOUT, WRITE_TIMEOUT, RankAgreement
 from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
@@ -77,7 +76,7 @@ class Saver:
         self.write_turn = self.mesh.local_rank // ranks
         """Ranks of a host stage and write in turns, to bound its host memory."""
         self.write_turns = max(self.mesh.all_gather_object(self.write_turn)) + 1
-        self.data_files = fingerprint_files(self.config.data) if self.mesh.layout_rank == 0 else {}
+        self.data_files = fingerprint_data(self.config.data) if self.mesh.layout_rank == 0 else {}
         """Only the first rank writes the manifest of a checkpoint; that of a copy in memory is on every host."""
         if self.config.checkpoint.memory_every:
             self.data_files = self.mesh.broadcast_object(lambda: self.data_files, self.device)

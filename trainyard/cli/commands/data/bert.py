@@ -7,12 +7,13 @@ from typing import Annotated
 from typer import Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
+from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Inputs, Overwrite, Strict, Workers, split_keys, worker_count
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.prepare.bert_files import MAX_SAMPLES_PER_FILE, BertFileSet, build_bert_files
 from trainyard.data.prepare.bert_samples import BertOptions
-from trainyard.data.text.tokenizer import TokenizerSpec
+from trainyard.data.text.tokenizer import TokenizerSpec, localize
 
 PHASE_SIZES = {1: (128, 20), 2: (512, 80)}
 """Sequence length and masked positions per sample of each pre-training phase."""
@@ -74,7 +75,7 @@ def bert(
     options = BertOptions(
         _tokenizer_spec(vocab_file, cased, tokenizer), seq_len, max_predictions, short, whole_word, duplicate, seed
     )
-    paths = documents.resolve_inputs(inputs)
+    paths = documents.resolve_inputs(fetch_inputs(inputs))
     output = output.expanduser()
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -101,4 +102,6 @@ def _tokenizer_spec(vocab_file: str | None, cased: bool, tokenizer: str | None) 
         raise UserError("--tokenizer: cannot be combined with --vocab-file or --cased")
     if not tokenizer and not vocab_file:
         raise UserError("--vocab-file: missing; name a WordPiece vocab.txt, or use --tokenizer with a tokenizer.json")
-    return TokenizerSpec(tokenizer) if tokenizer else TokenizerSpec("wordpiece", vocab_file, lowercase=not cased)
+    if tokenizer:
+        return localize(TokenizerSpec(tokenizer))
+    return localize(TokenizerSpec("wordpiece", vocab_file, lowercase=not cased))

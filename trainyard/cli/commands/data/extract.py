@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
+from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Strict, Workers, worker_count
 from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import expand_patterns
@@ -46,7 +47,7 @@ def extract(
       trainyard data extract 'dewiki-*.xml.bz2' --output wiki-de --min-text 200
     """
     options = ExtractOptions(_parse_bytes(shard_size), _parse_namespaces(namespaces), min_text, compress)
-    dumps = [open_dump(path) for path in expand_patterns(inputs)]
+    dumps = [open_dump(path) for path in expand_patterns(fetch_inputs(inputs))]
     output = output.expanduser()
     total, start = sum(dump.path.stat().st_size for dump in dumps), time.monotonic()
     with lock_output(output):

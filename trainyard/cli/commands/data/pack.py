@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from trainyard.cli.commands.data.tokenize import tokenizer_spec
 from trainyard.cli.console import ProgressDisplay, SkipReporter
+from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import (
     EndOfText,
     JsonKey,
@@ -73,6 +74,7 @@ def pack(
 
       trainyard data pack *.jsonl.gz --output code-4k --tokenizer tokenizer.json
     """
+    inputs = fetch_inputs(inputs)
     kinds = {is_token_file(Path(name)) for name in inputs}
     if len(kinds) > 1:
         raise UserError(f"{', '.join(inputs)}: both token files and text; pack one kind at a time")

@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from trainyard.cli.console import ProgressDisplay, SkipReporter
+from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import (
     EndOfText,
     Inputs,
@@ -23,7 +24,7 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.prepare.tokenize import TokenizeCounts, TokenizeOptions, output_prefix, tokenize_files
-from trainyard.data.text.tokenizer import TokenizerSpec
+from trainyard.data.text.tokenizer import TokenizerSpec, localize
 
 TOKENIZER_TYPES = {
     "GPT2BPETokenizer": ("gpt2", True),
@@ -71,6 +72,9 @@ def tokenize(
 
       trainyard data tokenize --input part.parquet --output-prefix code
       --tokenizer tokenizer.json --append-eod
+
+      trainyard data tokenize --input 'hf://datasets/OWNER/NAME/*.parquet'
+      --output-prefix text --tokenizer OWNER/NAME --append-eod
     """
     if dataset_impl != "mmap":
         raise UserError(f"--dataset-impl {dataset_impl}: only mmap is supported; nearest: mmap")
@@ -88,7 +92,7 @@ def tokenize(
         name = output_prefix(prefix, key, options)
         if name.with_name(f"{name.name}.idx").exists() and not overwrite:
             raise UserError(f"{name}.idx: already exists; --overwrite replaces it")
-    paths = documents.resolve_inputs(inputs)
+    paths = documents.resolve_inputs(fetch_inputs(inputs))
     total, start = documents.total_bytes(paths), time.monotonic()
     with ProgressDisplay("tokenize") as progress, interrupt_on_terminate():
 
@@ -118,4 +122,4 @@ def tokenizer_spec(
         name = "gpt2" if merge_file else "wordpiece"
     if not name:
         raise UserError("--tokenizer: missing; a tokenizer.json, a .model, or --vocab-file with --merge-file (GPT-2)")
-    return TokenizerSpec(name, vocab_file, merge_file, end, lowercase)
+    return localize(TokenizerSpec(name, vocab_file, merge_file, end, lowercase))

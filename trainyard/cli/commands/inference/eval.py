@@ -15,6 +15,7 @@ from trainyard.checkpoint.convert import parse_layout
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay, print_line
+from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.eval_console import EvalProgress, results_table, task_table
 from trainyard.cli.options import AsJson, JsonKey, TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
@@ -100,6 +101,7 @@ def eval(
     world = World.from_environment()
     if nproc > 1 and world.local_size > 1:
         raise UserError(f"--nproc {nproc}: this process is one of {world.local_size} ranks on this host already")
+    data = fetch_inputs(data)
     ranks, hints = world.size * nproc, parse_layout("nxd", source_layout, "--source-layout")
     with ExitStack() as stack:
         stack.enter_context(interrupt_on_terminate())

@@ -8,7 +8,9 @@ from rich.table import Table
 from typer import Argument, Option
 
 from trainyard.cli.commands.inference.generate import CheckpointArgument, DeviceName
+from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.core.world import ONE_RANK
 
 
 def fill_mask(
@@ -28,6 +30,7 @@ def fill_mask(
     from trainyard import devices
     from trainyard.inference.fill_mask import MaskFiller
 
+    prefetch_weights(source, ONE_RANK)
     filler = MaskFiller(source, devices.select(device), tokenizer)
     results = [(text, filler.fill(text, top)) for text in texts]
     if as_json:

@@ -11,6 +11,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from trainyard.cli.console import print_line, terminal_safe
+from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import AsJson, TokenizerName
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # imports torch; `generate --help` does not wait for it
     from trainyard.inference.load import InferenceModel
 
 CheckpointArgument = Annotated[
-    str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path or URL.")
+    str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path, URL or OWNER/NAME.")
 ]
 InferenceDtype = Annotated[
     Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: bf16 on accelerators, fp32 on the CPU.")
@@ -84,12 +85,15 @@ def generate(
       trainyard generate runs/my-run --batch prompts.jsonl --json > out.jsonl
 
       trainyard generate hf-model --chat
+
+      trainyard generate deepseek-ai/deepseek-coder-1.3b-base -p "def add("
     """
     world = World.from_environment()
     if not prompt and not batch and not chat:
         raise UserError("nothing to continue: give --prompt, --batch or --chat")
     if batch and prompt:
         raise UserError("--batch: not together with --prompt")
+    prefetch_weights(source, world)
     if tp > 1 and world.size == 1:
         if chat and not prompt:
             raise UserError("--chat needs --prompt if --tp is larger than 1: ranks have no terminal")

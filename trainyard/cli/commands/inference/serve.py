@@ -15,6 +15,7 @@ from trainyard.cli.commands.inference.generate import (
     MaxSeqLen,
     TensorParallel,
 )
+from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
@@ -74,6 +75,7 @@ def serve(
     if not token and not is_loopback(host):
         raise UserError(f"--host {host}: others can reach it, so it needs a token: --token-file or ${TOKEN_VARIABLE}")
     world = World.from_environment()
+    prefetch_weights(source, world)
     with interrupt_on_terminate(), bind_socket(host, port if world.rank == 0 else 0) as bound:
         from trainyard import devices
         from trainyard.inference.load import InferenceOptions, check_tensor_parallel

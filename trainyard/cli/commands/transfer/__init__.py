@@ -1,0 +1,1 @@
+"""Commands that copy models and data from and to other places."""

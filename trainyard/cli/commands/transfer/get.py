@@ -1,0 +1,144 @@
+"""`trainyard get`: download models, tokenizers and data sets."""
+
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.errors import UserError
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def get(
+    source: Annotated[
+        str | None, Argument(metavar="SOURCE", help="OWNER/NAME or hf://... on the Hub, s3://, https://, or a NAME.")
+    ] = None,
+    destination: Annotated[
+        str | None, Argument(metavar="[DEST]", help="File or directory to create. Default: named as the source.")
+    ] = None,
+    list_names: Annotated[bool, Option("--list", help="List the data sets that have a NAME.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print files and sizes; download nothing.")] = False,
+    sha256: Annotated[str | None, Option("--sha256", metavar="HEX", help="SHA-256 that the file must have.")] = None,
+    unpack: Annotated[bool, Option("--unpack", help="Unpack a .tar, .tar.gz or .zip into DEST.")] = False,
+    max_size: Annotated[str, Option("--max-size", metavar="SIZE", help="Most that an archive may unpack to.")] = "1T",
+    include: Annotated[
+        list[str] | None, Option("--include", metavar="GLOB", help="Only files that match; repeatable.")
+    ] = None,
+    all_files: Annotated[
+        bool, Option("--all", help="All files of a model; default: configuration, tokenizer, safetensors.")
+    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace DEST if it exists.")] = False,
+    streams: Annotated[int, Option("--streams", min=1, max=64, help="Transfers at a time.")] = 8,
+) -> int:
+    """Download a model, a data set or a file, in parallel, checked and resumable.
+
+    DEST appears when everything is complete and checked: its size, and its hash if the source has one (LFS files of the
+    Hub, S3, Content-MD5, --sha256). Until then the data is in .DEST.part next to it, where the same command continues
+    after an interruption. Tokens and keys come from the environment (HF_TOKEN, AWS_PROFILE, ~/.netrc) and are never
+    stored.
+
+    Examples:
+
+      trainyard get --list
+
+      trainyard get deepseek-ai/deepseek-coder-1.3b-base
+
+      trainyard get hf://datasets/OWNER/NAME@main/data/*.parquet data
+
+      trainyard get megatron-wikipedia data
+
+      trainyard get https://example.com/text.tar.gz text --unpack
+    """
+    from trainyard.download.catalog import DATASETS
+    from trainyard.download.get import GetOptions, check_existing, choose_target, list_source
+    from trainyard.download.get import get as run_get
+
+    if list_names:
+        print_datasets()
+        return 0
+    if source is None:
+        raise UserError("get: give a SOURCE, or --list")
+    dataset = DATASETS.get(source)
+    options = GetOptions(
+        sha256, unpack or bool(dataset and dataset.unpack), parse_size(max_size), all_files, tuple(include or ())
+    )
+    sources = dataset.sources if dataset else (source,)
+    with interrupt_on_terminate():
+        listing = list_source(sources, options)
+        if dataset:
+            listing = replace(listing, is_directory=not options.unpack)
+        if dry_run:
+            for file in listing.files:
+                print(f"{_size_text(file.size):>12}  {file.name}")
+            print(f"{_size_text(listing.size):>12}  in {len(listing.files)} files; nothing is downloaded")
+            return 0
+        target = choose_target(listing, destination or (dataset.name if dataset else None), options)
+        if os.path.lexists(target) and not overwrite and not (target.is_dir() and not any(target.iterdir())):
+            if options.unpack:
+                raise UserError(f"{target}: already exists; --overwrite replaces it")
+            check_existing(listing, target)
+            print(f"{_short(target)}: complete already, {_size_text(listing.size)} in {len(listing.files)} files")
+            return 0
+        start = time.monotonic()
+        with ProgressDisplay("download") as progress:
+            first: list[int] = []
+
+            def on_bytes(done: int, total: int) -> None:
+                first.append(done) if not first else None
+                rate = (done - first[0]) / max(time.monotonic() - start, 1e-9)
+                progress.update(done, total, f"{rate / 2**20:,.1f} MiB/s")
+
+            count = run_get(sources, listing, target, options, on_bytes, streams)
+    seconds = max(time.monotonic() - start, 1e-9)
+    rate = f" ({(listing.size or 0) / 2**20 / seconds:,.0f} MiB/s)" if listing.size else ""
+    print(f"{_short(target)}: {count} file{'s' * (count != 1)}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
+    if dataset:
+        print(f"license: {dataset.license}")
+        print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
+    return 0
+
+
+def print_datasets() -> None:
+    """The named data sets with size, license and the next command."""
+    from trainyard.download.catalog import DATASETS
+
+    for dataset in DATASETS.values():
+        print(f"{dataset.name}: {dataset.description}")
+        size = dataset.size or f"trainyard get {dataset.name} --dry-run tells"
+        print(f"  size: {size}; license: {dataset.license}")
+        for place in dataset.sources:
+            print(f"  from: {place}")
+        print(f"  get:  trainyard get {dataset.name} {dataset.name}")
+        print(f"  next: {dataset.next_command.format(dest=dataset.name)}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a text such as 500M or 1.5T."""
+    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    try:
+        return int(float(match[1]) * UNITS[match[2]]) if match else int(text)
+    except ValueError:
+        raise UserError(f"--max-size {text}: expected a size such as 500M, 20G or 1T") from None
+
+
+def _short(path: Path) -> str:
+    """The path as one would type it here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _size_text(size: int | None) -> str:
+    if size is None:
+        return "unknown size"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:,.1f} {unit}" if unit != "B" else f"{size} B"
+        size /= 1024  # type: ignore[assignment]
+    raise AssertionError

@@ -1,0 +1,154 @@
+"""`trainyard push`: upload a run or checkpoint to the Hub or to an object store."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from trainyard import models
+from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, total_bytes
+from trainyard.checkpoint.native.checkpoint import Checkpoint
+from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
+from trainyard.checkpoint.transfer import check_space, local_source
+from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.config.load import load
+from trainyard.core.errors import UserError
+from trainyard.download.location import HubLocation, parse_hub_location
+from trainyard.families.hf_config import from_hf
+from trainyard.page.plan_process import compare
+from trainyard.plan.compare_measured import ComparisonRow
+from trainyard.publish.hub_upload import CARD, parse_target, upload_directory
+from trainyard.publish.model_card import CardFacts, make_card, read_run
+from trainyard.publish.store_upload import files_to_upload, upload_files
+
+
+def push(
+    source: Annotated[str, Argument(metavar="RUN|CKPT", help="Run directory or checkpoint of any format.")],
+    target: Annotated[
+        str, Argument(metavar="DST", help="hf://OWNER/NAME[@BRANCH], or a URL such as s3://bucket/name.")
+    ],
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Hub: dtype of weights. Default: as they are.")
+    ] = None,
+    public: Annotated[bool, Option("--public", help="Hub: create a public repository. Default: private.")] = False,
+    message: Annotated[str | None, Option("--message", "-m", help="Hub: message of the commit.")] = None,
+    plan: Annotated[bool, Option("--plan/--no-plan", help="Hub: compare the plan with the run in the card.")] = True,
+    config: Annotated[
+        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
+    ] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Stores: replace what is there.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the files, and the card; upload nothing.")] = False,
+) -> int:
+    """Upload a run or checkpoint.
+
+    To the Hub, weights are converted to Hugging Face format and committed with tokenizer and model card in one commit.
+    The card has data, steps, tokens, evaluation, planned and measured figures, and the configuration without paths; the
+    license is yours to add. A card that you edited stays if you remove its marker line. The token comes from HF_TOKEN
+    or `hf auth login`.
+
+    To a store, files are copied as they are; trainyard-manifest.json with sizes and hashes comes last, and `trainyard
+    get` checks them.
+
+    Examples:
+
+      trainyard push runs/my-run hf://my-name/my-model --dtype bf16
+
+      trainyard push runs/my-run s3://bucket/my-run
+
+      trainyard push runs/my-run/checkpoints/step_00000100 s3://bucket/step
+    """
+    location = parse_hub_location(target)
+    with interrupt_on_terminate():
+        if not location:
+            return _push_to_store(Path(source).expanduser(), target, overwrite, dry_run)
+        location = parse_target(target, location)
+        with ExitStack() as stack:
+            download = stack.enter_context(ProgressDisplay("download"))
+            path = stack.enter_context(local_source(_weights_of(source), download.update))
+            opened = open_weights(path, from_hf(config) if config else None)
+            directory = Path(stack.enter_context(TemporaryDirectory(prefix="trainyard-"))) / "model"
+            facts = _facts(source, opened, location, plan)
+            if dry_run:
+                print(make_card(facts))
+                print(f"{location}: nothing is uploaded")
+                return 0
+            _convert(opened, path, directory, ConversionTarget("hf", {}, DTYPE_CHOICES[dtype] if dtype else None))
+            (directory / CARD).write_text(make_card(facts), encoding="utf-8")
+            summary = message or (f"Step {facts.step:,} of {facts.name}" if facts.step else f"Add {facts.name}")
+            start = time.monotonic()
+            url, wrote_card = upload_directory(directory, location, summary, private=not public)
+            size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    if not wrote_card:
+        print(f"note: {location} has a {CARD} of its own, which stays")
+    print(f"{location}: {size / 2**20:,.1f} MiB in {time.monotonic() - start:.1f} s; {url}")
+    return 0
+
+
+def _weights_of(source: str) -> str:
+    """The run itself, or the weights that it has exported if it has no checkpoint."""
+    exported = Path(source).expanduser() / "model"
+    return str(exported) if (exported / "config.json").is_file() and not _has_checkpoint(source) else source
+
+
+def _has_checkpoint(source: str) -> bool:
+    from trainyard.checkpoint.io.storage import open_storage
+    from trainyard.checkpoint.registry import latest_checkpoint
+
+    return latest_checkpoint(open_storage(source)) is not None
+
+
+def _convert(opened: OpenedCheckpoint, path: str | Path, directory: Path, spec: ConversionTarget) -> None:
+    total, done = total_bytes(opened, spec), 0
+    check_space(directory, total)
+    with ProgressDisplay("convert") as progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.update(done, total)
+
+        convert_checkpoint(opened, Path(path), directory, spec, on_bytes)
+
+
+def _facts(source: str, opened: OpenedCheckpoint, location: HubLocation, with_plan: bool) -> CardFacts:
+    weights = opened.weights
+    run_directory = Path(source).expanduser()
+    run = read_run(run_directory)
+    config = load(run_directory / "config.yaml") if run else None
+    step = samples = None
+    if isinstance(weights, Checkpoint):
+        config, step = config or weights.config, weights.step or None
+        samples = weights.manifest.get("consumed_samples")
+    elif run and config:
+        step, samples = run.step, (run.step or 0) * config.train.global_batch
+    rows: list[ComparisonRow] = []
+    if run and with_plan:
+        try:
+            compared = compare(run_directory)["rows"]
+            rows = [ComparisonRow(row["name"], row["predicted"], row["measured"]) for row in compared]
+        except UserError as error:
+            print(f"note: the card has no plan: {error}")
+    count = models.family_of(weights.model).blueprint(weights.model).parameter_count()
+    return CardFacts(location.repo.rpartition("/")[2], weights.model, count, config, step, samples, run, rows)
+
+
+def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) -> int:
+    if "://" not in target:
+        raise UserError(f"{target}: expected hf://OWNER/NAME or a URL such as s3://bucket/name")
+    files = files_to_upload(source)
+    size = sum(path.stat().st_size for path in files.values())
+    if dry_run:
+        for name, path in files.items():
+            print(f"{path.stat().st_size:>15,}  {name}")
+        print(f"{target}: {len(files)} files, {size / 2**20:,.1f} MiB; nothing is uploaded")
+        return 0
+    start = time.monotonic()
+    with ProgressDisplay("upload") as progress:
+        done = upload_files(files, target, overwrite, progress.update)
+    seconds, mib = max(time.monotonic() - start, 1e-9), done / 2**20
+    print(f"{target}: {len(files)} files, {mib:,.1f} MiB in {seconds:.1f} s ({mib / seconds:,.0f} MiB/s)")
+    return 0

@@ -1,0 +1,1 @@
+"""Where copies of them are kept."""
