@@ -59,7 +59,14 @@ MACHINE_PATHS = [f"/{name}/" for name in ("root", "work", "home")]
 DEVICE_NAMES = ("cuda", "neuron", "xla")
 CALLBACK_NAME = re.compile(r"`(on_[a-z_]+)")
 CODE_SPAN = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
-NOT_KEYS = {"model.model_config", "model.moe.routing_algorithm", "model.log", "model.neff", "model.done", "samples.jsonl"}
+NOT_KEYS = {
+    "model.model_config",
+    "model.moe.routing_algorithm",
+    "model.log",
+    "model.neff",
+    "model.done",
+    "samples.jsonl",
+}
 """Code spans that look like configuration keys: keys of NxDT, files of the Neuron compiler and of a run."""
 PYTHON_FILE = re.compile(r"(?<![\w./*{}-])((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)\b")
 
