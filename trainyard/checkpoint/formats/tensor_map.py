@@ -25,7 +25,7 @@ from trainyard.models.sharding import local_tensor
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: slices of unfused tensors, concatenated along `dim`."""
+    """A tensor in a file: slices of unfused tensors, concatenated along `dim` and perhaps stacked."""
 
     name: str
     dim: int
@@ -34,13 +34,22 @@ class StoredTensor:
     """Size along `dim` if zeros follow the slices (padded vocabularies)."""
     transposed: bool = False
     """The file stores [in, out] where the unfused tensor is [out, in]. `dim` is a dim of the unfused tensor."""
+    stacked: int | None = None
+    """Number of matrices (experts) that the file stacks along a new first dim, each of equally many slices."""
+
+    @property
+    def matrices(self) -> tuple[tuple[TensorSlice, ...], ...]:
+        """The slices of each stacked matrix, or of the only one."""
+        count = len(self.slices) // (self.stacked or 1)
+        return tuple(self.slices[start : start + count] for start in range(0, len(self.slices), count))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in the file."""
         shape = list(self.slices[0].global_shape)
-        shape[self.dim] = self.padded_size or sum(piece.sizes[self.dim] for piece in self.slices)
-        return tuple(reversed(shape)) if self.transposed else tuple(shape)
+        shape[self.dim] = self.padded_size or sum(piece.sizes[self.dim] for piece in self.matrices[0])
+        stack = () if self.stacked is None else (self.stacked,)
+        return (*stack, *(reversed(shape) if self.transposed else shape))
 
 
 def padded_shard(name: str, full: TensorSlice, rows: int, rank: int) -> StoredTensor:
@@ -97,11 +106,17 @@ def check_all_stored(model: models.ModelConfig, tensors: Iterable[StoredTensor],
 
 def assemble(stored: StoredTensor, weights: WeightSource, dtype: torch.dtype | None = None) -> Tensor:
     """Read the slices of a stored tensor and return it on the host as the file holds it (`dtype` None: its own)."""
-    pieces = [weights.read(piece) for piece in stored.slices]
-    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, stored.dim)
-    if stored.padded_size is not None and (missing := stored.padded_size - tensor.shape[stored.dim]):
-        tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - stored.dim) + (0, missing))
-    return (tensor.T if stored.transposed else tensor).contiguous().to(device="cpu", dtype=dtype)
+
+    def matrix(slices: tuple[TensorSlice, ...]) -> Tensor:
+        pieces = [weights.read(piece) for piece in slices]
+        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, stored.dim)
+        if stored.padded_size is not None and (missing := stored.padded_size - tensor.shape[stored.dim]):
+            tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 1 - stored.dim) + (0, missing))
+        return tensor.T if stored.transposed else tensor
+
+    tensors = [matrix(slices) for slices in stored.matrices]
+    tensor = tensors[0] if stored.stacked is None else torch.stack(tensors)
+    return tensor.contiguous().to(device="cpu", dtype=dtype)
 
 
 def check_tensors(
@@ -123,11 +138,13 @@ def check_tensors(
 
 @dataclass(frozen=True)
 class _StoredSlice:
-    """A slice of an unfused tensor that starts at `start` along the dim of a stored tensor, whose data is `tensor`."""
+    """A slice of an unfused tensor that starts at `start` along the dim of a stored tensor, whose data is `tensor`.
+    `matrix` is its place among stacked matrices."""
 
     piece: TensorSlice
     stored: StoredTensor
     tensor: LazyTensor
+    matrix: int
     start: int
 
     def read(self, part: TensorSlice) -> Tensor:
@@ -135,7 +152,12 @@ class _StoredSlice:
         origin = list(self.piece.offsets)
         origin[self.stored.dim] -= self.start
         index = part.to_index(tuple(origin))
-        return self.tensor.read(index[::-1]).T if self.stored.transposed else self.tensor.read(index)
+        index = index[::-1] if self.stored.transposed else index
+        if self.stored.stacked is None:
+            tensor = self.tensor.read(index)
+        else:
+            tensor = self.tensor.read((slice(self.matrix, self.matrix + 1), *index))[0]
+        return tensor.T if self.stored.transposed else tensor
 
 
 TensorPairs = Iterable[tuple[StoredTensor, LazyTensor]]
@@ -144,10 +166,11 @@ TensorPairs = Iterable[tuple[StoredTensor, LazyTensor]]
 
 def _stored_slices(tensors: TensorPairs) -> Iterator[_StoredSlice]:
     for stored, tensor in tensors:
-        start = 0
-        for piece in stored.slices:
-            yield _StoredSlice(piece, stored, tensor, start)
-            start += piece.sizes[stored.dim]
+        for matrix, slices in enumerate(stored.matrices):
+            start = 0
+            for piece in slices:
+                yield _StoredSlice(piece, stored, tensor, matrix, start)
+                start += piece.sizes[stored.dim]
 
 
 class ShardedWeights:

@@ -5,6 +5,7 @@ second. The rows of these matrices are in another order accordingly.
 """
 
 import re
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -45,7 +46,7 @@ def dcp_tensors(model: models.ModelConfig, names: DcpNames) -> tuple[StoredTenso
 
 
 def rename(stored: StoredTensor, name: str) -> StoredTensor:
-    return StoredTensor(name, stored.dim, stored.slices, stored.padded_size, stored.transposed)
+    return replace(stored, name=name)
 
 
 def earlier_name(name: str) -> str:
