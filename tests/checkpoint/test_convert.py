@@ -37,6 +37,7 @@ from trainyard.checkpoint.registry import first_model_difference, open_weights
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.llama import LlamaConfig
+from trainyard.families.decoder import DecoderConfig
 from trainyard.families.hf_config import from_hf
 from trainyard.train.trainer import Trainer
 
@@ -417,7 +418,7 @@ def source(tmp_path: Path) -> Path:
     ("target_format", "layout", "message"),
     [
         ("nxd", "tp=3", "tp_size=3: does not divide heads=8"),
-        ("nxd", "tp", "--layout tp: nxd takes tp, pp, vpp, pipeline_cuts, kv_multiplier, qkv"),
+        ("nxd", "tp", "--layout tp: nxd takes tp, pp, vpp, pipeline_cuts, ep, kv_multiplier, qkv"),
         ("nxd", "dp=2", "--layout dp=2: nxd takes tp, pp"),
         ("nxd", "tp=x", "--layout tp=x: expected a positive whole number"),
         ("nxd", "tp=0", "--layout tp=0: expected a positive whole number"),
@@ -540,7 +541,7 @@ def test_only_families_of_nxd_convert_to_it(saved: Callable[[str], Path], tmp_pa
     for family in ("gpt", "bert"):
         with pytest.raises(
             UserError,
-            match=rf"model.family={family}: NxD checkpoints hold models of llama, mistral only; nearest: --to hf",
+            match=rf"model.family={family}: NxD checkpoints hold models of llama, .* only; nearest: --to hf",
         ):
             convert(saved(family), tmp_path / "out", "nxd", "tp=2")
     assert not list(tmp_path.iterdir())
@@ -673,12 +674,13 @@ RUN = {
     "family": "llama", "vocab": 36, "hidden": 16, "layers": 3, "heads": 8, "kv_heads": 2, "head_dim": 4, "ffn": 20,
     "max_positions": 32,
 }  # fmt: skip
+MOE_RUN = {**RUN, "family": "mixtral", "experts": 3}
 
 
-def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
+def losses(directory: Path, model: dict[str, Any], **checkpoint: Any) -> tuple[list[float], Path]:
     recorder = LossRecorder()
     config = configs.tiny_config(
-        RUN,
+        model,
         data={"source": "synthetic", "seq_len": 8},
         train={"steps": 5, "global_batch": 4, "micro_batch": 2},
         optimizer={"lr": 1e-2},
@@ -694,21 +696,24 @@ def losses(directory: Path, **checkpoint: Any) -> tuple[list[float], Path]:
 
 
 @pytest.mark.parametrize(
-    ("options", "layout"),
+    ("config", "options", "layout"),
     [
-        pytest.param({"dp": 2}, "", marks=pytest.mark.nightly),
-        ({"tp": 4, "replicas": 2, "pp": 2, "dp": 3, "xser": True}, "tp=2,dp=2"),
-        pytest.param({"tp": 2, "dp": 2, "groups": two_groups}, "pp=3,cp=2", marks=pytest.mark.nightly),
+        pytest.param(RUN, {"dp": 2}, "", marks=pytest.mark.nightly),
+        (RUN, {"tp": 4, "replicas": 2, "pp": 2, "dp": 3, "xser": True}, "tp=2,dp=2"),
+        pytest.param(RUN, {"tp": 2, "dp": 2, "groups": two_groups}, "pp=3,cp=2", marks=pytest.mark.nightly),
+        (MOE_RUN, {"tp": 2, "pp": 2, "dp": 2}, "tp=2"),
     ],
 )
-def test_a_resumed_nxd_run_has_the_same_losses(options: dict[str, Any], layout: str, tmp_path: Path) -> None:
-    expected, run = losses(tmp_path / "undisturbed", every=1)
+def test_a_resumed_nxd_run_has_the_same_losses(
+    config: dict[str, Any], options: dict[str, Any], layout: str, tmp_path: Path
+) -> None:
+    expected, run = losses(tmp_path / "undisturbed", config, every=1)
     checkpoint = run / "checkpoints" / "step_00000002"
     with Checkpoint(open_storage(checkpoint)) as native:
         model, updates = native.model, native.manifest["updates"]
         tensors = unfused_tensors(model).items()
         kinds = {kind: {name: native.read_state(kind, tensor) for name, tensor in tensors} for kind in STATE_KINDS}
-    assert isinstance(model, LlamaConfig)
+    assert isinstance(model, DecoderConfig)
     tag = write_nxd_checkpoint(tmp_path / "nxd" / "step_2", model, kinds, step=updates, **options)
     write_model_files(tag, model, torch.float32)
     converted = convert(tag, tmp_path / "converted", "native", layout)
@@ -716,6 +721,7 @@ def test_a_resumed_nxd_run_has_the_same_losses(options: dict[str, Any], layout: 
         assert (found.step, found.manifest["updates"]) == (2, updates)
     resharded = convert(converted, tmp_path / "resharded", "native", "tp=4")
     resumed = [
-        losses(tmp_path / f"resumed-{path.name}", resume=str(path))[0] for path in (checkpoint, converted, resharded)
+        losses(tmp_path / f"resumed-{path.name}", config, resume=str(path))[0]
+        for path in (checkpoint, converted, resharded)
     ]
     assert resumed == [expected[2:]] * 3

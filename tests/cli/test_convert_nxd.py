@@ -17,13 +17,15 @@ from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.checkpoint.formats.nxd.layout import KvOrder, NxdLayout, QkvKind, valid_kv_multipliers
 from trainyard.cli.commands import convert_nxd
 from trainyard.families.builtin.llama import LlamaConfig
+from trainyard.families.builtin.mixtral import MixtralConfig
+from trainyard.families.decoder import DecoderConfig
 
 MHA = llama(hidden=32, heads=8, layers=4)
 """A model with as many kv heads as heads."""
 FROM, TO = "--convert_from_full_state", "--convert_to_full_state"
 
 
-def full_state(tmp_path: Path, model: LlamaConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def full_state(tmp_path: Path, model: DecoderConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Write one file of weights and a config.json, the input of NxD's converter."""
     write_hf(tmp_path / "hf", RandomWeights(model, dtype))
     shutil.move(tmp_path / "hf" / "config.json", tmp_path / "config.json")
@@ -106,7 +108,7 @@ def test_a_renamed_direction_and_directions_set_to_false(direction: str, call: C
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--ep_size 2", "--ep_size 2: experts are not supported"),
+        ("--ep_size 2", "ep_size=2: a llama model has no experts; nearest: 1"),
         ("--i_tp_round_factor 8", "--i_tp_round_factor 8: padding of the MLP is not supported"),
         ("--pad_attn_heads True", "--pad_attn_heads True: padding of heads is not supported"),
         ("--hf_model_name meta/x", "--hf_model_name meta/x: trainyard downloads nothing; use --input_dir"),
@@ -244,6 +246,50 @@ def test_xser_round_trip(call: Call, tmp_path: Path) -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)
     paths = ["--input_dir", "nowhere", "--output_dir", "out"]
     fail(call("convert-nxd", *paths, *flags, "--convert_to_xser"), "nowhere: no NxD checkpoint")
+
+
+MIXTRAL = MixtralConfig(**{**llama(**GQA, ffn=20).model_dump(exclude_none=True), "family": "mixtral", "experts": 4})
+
+
+@pytest.mark.parametrize("xser", [False, True])
+def test_experts_on_expert_parallel_ranks(xser: bool, call: Call, tmp_path: Path) -> None:
+    state = full_state(tmp_path, MIXTRAL, torch.bfloat16)
+    sizes = ["--tp_size", 4, "--pp_size", 2, "--ep_size", 2, "--kv_size_multiplier", 2, "--qkv_linear", "True"]
+    succeed(call(*nxd("full.pt", "out", *sizes, "--save_xser", xser, FROM)))
+    assert len(list((tmp_path / "out" / "model").glob("dp_rank_00_ep_rank_??_tp_rank_??_pp_rank_??.pt"))) == 16
+    succeed(call(*nxd("out/model", "back", *sizes, TO)))
+    direction = "--convert_from_xser" if xser else "--convert_to_xser"
+    succeed(
+        call("convert-nxd", "--input_dir", "out/model", "--output_dir", "repacked", "--hw_backend", "trn1", direction)
+    )
+    succeed(call(*nxd("repacked", "again", TO)))
+    for name in ("back", "again"):
+        found = torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        assert list(found) == list(state)
+        assert all(torch.equal(found[key], value) for key, value in state.items())
+    fail(call(*nxd("out", "no", "--ep_size", "4", TO)), ".*: ep_size=4 was given, but its files have 2; omit it")
+
+
+def test_what_experts_do_not_allow_is_one_line(call: Call, tmp_path: Path) -> None:
+    write_hf(tmp_path / "hf", RandomWeights(MIXTRAL))
+
+    def to_nxd(layout: str) -> tuple[int, str, str]:
+        return call("convert", "hf", "nxd", "--to", "nxd", "--layout", layout)
+
+    fail(to_nxd("ep=3"), "ep_size=3: does not divide experts=4; nearest: 2")
+    fail(to_nxd("tp=8"), "tp_size=8: does not divide ffn=20; nearest: 4")
+    fail(to_nxd("style=megatron"), "model_style=megatron: not supported for mixtral; use hf")
+    assert not (tmp_path / "nxd").exists()
+    succeed(to_nxd("tp=2,ep=2"))
+    assert "ep=2" in succeed(call("inspect", "nxd"))
+    ranks = tmp_path / "nxd" / "model"
+    state = torch.load(ranks / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt", weights_only=True)
+    changed = {**state, "model.norm.weight": state["model.norm.weight"] + 1}
+    torch.save(changed, ranks / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt")
+    fail(call("convert", "nxd", "back"), "nxd/model: the copies in model.norm.weight differ between ranks")
+    (ranks / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt").unlink()
+    fail(call("convert", "nxd", "back"), "nxd/model: 1 of 4 ranks are missing: ep_rank_01_tp_rank_00_pp_rank_00")
+    assert not (tmp_path / "back").exists()
 
 
 def test_help_describes_every_flag(call: Call) -> None:

@@ -397,6 +397,9 @@ def test_config_json_next_to_the_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(UserError, match="model_type=mamba"):
         import_nxdt(data, "f.yaml", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}))
+    with pytest.raises(UserError, match=r"a mixtral model, but NxDT's model_source=hf without model.moe trains llama"):
+        import_nxdt(data, "f.yaml", tmp_path)
 
 
 def test_names_found_at_any_depth_are_used_with_a_warning() -> None:

@@ -30,6 +30,7 @@ from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.families.decoder import DecoderConfig
+from trainyard.families.moe import MoeConfig
 from trainyard.parallel.layout import Layout
 
 TargetFormat = Literal["hf", "nxd", "native", "dcp"]
@@ -118,7 +119,9 @@ def complete_nxd_layout(model: DecoderConfig, options: Mapping[str, Any]) -> Nxd
     """The layout with the user's options. What they leave open is as in NxD's current models."""
     layout = NxdLayout(**options)
     if "qkv" not in options:
-        grouped: QkvKind = "fused" if layout.style == "hf" else "qkv_linear"
+        # NxD's models with experts have no fused matrix.
+        can_fuse = layout.style == "hf" and not isinstance(model, MoeConfig)
+        grouped: QkvKind = "fused" if can_fuse else "qkv_linear"
         layout = replace(layout, qkv="coalesced" if model.num_kv_heads == model.heads else grouped)
     if "kv_multiplier" not in options and layout.qkv in ("fused", "qkv_linear"):
         valid = nxd.valid_kv_multipliers(model, layout)

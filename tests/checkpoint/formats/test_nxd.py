@@ -15,11 +15,12 @@ from torch import Tensor
 from tests.support.examples import examples
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.files import NxdWeights, open_nxd, repack_nxd, write_nxd
-from trainyard.checkpoint.formats.nxd.layout import NxdLayout, require_nxd_model
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout, NxdRank, require_nxd_model
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, WeightSource, find_mismatched_copy, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.llama import LlamaConfig
+from trainyard.families.decoder import DecoderConfig
 
 GQA: dict[str, Any] = {"hidden": 32, "heads": 8, "kv_heads": 2, "layers": 4}
 B70 = {"vocab": 128256, "hidden": 8192, "heads": 64, "kv_heads": 8, "layers": 80, "ffn": 28672}
@@ -33,7 +34,7 @@ def llama(**changes: Any) -> LlamaConfig:
 class RandomWeights:
     """Random weights in memory, every one different."""
 
-    def __init__(self, model: LlamaConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: DecoderConfig, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         generator = torch.Generator().manual_seed(1)
         self.tensors = {
@@ -87,14 +88,16 @@ def heads_of(tensors: tuple[StoredTensor, ...], letter: str, size: int) -> list[
 
 def test_70b_on_trn1_replicates_kv_heads_as_a_block_and_permutes_the_queries() -> None:
     ranks = nxd_layout.rank_tensors(llama(**B70), NxdLayout(tp=32, pp=8, kv_multiplier=4, qkv="qkv_linear"))
-    assert [heads_of(ranks[0, rank], "q", 128) for rank in (0, 1, 8)] == [[0, 1], [8, 9], [2, 3]]
-    assert [heads_of(ranks[0, rank], "k", 128) for rank in range(32)] == [[rank % 8] for rank in range(32)]
+    assert [heads_of(ranks[NxdRank(0, 0, rank)], "q", 128) for rank in (0, 1, 8)] == [[0, 1], [8, 9], [2, 3]]
+    assert [heads_of(ranks[NxdRank(0, 0, rank)], "k", 128) for rank in range(32)] == [[rank % 8] for rank in range(32)]
 
 
 def test_70b_on_trn2_replicates_kv_heads_on_adjacent_ranks() -> None:
     ranks = nxd_layout.rank_tensors(llama(**B70), NxdLayout(tp=32, kv_multiplier=4, qkv="fused", kv_order="trn2"))
-    assert [heads_of(ranks[0, rank], "q", 128) for rank in range(32)] == [[2 * r, 2 * r + 1] for r in range(32)]
-    assert [heads_of(ranks[0, rank], "v", 128) for rank in range(32)] == [[rank // 4] for rank in range(32)]
+    assert [heads_of(ranks[NxdRank(0, 0, rank)], "q", 128) for rank in range(32)] == [
+        [2 * r, 2 * r + 1] for r in range(32)
+    ]
+    assert [heads_of(ranks[NxdRank(0, 0, rank)], "v", 128) for rank in range(32)] == [[rank // 4] for rank in range(32)]
 
 
 def matching(model: LlamaConfig, queries: list[int], keys: list[int]) -> bool:
@@ -161,7 +164,7 @@ def test_every_tensor_is_covered_and_queries_stay_with_keys(case: tuple[LlamaCon
             covered.setdefault(piece.name, set()).update(range(start, start + piece.sizes[stored.dim]))
             assert dims.setdefault(piece.name, stored.dim) == stored.dim
     assert covered == {name: set(range(tensor.sizes[dims[name]])) for name, tensor in unfused_tensors(model).items()}
-    first_stage = [tensors for (pp, _), tensors in ranks.items() if pp == 0]
+    first_stage = [tensors for (pp, _, _), tensors in ranks.items() if pp == 0]
     assert all(matching(model, heads_of(tensors, "q", 4), heads_of(tensors, "k", 4)) for tensors in first_stage)
 
 

@@ -42,7 +42,7 @@ def test_a_checkpoint_is_found_by_any_of_its_directories(tmp_path: Path) -> None
         found = find_nxd(path)
         assert found
         assert found.root == tag / "model"
-        assert list(found.files) == [(0, 0), (0, 1)]
+        assert list(found.files) == [(0, 0, 0), (0, 0, 1)]
         assert_same(open_nxd(path, weights.model), weights)
     assert find_nxd(tmp_path) is None
     assert find_nxd(tmp_path / "nowhere") is None
@@ -123,8 +123,13 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     (out / "model" / "dp_rank_00_tp_rank_00_pp_rank_01.pt").unlink()
     with pytest.raises(UserError, match=r"model: 1 of 4 ranks are missing: tp_rank_00_pp_rank_01$"):
         open_nxd(out, llama())
-    (out / "model" / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt").touch()
-    with pytest.raises(UserError, match="expert-parallel rank"):
+
+
+def test_files_of_expert_parallel_ranks_need_a_model_with_experts(tmp_path: Path) -> None:
+    out = write(tmp_path / "out", RandomWeights(llama()))
+    first = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
+    shutil.copy(out / "model" / first, out / "model" / first.replace("_tp", "_ep_rank_01_tp"))
+    with pytest.raises(UserError, match=r"model: ep_size=2: a llama model has no experts; nearest: 1$"):
         open_nxd(out, llama())
 
 
@@ -189,7 +194,7 @@ def test_another_model_is_refused(changes: dict[str, Any], message: str, tmp_pat
     with pytest.raises(UserError, match=message):
         open_nxd(out, model.model_copy(update=changes))
     other = GptConfig(family="gpt", vocab=64, hidden=16, layers=2, heads=4, max_positions=8)
-    with pytest.raises(UserError, match=r"model.family=gpt: NxD checkpoints hold models of llama, mistral only"):
+    with pytest.raises(UserError, match=r"model.family=gpt: NxD checkpoints hold models of llama, mistral, mixtral"):
         open_nxd(out, other)
     edit_rank(out, lambda state: {"bert.pooler.weight": torch.ones(2)})
     with pytest.raises(UserError, match=r"holds bert.pooler.weight, not an NxD Llama model"):

@@ -20,15 +20,19 @@ from torch import Tensor
 from tests.checkpoint.formats.test_nxd import RandomWeights, cases, load_rank, write
 from tests.support.examples import examples
 from trainyard import models
+from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint
 from trainyard.checkpoint.formats.nxd.layout import NxdLayout
 from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
 from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.tensor_map import TrainingState, unfused_tensors
 from trainyard.checkpoint.native.partition import rank_slices
+from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.core.splits import ModelShard, shard_rows
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.builtin.llama import LlamaConfig
+from trainyard.families.builtin.mixtral import MixtralConfig
+from trainyard.families.decoder import DecoderConfig
 
 # A checkpoint as NxD writes it, made with plain torch
 
@@ -45,7 +49,12 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(family="llama", max_positions=32, **{**base, **changes})
 
 
-def random_state(model: LlamaConfig, seed: int = 1) -> State:
+def mixtral() -> MixtralConfig:
+    """The same with five experts."""
+    return MixtralConfig(experts=5, **{**llama().model_dump(exclude_none=True), "family": "mixtral"})
+
+
+def random_state(model: DecoderConfig, seed: int = 1) -> State:
     """Random master weights and moments, all different."""
     generator = torch.Generator().manual_seed(seed)
     tensors = unfused_tensors(model).items()
@@ -56,9 +65,9 @@ def random_state(model: LlamaConfig, seed: int = 1) -> State:
 
 
 def rank_tensors(
-    tensors: UnfusedWeights, model: LlamaConfig, tp: int, pp: int, replicas: int, rank: tuple[int, int]
+    tensors: UnfusedWeights, model: DecoderConfig, tp: int, pp: int, replicas: int, rank: tuple[int, int]
 ) -> UnfusedWeights:
-    """The tensors of NxD's Llama model (qkv_linear, trn1) on a rank, in the order of its modules."""
+    """The tensors of NxD's Llama or Mixtral model (qkv_linear, trn1) on a rank, in the order of its modules."""
     r, stage = rank
     by_slot = (
         model.num_kv_heads,
@@ -78,9 +87,19 @@ def rank_tensors(
         out[f"{nxd}self_attn.qkv_proj.weight_k"] = k.repeat(replicas, 1).chunk(tp)[r]
         out[f"{nxd}self_attn.qkv_proj.weight_v"] = v.repeat(replicas, 1).chunk(tp)[r]
         out[f"{nxd}self_attn.o_proj.weight"] = columns.chunk(tp, 1)[r]
-        gate, up = (tensors[f"{unfused}mlp.{x}.weight"].chunk(tp)[r] for x in ("gate", "up"))
-        out[f"{nxd}mlp.gate_up_proj.weight"] = torch.cat([gate, up])
-        out[f"{nxd}mlp.down_proj.weight"] = tensors[f"{unfused}mlp.down.weight"].chunk(tp, 1)[r]
+        if isinstance(model, MixtralConfig):
+            gate, up, down = (
+                torch.stack([tensors[f"{unfused}mlp.experts.{e}.{x}.weight"].T for e in range(model.experts)])
+                for x in ("gate", "up", "down")
+            )
+            out[f"{nxd}mlp.router.linear_router.weight"] = tensors[f"{unfused}mlp.router.weight"]
+            experts = f"{nxd}mlp.expert_mlps.mlp_op."
+            out[f"{experts}gate_up_proj.weight"] = torch.cat([gate.chunk(tp, 2)[r], up.chunk(tp, 2)[r]], 2)
+            out[f"{experts}down_proj.weight"] = down.chunk(tp, 1)[r]
+        else:
+            gate, up = (tensors[f"{unfused}mlp.{x}.weight"].chunk(tp)[r] for x in ("gate", "up"))
+            out[f"{nxd}mlp.gate_up_proj.weight"] = torch.cat([gate, up])
+            out[f"{nxd}mlp.down_proj.weight"] = tensors[f"{unfused}mlp.down.weight"].chunk(tp, 1)[r]
         out[f"{nxd}input_layernorm.weight"] = tensors[f"{unfused}attention_norm.weight"]
         out[f"{nxd}post_attention_layernorm.weight"] = tensors[f"{unfused}mlp_norm.weight"]
     if stage == pp - 1:
@@ -163,7 +182,7 @@ def rank_file_name(dp: int, tp: int = 0, pp: int = 0) -> str:
 
 def write_checkpoint(
     tag: Path,
-    model: LlamaConfig,
+    model: DecoderConfig,
     state: State,
     tp: int = 1,
     pp: int = 1,
@@ -236,6 +255,43 @@ def test_every_tensor_is_read_bit_for_bit(
     state = open_nxd_state(tag, model)
     assert (state.model, state.counters) == (model, {"updates": 7, "step": 100})
     assert_same(state, expected if masters else with_bf16_weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("tp", "replicas", "pp", "dp", "masters"), [(1, 1, 1, 1, True), (4, 2, 2, 3, True), (2, 1, 1, 2, False)]
+)
+def test_the_state_of_experts_is_read_bit_for_bit(
+    tp: int, replicas: int, pp: int, dp: int, masters: bool, tmp_path: Path
+) -> None:
+    """Data-parallel ranks divide the experts, of which no dp has an equal number."""
+    model = mixtral()
+    expected = random_state(model)
+    groups = one_group if masters else two_groups
+    options: dict[str, Any] = {"tp": tp, "replicas": replicas, "pp": pp, "dp": dp, "masters": masters}
+    tag = write_checkpoint(tmp_path / "step_100", model, expected, groups=groups, **options)
+    assert_same(open_nxd_state(tag, model), expected if masters else with_bf16_weights(expected))
+
+
+@pytest.mark.parametrize(
+    "name", ["dp_rank_01_tp_rank_00_pp_rank_00.pt", "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt"]
+)
+def test_state_with_expert_parallelism_is_refused(name: str, tmp_path: Path) -> None:
+    """With and without ZeRO-1. The weights can be read."""
+    model = mixtral()
+    tag = write(tmp_path / "step_1", RandomWeights(model), NxdLayout(ep=5))
+    (tag / "optim").mkdir()
+    (tag / "optim" / name).touch()
+    opened = open_weights(tag, model)
+    assert opened.open_state
+    with pytest.raises(
+        UserError, match=r"step_1: optimizer state with ep_size=5 is not supported, .*; use --weights-only$"
+    ):
+        opened.open_state()
+    spec = ConversionTarget("native", {}, weights_only=True)
+    convert_checkpoint(opened, tag, tmp_path / "native", spec, lambda size: None)
+    native = open_weights(tmp_path / "native").weights
+    for piece in unfused_tensors(model).values():
+        assert torch.equal(native.read(piece), opened.weights.read(piece))
 
 
 @examples(12)
@@ -384,7 +440,7 @@ def test_the_checkpoint_is_found_by_any_of_its_directories(tmp_path: Path) -> No
     tag = write_checkpoint(tmp_path / "run" / "step_5", model, expected, tp=2, dp=2, xser=True)
     for path in (tag, tag / "model", tag.parent):
         assert find_optimizer(path) == {
-            (0, tp): tuple(tag / "optim" / rank_file_name(dp, tp) for dp in range(2)) for tp in range(2)
+            (0, 0, tp): tuple(tag / "optim" / rank_file_name(dp, tp) for dp in range(2)) for tp in range(2)
         }  # no .tensors directories, no .info.pt files
     assert find_optimizer(tmp_path) is None
     (tag / "optim").rename(tag / "gone")
@@ -512,8 +568,8 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     (tag / "optim" / rank_file_name(0, 2, 0)).touch()
     with pytest.raises(UserError, match=r"has tp_rank_02_pp_rank_00, which the model's files do not have"):
         open_nxd_state(tag, model)
-    (tag / "optim" / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt").touch()
-    with pytest.raises(UserError, match="expert-parallel rank"):
+    (tag / "optim" / rank_file_name(0, 2, 0)).rename(tag / "optim" / "dp_rank_00_ep_rank_01_tp_rank_00_pp_rank_00.pt")
+    with pytest.raises(UserError, match=r"has ep_rank_01_tp_rank_00_pp_rank_00, which the model's files do not have"):
         open_nxd_state(tag, model)
 
 

@@ -39,6 +39,11 @@ class LazyTensor(ABC):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def exists(self) -> bool:
+        """False for a reference to a missing file."""
+        return True
+
     @abstractmethod
     def read(self, index: TensorIndex | None = None) -> Tensor:
         """Read a slice (None: all). The result may be a view of mapped memory."""

@@ -243,6 +243,10 @@ class _ReferencedTensor(LazyTensor):
     def _path(self) -> Path:
         return Path(f"{self._references}.tensors") / f"tensor_{self._state['tid']}.pt"
 
+    @property
+    def exists(self) -> bool:
+        return self._path.is_file()
+
     @cached_property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]  # an attribute that is computed when first used
         return tuple(self._stored_info["shape"]) if self._stored_info else self._tensor.shape

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,8 +57,10 @@ class TorchFileWriter:
 class XserWriter:
     """Writes the same in torch-xla's layout: a file of references, and a directory with a file per tensor."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._tensors = path, Path(f"{path}.tensors")
+    def __init__(self, path: Path, is_expert: Callable[[str], bool] = lambda name: False) -> None:
+        """`is_expert` selects the tensors that differ between expert-parallel ranks; NxD reads all other ones from
+        the first rank's directory."""
+        self._path, self._tensors, self._is_expert = path, Path(f"{path}.tensors"), is_expert
         self._pickled_items: list[bytes] = []
         self._info: dict[int, dict[str, Any]] = {}
         self._tensors.mkdir()
@@ -67,7 +70,7 @@ class XserWriter:
         with open(self._tensors / f"tensor_{tid}.pt", "wb") as file:
             archive = _Archive(file)
             archive.finish(archive.write_tensor("0", tensor))
-        self._info[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
+        self._info[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": self._is_expert(name)}
         reference = _pickle_global(REFERENCE_CLASSES[0]) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
         self._pickled_items.append(_pickle_value(name) + reference + _pickle_value({"tid": tid}) + pickle.BUILD)
 

@@ -66,7 +66,7 @@ def convert(
     them executes. SRC and DST may be URLs such as s3://bucket/model; other formats than native are copied through
     TMPDIR.
 
-    --layout keys for nxd: tp, pp, vpp, pipeline_cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear,
+    --layout keys for nxd: tp, pp, ep, vpp, pipeline_cuts (3:7), kv_multiplier, qkv (separate, coalesced, qkv_linear,
     fused), gate_up, kv_order (trn1, trn2), style (hf, megatron), by_head, vocab. For native: tp, pp, vpp, cp, dp,
     pipeline_cuts. For dcp: names (hf, torchtitan, torchtitan-0.2).
 

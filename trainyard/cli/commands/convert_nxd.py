@@ -90,7 +90,7 @@ def build_parser() -> ConverterArgumentParser:
     for name, description in (
         ("tp_size", "tensor-parallel ranks"),
         ("pp_size", "pipeline ranks"),
-        ("ep_size", "expert-parallel ranks; must be 1"),
+        ("ep_size", "expert-parallel ranks"),
         ("virtual_pp_size", "virtual stages per rank"),
         ("kv_size_multiplier", "number of copies of each kv head"),
     ):
@@ -138,6 +138,7 @@ def _layout_from_flags(flags: argparse.Namespace, is_mha: bool) -> dict[str, Any
     return {
         "tp": flags.tp_size,
         "pp": flags.pp_size,
+        "ep": flags.ep_size,
         "vpp": flags.virtual_pp_size,
         "pipeline_cuts": cuts,
         "kv_multiplier": flags.kv_size_multiplier,
@@ -150,7 +151,6 @@ def _layout_from_flags(flags: argparse.Namespace, is_mha: bool) -> dict[str, Any
 
 def _reject_unsupported(flags: argparse.Namespace) -> None:
     for name, default, reason in (
-        ("ep_size", 1, "experts are not supported"),
         ("i_tp_round_factor", 0, "padding of the MLP is not supported"),
         ("pad_attn_heads", False, "padding of heads is not supported"),
         ("hf_model_name", None, "trainyard downloads nothing; use --input_dir"),

@@ -63,4 +63,5 @@ FAMILY = Family(
         read=read_default_head_dim,
     ),
     visible_keys=visible_keys,
+    nxd_styles=("hf",),
 )

@@ -7,6 +7,9 @@
 NxD creates the file `checkpoint` of a tag before all others and the file `done` after them. A directory written here
 appears under its name only when complete. Each tensor is written to all tensor-parallel ranks of a stage before the
 next one, so that a mapped source is read once, in order, and only the files of one stage are open.
+
+With expert parallelism, each expert-parallel rank's file holds its experts and copies of all other tensors. NxD's xser
+leaves out the copies' data, and its converter the copies, except on the first of these ranks: they are read from there.
 """
 
 import re
@@ -14,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import torch
@@ -22,8 +25,8 @@ import torch
 from trainyard.checkpoint.formats.hf import IGNORED_BUFFERS
 from trainyard.checkpoint.formats.nxd import layout as nxd_layout
 from trainyard.checkpoint.formats.nxd.infer_layout import LayoutHints, infer_kv_order, infer_layout
-from trainyard.checkpoint.formats.nxd.layout import NxdLayout, PpTpRank, require_nxd_model
-from trainyard.checkpoint.formats.nxd.names import NAME_TABLES
+from trainyard.checkpoint.formats.nxd.layout import NxdLayout, NxdRank, require_nxd_model
+from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, is_expert_tensor
 from trainyard.checkpoint.formats.tensor_map import (
     ShardedWeights,
     StoredTensor,
@@ -55,7 +58,7 @@ class NxdFiles:
 
     root: Path
     """The directory of the files."""
-    files: dict[PpTpRank, Path]
+    files: dict[NxdRank, Path]
     """The file of each rank, in rank order."""
     unfinished_tags: tuple[str, ...] = ()
     """Tags in the same directory whose save never finished."""
@@ -89,13 +92,13 @@ class NxdWeights(ShardedWeights):
 
     layout: NxdLayout
     files: NxdFiles
-    rank_tensors: dict[PpTpRank, dict[str, LazyTensor]]
+    rank_tensors: dict[NxdRank, dict[str, LazyTensor]]
 
 
 def open_nxd(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -> NxdWeights:
     """Open the weights at `path`. `hints` are fields of NxdLayout that the user knows."""
     decoder, nxd_files, hints = require_nxd_model(model), _require_nxd(path), hints or {}
-    files = {rank: _read_rank_file(file) for rank, file in nxd_files.files.items()}
+    files = _read_rank_files(nxd_files)
     shapes = {rank: {name: tensor.shape for name, tensor in state.items()} for rank, state in files.items()}
     root = str(nxd_files.root)
     try:
@@ -104,7 +107,7 @@ def open_nxd(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -
         raise UserError(f"{root}: {error}") from None
     embedding, head = NAME_TABLES[layout.style].embedding, NAME_TABLES[layout.style].output
 
-    def stored_tensors() -> Iterator[tuple[PpTpRank, list[StoredTensor]]]:
+    def stored_tensors() -> Iterator[tuple[NxdRank, list[StoredTensor]]]:
         """The tensors of each rank at the current `layout`. NxD stores a tied head twice, other tools once."""
         for rank, tensors in nxd_layout.rank_tensors(decoder, layout).items():
             has_head = head in files[rank] or not decoder.tie_embeddings
@@ -114,7 +117,7 @@ def open_nxd(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -
         (pp,) = (pp for pp in range(candidate.pp) if layer in nxd_layout.pp_rank_layers(decoder, candidate, pp))
         sharded = nxd_layout.qkv_tensors(decoder, candidate, layer)
         return find_mismatched_copy(
-            (stored, files[pp, tp][stored.name]) for shards in sharded for tp, stored in enumerate(shards)
+            (stored, files[NxdRank(pp, 0, tp)][stored.name]) for shards in sharded for tp, stored in enumerate(shards)
         )
 
     for rank, expected in stored_tensors():
@@ -127,7 +130,7 @@ def open_nxd(path: Path, model: ModelConfig, hints: LayoutHints | None = None) -
     tensors = [(stored, files[rank][stored.name]) for rank, on_rank in stored_tensors() for stored in on_rank]
     if decoder.tie_embeddings and find_mismatched_copy(pair for pair in tensors if pair[0].name in (embedding, head)):
         raise UserError(f"{root}: the copies of {head} differ; model.tie_embeddings=true does not fit")
-    weights = NxdWeights(decoder, tensors, nxd_layout.is_key_or_value)
+    weights = NxdWeights(decoder, tensors, partial(nxd_layout.is_replicated, layout))
     weights.layout, weights.files, weights.rank_tensors = layout, nxd_files, files
     weights.location = root
     skipped = (f"skipping {tag}: its save never finished" for tag in nxd_files.unfinished_tags)
@@ -153,11 +156,12 @@ def write_nxd(
     on_ranks = nxd_layout.rank_tensors(model, layout).values()
     check_all_stored(model, chain.from_iterable(on_ranks), "NxD's names")
     with _atomic_checkpoint(directory) as folder:
-        for pp in range(layout.pp):
-            with _open_writers([folder / _rank_file_name(tp, pp) for tp in range(layout.tp)], xser) as writers:
+        for pp, ep in product(range(layout.pp), range(layout.ep)):
+            names = [_rank_file_name(NxdRank(pp, ep, tp), layout.ep) for tp in range(layout.tp)]
+            with _open_writers([folder / name for name in names], xser, layout.ep) as writers:
                 targets = [
                     (writer, stored)
-                    for shards in nxd_layout.stage_tensors(model, layout, pp)
+                    for shards in nxd_layout.stage_tensors(model, layout, pp, ep)
                     for writer, stored in zip(writers, shards, strict=True)
                 ]
                 tensors = prefetch(partial(assemble, stored, weights, dtype) for _, stored in targets)
@@ -171,11 +175,26 @@ def write_nxd(
 def repack_nxd(path: Path, directory: Path, xser: bool) -> None:
     """Rewrite a checkpoint with or without xser, with the current file names. This needs no model."""
     nxd_files = _require_nxd(path)
+    ep = max(rank.ep for rank in nxd_files.files) + 1
     with _atomic_checkpoint(directory) as folder:
-        for (pp, tp), file in nxd_files.files.items():
-            with _open_writers([folder / _rank_file_name(tp, pp)], xser) as (writer,):
-                for name, tensor in _read_rank_file(file).items():
+        for rank, tensors in _read_rank_files(nxd_files).items():
+            with _open_writers([folder / _rank_file_name(rank, ep)], xser, ep) as (writer,):
+                for name, tensor in tensors.items():
                     writer.add(name, tensor.read())
+
+
+def _read_rank_files(nxd_files: NxdFiles) -> dict[NxdRank, dict[str, LazyTensor]]:
+    """The tensors of all files by rank and name. What the file of an expert-parallel rank leaves out is that of the
+    first one, whose order it gets: NxD finds shared tensors of xser there by number."""
+    files = {rank: _read_rank_file(file) for rank, file in nxd_files.files.items()}
+    for rank, tensors in files.items():
+        if rank.ep:
+            first = files[rank._replace(ep=0)]
+            shared = {name: tensor for name, tensor in first.items() if not is_expert_tensor(name)}
+            own = {name: tensor for name, tensor in tensors.items() if is_expert_tensor(name) or tensor.exists}
+            merged = shared | own
+            files[rank] = {name: merged[name] for name in first | own if name in merged}
+    return files
 
 
 def _read_rank_file(path: Path) -> dict[str, LazyTensor]:
@@ -190,7 +209,9 @@ def _read_rank_file(path: Path) -> dict[str, LazyTensor]:
 
 def _require_nxd(path: Path) -> NxdFiles:
     if (files := find_nxd(path)) is None:
-        raise UserError(f"{path}: no NxD checkpoint; expected a file such as model/{_rank_file_name(0, 0)}")
+        raise UserError(
+            f"{path}: no NxD checkpoint; expected a file such as model/{_rank_file_name(NxdRank(0, 0, 0), 1)}"
+        )
     return files
 
 
@@ -203,26 +224,25 @@ def _find_rank_files(folder: Path) -> NxdFiles | None:
     found = find_rank_files(folder, CURRENT_FILE_NAME, OLD_FILE_NAME)
     if not found:
         return None
-    pp, tp = (max(ranks) + 1 for ranks in zip(*found, strict=True))
-    grid = [(p, t) for p in range(pp) for t in range(tp)]
-    check_complete(folder, "ranks", {f"tp_rank_{t:02d}_pp_rank_{p:02d}": (p, t) in found for p, t in grid})
+    pp, ep, tp = (range(max(ranks) + 1) for ranks in zip(*found, strict=True))
+    grid = [NxdRank(*rank) for rank in product(pp, ep, tp)]
+    check_complete(folder, "ranks", {rank_name(rank, len(ep)): rank in found for rank in grid})
     # The first data-parallel rank; the others hold the same weights.
     return NxdFiles(folder, {rank: next(iter(found[rank].values())) for rank in grid})
 
 
-def find_rank_files(folder: Path, *patterns: re.Pattern[str]) -> dict[PpTpRank, dict[int, Path]]:
+def find_rank_files(folder: Path, *patterns: re.Pattern[str]) -> dict[NxdRank, dict[int, Path]]:
     """The files in `folder` with such names, by rank and data-parallel rank, in order of their names."""
-    files: dict[PpTpRank, dict[int, Path]] = {}
+    files: dict[NxdRank, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = next(filter(None, (pattern.fullmatch(path.name) for pattern in patterns)), None)
         if not match:  # such as the .tensors and .info.pt files of xser
             continue
-        rank = {key: int(value or 0) for key, value in match.groupdict().items()}
-        if rank.get("ep"):
-            raise UserError(f"{path}: file of an expert-parallel rank; this model has no experts")
+        numbers = {key: int(value or 0) for key, value in match.groupdict().items()}
+        rank = NxdRank(numbers.get("pp", 0), numbers.get("ep", 0), numbers["tp"])
         file = path / "checkpoint.pt" if path.is_dir() else path
         if file.is_file():
-            files.setdefault((rank.get("pp", 0), rank["tp"]), {}).setdefault(rank["dp"], file)
+            files.setdefault(rank, {}).setdefault(numbers["dp"], file)
     return files
 
 
@@ -233,17 +253,23 @@ def check_complete(folder: Path, what: str, exists: Mapping[str, bool]) -> None:
         raise UserError(f"{folder}: {len(missing)} of {len(exists)} {what} are missing: {names}")
 
 
-def _rank_file_name(tp: int, pp: int) -> str:
-    return f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+def rank_name(rank: NxdRank, ep: int) -> str:
+    """The name of a rank, of `ep` expert-parallel ranks."""
+    return f"{f'ep_rank_{rank.ep:02d}_' if ep > 1 else ''}tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:02d}"
+
+
+def _rank_file_name(rank: NxdRank, ep: int) -> str:
+    return f"dp_rank_00_{rank_name(rank, ep)}.pt"
 
 
 @contextmanager
-def _open_writers(paths: list[Path], xser: bool) -> Iterator[list[TorchFileWriter | XserWriter]]:
+def _open_writers(paths: list[Path], xser: bool, ep: int) -> Iterator[list[TorchFileWriter | XserWriter]]:
     """Open a writer for each path. All files are complete if the block succeeds."""
     writers: list[TorchFileWriter | XserWriter] = []
     try:
         for path in paths:
-            writers.append(XserWriter(path) if xser else TorchFileWriter(path))
+            is_expert = is_expert_tensor if ep > 1 else lambda name: False
+            writers.append(XserWriter(path, is_expert) if xser else TorchFileWriter(path))
         yield writers
         run_parallel(writer.close for writer in writers)
     finally:

@@ -15,7 +15,8 @@ from trainyard.checkpoint.formats.nxd.layout import (
     FLAG_NAMES,
     KvOrder,
     NxdLayout,
-    PpTpRank,
+    NxdRank,
+    check_ep,
     kv_slots,
     padded_vocab,
     valid_kv_multipliers,
@@ -24,6 +25,7 @@ from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NameStyle, NameT
 from trainyard.checkpoint.formats.tensor_map import different_copies
 from trainyard.core.errors import UserError
 from trainyard.families.decoder import DecoderConfig
+from trainyard.families.moe import MoeConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors in a file, or in a layer, by name."""
@@ -36,18 +38,20 @@ VOCAB_PADDING_PER_RANK = 128
 """Megatron pads the vocabulary to a multiple of 128 rows per rank. With more padding, it is another vocabulary."""
 
 
-def infer_layout(model: DecoderConfig, ranks: Mapping[PpTpRank, Shapes], hints: LayoutHints) -> NxdLayout:
+def infer_layout(model: DecoderConfig, ranks: Mapping[NxdRank, Shapes], hints: LayoutHints) -> NxdLayout:
     """Infer everything except the order of replicated heads. The caller adds the path to the errors."""
-    tp, pp = max(tp for _, tp in ranks) + 1, max(pp for pp, _ in ranks) + 1
-    first = ranks[0, 0]
+    pp, ep, tp = (max(of_kind) + 1 for of_kind in zip(*ranks, strict=True))
+    check_ep(model, ep)
+    first = ranks[NxdRank(0, 0, 0)]
     style = _infer_style(first)
     names = NAME_TABLES[style]
     cuts = _infer_cuts(model, ranks, names, pp)
     in_layer = re.compile(re.escape(names.layer_prefix) + r"\d+\.(.+)")
     layer = {match[1]: shape for name, shape in first.items() if (match := in_layer.fullmatch(name))}
-    qkv, gate_up = _match_variant(layer, names.qkv), _match_variant(layer, names.gate_up)
+    qkv = _match_variant(layer, names.qkv)
+    gate_up = True if isinstance(model, MoeConfig) else _match_variant(layer, names.gate_up)
     by_head = hints.get("by_head", True)
-    layout = NxdLayout(tp, pp, (len(cuts) + 1) // pp, cuts, qkv=qkv, gate_up=gate_up, style=style, by_head=by_head)
+    layout = NxdLayout(tp, pp, (len(cuts) + 1) // pp, cuts, ep, qkv=qkv, gate_up=gate_up, style=style, by_head=by_head)
     multiplier = _infer_kv_multiplier(model, layout, layer)
     layout = replace(layout, kv_multiplier=multiplier, vocab=_infer_vocab(model, layout, first))
     for key, hint in hints.items():
@@ -118,10 +122,10 @@ def _match_variant(layer: Shapes, variants: Mapping[Any, tuple[tuple[str, Any], 
     raise UserError(f"its layers have no {expected}; not an NxD Llama model, or an incomplete one")
 
 
-def _infer_cuts(model: DecoderConfig, ranks: Mapping[PpTpRank, Shapes], names: NameTable, pp: int) -> tuple[int, ...]:
+def _infer_cuts(model: DecoderConfig, ranks: Mapping[NxdRank, Shapes], names: NameTable, pp: int) -> tuple[int, ...]:
     owner: dict[int, int] = {}
     layer_name = re.compile(re.escape(names.layer_prefix) + r"(\d+)\.")
-    for (rank, _), shapes in sorted(ranks.items()):
+    for (rank, _, _), shapes in sorted(ranks.items()):
         for match in filter(None, map(layer_name.match, shapes)):
             layer = int(match[1])
             if owner.setdefault(layer, rank) != rank:

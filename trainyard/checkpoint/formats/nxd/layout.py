@@ -1,4 +1,5 @@
-"""Describes the tensors in each file of an NxD (neuronx-distributed) checkpoint of a Llama-like model.
+"""Describes the tensors in each file of an NxD (neuronx-distributed) checkpoint of a Llama-like model or a mixture of
+experts.
 
 A rank's file names its tensors as the model on that rank does and does not say how they were sharded; `NxdLayout` holds
 all of that. The subtle part is key and value heads. If there are fewer of them than ranks, each is replicated, in one
@@ -8,24 +9,41 @@ heads in place. One function (`kv_slots`) covers both, so that queries always st
 
 What NxD's own converter writes for trn2 is a third order, which is only read: heads repeated as a block, as for trn1,
 but query heads in place. NxD's model then attends to other heads than the model that was converted.
+
+The experts of a layer are stacked in one tensor, each as [in, out]. Expert-parallel ranks have consecutive experts, and
+copies of all other tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from trainyard.checkpoint.formats.nxd.names import NAME_TABLES, NORM_NAMES, NameStyle, QkvKind
+from trainyard.checkpoint.formats.nxd.names import (
+    EXPERT_NAMES,
+    NAME_TABLES,
+    NORM_NAMES,
+    ROUTER_NAME,
+    NameStyle,
+    QkvKind,
+)
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, padded_shard, unfused_tensors
 from trainyard.core.errors import UserError
 from trainyard.core.section import nearest_divisor
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families import ModelConfig, all_families, family_of
 from trainyard.families.decoder import DecoderConfig
+from trainyard.families.moe import MoeConfig
 
 KvOrder = Literal["trn1", "trn2"]
-PpTpRank = tuple[int, int]
-"""Pipeline rank, tensor-parallel rank."""
+
+
+class NxdRank(NamedTuple):
+    """The pipeline, expert-parallel and tensor-parallel rank of a file."""
+
+    pp: int
+    ep: int
+    tp: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,8 @@ class NxdLayout:
     """Virtual stages per pipeline rank; stage s is on rank s % pp."""
     pipeline_cuts: tuple[int, ...] = ()
     """Last layer of each stage except the last. Empty: even stages; remaining layers go to the last stages."""
+    ep: int = 1
+    """Expert-parallel ranks."""
     kv_multiplier: int = 1
     """Replicas of each key and value head (NxD's kv_replicator)."""
     qkv: QkvKind = "separate"
@@ -55,6 +75,7 @@ class NxdLayout:
 FLAG_NAMES = {
     "tp": "tp_size",
     "pp": "pp_size",
+    "ep": "ep_size",
     "vpp": "virtual_pp_size",
     "kv_multiplier": "kv_size_multiplier",
     "kv_order": "hw_backend",
@@ -74,17 +95,21 @@ def require_nxd_model(model: ModelConfig, nearest: str | None = None) -> Decoder
     return model
 
 
-def rank_tensors(model: DecoderConfig, layout: NxdLayout) -> dict[PpTpRank, tuple[StoredTensor, ...]]:
+def rank_tensors(model: DecoderConfig, layout: NxdLayout) -> dict[NxdRank, tuple[StoredTensor, ...]]:
     """The tensors in every rank's file."""
     return {
-        (pp, tp): tensors
+        NxdRank(pp, ep, tp): tensors
         for pp in range(layout.pp)
-        for tp, tensors in enumerate(zip(*stage_tensors(model, layout, pp), strict=True))
+        for ep in range(layout.ep)
+        for tp, tensors in enumerate(zip(*stage_tensors(model, layout, pp, ep), strict=True))
     }
 
 
-def stage_tensors(model: DecoderConfig, layout: NxdLayout, pp_rank: int) -> Iterator[tuple[StoredTensor, ...]]:
-    """The tensors on a pipeline rank in the model's order, each as a tuple of its tensor-parallel shards.
+def stage_tensors(
+    model: DecoderConfig, layout: NxdLayout, pp_rank: int, ep_rank: int
+) -> Iterator[tuple[StoredTensor, ...]]:
+    """The tensors on a pipeline and expert-parallel rank in the model's order, each as a tuple of its tensor-parallel
+    shards.
 
     A tied output projection is included as a copy of the embedding: NxD's state dict has both, and loading needs both.
     """
@@ -93,7 +118,7 @@ def stage_tensors(model: DecoderConfig, layout: NxdLayout, pp_rank: int) -> Iter
     if pp_rank == 0:
         yield _vocab_tensors(names.embedding, "embedding.weight", model, layout)
     for layer in pp_rank_layers(model, layout, pp_rank):
-        yield from _layer_tensors(model, layout, layer)
+        yield from _layer_tensors(model, layout, layer, ep_rank)
     if pp_rank == layout.pp - 1:
         yield (StoredTensor(names.norm, 0, (unfused_tensors(model)["norm.weight"],)),) * layout.tp
         output = "embedding.weight" if model.tie_embeddings else "output.weight"
@@ -126,6 +151,12 @@ def is_key_or_value(name: str) -> bool:
     return name.endswith((".attention.k.weight", ".attention.v.weight"))
 
 
+def is_replicated(layout: NxdLayout, name: str) -> bool:
+    """True for the unfused tensors whose copies on several ranks must agree: those of key and value heads and, with
+    expert parallelism, of all but the experts."""
+    return is_key_or_value(name) or (layout.ep > 1 and ".mlp.experts." not in name)
+
+
 def stage_cuts(model: DecoderConfig, layout: NxdLayout) -> tuple[int, ...]:
     """The last layer of each stage except the last."""
     stages = layout.pp * layout.vpp
@@ -151,16 +182,18 @@ def padded_vocab(model: DecoderConfig, layout: NxdLayout) -> int:
 
 def check_layout(model: DecoderConfig, layout: NxdLayout) -> None:
     """Refuse layouts that no NxD model has. The error names the nearest valid value."""
-    for key in ("tp", "pp", "vpp", "kv_multiplier"):
+    for key in ("tp", "pp", "ep", "vpp", "kv_multiplier"):
         if getattr(layout, key) < 1:
             raise UserError(f"{FLAG_NAMES[key]}={getattr(layout, key)}: must be 1 or more")
     if layout.style not in (styles := family_of(model).nxd_styles):
-        raise UserError(f"model_style={layout.style}: NxD has no such {model.family}; use {' or '.join(styles)}")
+        raise UserError(f"model_style={layout.style}: not supported for {model.family}; use {' or '.join(styles)}")
     names = NAME_TABLES[layout.style]
     if layout.qkv not in names.qkv:
         raise UserError(f"qkv={layout.qkv}: not available in {layout.style} style; use {' or '.join(names.qkv)}")
-    if layout.gate_up not in names.gate_up:
-        raise UserError(f"gate_up=False: {layout.style} style fuses gate and up in one matrix; use gate_up=True")
+    if not layout.gate_up and (isinstance(model, MoeConfig) or False not in names.gate_up):
+        which = "NxD's experts fuse" if isinstance(model, MoeConfig) else f"{layout.style} style fuses"
+        raise UserError(f"gate_up=False: {which} gate and up in one matrix; use gate_up=True")
+    check_ep(model, layout.ep)
     for key, size in (("heads", model.heads), ("ffn", model.ffn)):
         if size % layout.tp:
             raise UserError(f"tp_size={layout.tp}: does not divide {key}={size}; nearest: {_nearest_tp(model, layout)}")
@@ -176,6 +209,15 @@ def check_layout(model: DecoderConfig, layout: NxdLayout) -> None:
             f"smallest: {padded_vocab(model, replace(layout, vocab=None))}"
         )
     _check_stages(model, layout)
+
+
+def check_ep(model: DecoderConfig, ep: int) -> None:
+    """Refuse a number of expert-parallel ranks that does not divide the experts."""
+    if not isinstance(model, MoeConfig) and ep > 1:
+        raise UserError(f"ep_size={ep}: a {model.family} model has no experts; nearest: 1")
+    if isinstance(model, MoeConfig) and model.experts % ep:
+        nearest = nearest_divisor(ep, model.experts)
+        raise UserError(f"ep_size={ep}: does not divide experts={model.experts}; nearest: {nearest}")
 
 
 def valid_kv_multipliers(model: DecoderConfig, layout: NxdLayout) -> list[int]:
@@ -225,14 +267,18 @@ def _join_numbers(numbers: list[int] | tuple[int, ...]) -> str:
     return ", ".join(str(number) for number in numbers)
 
 
-def _layer_tensors(model: DecoderConfig, layout: NxdLayout, layer: int) -> Iterator[tuple[StoredTensor, ...]]:
+def _layer_tensors(
+    model: DecoderConfig, layout: NxdLayout, layer: int, ep_rank: int
+) -> Iterator[tuple[StoredTensor, ...]]:
     names, ranks, shard_size = NAME_TABLES[layout.style], range(layout.tp), model.ffn // layout.tp
     prefix, tensors = f"{names.layer_prefix}{layer}.", unfused_tensors(model)
 
-    def mlp_tensors(suffix: str, dim: int, matrices: tuple[str, ...]) -> tuple[StoredTensor, ...]:
+    def mlp_tensors(suffix: str, dim: int, matrices: Sequence[str], experts: int | None) -> tuple[StoredTensor, ...]:
         full = [tensors[f"layers.{layer}.mlp.{matrix}.weight"] for matrix in matrices]
         ends = [(rank * shard_size, (rank + 1) * shard_size) for rank in ranks]
-        return tuple(StoredTensor(prefix + suffix, dim, tuple(each.narrow(dim, *end) for each in full)) for end in ends)
+        shards = (tuple(each.narrow(dim, *end) for each in full) for end in ends)
+        transposed = experts is not None
+        return tuple(StoredTensor(prefix + suffix, dim, shard, None, transposed, experts) for shard in shards)
 
     yield from qkv_tensors(model, layout, layer)
     slots = (kv_slots(model, layout, rank) for rank in ranks)
@@ -240,9 +286,17 @@ def _layer_tensors(model: DecoderConfig, layout: NxdLayout, layer: int) -> Itera
         StoredTensor(prefix + names.attention_output, 1, _head_slices(model, on_rank, layer, "o", False))
         for on_rank in slots
     )
-    for suffix, matrices in names.gate_up[layout.gate_up]:
-        yield mlp_tensors(suffix, 0, matrices)
-    yield mlp_tensors(names.down, 1, ("down",))
+    if isinstance(model, MoeConfig):
+        yield (StoredTensor(prefix + ROUTER_NAME, 0, (tensors[f"layers.{layer}.mlp.router.weight"],)),) * layout.tp
+        count = model.experts // layout.ep
+        experts = range(ep_rank * count, (ep_rank + 1) * count)
+        for suffix, matrices in EXPERT_NAMES.items():
+            per_expert = [f"experts.{expert}.{matrix}" for expert in experts for matrix in matrices]
+            yield mlp_tensors(suffix, int(matrices == ("down",)), per_expert, count)
+    else:
+        for suffix, matrices in names.gate_up[layout.gate_up]:
+            yield mlp_tensors(suffix, 0, matrices, None)
+        yield mlp_tensors(names.down, 1, ("down",), None)
     for suffix, norm in NORM_NAMES.items():
         yield (StoredTensor(prefix + suffix, 0, (tensors[f"layers.{layer}.{norm}.weight"],)),) * layout.tp
 

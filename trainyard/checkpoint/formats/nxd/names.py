@@ -1,6 +1,7 @@
 """Tensor names of NxD's two Llama implementations: the one derived from Hugging Face's, and NxDT's Megatron model.
 
 The two differ in nothing else, so each is a table. A stored tensor may hold several matrices, in the given order.
+Models with a mixture of experts have the names of the first style, with other ones for the MLP.
 """
 
 from dataclasses import dataclass
@@ -59,4 +60,16 @@ NAME_TABLES: dict[NameStyle, NameTable] = {
         {True: (("mlp.dense_h_to_4h.weight", ("gate", "up")),)},
     ),
 }
+ROUTER_NAME = "mlp.router.linear_router.weight"
+EXPERT_PREFIX = "mlp.expert_mlps."
+EXPERT_NAMES: dict[str, tuple[str, ...]] = {
+    f"{EXPERT_PREFIX}mlp_op.gate_up_proj.weight": ("gate", "up"),
+    f"{EXPERT_PREFIX}mlp_op.down_proj.weight": ("down",),
+}
+"""The tensors of a layer's experts, and the matrices of each expert in them."""
 NORM_NAMES = {"input_layernorm.weight": "attention_norm", "post_attention_layernorm.weight": "mlp_norm"}
+
+
+def is_expert_tensor(name: str) -> bool:
+    """True for the tensors that differ between expert-parallel ranks."""
+    return f".{EXPERT_PREFIX}" in name

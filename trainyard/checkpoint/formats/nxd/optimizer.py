@@ -59,6 +59,11 @@ def open_nxd_state(path: Path, model: ModelConfig, hints: LayoutHints | None = N
     decoder, weights, files = require_nxd_model(model), open_nxd(path, model, hints), find_optimizer(path)
     if files is None:
         raise UserError(f"{path}: has no optimizer state (no directory optim next to model), only weights")
+    if weights.layout.ep > 1:
+        raise UserError(
+            f"{path}: optimizer state with ep_size={weights.layout.ep} is not supported, as its files do not say which "
+            "ranks' experts it is of; use --weights-only"
+        )
     shards = {rank: [read_optimizer_shard(file) for file in rank_files] for rank, rank_files in files.items()}
     all_shards = [shard for rank_shards in shards.values() for shard in rank_shards]
     _check_consistent(all_shards)

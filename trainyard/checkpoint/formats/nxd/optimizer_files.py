@@ -15,8 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainyard.checkpoint.formats.nxd.files import CURRENT_FILE_NAME, check_complete, find_nxd, find_rank_files
-from trainyard.checkpoint.formats.nxd.layout import PpTpRank
+from trainyard.checkpoint.formats.nxd.files import (
+    CURRENT_FILE_NAME,
+    check_complete,
+    find_nxd,
+    find_rank_files,
+    rank_name,
+)
+from trainyard.checkpoint.formats.nxd.layout import NxdRank
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
@@ -27,10 +33,11 @@ MOMENT_KEYS = {"first": "exp_avg", "second": "exp_avg_sq"}
 """Names of the moments in the files, by kind of state."""
 
 
-def find_optimizer(path: Path) -> dict[PpTpRank, tuple[Path, ...]] | None:
+def find_optimizer(path: Path) -> dict[NxdRank, tuple[Path, ...]] | None:
     """Find the optimizer files of the checkpoint at `path` (any path that find_nxd accepts). None: it has none.
 
-    For each rank of the model, these are the files of its data-parallel ranks in order.
+    For each rank of the model, these are the files of its data-parallel ranks in order. With expert parallelism, files
+    are divided among the ranks in other ways: they are those that exist, and nothing reads them.
     """
     model = find_nxd(path)
     if model is None:
@@ -38,6 +45,8 @@ def find_optimizer(path: Path) -> dict[PpTpRank, tuple[Path, ...]] | None:
     tag, old = model.root.parent, (OLD_OPTIMIZER_NAME,)
     for folder, names in {tag / "optim": (CURRENT_FILE_NAME, *old), tag: old, model.root: old}.items():
         if files := find_rank_files(folder, *names):
+            if any(rank.ep for rank in model.files):
+                return {rank: tuple(by_dp.values()) for rank, by_dp in files.items()}
             return _complete_grid(folder, files, list(model.files))
     if unknown := sorted(file.name for file in (tag / "optim").glob("*")):
         raise UserError(
@@ -109,17 +118,12 @@ def rows_per_file(shape: tuple[int, ...], files: int) -> int:
 
 
 def _complete_grid(
-    folder: Path, files: dict[PpTpRank, dict[int, Path]], ranks: list[PpTpRank]
-) -> dict[PpTpRank, tuple[Path, ...]]:
+    folder: Path, files: dict[NxdRank, dict[int, Path]], ranks: list[NxdRank]
+) -> dict[NxdRank, tuple[Path, ...]]:
     """The files in rank order. Refuses missing files and files of ranks that the model does not have."""
     if extra := sorted(set(files) - set(ranks)):
-        pp, tp = extra[0]
-        raise UserError(f"{folder}: has tp_rank_{tp:02d}_pp_rank_{pp:02d}, which the model's files do not have")
+        raise UserError(f"{folder}: has {rank_name(extra[0], extra[0].ep + 1)}, which the model's files do not have")
     dp = max(max(by_dp) for by_dp in files.values()) + 1
-    exists = {
-        f"dp_rank_{d:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}": d in files.get((pp, tp), {})
-        for pp, tp in ranks
-        for d in range(dp)
-    }
+    exists = {f"dp_rank_{d:02d}_{rank_name(rank, 1)}": d in files.get(rank, {}) for rank in ranks for d in range(dp)}
     check_complete(folder, "files", exists)
     return {rank: tuple(files[rank][d] for d in range(dp)) for rank in ranks}

@@ -48,7 +48,8 @@ def hf_model_section(keys: NxdtKeys, directory: Path, warnings: list[str]) -> tu
     if path:
         model: dict[str, Any] = from_hf(path).model_dump(mode="json")
         wanted = "mixtral" if experts else "llama"
-        if model["family"] != wanted and (experts or not find_family(model["family"]).nxd_styles):
+        has_other_layers = experts or "experts" in model
+        if model["family"] != wanted and (has_other_layers or not find_family(model["family"]).nxd_styles):
             source = "with model.moe" if experts else "without model.moe"
             raise UserError(f"{path}: a {model['family']} model, but NxDT's model_source=hf {source} trains {wanted}")
         if overrides.get("hidden", model["hidden"]) != model["hidden"]:
