@@ -66,10 +66,9 @@ class DataSection(Section):
     def _check_urls(self) -> Self:
         for path in self.paths:
             if re.search(SECRET_URL, path):
-                raise ValueError(
-                    "paths: a URL has a password or a signature, which would be saved with the run; set "
-                    "credentials in the environment"
-                )
+                host = re.sub(r"//[^/]*@", "//", path).partition("?")[0]
+                secret = "the URL has a password or a signature, which would be saved with the run"
+                raise ValueError(f"paths={host}: {secret}; set credentials in the environment")
         return self
 
     @model_validator(mode="after")

@@ -45,8 +45,9 @@ def data_files(directory: DataPath) -> list[DataPath]:
     path = directory / STATE_FILE
     if not path.is_file():
         raise UserError(f"{directory}: has no {STATE_FILE}; expected a directory written by save_to_disk")
+    content = path.read_bytes()
     try:
-        names = [entry["filename"] for entry in json.loads(path.read_bytes())["_data_files"]]
+        names = [entry["filename"] for entry in json.loads(content)["_data_files"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         raise UserError(f"{path}: has no list of data files; save the dataset again") from None
     for name in names:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,7 +217,8 @@ def open_hdf5(path: DataPath) -> Iterator[Any]:
             h5py.File(argument, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES) as file,
         ):
             yield file
-    except (UserError, RunStopped):
+    except (UserError, RunStopped) as error:
+        clear_frames(error.__traceback__)
         raise
     except Exception as error:  # h5py raises many types, depending on the damage
         raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}") from None
@@ -231,10 +233,10 @@ def _file_argument(path: DataPath) -> Iterator[Any]:
     with path.open() as file:
         try:
             yield file
-        except Exception:
-            if error := file.raw.last_error:  # type: ignore[attr-defined]
-                raise error from None
-            raise
+        except Exception as error:
+            # HDF5 frees its reference to a file object when the process ends, too late for Python: drop it now.
+            clear_frames(error.__traceback__)
+            raise file.raw.last_error or error from None  # type: ignore[attr-defined]
 
 
 def _fully_stored(dataset: Any) -> bool:

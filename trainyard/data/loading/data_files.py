@@ -35,9 +35,9 @@ def remote_files(data: DataSection, refresh: bool = False) -> RemoteFiles | None
     return _remote_files[key]
 
 
-def files_read(data: DataSection) -> list[DataPath]:
+def files_read(data: DataSection, refresh: bool = False) -> list[DataPath]:
     """Every file that decides about the samples."""
-    return _find_files(data, remote_files(data))
+    return _find_files(data, remote_files(data, refresh))
 
 
 def _find_files(data: DataSection, remote: RemoteFiles | None) -> list[DataPath]:

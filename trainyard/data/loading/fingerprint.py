@@ -16,9 +16,9 @@ Fingerprints = dict[str, Fingerprint]
 """Size of each file, by path or URL, and CRC-32 of some of its blocks, or the version (ETag) of an object."""
 
 
-def fingerprint_files(data: DataSection, read_blocks: bool = False) -> Fingerprints:
+def fingerprint_files(data: DataSection, read_blocks: bool = False, refresh: bool = False) -> Fingerprints:
     """The fingerprints of every file that decides about the samples. `read_blocks`: those of objects are CRC-32 of
-    blocks, too, to compare them with files."""
+    blocks, too, to compare them with files. `refresh`: of objects as they are now, not as the run reads them."""
 
     def fingerprint(path: DataPath) -> Fingerprint:
         if isinstance(path, RemotePath) and not read_blocks:
@@ -26,7 +26,7 @@ def fingerprint_files(data: DataSection, read_blocks: bool = False) -> Fingerpri
             return [stored.size, stored.version]
         return _fingerprint(path)
 
-    files = files_read(data)
+    files = files_read(data, refresh)
     with ThreadPoolExecutor(16) as threads:  # a network file system answers many requests at a time
         return dict(zip(map(str, files), threads.map(fingerprint, files), strict=True))
 

@@ -1,9 +1,11 @@
 """Background threads that fetch chunks before a step needs them.
 
-The threads are daemons: a process ends without waiting for downloads that nobody will read.
+A process that ends does not wait for downloads that nobody will read, only for those that have begun, and not for long.
 """
 
+import atexit
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -11,6 +13,8 @@ from functools import cache
 from typing import Any
 
 NUM_THREADS = 16
+MAX_EXIT_S = 5.0
+process_ends = threading.Event()
 
 
 class FetchPool:
@@ -20,9 +24,10 @@ class FetchPool:
         self.queue: deque[tuple[Hashable, Callable[[], Any]]] = deque()
         self.pending: dict[Hashable, Future[Any]] = {}
         self.changed = threading.Condition()
-        self.thread_names = {f"fetch-{number}" for number in range(num_threads)}
-        for name in self.thread_names:
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self.threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        for thread in self.threads:
+            thread.start()
+        atexit.register(self._stop)
 
     def submit(self, key: Hashable, task: Callable[[], Any], urgent: bool = False) -> Future[Any]:
         with self.changed:
@@ -39,6 +44,8 @@ class FetchPool:
         while True:
             with self.changed:
                 while not self.queue:
+                    if process_ends.is_set():
+                        return
                     self.changed.wait()
                 key, task = self.queue.popleft()
                 future = self.pending.get(key)
@@ -58,7 +65,16 @@ class FetchPool:
 
     def is_worker(self) -> bool:
         """True in a thread of the pool, which must not wait for others of its kind."""
-        return threading.current_thread().name in self.thread_names
+        return threading.current_thread() in self.threads
+
+    def _stop(self) -> None:
+        process_ends.set()
+        with self.changed:
+            self.queue.clear()
+            self.changed.notify_all()
+        deadline = time.monotonic() + MAX_EXIT_S
+        for thread in self.threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 @cache

@@ -8,10 +8,12 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from trainyard.core.errors import RunStopped, UserError, one_line
+from trainyard.data.remote.fetch_pool import process_ends
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,7 +113,7 @@ class ObjectStore:
             raise OSError(f"{len(data):,} bytes instead of {stop - start:,}")
         if not is_checked:
             info = self._fresh_info(stored.path)
-            if info is None or self._stored(stored.url, info) != stored:
+            if info is None or self._stored(stored.url, info)[2:] != stored[2:]:
                 raise ObjectChanged(changed_message(stored.url))
         return data
 
@@ -138,17 +140,21 @@ class ObjectStore:
             return dict(self.filesystem.info(path))
         except FileNotFoundError as error:
             status = _http_status(error)
-            if status and (status == 429 or status >= 500):  # fsspec's HTTP calls every failure this
+            if status in (401, 403):  # fsspec's HTTP calls every failure FileNotFoundError
+                raise PermissionError(f"HTTP status {status}") from None
+            if status and (status == 429 or status >= 500):
                 raise OSError(f"HTTP status {status}") from None
             if self.is_http and status is None and error.__cause__ is not None:
                 raise OSError(one_line(error.__cause__)) from None
             return None
 
     def _stored(self, url: str, info: dict[str, Any]) -> StoredObject:
-        version = next((str(info[key]) for key in (*VERSION_KEYS, *TIME_KEYS) if info.get(key)), "")
+        version = next((info[key] for key in (*VERSION_KEYS, *TIME_KEYS) if info.get(key)), "")
+        if isinstance(version, datetime):  # some file systems list a number and tell a date
+            version = version.timestamp()
         if info.get("size") is None:
             raise UserError(f"{url}: the server does not tell its size; copy the file to this host")
-        return StoredObject(url, str(info["name"]), int(info["size"]), version)
+        return StoredObject(url, str(info["name"]), int(info["size"]), str(version))
 
     def _path(self, url: str) -> str:
         path = str(self.filesystem._strip_protocol(url)).rstrip("/")
@@ -194,7 +200,8 @@ class ObjectStore:
                 if waited >= warn_after:
                     logger.warning("%s: trying again since %.0f s, for up to %.0f: %s", url, waited, limit_s, reason)
                     warn_after = waited * 3
-                time.sleep(pause * random.uniform(0.5, 1.0))  # ranks do not repeat at the same time
+                if process_ends.wait(pause * random.uniform(0.5, 1.0)):  # ranks do not repeat at the same time
+                    raise RunStopped(f"{url}: not read: the process ends") from None
                 pause = min(2 * pause, MAX_PAUSE_S)
 
 

@@ -26,7 +26,7 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
     if FINGERPRINTS_KEY not in manifest:
         problem = _changed_order(before.order, now.order, bool(now.weights))
     elif (before.source, before.paths) == (now.source, now.paths):  # other paths are a note of check_compatible
-        files = mesh.broadcast_object(lambda: fingerprint_files(now), device)
+        files = mesh.broadcast_object(lambda: fingerprint_files(now, refresh=True), device)
         problem = _changed_file(manifest[FINGERPRINTS_KEY], files)
     elif before.source == now.source and (has_urls(before.paths) or has_urls(now.paths)):
         note = mesh.broadcast_object(lambda: _compare_moved_files(manifest[FINGERPRINTS_KEY], now), device)
@@ -35,6 +35,16 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
         raise UserError(f"{problem}, or {ACCEPT}")
     if problem:
         logger.warning("note: %s", problem.partition("; nearest")[0])
+
+
+def check_same_versions(data: DataSection, mesh: Mesh) -> None:
+    """Raise UserError if an object changed while the ranks, one after the other, looked at it."""
+    if not has_urls(data.paths):
+        return
+    of_ranks = mesh.all_gather_object(fingerprint_files(data))
+    for of_rank in of_ranks:
+        if different := [name for name in of_ranks[0] if of_ranks[0][name] != of_rank.get(name)]:
+            raise UserError(f"{different[0]}: changed while the run began; start it again")
 
 
 def _changed_order(before: str, now: str, blended: bool) -> str | None:
@@ -51,7 +61,7 @@ def _changed_order(before: str, now: str, blended: bool) -> str | None:
 def _compare_moved_files(before: Fingerprints, data: DataSection) -> str:
     """Whether the files of a run are the same in another place: on a disk and in a store, or in two stores."""
     were_read = all(isinstance(fingerprint[1], int) for fingerprint in before.values())
-    now = fingerprint_files(data, read_blocks=were_read)
+    now = fingerprint_files(data, read_blocks=were_read, refresh=True)
     names = f"data.paths={', '.join(data.paths)}"
     if len(now) != len(before):
         return f"{names}: {len(now)} files, and {len(before)} when the checkpoint was written: other samples follow"
