@@ -225,7 +225,8 @@ class ArrowDataset:
         num_rows = [len(arrays["input_ids"]) for arrays in self.batch_arrays]
         self.batch_ends = np.cumsum(num_rows, dtype=np.int64)
         self.batch_starts = self.batch_ends - num_rows
-        self.is_remote = any(isinstance(path, RemotePath) for path in paths)
+        self.remote_files = {path.source() for path in self.batch_files if isinstance(path, RemotePath)}
+        self.is_remote = bool(self.remote_files)
 
     def __len__(self) -> int:
         return int(self.batch_ends[-1])
@@ -292,10 +293,12 @@ class ArrowDataset:
 
     def fetch(self, indices: NDArray[np.int64], wait: bool = False) -> None:
         """Begin to fetch the rows of remote files, or do so now."""
+        if all(file.content() is not None for file in self.remote_files):
+            return
         ranges: dict[RemoteFile, list[tuple[int, int]]] = {}
         for batch, row in self._locate(indices):
             for array in self.batch_arrays[batch].values():
-                if isinstance(array, RemoteRows) and not array.file.is_mapped:
+                if isinstance(array, RemoteRows):
                     ranges.setdefault(array.file, []).append(array.byte_range(row))
         for file, spans in ranges.items():
             starts, stops = np.array(spans, np.int64).T

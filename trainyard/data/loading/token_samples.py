@@ -58,7 +58,7 @@ class ContiguousTokens:
         return self.all_tokens[start : start + count]
 
     def fill(self, rows: Rows, starts: Positions, lengths: Positions) -> None:
-        tokens = self.all_tokens
+        tokens = _local_array(self.all_tokens)
         if isinstance(tokens, RemoteTokens):
             tokens.fill(rows, starts, lengths)
             return
@@ -94,15 +94,18 @@ class ReorderedTokens:
         return np.concatenate([tokens[first:last] for first, last in self._file_spans(start, count)])
 
     def fill(self, rows: Rows, starts: Positions, lengths: Positions) -> None:
-        tokens = self.token_files.tokens
+        tokens = _local_array(self.token_files.tokens)
         if isinstance(tokens, RemoteTokens):
             tokens.fetch(*self._all_file_spans(starts, lengths), wait=True)
         for row, start, length in zip(rows, starts.tolist(), lengths.tolist(), strict=True):
-            row[:length] = self.tokens(start, length)
+            position = 0
+            for first, last in self._file_spans(start, length):
+                row[position : position + last - first] = tokens[first:last]
+                position += last - first
 
     def fetch(self, starts: Positions, lengths: Positions) -> None:
-        tokens = self.token_files.tokens
-        if isinstance(tokens, RemoteTokens) and not tokens.file.is_mapped:
+        tokens = _local_array(self.token_files.tokens)
+        if isinstance(tokens, RemoteTokens):
             tokens.fetch(*self._all_file_spans(starts, lengths))
 
     def _all_file_spans(self, starts: Positions, lengths: Positions) -> tuple[Positions, Positions]:
@@ -134,6 +137,12 @@ class ReorderedTokens:
         sequence = int(self.sequence_order[index])
         offset = position - (int(self.sequence_ends[index]) - int(self.token_files.sequence_lengths[sequence]))
         return f"{self.name}, token {offset} of document {sequence}"
+
+
+def _local_array(tokens: Tokens | RemoteTokens) -> Tokens | RemoteTokens:
+    """The tokens as an array, if they are on this host."""
+    array = tokens.array() if isinstance(tokens, RemoteTokens) else tokens
+    return tokens if array is None else array
 
 
 def token_stream(token_files: MegatronTokens, sequences: range) -> TokenStream:

@@ -95,21 +95,21 @@ class ChunkCache:
                     self.produced.notify_all()
 
     def contains(self, chunk: Chunk) -> bool:
-        return self._path(chunk.name).exists()
+        return self.path(chunk.name).exists()
 
     def touch(self, chunk: Chunk) -> bool:
         """Note that a chunk is in use. False if it was evicted."""
         try:
-            os.utime(self._path(chunk.name))
+            os.utime(self.path(chunk.name))
         except OSError:
             return False
         return True
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         return self.directory / name[:2] / name
 
     def _open(self, name: str, size: int) -> Bytes | None:
-        path = self._path(name)
+        path = self.path(name)
         try:
             with path.open("rb") as file:
                 content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -125,7 +125,7 @@ class ChunkCache:
 
     def _store(self, name: str, content: bytes | memoryview) -> Bytes:
         """Write a chunk. One process writes at a time, so that all together stay below the bound."""
-        path, data = self._path(name), memoryview(content)
+        path, data = self.path(name), memoryview(content)
         for attempt in range(2):
             with self._usage_lock():
                 self._make_room(len(data) + CHECKSUM_BYTES, disk_is_full=attempt > 0)

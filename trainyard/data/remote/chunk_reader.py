@@ -39,8 +39,7 @@ class ChunkReader:
         if missing:
             found.update(self._map(missing))
         self.used.update(found)
-        if time.monotonic() - self.touched_at > TOUCH_INTERVAL_S:
-            self._touch()
+        self.touch_if_due()
         return found
 
     def fetch(self, numbers: Iterable[int]) -> None:
@@ -69,11 +68,13 @@ class ChunkReader:
                 del self.mapped[number]
         return found
 
-    def _touch(self) -> None:
+    def touch_if_due(self, all_used: bool = False) -> None:
         """Mark the chunks in use, and drop those that were evicted: their space is free only then."""
+        if time.monotonic() - self.touched_at < TOUCH_INTERVAL_S:
+            return
         with self.mutex:
             self.touched_at = time.monotonic()
             used, self.used = self.used, set()
-            for number in used & self.mapped.keys():
+            for number in list(self.mapped) if all_used else used & self.mapped.keys():
                 if not self.cache.touch(self.make_chunk(number)):
                     del self.mapped[number]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from trainyard.data.remote.chunk_cache import Bytes, Chunk, ChunkCache
 from trainyard.data.remote.chunk_reader import ChunkReader
 from trainyard.data.remote.fetch_pool import NUM_THREADS
+from trainyard.data.remote.joined_chunks import join_chunks
 from trainyard.data.remote.object_store import ObjectStore, StoredObject
 
 LARGE_CHUNK_BYTES = 8 << 20
@@ -33,11 +34,15 @@ class RemoteFile:
         self.name, self.size = stored.url, stored.size
         max_mapped = MAX_MAPPED_LARGE if chunk_bytes == LARGE_CHUNK_BYTES else MAX_MAPPED_SMALL
         self.reader = ChunkReader(cache, chunk_bytes, max_mapped, self._chunk)
+        self.num_chunks = -(-stored.size // chunk_bytes)
+        self.joined: Bytes | None = None
 
     def read(self, start: int, stop: int) -> Bytes:
         """Bytes `start` to `stop` (exclusive)."""
         if stop <= start:
             return np.zeros(0, np.uint8)
+        if (content := self.content()) is not None:
+            return content[start:stop]
         first, last = start // self.chunk_bytes, (stop - 1) // self.chunk_bytes
         chunks = self.chunks(range(first, last + 1))
         if first == last:
@@ -50,13 +55,29 @@ class RemoteFile:
 
     def fetch(self, starts: Positions, stops: Positions, wait: bool = False) -> None:
         """Fetch these byte ranges in the background, or now."""
-        if not self.is_mapped:
+        if self.content() is None:
             (self.reader.get if wait else self.reader.fetch)(self.chunk_numbers(starts, stops))
 
-    @property
-    def is_mapped(self) -> bool:
-        """True if nothing is left to fetch."""
-        return len(self.reader.mapped) * self.chunk_bytes >= self.size
+    def content(self) -> Bytes | None:
+        """The object as one array, if this process has mapped all of its chunks and none was evicted since."""
+        mapped = self.reader.mapped
+        if len(mapped) < self.num_chunks or not mapped:
+            self.joined = None
+            return None
+        if self.joined is None:
+            self._join()
+        self.reader.touch_if_due(all_used=True)
+        return self.joined
+
+    def _join(self) -> None:
+        paths = [self.cache.path(self._chunk(number).name) for number in range(self.num_chunks)]
+        content = join_chunks(paths, self.chunk_bytes, self.size)
+        with self.reader.mutex:
+            if content is not None:
+                starts = range(0, self.size, self.chunk_bytes)
+                parts = {number: content[start : start + self.chunk_bytes] for number, start in enumerate(starts)}
+                self.reader.mapped.update(parts)
+            self.joined = content
 
     def chunk_numbers(self, starts: Positions, stops: Positions) -> list[int]:
         first, last = starts // self.chunk_bytes, (stops - 1) // self.chunk_bytes

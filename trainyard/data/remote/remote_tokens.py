@@ -36,6 +36,12 @@ class RemoteTokens:
         first = (starts + self.start) * self.dtype.itemsize
         self.file.fetch(first, first + lengths * self.dtype.itemsize, wait)
 
+    def array(self) -> NDArray[Any] | None:
+        """The tokens, if they are all on this host."""
+        content = self.file.content()
+        itemsize = self.dtype.itemsize
+        return None if content is None else content[self.start * itemsize : self.stop * itemsize].view(self.dtype)
+
     def fill(self, rows: Rows, starts: Positions, lengths: Positions) -> None:
         """Copy `lengths` tokens from `starts` on to the beginning of each row."""
         first = starts + self.start
