@@ -51,7 +51,7 @@ def remote(local: dict[str, Any], tmp_path: Path, url: str) -> dict[str, Any]:
     return moved(local, tmp_path / "data", url, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["tokens", "arrow", "hdf5"])
+@pytest.mark.parametrize("name", ["tokens", pytest.param("arrow", marks=pytest.mark.nightly), "hdf5"])
 def test_failing_store_only_delays(
     proxy: StoreProxy, tmp_path: Path, url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,7 @@ def test_store_that_does_not_recover_stops_the_run_with_the_name_of_the_object(
     assert time.monotonic() - failing_since < 20
 
 
-@pytest.mark.parametrize("fault", ["503", "cut"])
+@pytest.mark.parametrize("fault", ["503", pytest.param("cut", marks=pytest.mark.nightly)])
 def test_unreachable_store_is_reported_before_the_first_step(
     proxy: StoreProxy, remote: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

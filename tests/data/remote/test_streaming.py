@@ -12,8 +12,19 @@ GIB_OF_40_KB = 0.04
 """With the unit of the tests (1 MiB): less than any of the data sets."""
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["fits", "evicts"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [
+        pytest.param(
+            name,
+            fits,
+            id=f"{name}-{'fits' if fits else 'evicts'}",
+            marks=[pytest.mark.nightly] if (name, fits) == ("blend", False) else [],
+        )
+        for name in FORMATS
+        for fits in (True, False)
+    ],
+)
 def test_batches_equal_those_of_local_files(proxy: StoreProxy, tmp_path: Path, url: str, name: str, fits: bool) -> None:
     (tmp_path / "data").mkdir()
     local = FORMATS[name](tmp_path / "data")

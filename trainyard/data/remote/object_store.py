@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable
 from datetime import datetime
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from trainyard.core.errors import RunStopped, UserError, one_line
@@ -51,7 +50,7 @@ def is_url(text: str) -> bool:
 
 
 class ObjectStore:
-    """The objects of one protocol."""
+    """The objects of a bucket or host."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -77,7 +76,7 @@ class ObjectStore:
     def find(self, url: str) -> StoredObject | None:
         """The object of this URL, as it is now; None if there is none."""
         path = self._path(url)
-        info = self._retry(url, LIST_LIMIT_S, lambda: self._fresh_info(path))
+        info = self._retry(url, lambda: self._fresh_info(path))
         return self._stored(url, info) if info and info["type"] == "file" else None
 
     def match(self, pattern: str) -> list[StoredObject]:
@@ -95,15 +94,13 @@ class ObjectStore:
                 return {}
             return dict(found)
 
-        found = self._retry(pattern, LIST_LIMIT_S, list_objects)
+        found = self._retry(pattern, list_objects)
         names = sorted(name for name, info in found.items() if info["type"] == "file")
-        if is_glob:  # fsspec also returns what lies below a directory that matches
-            names = [name for name in names if fnmatchcase(name.strip("/"), path.strip("/"))]
-        return [self._stored(self._url(name), found[name]) for name in names]
+        return [self._stored(self._url(pattern, name), found[name]) for name in names]
 
     def read(self, stored: StoredObject, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` (exclusive) of this version of the object."""
-        return self._retry(stored.url, READ_LIMIT_S, lambda: self._read_once(stored, start, stop))
+        return self._retry(stored.url, lambda: self._read_once(stored, start, stop), is_read=True)
 
     def _read_once(self, stored: StoredObject, start: int, stop: int) -> bytes:
         data, is_checked = self._get(stored, start, stop)
@@ -158,12 +155,13 @@ class ObjectStore:
 
     def _path(self, url: str) -> str:
         path = str(self.filesystem._strip_protocol(url)).rstrip("/")
-        return path if self.protocol != "hf" else self._retry(url, LIST_LIMIT_S, lambda: self._hub_path(path))
+        return path if self.protocol != "hf" else self._retry(url, lambda: self._hub_path(path))
 
-    def _url(self, path: str) -> str:
+    def _url(self, pattern: str, path: str) -> str:
+        """The URL of a path that was found under another URL, whose first part it shares."""
         for commit in self.hub_commits.values():
             path = path.replace(f"@{commit}/", "/")
-        return f"{self.protocol}://{path.lstrip('/')}"
+        return f"{root_of(pattern)}/{path.lstrip('/').partition('/')[2]}"
 
     def _hub_path(self, path: str) -> str:
         """The path with the commit that its branch or tag is at when this process first asks."""
@@ -180,7 +178,8 @@ class ObjectStore:
         kind = "" if resolved.repo_type == "model" else f"{resolved.repo_type}s/"
         return f"{kind}{resolved.repo_id}@{self.hub_commits[name]}/{resolved.path_in_repo}".rstrip("/")
 
-    def _retry(self, url: str, limit_s: float, request: Callable[[], T]) -> T:
+    def _retry(self, url: str, request: Callable[[], T], is_read: bool = False) -> T:
+        limit_s = READ_LIMIT_S if is_read else LIST_LIMIT_S
         start = time.monotonic()
         pause = FIRST_PAUSE_S
         warn_after = 2.0
@@ -195,14 +194,20 @@ class ObjectStore:
                 waited = time.monotonic() - start
                 reason = f"{type(error).__name__}: {one_line(error)}"
                 if waited + pause > limit_s:
-                    stop = UserError if limit_s == LIST_LIMIT_S else RunStopped
-                    raise stop(f"{url}: the store has not answered for {waited:.0f} s: {reason}") from None
+                    raise (RunStopped if is_read else UserError)(
+                        f"{url}: the store has not answered for {waited:.0f} s: {reason}"
+                    ) from None
                 if waited >= warn_after:
                     logger.warning("%s: trying again since %.0f s, for up to %.0f: %s", url, waited, limit_s, reason)
                     warn_after = waited * 3
                 if process_ends.wait(pause * random.uniform(0.5, 1.0)):  # ranks do not repeat at the same time
                     raise RunStopped(f"{url}: not read: the process ends") from None
                 pause = min(2 * pause, MAX_PAUSE_S)
+
+
+def root_of(url: str) -> str:
+    """Protocol and first part (bucket or host) of a URL."""
+    return "/".join(url.split("/")[:3])
 
 
 def changed_message(url: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.remote.chunk_cache import GIB, ChunkCache, open_cache
-from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, is_url
+from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, is_url, root_of
 from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, RemoteFile
 
 
@@ -23,13 +23,14 @@ class RemoteFiles:
         self.chunk_bytes = LARGE_CHUNK_BYTES
         self.stores: dict[str, ObjectStore] = {}
         self.objects: dict[str, StoredObject | None] = {}
+        self.listings: dict[str, list[str]] = {}
         self.files: dict[str, RemoteFile] = {}
 
     def store(self, url: str) -> ObjectStore:
-        protocol = url.partition("://")[0]
-        if protocol not in self.stores:
-            self.stores[protocol] = ObjectStore(url)
-        return self.stores[protocol]
+        root = root_of(url)
+        if root not in self.stores:
+            self.stores[root] = ObjectStore(url)
+        return self.stores[root]
 
     def stored(self, url: str) -> StoredObject | None:
         """The object of a URL; None if there is none."""
@@ -48,10 +49,12 @@ class RemoteFiles:
         return [RemotePath(self, found) for found in self._list(url)]
 
     def _list(self, pattern: str) -> list[str]:
-        found = self.store(pattern).match(pattern)
-        for stored in found:
-            self.objects.setdefault(stored.url, stored)
-        return [stored.url for stored in found]
+        if pattern not in self.listings:
+            found = self.store(pattern).match(pattern)
+            for stored in found:
+                self.objects.setdefault(stored.url, stored)
+            self.listings[pattern] = [stored.url for stored in found]
+        return self.listings[pattern]
 
     def file(self, url: str) -> RemoteFile:
         if url not in self.files:
