@@ -32,9 +32,7 @@ class DataSection(Section):
     trainyard.Dataset, or one for training and one for validation."""
     paths: Annotated[tuple[str, ...], Strict(False)] = ()
     """Files or globs; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name, read through
-    data.cache. Default: a small built-in text (tokenizer=bytes only)."""
-    cache: DataCacheSection = DataCacheSection()
-    """Local copies of remote data files."""
+    data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
     """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
     order: Literal["shuffled", "megatron", "megatron-2023"] = "shuffled"
@@ -61,6 +59,8 @@ class DataSection(Section):
     """Mask attention across document boundaries and restart positions in each document."""
     max_predictions: PositiveInt = 20
     """Maximum masked tokens per sample (BERT), at most data.seq_len."""
+    cache: DataCacheSection = DataCacheSection()
+    """Local copies of remote data files."""
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
