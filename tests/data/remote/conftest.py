@@ -14,25 +14,25 @@ from trainyard.data.remote import chunk_cache, remote_file, remote_path
 LARGE, SMALL = 4096, 1024
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with s3_server() as url:
         yield url
 
 
-@pytest.fixture(scope="session")
-def session_proxy(server: str) -> Iterator[StoreProxy]:
+@pytest.fixture(scope="module")
+def module_proxy(server: str) -> Iterator[StoreProxy]:
     with store_proxy(server) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def proxy(session_proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch) -> StoreProxy:
+def proxy(module_proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch) -> StoreProxy:
     """The store behind a proxy, which fsspec is configured to use."""
-    settings = {"endpoint_url": session_proxy.url, "key": "fake", "secret": "fake"}
+    settings = {"endpoint_url": module_proxy.url, "key": "fake", "secret": "fake"}
     monkeypatch.setitem(fsspec.config.conf, "s3", settings)
-    session_proxy.reset()
-    return session_proxy
+    module_proxy.reset()
+    return module_proxy
 
 
 @pytest.fixture(autouse=True)

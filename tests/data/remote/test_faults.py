@@ -135,6 +135,7 @@ from tests.data.remote.stored_data import make_config, read_batches
 from trainyard.data.remote import remote_file, remote_path
 for module in (remote_file, remote_path):
     module.LARGE_CHUNK_BYTES, module.SMALL_CHUNK_BYTES = 4096, 1024
+remote_path.GIB = 1 << 20
 import torch
 data, rank = json.loads(sys.argv[1]), int(sys.argv[2])
 batches = list(read_batches(make_config(data), samples=slice(rank * 4, rank * 4 + 4)))
@@ -147,10 +148,14 @@ def start_reader(data: dict[str, Any], rank: int, out: Path, endpoint: str) -> "
     return subprocess.Popen(command, env=environment(endpoint), cwd=ROOT)
 
 
-def test_two_ranks_download_each_chunk_once(proxy: StoreProxy, remote: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["fits", "evicts"])
+def test_two_ranks_share_a_cache(proxy: StoreProxy, remote: dict[str, Any], tmp_path: Path, fits: bool) -> None:
+    """Each chunk is downloaded once, unless it was evicted."""
+    remote["cache"]["gib"] = 64 if fits else 0.04
     ranks = [start_reader(remote, rank, tmp_path / f"{rank}.pt", proxy.url) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
-    assert max(proxy.reads.values()) == 1, proxy.reads.most_common(3)
+    assert (max(proxy.reads.values()) == 1) == fits, proxy.reads.most_common(3)
+    assert fits or sum(file.stat().st_size for file in (tmp_path / "cache").glob("??/*")) <= 0.04 * 2**20
     expected = list(read_batches(make_config({**remote, "paths": [str(tmp_path / "data" / "a")]})))
     shares = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     joined = [{name: torch.cat([one[name], other[name]]) for name in one} for one, other in zip(*shares, strict=True)]

@@ -29,7 +29,9 @@ from trainyard import Trainer
 from trainyard.config.load import parse
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
+from trainyard.data.loading.fingerprint import fingerprint_files
 from trainyard.data.loading.loader import FETCH_STEPS, BatchLoader
+from trainyard.train.checkpointing.data_check import check_same_versions
 
 
 @pytest.fixture
@@ -95,6 +97,15 @@ def test_changed_objects_are_noticed_on_resume(
     assert "its contents changed" in notes[0]
     _, notes = resume(remote, tmp_path / "local", tmp_path / "3")
     assert f"{url}/a.bin: not the contents of {tmp_path}/data/a.bin: other samples follow" in notes[0]
+
+
+def test_ranks_that_see_different_versions_stop(remote: dict[str, Any], local: dict[str, Any], url: str) -> None:
+    data = make_config(remote).data
+    own = fingerprint_files(data)
+    other = {**own, f"{url}/a.bin": [own[f"{url}/a.bin"][0], "another"]}
+    check_same_versions(data, SimpleNamespace(all_gather_object=lambda found: [found, found]))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"^{url}/a\.bin: changed while the run began"):
+        check_same_versions(data, SimpleNamespace(all_gather_object=lambda found: [found, other]))  # type: ignore[arg-type]
 
 
 def test_coming_steps_are_fetched_in_the_background(proxy: StoreProxy, remote: dict[str, Any], url: str) -> None:
