@@ -3,11 +3,15 @@
 import os
 from pathlib import Path
 
+import fsspec
+import numpy as np
 import pytest
 
 from trainyard.core.errors import UserError
 from trainyard.data.remote.chunk_cache import Chunk, ChunkCache, open_cache
 from trainyard.data.remote.chunk_reader import ChunkReader
+from trainyard.data.remote.object_store import ObjectStore
+from trainyard.data.remote.remote_file import RemoteFile
 
 
 @pytest.fixture
@@ -57,3 +61,27 @@ def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=rf"^data\.cache\.directory={tmp_path}/file/cache: Not a directory"):
         open_cache(tmp_path / "file" / "cache", 1)
+
+
+def test_whole_file_is_one_array_until_a_chunk_is_evicted(cache: ChunkCache, tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/x"
+    content = np.random.RandomState(0).bytes(9000)
+    fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/x", content)
+    cache.max_bytes = 1 << 20
+    store = ObjectStore(url)
+    stored = store.find(url)
+    assert stored is not None
+    file = RemoteFile(store, stored, cache, 4096)
+    assert file.content() is None
+    assert file.read(4000, 9000).tobytes() == content[4000:]
+    joined = file.content()
+    assert joined is not None
+    assert joined.tobytes() == content
+    for path in cache.directory.glob("??/*"):
+        path.unlink()
+    file.reader.touched_at = 0.0
+    file.content()
+    assert file.content() is None
+    assert joined.tobytes() == content  # whoever has the array keeps it
+    assert file.read(0, 9000).tobytes() == content
+    fsspec.filesystem("memory").store.clear()

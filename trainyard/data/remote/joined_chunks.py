@@ -20,8 +20,6 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 def join_chunks(paths: Sequence[Path], chunk_bytes: int, size: int) -> Bytes | None:
     """An array of `size` bytes over files of `chunk_bytes` (a multiple of the page size), the last one shorter; None if
     one is gone. The files stay mapped as long as the array or a view of it exists."""
-    if chunk_bytes % mmap.PAGESIZE:
-        return None
     mmap_at = ctypes.CDLL(None, use_errno=True).mmap
     mmap_at.restype = ctypes.c_void_p
     mmap_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -1,6 +1,7 @@
 """Random access to a remote object by byte range, through the cache of chunks."""
 
 import io
+import mmap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,7 +62,7 @@ class RemoteFile:
     def content(self) -> Bytes | None:
         """The object as one array, if this process has mapped all of its chunks and none was evicted since."""
         mapped = self.reader.mapped
-        if len(mapped) < self.num_chunks or not mapped:
+        if len(mapped) < self.num_chunks or not mapped or self.chunk_bytes % mmap.PAGESIZE:
             self.joined = None
             return None
         if self.joined is None:
@@ -77,6 +78,8 @@ class RemoteFile:
                 starts = range(0, self.size, self.chunk_bytes)
                 parts = {number: content[start : start + self.chunk_bytes] for number, start in enumerate(starts)}
                 self.reader.mapped.update(parts)
+            else:
+                self.reader.touched_at = 0.0  # a chunk was evicted: find out which
             self.joined = content
 
     def chunk_numbers(self, starts: Positions, stops: Positions) -> list[int]:
