@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,16 @@ def assert_same(batches: list[Batch], expected: list[Batch]) -> None:
         assert one.keys() == other.keys()
         for name, tensor in one.items():
             assert torch.equal(tensor, other[name])  # type: ignore[literal-required]
+
+
+def cache_bytes(directory: Path) -> int:
+    """Size of all files in a cache, while threads add, rename and remove some."""
+    sizes: dict[int, int] = {}
+    for file in directory.glob("??/*"):
+        with suppress(FileNotFoundError):
+            status = file.stat()
+            sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def environment(url: str) -> dict[str, str]:
