@@ -7,7 +7,8 @@ tokenize: GPT-2 encoding of JSON lines to token files with one and two workers, 
 encoder with a word cache, a process pool, 25 documents at a time); the speedup of two workers, also for an input long
 enough that their start-up does not matter; memory for one input and for four times that.
 load: tokens per second and core from the loader. index: opening a billion tokens in shuffled and in Megatron order.
-resume: time to the first batch of a late step.
+resume: time to the first batch of a late step. store: the loader on token files behind an S3 server with 5 ms latency,
+against local files: the first pass, and later passes in alternation with local ones (medians).
 """
 
 import argparse
@@ -16,21 +17,27 @@ import multiprocessing
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 from reference import ReferenceGpt2Encoder
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.support.s3_server import s3_server
+from tests.support.store_proxy import store_proxy
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.data.formats.megatron_bin import INDEX_HEADER, INDEX_MAGIC, MegatronTokens, MegatronTokensWriter
@@ -39,6 +46,8 @@ from trainyard.data.loading.loader import BatchLoader
 from trainyard.data.loading.megatron_order import MegatronOrderDataset
 
 VOCAB = 50257
+LATENCY_S = 0.005
+STORE_ROUNDS = 15
 BILLION = 10**9
 
 
@@ -187,7 +196,7 @@ def bench_tokenize(directory: Path) -> dict[str, Any]:
     return out | {"scaling": scaling, "memory_bytes": memory}
 
 
-def make_config(prefix: Path, **data: Any) -> Config:
+def make_config(prefix: Path | str, **data: Any) -> Config:
     return parse(
         {
             "model": {
@@ -205,25 +214,36 @@ def make_config(prefix: Path, **data: Any) -> Config:
     )
 
 
-def bench_load(directory: Path) -> dict[str, Any]:
-    """Load 100 million tokens that are in the page cache, in one thread."""
+def write_set(prefix: Path) -> None:
+    """100 million tokens."""
     rng = np.random.RandomState(0)
-    with MegatronTokensWriter(directory / "set", "uint16") as writer:
+    with MegatronTokensWriter(prefix, "uint16") as writer:
         for _ in range(50):
             lengths = rng.randint(10, 1200, 3300).astype(np.int32)
             tokens = rng.randint(0, 32000, int(lengths.sum())).astype("uint16")
             writer.add(tokens, lengths, np.ones(len(lengths), np.int64))
-    out = {}
-    cases: dict[str, dict[str, Any]] = {
+
+
+def load_cases(prefix: str) -> dict[str, dict[str, Any]]:
+    return {
         "shuffled": {},
         "shuffled, document mask": {"document_mask": True, "mask_eod_loss": True},
         "Megatron order": {"order": "megatron"},
-        "blend of two": {"paths": [str(directory / "set")] * 2, "weights": [0.7, 0.3]},
+        "blend of two": {"paths": [prefix] * 2, "weights": [0.7, 0.3]},
     }
-    for label, data in cases.items():
-        config = make_config(directory / "set", **data)
-        dataset, _, shuffle = build_datasets(config)
-        loader = BatchLoader(dataset, 256, 0, shuffle)
+
+
+def open_loader(prefix: str, **data: Any) -> BatchLoader:
+    dataset, _, shuffle = build_datasets(make_config(prefix, **data))
+    return BatchLoader(dataset, 256, 0, shuffle)
+
+
+def bench_load(directory: Path) -> dict[str, Any]:
+    """Load 100 million tokens that are in the page cache, in one thread."""
+    write_set(directory / "set")
+    out = {}
+    for label, data in load_cases(str(directory / "set")).items():
+        loader = open_loader(str(directory / "set"), **data)
         loader.batch(0)
         steps = 60
         start = time.process_time()
@@ -308,11 +328,93 @@ def bench_resume(directory: Path) -> dict[str, float]:
     return out
 
 
+@contextmanager
+def slow_store() -> Iterator[str]:
+    """The address of an S3 server in another process, which answers each request after LATENCY_S."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    url = ours.recv()
+    fsspec.config.conf["s3"] = {"endpoint_url": url, "key": "fake", "secret": "fake"}
+    try:
+        yield url
+    finally:
+        ours.send("end")
+        process.join()
+
+
+def _serve(connection: Connection) -> None:
+    with s3_server() as server, store_proxy(server, LATENCY_S) as proxy:
+        connection.send(proxy.url)
+        connection.recv()
+
+
+def bench_store(directory: Path) -> dict[str, Any]:
+    """Batches of 256 x 2048 tokens, through the prefetching iterator of the trainer."""
+    write_set(directory / "set")
+    local, remote = str(directory / "set"), "s3://yard/set"
+    out: dict[str, Any] = {"latency_s": LATENCY_S}
+    with slow_store():
+        filesystem = fsspec.filesystem("s3")
+        for suffix in (".bin", ".idx"):
+            filesystem.put_file(f"{local}{suffix}", f"yard/set{suffix}")
+        cache = {"directory": str(directory / "cache")}
+        start = time.perf_counter()
+        loader = open_loader(remote, cache=cache)
+        loader.batch(0)
+        out["first_batch_s"] = time.perf_counter() - start
+        start = time.perf_counter()
+        epoch = len(loader.dataset) // 256
+        for _ in loader.prefetch(1, epoch, slice(None), dict):
+            pass
+        out["first_epoch_tokens_per_s"] = (epoch - 1) * 256 * 2048 / (time.perf_counter() - start)
+        print(
+            f"store, empty cache: first batch after {out['first_batch_s']:.2f} s, then "
+            f"{out['first_epoch_tokens_per_s'] / 1e6:,.0f} million tokens/s in the first epoch",
+            flush=True,
+        )
+        start = time.perf_counter()
+        open_loader(remote, cache=cache).batch(5)
+        out["warm_first_batch_s"] = time.perf_counter() - start
+        print(f"store, full cache: first batch after {out['warm_first_batch_s']:.2f} s", flush=True)
+        out["warm"] = {}
+        for label in load_cases(local):
+            pair = [open_loader(local, **load_cases(local)[label])]
+            pair.append(open_loader(remote, cache=cache, **load_cases(remote)[label]))
+            out["warm"][label] = _alternate(pair)
+            print(
+                "store, full cache, {}: local {:,.0f}, store {:,.0f} million tokens/s per core: {:.3f} times".format(
+                    label, *(rate / 1e6 for rate in out["warm"][label][:2]), out["warm"][label][2]
+                ),
+                flush=True,
+            )
+    return out
+
+
+def _alternate(loaders: list[BatchLoader]) -> list[float]:
+    """Median tokens per second and core of two loaders that take turns, and the second over the first: the median of
+    the ratios of neighbors."""
+    steps, rates = 40, [[0.0] * STORE_ROUNDS for _ in loaders]
+    for loader in loaders:
+        for step in range(200):  # all pages of the data
+            loader.batch(step)
+    for turn in range(STORE_ROUNDS):
+        for number in (0, 1) if turn % 2 else (1, 0):
+            start = time.process_time()
+            for step in range(steps):
+                loaders[number].batch(200 + turn * steps + step)
+            rates[number][turn] = steps * 256 * 2048 / (time.process_time() - start)
+    ratios = [remote / local for local, remote in zip(*rates, strict=True)]
+    return [*map(statistics.median, rates), statistics.median(ratios)]
+
+
 BENCHMARKS: dict[str, Callable[[Path], Any]] = {
     "tokenize": bench_tokenize,
     "load": bench_load,
     "index": bench_index,
     "resume": bench_resume,
+    "store": bench_store,
 }
 
 

@@ -50,7 +50,9 @@ def test_links_resolve(page: Path) -> None:
 
 @cache
 def known_keys() -> set[str]:
-    return {re.sub(r"\[\w+\]", "", key.name) for key in schema_keys()}
+    """Keys, and sections within sections."""
+    keys = {re.sub(r"\[\w+\]", "", key.name) for key in schema_keys()}
+    return keys | {key.rpartition(".")[0] for key in keys}
 
 
 @page_parameter

@@ -1,10 +1,25 @@
 """The `data` section of the configuration."""
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
 from trainyard.core.section import NameOrPath, PositiveInt, Section
+
+SECRET_URL = r"(?i)^\w+://[^/]*:[^/]*@|[?&](X-Amz-|X-Goog-|sig=|signature=|token=|key=)"
+
+
+class DataCacheSection(Section):
+    """Local copies of the parts of remote data files (URLs in data.paths) that a run reads, shared by the ranks of a
+    host and by later runs."""
+
+    directory: str | None = None
+    """Directory, preferably on a fast local disk of each host. Default: trainyard/data in the user's cache directory
+    (XDG_CACHE_HOME or ~/.cache)."""
+    gib: float = Field(64.0, ge=0.001)
+    """Maximum size in GiB; what was used longest ago is removed. If it holds all of data.paths, each byte is read
+    once."""
 
 
 class DataSection(Section):
@@ -16,7 +31,8 @@ class DataSection(Section):
     sentence pairs (BERT); synthetic: generated samples. A user function takes the configuration and returns a
     trainyard.Dataset, or one for training and one for validation."""
     paths: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Files or globs; for source=tokens, names without .bin. Default: a small built-in text (tokenizer=bytes only)."""
+    """Files or globs; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name, read through
+    data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
     """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
     order: Literal["shuffled", "megatron", "megatron-2023"] = "shuffled"
@@ -44,6 +60,17 @@ class DataSection(Section):
     """Mask attention across document boundaries and restart positions in each document."""
     max_predictions: PositiveInt = 20
     """Maximum masked tokens per sample (BERT), at most data.seq_len."""
+    cache: DataCacheSection = DataCacheSection()
+    """Local copies of remote data files."""
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> Self:
+        for path in self.paths:
+            if re.search(SECRET_URL, path):
+                host = re.sub(r"//[^/]*@", "//", path).partition("?")[0]
+                secret = "the URL has a password or a signature, which would be saved with the run"
+                raise ValueError(f"paths={host}: {secret}; set credentials in the environment")
+        return self
 
     @model_validator(mode="after")
     def _check_tokenizer_files(self) -> Self:

@@ -29,6 +29,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
 from trainyard.train.callbacks import Callback, build_callbacks
+from trainyard.train.checkpointing.data_check import check_same_versions
 from trainyard.train.checkpointing.deadline_save import DeadlineSaver
 from trainyard.train.checkpointing.memory_copies import MemoryCopies
 from trainyard.train.checkpointing.rank_agreement import RankAgreement
@@ -106,6 +107,7 @@ class Trainer:
         self.evaluation_fn = user_function(evaluate, config.evaluate.function, "evaluate.function")
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
         self.loader, self.validation_loader = build.build_loaders(config, needs_validation)
+        check_same_versions(config.data, mesh)
         self.blueprint = models.family_of(config.model).blueprint(config.model)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
         self.models = build.build_stages(config, mesh, device, kernels)

@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.core.errors import UserError, one_line
+from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.errors import RunStopped, UserError, one_line
+from trainyard.data.remote.remote_path import DataPath, RemotePath
+from trainyard.data.samples import Sample
 
 DATASETS = {
     "input_ids": ("<i4", "NS", "tokens"),
@@ -108,47 +112,68 @@ def _rechunk(blocks: Iterable[Records], rows: int) -> Iterator[Records]:
         yield np.concatenate(pending)
 
 
-def read_shape(path: Path) -> BertShape:
+def read_shape(path: DataPath) -> BertShape:
     """The shape of a file, after checking that all datasets exist, fit each other and are completely stored."""
     with open_hdf5(path) as file:
-        for name, (_, dimensions, _) in DATASETS.items():
-            if name not in file:
-                raise UserError(f"{path}: no dataset {name}; has: {', '.join(sorted(file)) or 'none'}")
-            dataset = file[name]
-            if not hasattr(dataset, "dtype") or dataset.dtype.kind not in "iu":
-                raise UserError(f"{path}: {name}: not a dataset of integers")
-            if dataset.ndim != len(dimensions):
-                raise UserError(f"{path}: {name}: has shape {dataset.shape}; expected [{', '.join(dimensions)}]")
-        num_samples, seq_len = file["input_ids"].shape
-        shape = BertShape(num_samples, seq_len, file["masked_lm_positions"].shape[1])
-        for name in DATASETS:
-            expected = shape.dataset_shape(name)
-            if file[name].shape != expected:
-                raise UserError(f"{path}: {name}: has shape {file[name].shape}; the other datasets require {expected}")
-            if not _fully_stored(file[name]):
-                raise UserError(f"{path}: {name}: some of its data is missing; truncated or damaged?")
-        return shape
+        return check_datasets(path, file)
+
+
+def check_datasets(path: DataPath, file: Any) -> BertShape:
+    for name, (_, dimensions, _) in DATASETS.items():
+        if name not in file:
+            raise UserError(f"{path}: no dataset {name}; has: {', '.join(sorted(file)) or 'none'}")
+        dataset = file[name]
+        if not hasattr(dataset, "dtype") or dataset.dtype.kind not in "iu":
+            raise UserError(f"{path}: {name}: not a dataset of integers")
+        if dataset.ndim != len(dimensions):
+            raise UserError(f"{path}: {name}: has shape {dataset.shape}; expected [{', '.join(dimensions)}]")
+    num_samples, seq_len = file["input_ids"].shape
+    shape = BertShape(num_samples, seq_len, file["masked_lm_positions"].shape[1])
+    for name in DATASETS:
+        expected = shape.dataset_shape(name)
+        if file[name].shape != expected:
+            raise UserError(f"{path}: {name}: has shape {file[name].shape}; the other datasets require {expected}")
+        if not _fully_stored(file[name]):
+            raise UserError(f"{path}: {name}: some of its data is missing; truncated or damaged?")
+    return shape
+
+
+def check_shape(path: DataPath, shape: BertShape, seq_len: int, max_predictions: int) -> None:
+    if shape.seq_len != seq_len:
+        raise UserError(
+            f"{path}: has samples of {shape.seq_len} tokens, but data.seq_len={seq_len}; nearest: {shape.seq_len}"
+        )
+    if shape.max_predictions > max_predictions:
+        raise UserError(
+            f"{path}: has up to {shape.max_predictions} masked positions per sample, but "
+            f"data.max_predictions={max_predictions}; nearest: {shape.max_predictions}"
+        )
 
 
 def read_blocks(path: Path, shape: BertShape) -> Iterator[Arrays]:
     """The datasets, some samples at a time, with every value checked."""
-    limits = {"input_ids": MAX_VOCAB, "masked_lm_ids": MAX_VOCAB, "masked_lm_positions": shape.seq_len}
     with open_hdf5(path) as file:
         for start in range(0, shape.num_samples, SAMPLES_PER_READ):
-            arrays = {name: file[name][start : start + SAMPLES_PER_READ] for name in DATASETS}
-            for name, array in arrays.items():
-                limit = limits.get(name, 2)
-                invalid = (array < 0) | (array >= limit)
-                if invalid.any():
-                    row = int(invalid.reshape(len(array), -1).any(1).argmax())
-                    value = array[row][invalid[row]][0] if array.ndim > 1 else array[row]
-                    raise UserError(f"{path}: {name}: sample {start + row} has {value}; expected 0 to {limit - 1}")
-            positions = np.sort(arrays["masked_lm_positions"], axis=1)
-            repeated = ((positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] > 0)).any(1)
-            if repeated.any():
-                row = start + int(repeated.argmax())
-                raise UserError(f"{path}: masked_lm_positions: sample {row} has the same position twice")
-            yield arrays
+            yield read_samples(path, file, shape, start, start + SAMPLES_PER_READ)
+
+
+def read_samples(path: DataPath, file: Any, shape: BertShape, start: int, stop: int) -> Arrays:
+    """The datasets for samples `start` to `stop`, with every value checked."""
+    limits = {"input_ids": MAX_VOCAB, "masked_lm_ids": MAX_VOCAB, "masked_lm_positions": shape.seq_len}
+    arrays = {name: file[name][start:stop] for name in DATASETS}
+    for name, array in arrays.items():
+        limit = limits.get(name, 2)
+        invalid = (array < 0) | (array >= limit)
+        if invalid.any():
+            row = int(invalid.reshape(len(array), -1).any(1).argmax())
+            value = array[row][invalid[row]][0] if array.ndim > 1 else array[row]
+            raise UserError(f"{path}: {name}: sample {start + row} has {value}; expected 0 to {limit - 1}")
+    positions = np.sort(arrays["masked_lm_positions"], axis=1)
+    repeated = ((positions[:, 1:] == positions[:, :-1]) & (positions[:, 1:] > 0)).any(1)
+    if repeated.any():
+        row = start + int(repeated.argmax())
+        raise UserError(f"{path}: masked_lm_positions: sample {row} has the same position twice")
+    return arrays
 
 
 def to_records(arrays: Arrays, dtype: np.dtype[np.void]) -> Records:
@@ -165,17 +190,53 @@ def to_records(arrays: Arrays, dtype: np.dtype[np.void]) -> Records:
     return records
 
 
+def unpack_records(records: Records, seq_len: int, max_predictions: int) -> Sample:
+    """Samples for training, with unused labels ignored."""
+    shape = (len(records), max_predictions)
+    positions, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32)
+    count = records["masked_positions"].shape[1]
+    positions[:, :count] = records["masked_positions"]
+    np.copyto(labels[:, :count], records["labels"], where=records["masked_positions"] > 0)
+    return {
+        "tokens": records["tokens"].astype(np.int32),
+        "segment_ids": np.unpackbits(records["segment_ids"], axis=1, count=seq_len).astype(np.int32),
+        "attention_mask": np.unpackbits(records["attention_mask"], axis=1, count=seq_len).astype(np.int32),
+        "masked_positions": positions,
+        "labels": labels,
+        "next_sentence_labels": records["next_sentence_labels"].astype(np.int32),
+    }
+
+
 @contextmanager
-def open_hdf5(path: Path) -> Iterator[Any]:
+def open_hdf5(path: DataPath) -> Iterator[Any]:
     import h5py
 
     try:
-        with h5py.File(path, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES) as file:
+        with (
+            _file_argument(path) as argument,
+            h5py.File(argument, "r", locking=False, rdcc_nbytes=CHUNK_CACHE_BYTES) as file,
+        ):
             yield file
-    except UserError:
+    except (UserError, RunStopped) as error:
+        clear_frames(error.__traceback__)
         raise
     except Exception as error:  # h5py raises many types, depending on the damage
         raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}") from None
+
+
+@contextmanager
+def _file_argument(path: DataPath) -> Iterator[Any]:
+    """What h5py opens. It hides the error of a file object, which says more than the one that it raises itself."""
+    if not isinstance(path, RemotePath):
+        yield path
+        return
+    with path.open() as file:
+        try:
+            yield file
+        except Exception as error:
+            # HDF5 frees its reference to a file object when the process ends, too late for Python: drop it now.
+            clear_frames(error.__traceback__)
+            raise file.raw.last_error or error from None  # type: ignore[attr-defined]
 
 
 def _fully_stored(dataset: Any) -> bool:

@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
-from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import bert_hdf5
-from trainyard.data.formats.bert_hdf5 import MAX_VOCAB, UINT16_VOCAB, BertShape, record_dtype
+from trainyard.data.formats.bert_hdf5 import MAX_VOCAB, UINT16_VOCAB, BertShape, check_shape, record_dtype
 from trainyard.data.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -60,19 +59,7 @@ class BertHdf5Dataset:
 
     def samples(self, indices: NDArray[np.int64]) -> Sample:
         records = self._record_bytes.take(indices, axis=0).view(self._record_dtype)[:, 0]
-        shape = (len(indices), self.max_predictions)
-        positions, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32)
-        count = records["masked_positions"].shape[1]
-        positions[:, :count] = records["masked_positions"]
-        np.copyto(labels[:, :count], records["labels"], where=records["masked_positions"] > 0)
-        return {
-            "tokens": records["tokens"].astype(np.int32),
-            "segment_ids": np.unpackbits(records["segment_ids"], axis=1, count=self.seq_len).astype(np.int32),
-            "attention_mask": np.unpackbits(records["attention_mask"], axis=1, count=self.seq_len).astype(np.int32),
-            "masked_positions": positions,
-            "labels": labels,
-            "next_sentence_labels": records["next_sentence_labels"].astype(np.int32),
-        }
+        return bert_hdf5.unpack_records(records, self.seq_len, self.max_predictions)
 
     def source(self, index: int) -> str:
         for path in self.paths:
@@ -112,11 +99,11 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
     candidates = [base / CACHE_DIRECTORY / _cache_name("", files), user_cache / _cache_name(str(base), files)]
     cache = next((found for path in candidates if (found := _read_footer(path, files))), None)
     if cache:
-        _check_shape(paths[0], cache, seq_len, max_predictions)
+        check_shape(paths[0], BertShape(*cache[2:5]), seq_len, max_predictions)
         return cache
     shapes = [bert_hdf5.read_shape(path) for path in paths]
     for path, shape in zip(paths, shapes, strict=True):
-        _check_shape(path, shape, seq_len, max_predictions)
+        check_shape(path, shape, seq_len, max_predictions)
     num_samples = sum(shape.num_samples for shape in shapes)
     if not num_samples:
         raise UserError(f"{paths[0]}: no samples in this set of {len(paths)} files")
@@ -140,18 +127,6 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
     raise UserError(
         f"{paths[0]}: uncompressed, the set takes {cache_bytes / 2**30:.1f} GiB; neither {directories} has room for it"
     )
-
-
-def _check_shape(path: Path, shape: BertShape | CacheFile, seq_len: int, max_predictions: int) -> None:
-    if shape.seq_len != seq_len:
-        raise UserError(
-            f"{path}: has samples of {shape.seq_len} tokens, but data.seq_len={seq_len}; nearest: {shape.seq_len}"
-        )
-    if shape.max_predictions > max_predictions:
-        raise UserError(
-            f"{path}: has up to {shape.max_predictions} masked positions per sample, but "
-            f"data.max_predictions={max_predictions}; nearest: {shape.max_predictions}"
-        )
 
 
 def _file_stats(paths: Sequence[Path], base: Path) -> FileStats:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainyard.core.errors import UserError, one_line
+from trainyard.data.remote.remote_path import DataPath
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,13 +30,12 @@ SUPPORTED_INPUTS = (
     "JSON lines (.json, .jsonl, also .gz, .bz2 and .zst), .txt, .parquet, or a directory saved by the datasets library"
 )
 
-
 Texts = tuple[str, ...]
 """The texts of a document, one for each key."""
 
 
 class InputSlice(NamedTuple):
-    path: Path
+    path: DataPath
     kind: str
     """lines, text, parquet or arrow."""
     start: int
@@ -47,7 +47,7 @@ class InputSlice(NamedTuple):
 
 
 class UnreadableRecord(NamedTuple):
-    path: Path
+    path: DataPath
     location: str
     """Position within the file, such as `line 12`."""
     reason: str
@@ -81,12 +81,12 @@ def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
     return paths
 
 
-def total_bytes(paths: Sequence[Path]) -> int:
+def total_bytes(paths: Sequence[DataPath]) -> int:
     """Size of all inputs on disk."""
     return sum(file.stat().st_size for path in paths for file in (arrow_files(path) if path.is_dir() else [path]))
 
 
-def input_slices(paths: Sequence[Path]) -> Iterator[InputSlice]:
+def input_slices(paths: Sequence[DataPath]) -> Iterator[InputSlice]:
     for path in paths:
         kind = _file_kind(path)
         if kind == "text":
@@ -127,7 +127,7 @@ def line_number(input_slice: InputSlice, offset: int) -> int:
     return count
 
 
-def _file_kind(path: Path) -> str:
+def _file_kind(path: DataPath) -> str:
     if path.is_dir():
         if not arrow_files(path):
             raise UserError(
@@ -141,7 +141,7 @@ def _file_kind(path: Path) -> str:
     return kind
 
 
-def _line_ranges(path: Path) -> Iterator[InputSlice]:
+def _line_ranges(path: DataPath) -> Iterator[InputSlice]:
     """Byte ranges that end at line ends. Only the ends are read here."""
     total, start = path.stat().st_size, 0
     with path.open("rb") as file:
@@ -155,7 +155,7 @@ def _line_ranges(path: Path) -> Iterator[InputSlice]:
             start = end
 
 
-def _decompressed_lines(path: Path) -> Iterator[InputSlice]:
+def _decompressed_lines(path: DataPath) -> Iterator[InputSlice]:
     import pyarrow as pa
 
     line = 0
@@ -178,24 +178,28 @@ def _decompressed_lines(path: Path) -> Iterator[InputSlice]:
                 return
 
 
-def _row_groups(path: Path) -> Iterator[InputSlice]:
+def _row_groups(path: DataPath) -> Iterator[InputSlice]:
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        num_groups = parquet.ParquetFile(path).metadata.num_row_groups
+        num_groups = parquet.ParquetFile(_parquet_source(path)).metadata.num_row_groups
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: not a Parquet file: {one_line(error)}") from None
     for group in range(num_groups):
         yield InputSlice(path, "parquet", group, path.stat().st_size // num_groups)
 
 
-def arrow_files(path: Path) -> list[Path]:
+def _parquet_source(path: DataPath) -> Any:
+    return path if isinstance(path, Path) else path.open()
+
+
+def arrow_files(path: DataPath) -> list[DataPath]:
     """Data files of a saved dataset, or of all its splits."""
     return sorted(path.glob("data-*.arrow")) or sorted(path.glob("*/data-*.arrow"))
 
 
-def _record_batches(path: Path) -> Iterator[InputSlice]:
+def _record_batches(path: DataPath) -> Iterator[InputSlice]:
     from trainyard.data.formats.arrow_dataset import open_stream
 
     for index, num_bytes in enumerate([batch.nbytes for batch in open_stream(path).batches]):
@@ -264,7 +268,7 @@ def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
     path, index = input_slice.path, input_slice.start
     try:
         if input_slice.kind == "parquet":
-            file = parquet.ParquetFile(path)
+            file = parquet.ParquetFile(_parquet_source(path))
             _require_columns(path, file.schema_arrow.names, keys)
             return file.read_row_group(index, columns=list(keys))
         stream = open_stream(path)
@@ -274,7 +278,7 @@ def _read_table(input_slice: InputSlice, keys: Sequence[str]) -> "pa.Table":
         raise UserError(f"{path}: part {index} cannot be read: {one_line(error)}") from None
 
 
-def _require_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
+def _require_columns(path: DataPath, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
             raise UserError(f"{path}: no column {key!r}; has: {', '.join(names)}")

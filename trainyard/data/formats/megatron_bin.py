@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import fsync_directory
 from trainyard.core.errors import UserError
+from trainyard.data.remote.remote_path import DataPath, RemotePath
+from trainyard.data.remote.remote_tokens import RemoteTokens
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -42,7 +44,7 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size < UINT16_VOCAB_LIMIT else "int32"
 
 
-def prefix_of(path: Path) -> Path:
+def prefix_of(path: DataPath) -> DataPath:
     """PREFIX of PREFIX, PREFIX.bin or PREFIX.idx."""
     path = path.expanduser()
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -54,14 +56,15 @@ def is_token_file(path: Path) -> bool:
     return path.suffix in (".bin", ".idx") or (not path.is_file() and _with_suffix(path, ".idx").is_file())
 
 
-def _with_suffix(prefix: Path, suffix: str) -> Path:
+def _with_suffix(prefix: DataPath, suffix: str) -> DataPath:
     return prefix.with_name(prefix.name + suffix)
 
 
 class MegatronTokens:
-    """Token sequences in a pair of memory-mapped files. Opening checks the index; tokens are read on access."""
+    """Token sequences in a pair of files. Opening checks the index; tokens are read on access, from a memory map or by
+    byte range."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: DataPath) -> None:
         self.prefix = prefix_of(path)
         index_path, token_path = (_with_suffix(self.prefix, suffix) for suffix in (".idx", ".bin"))
         for file in (index_path, token_path):
@@ -73,7 +76,7 @@ class MegatronTokens:
             raise UserError(
                 f"{token_path}: {num_bytes} bytes are not a whole number of {self.dtype} tokens; truncated?"
             )
-        self.tokens: Tokens = np.memmap(token_path, self.dtype, "r") if num_bytes else np.zeros(0, self.dtype)
+        self.tokens = _open_tokens(token_path, self.dtype, num_bytes)
         """All tokens of the .bin file."""
         self.sequence_bounds = np.zeros(len(self) + 1, np.int64)
         """Where each sequence starts in `tokens`, and where the last ends."""
@@ -86,15 +89,31 @@ class MegatronTokens:
         return len(self.sequence_lengths)
 
     def sequence(self, index: int) -> Tokens:
-        start, end = self.sequence_bounds[index : index + 2]
+        start, end = self.sequence_bounds[index : index + 2].tolist()
         return self.tokens[start:end]
 
+    def span(self, start: int, end: int) -> Tokens | RemoteTokens:
+        """Tokens `start` to `end`, without reading them."""
+        return self.tokens.span(start, end) if isinstance(self.tokens, RemoteTokens) else self.tokens[start:end]
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+
+def _open_tokens(path: DataPath, dtype: np.dtype[Any], num_bytes: int) -> Tokens | RemoteTokens:
+    if isinstance(path, RemotePath):
+        return RemoteTokens(path.source(), dtype, 0, num_bytes // dtype.itemsize)
+    # As a plain array: slices of numpy's memory maps take several times as long.
+    return np.asarray(np.memmap(path, dtype, "r")) if num_bytes else np.zeros(0, dtype)
+
+
+def _open_index(path: DataPath) -> NDArray[np.uint8]:
+    if isinstance(path, RemotePath):
+        return path.source().local_copy()
+    return np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.zeros(0, np.uint8)
+
+
+def _read_index(path: DataPath) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Token dtype, sequence lengths, sequence offsets (in bytes) and document bounds (in sequences)."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(INDEX_HEADER.size)
+    content = _open_index(path)
+    size, header = len(content), content[: INDEX_HEADER.size].tobytes()
     if header.startswith(LEGACY_MAGIC):
         raise UserError(f"{path}: an index in the old TNTIDX format, which has no memory map; tokenize the text again")
     if not header.startswith(INDEX_MAGIC):
@@ -112,7 +131,6 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
         raise UserError(
             f"{path}: {size} bytes, but {num_sequences} sequences and {num_entries} document entries take {expected}"
         )
-    content = np.memmap(path, np.uint8, "r")
     start = INDEX_HEADER.size
     lengths = content[start : start + 4 * num_sequences].view("<i4")
     offsets = np.frombuffer(content, "<i8", num_sequences, start + 4 * num_sequences)
@@ -121,7 +139,9 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[n
     return dtype, lengths, offsets, documents
 
 
-def _check_sequences(index_path: Path, token_path: Path, data: MegatronTokens, offsets: NDArray[np.int64]) -> None:
+def _check_sequences(
+    index_path: DataPath, token_path: DataPath, data: MegatronTokens, offsets: NDArray[np.int64]
+) -> None:
     """Raise UserError unless the sequences follow each other from the first to the last token."""
     lengths, bounds, num_tokens = data.sequence_lengths, data.sequence_bounds, len(data.tokens)
     for start in range(0, len(data), CHECKED_SEQUENCES):  # in blocks, for a small amount of memory
@@ -140,7 +160,7 @@ def _check_sequences(index_path: Path, token_path: Path, data: MegatronTokens, o
         )
 
 
-def _check_documents(index_path: Path, data: MegatronTokens) -> None:
+def _check_documents(index_path: DataPath, data: MegatronTokens) -> None:
     bounds = data.document_bounds
     ends_match = len(bounds) and bounds[0] == 0 and bounds[-1] == len(data)
     if not (ends_match and (bounds[1:] >= bounds[:-1]).all()) and (len(data) or len(bounds)):
@@ -179,6 +199,9 @@ class MegatronTokensWriter:
         self.files[".documents"].write(entries.astype("<i8").tobytes())
         self.num_document_entries += len(entries)
 
+    def _path(self, suffix: str) -> Path:
+        return self.prefix.with_name(self.prefix.name + suffix)
+
     def __enter__(self) -> Self:
         return self
 
@@ -208,7 +231,7 @@ class MegatronTokensWriter:
             self.files[suffix].flush()
             os.fsync(self.files[suffix].fileno())
         # Remove the old index first: it must never be next to new tokens.
-        _with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
+        self._path(".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
-            os.replace(self.temporary_paths[suffix], _with_suffix(self.prefix, suffix))
+            os.replace(self.temporary_paths[suffix], self._path(suffix))
         fsync_directory(self.prefix.parent)

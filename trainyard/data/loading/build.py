@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +10,10 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.data.formats import documents
-from trainyard.data.formats.documents import InputSlice, match_paths
+from trainyard.data.formats.documents import InputSlice
 from trainyard.data.formats.megatron_bin import MegatronTokens
 from trainyard.data.loading.blend import BlendedDataset
+from trainyard.data.loading.data_files import match_files, remote_files, token_prefixes
 from trainyard.data.loading.dataset import CombinedDataset, Dataset, concatenate, subset
 from trainyard.data.loading.demo_corpus import make_stories
 from trainyard.data.loading.megatron_order import (
@@ -26,6 +26,7 @@ from trainyard.data.loading.megatron_order import (
 from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTokens
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
 from trainyard.data.loading.user_dataset import build_user_datasets
+from trainyard.data.remote.remote_path import DataPath, RemoteFiles
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.families import family_of
 
@@ -43,12 +44,13 @@ class TrainValidDatasets(NamedTuple):
 
 def build_datasets(config: Config) -> TrainValidDatasets:
     data = config.data
+    remote = remote_files(data, refresh=True)
     if data.source == "tokens" and data.order != "shuffled":
-        return _build_in_megatron_order(config)
+        return _build_in_megatron_order(config, remote)
     trains: list[Dataset] = []
     validations: list[Dataset] = []
     for paths in [(path,) for path in data.paths] if data.weights else [data.paths]:
-        train, validation = _build_dataset(config, paths)
+        train, validation = _build_dataset(config, paths, remote)
         count = max(round(len(train) * data.validation_fraction), 1) if data.validation_fraction else 0
         if len(train) <= count:
             source = data.source if is_user_path(data.source) else ", ".join(paths) or "the built-in text"
@@ -65,7 +67,9 @@ def build_datasets(config: Config) -> TrainValidDatasets:
     return TrainValidDatasets(trains[0], validation, True)
 
 
-def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dataset | None]:
+def _build_dataset(
+    config: Config, paths: tuple[str, ...], remote: RemoteFiles | None
+) -> tuple[Dataset, Dataset | None]:
     """The dataset of these paths, and the part that data.split, or the user's function, holds out for validation."""
     data, model = config.data, config.model
     if is_user_path(data.source):
@@ -73,9 +77,9 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
     if data.source == "synthetic":
         return (SyntheticTokens(config) if family_of(model).is_causal else SyntheticSentencePairs(config)), None
     if data.source == "hdf5":
-        from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
+        from trainyard.data.formats.bert_hdf5_remote import open_bert_hdf5
 
-        pairs = BertHdf5Dataset(match_files(paths), data.seq_len, data.max_predictions)
+        pairs = open_bert_hdf5(match_files(paths, remote=remote), data.seq_len, data.max_predictions, model.vocab)
         if pairs.vocab_size > model.vocab:
             raise UserError(
                 f"{', '.join(paths)}: contains token {pairs.vocab_size - 1}, but model.vocab={model.vocab}; the "
@@ -85,14 +89,14 @@ def _build_dataset(config: Config, paths: tuple[str, ...]) -> tuple[Dataset, Dat
     if data.source == "arrow":
         from trainyard.data.formats.arrow_dataset import ArrowDataset
 
-        directories = match_files(paths, directories=True)
+        directories = match_files(paths, directories=True, remote=remote)
         return ArrowDataset(directories, data.seq_len, data.document_mask, model.vocab), None
     if data.source == "text":
-        stream = read_text(config, paths)
+        stream = read_text(config, paths, remote)
         return TokenSamples(stream, data.seq_len, model.vocab, data.document_mask, data.mask_eod_loss), None
     trains: list[Dataset] = []
     validations: list[Dataset] = []
-    for prefix in token_prefixes(paths):
+    for prefix in token_prefixes(paths, remote):
         token_files = MegatronTokens(prefix)
         train, validation = range(len(token_files)), range(0)
         if data.split:
@@ -109,10 +113,10 @@ def _token_samples(config: Config, token_files: MegatronTokens, sequences: range
     return [samples] if len(samples) else []
 
 
-def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
+def _build_in_megatron_order(config: Config, remote: RemoteFiles | None) -> TrainValidDatasets:
     """The samples that Megatron trains on for this number of steps and train.seed."""
     data, train = config.data, config.train
-    prefixes = token_prefixes(data.paths)
+    prefixes = token_prefixes(data.paths, remote)
     if len(prefixes) != (len(data.weights) or 1):
         raise UserError(
             f"data.paths: {len(prefixes)} datasets; data.order={data.order} needs exactly one, or data.weights for each"
@@ -143,7 +147,7 @@ def _build_in_megatron_order(config: Config) -> TrainValidDatasets:
     return TrainValidDatasets(dataset, concatenate(validations) if validations else None, False)
 
 
-def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
+def read_text(config: Config, paths: tuple[str, ...], remote: RemoteFiles | None = None) -> ContiguousTokens:
     """Tokenize every document into memory, with the end token after each."""
     data = config.data
     tokenizer = load_tokenizer(tokenizer_spec(config))
@@ -152,7 +156,8 @@ def read_text(config: Config, paths: tuple[str, ...]) -> ContiguousTokens:
         if data.tokenizer != "bytes":
             raise UserError("data.paths: missing; set it to text files (or data.tokenizer=bytes for the built-in text)")
         return encode_documents([make_stories(DEMO_DOCUMENTS)], tokenizer, "the built-in text")
-    return encode_documents(text_blocks(match_files(paths, directories=True)), tokenizer, ", ".join(paths))
+    files = match_files(paths, directories=True, remote=remote)
+    return encode_documents(text_blocks(files), tokenizer, ", ".join(paths))
 
 
 def check_vocab_size(tokenizer: Tokenizer, model_vocab: int) -> None:
@@ -163,7 +168,7 @@ def check_vocab_size(tokenizer: Tokenizer, model_vocab: int) -> None:
         )
 
 
-def text_blocks(paths: Sequence[Path], text_key: str = "text") -> Iterator[list[str]]:
+def text_blocks(paths: Sequence[DataPath], text_key: str = "text") -> Iterator[list[str]]:
     """The documents of text files, some at a time. `text_key` is the JSON key or column that holds the text."""
     for path in paths:
         logger.info("reading %s", path)
@@ -186,7 +191,7 @@ def encode_documents(blocks: Iterable[list[str]], tokenizer: Tokenizer, name: st
     return ContiguousTokens(name, np.concatenate(token_arrays), np.cumsum(lengths) - lengths)
 
 
-def _text_slices(path: Path) -> Iterable[InputSlice]:
+def _text_slices(path: DataPath) -> Iterable[InputSlice]:
     """Slices of a file; a file of an unknown kind is one document."""
     known = path.is_dir() or path.suffix in documents.KIND_BY_SUFFIX.keys() | documents.COMPRESSION_BY_SUFFIX.keys()
     return documents.input_slices([path]) if known else [InputSlice(path, "text", 0, 0)]
@@ -195,25 +200,3 @@ def _text_slices(path: Path) -> Iterable[InputSlice]:
 def tokenizer_spec(config: Config) -> TokenizerSpec:
     data = config.data
     return TokenizerSpec(data.tokenizer, data.vocab_file, data.merges_file, data.end_of_text)
-
-
-def token_prefixes(paths: Sequence[str]) -> list[Path]:
-    """PREFIX of each PREFIX.bin and PREFIX.idx, from names with or without the suffix, or globs of them."""
-    prefixes: list[Path] = []
-    for pattern in paths:
-        name = pattern.removesuffix(".idx").removesuffix(".bin")
-        matches = match_paths(f"{name}.idx")
-        if not matches:
-            raise UserError(f"data.paths={pattern}: no such token files ({name}.bin and {name}.idx)")
-        prefixes += [match.with_suffix("") for match in matches]
-    return prefixes
-
-
-def match_files(paths: Sequence[str], directories: bool = False) -> list[Path]:
-    files: list[Path] = []
-    for pattern in paths:
-        matches = [path for path in match_paths(pattern) if path.is_file() or (directories and path.is_dir())]
-        if not matches:
-            raise UserError(f"data.paths={pattern}: no such file; set it to text files, or use --smoke to try without")
-        files += matches
-    return files

@@ -1,7 +1,7 @@
 """Datasets: numbered samples in any order. The loader decides which sample belongs to which step."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,22 @@ class Dataset(Protocol):
         """Where the sample at an index comes from, for people: file and position."""
 
 
+@runtime_checkable
+class RemoteDataset(Dataset, Protocol):
+    """A dataset whose samples may have to come from a store."""
+
+    is_remote: bool
+
+    def fetch(self, indices: Indices) -> None:
+        """Begin to fetch samples, for `samples` to find them on this host."""
+
+
+def fetch_samples(dataset: Dataset, indices: Indices) -> None:
+    """Begin to fetch samples that are not on this host."""
+    if isinstance(dataset, RemoteDataset) and dataset.is_remote:
+        dataset.fetch(indices)
+
+
 class CombinedDataset:
     """Samples of other datasets. `find` gives the dataset of each index, and the index there."""
 
@@ -30,6 +46,7 @@ class CombinedDataset:
         self, datasets: Sequence[Dataset], length: int, find: Callable[[Indices], tuple[Indices, Indices]]
     ) -> None:
         self.datasets, self.length, self.find = datasets, length, find
+        self.is_remote = any(getattr(dataset, "is_remote", False) for dataset in datasets)
 
     def __len__(self) -> int:
         return self.length
@@ -45,6 +62,11 @@ class CombinedDataset:
                 shape = (len(indices), *array.shape[1:])
                 stacked.setdefault(name, np.empty(shape, np.int32))[selected] = array
         return stacked
+
+    def fetch(self, indices: Indices) -> None:
+        dataset_indices, sample_indices = self.find(indices)
+        for dataset in np.unique(dataset_indices).tolist():
+            fetch_samples(self.datasets[dataset], sample_indices[dataset_indices == dataset])
 
     def source(self, index: int) -> str:
         dataset_indices, sample_indices = self.find(np.array([index], np.int64))

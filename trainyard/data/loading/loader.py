@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from trainyard.core.batch import Batch
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.data.loading.dataset import Dataset
+from trainyard.data.loading.dataset import Dataset, fetch_samples
 from trainyard.data.loading.shuffle import shuffled_indices
 
 T = TypeVar("T")
+FETCH_STEPS = 8
+"""Steps between the request for remote samples and the batch that needs them."""
 
 
 class BatchLoader:
@@ -35,10 +37,19 @@ class BatchLoader:
     def prefetch(
         self, first_step: int, end_step: int, sample_slice: slice, prepare: Callable[[Batch], T]
     ) -> Generator[T, None, None]:
-        """`prepare(batch)` for steps `first_step` to `end_step`; a thread works on the next step meanwhile."""
+        """`prepare(batch)` for steps `first_step` to `end_step`; a thread works on the next step meanwhile. Samples
+        in a store are asked for several steps before."""
+
+        def fetch(step: int) -> None:
+            if step < end_step:
+                fetch_samples(self.dataset, self.sample_indices(step, sample_slice))
 
         def make(step: int) -> T:
+            fetch(step + FETCH_STEPS)
             return prepare(self.batch(step, sample_slice))
+
+        for step in range(first_step, first_step + FETCH_STEPS):
+            fetch(step)
 
         with ThreadPoolExecutor(1) as thread:
             pending: Future[T] | None = None
@@ -52,6 +63,7 @@ class BatchLoader:
         sample_ids = np.arange(self.global_batch, dtype=np.int64)[sample_slice]
         for start in range(0, len(self.dataset), self.global_batch):
             indices = start + sample_ids
+            fetch_samples(self.dataset, (indices + self.global_batch) % len(self.dataset))
             batch = self._collate(indices % len(self.dataset), sample_ids)
             is_padding = torch.from_numpy(indices >= len(self.dataset))
             # Not in place: the labels of a single sample share their memory with its tokens.

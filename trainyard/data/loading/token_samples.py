@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError
 from trainyard.data.formats.megatron_bin import MegatronTokens, Tokens
+from trainyard.data.remote.remote_file import Positions
+from trainyard.data.remote.remote_tokens import RemoteTokens, Rows
 from trainyard.data.samples import Sample, document_ids
 
 
@@ -22,10 +24,17 @@ class TokenStream(Protocol):
     """A long sequence of tokens, never entirely in memory."""
 
     name: str
+    is_remote: bool
 
     def __len__(self) -> int: ...
 
     def tokens(self, start: int, count: int) -> Tokens: ...
+
+    def fill(self, rows: Rows, starts: Positions, lengths: Positions) -> None:
+        """Copy `lengths` tokens from `starts` on to the beginning of each row."""
+
+    def fetch(self, starts: Positions, lengths: Positions) -> None:
+        """Fetch these tokens in the background, if they are not on this host."""
 
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         """Positions from `start` to `end` (exclusive) at which documents start."""
@@ -37,15 +46,28 @@ class TokenStream(Protocol):
 class ContiguousTokens:
     """Documents in the order in which they lie in memory or in a file."""
 
-    def __init__(self, name: str, tokens: Tokens, document_starts: NDArray[np.int64]) -> None:
+    def __init__(self, name: str, tokens: Tokens | RemoteTokens, document_starts: NDArray[np.int64]) -> None:
         """`document_starts`: position of the first token of each document, increasing."""
         self.name, self.all_tokens, self.all_document_starts = name, tokens, document_starts
+        self.is_remote = isinstance(tokens, RemoteTokens)
 
     def __len__(self) -> int:
         return len(self.all_tokens)
 
     def tokens(self, start: int, count: int) -> Tokens:
         return self.all_tokens[start : start + count]
+
+    def fill(self, rows: Rows, starts: Positions, lengths: Positions) -> None:
+        tokens = _local_array(self.all_tokens)
+        if isinstance(tokens, RemoteTokens):
+            tokens.fill(rows, starts, lengths)
+            return
+        for row, start, length in zip(rows, starts.tolist(), lengths.tolist(), strict=True):
+            row[:length] = tokens[start : start + length]
+
+    def fetch(self, starts: Positions, lengths: Positions) -> None:
+        if isinstance(self.all_tokens, RemoteTokens):
+            self.all_tokens.fetch(starts, lengths)
 
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         return self.all_document_starts[slice(*np.searchsorted(self.all_document_starts, (start, end)))]
@@ -60,6 +82,7 @@ class ReorderedTokens:
 
     def __init__(self, token_files: MegatronTokens, sequence_order: NDArray[np.int32]) -> None:
         self.name, self.token_files, self.sequence_order = str(token_files.prefix), token_files, sequence_order
+        self.is_remote = isinstance(token_files.tokens, RemoteTokens)
         self.sequence_ends = np.cumsum(token_files.sequence_lengths[sequence_order], dtype=np.int64)
         """End of each sequence in the stream."""
 
@@ -67,16 +90,41 @@ class ReorderedTokens:
         return int(self.sequence_ends[-1]) if len(self.sequence_ends) else 0
 
     def tokens(self, start: int, count: int) -> Tokens:
-        return np.concatenate(list(self._sequence_spans(start, count)))
+        tokens = self.token_files.tokens
+        return np.concatenate([tokens[first:last] for first, last in self._file_spans(start, count)])
 
-    def _sequence_spans(self, start: int, count: int) -> Iterator[Tokens]:
+    def fill(self, rows: Rows, starts: Positions, lengths: Positions) -> None:
+        tokens = _local_array(self.token_files.tokens)
+        if isinstance(tokens, RemoteTokens):
+            tokens.fetch(*self._all_file_spans(starts, lengths), wait=True)
+        for row, start, length in zip(rows, starts.tolist(), lengths.tolist(), strict=True):
+            position = 0
+            for first, last in self._file_spans(start, length):
+                row[position : position + last - first] = tokens[first:last]
+                position += last - first
+
+    def fetch(self, starts: Positions, lengths: Positions) -> None:
+        tokens = _local_array(self.token_files.tokens)
+        if isinstance(tokens, RemoteTokens):
+            tokens.fetch(*self._all_file_spans(starts, lengths))
+
+    def _all_file_spans(self, starts: Positions, lengths: Positions) -> tuple[Positions, Positions]:
+        """Starts and lengths in the file."""
+        ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
+        spans = np.array([span for start, count in ranges for span in self._file_spans(start, count)], np.int64)
+        first, last = spans.reshape(-1, 2).T
+        return first, last - first
+
+    def _file_spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """The ranges of tokens of the file that make up a range of the stream."""
         index = int(np.searchsorted(self.sequence_ends, start, side="right"))
         while count > 0 and index < len(self.sequence_order):
-            sequence = self.token_files.sequence(int(self.sequence_order[index]))
-            sequence_start = int(self.sequence_ends[index]) - len(sequence)
-            span = sequence[start - sequence_start : start - sequence_start + count]
-            yield span
-            start, count, index = start + len(span), count - len(span), index + 1
+            file_end = int(self.token_files.sequence_bounds[int(self.sequence_order[index]) + 1])
+            first = file_end - (int(self.sequence_ends[index]) - start)
+            length = min(file_end - first, count)
+            if length:
+                yield first, first + length
+            start, count, index = start + length, count - length, index + 1
 
     def document_starts(self, start: int, end: int) -> NDArray[np.int64]:
         first, last = np.searchsorted(self.sequence_ends, (start, end))
@@ -91,10 +139,16 @@ class ReorderedTokens:
         return f"{self.name}, token {offset} of document {sequence}"
 
 
+def _local_array(tokens: Tokens | RemoteTokens) -> Tokens | RemoteTokens:
+    """The tokens as an array, if they are on this host."""
+    array = tokens.array() if isinstance(tokens, RemoteTokens) else tokens
+    return tokens if array is None else array
+
+
 def token_stream(token_files: MegatronTokens, sequences: range) -> TokenStream:
     """A range of sequences in the order of their index, read from the file without copies."""
     bounds = token_files.sequence_bounds[sequences.start : sequences.stop + 1]
-    tokens = token_files.tokens[bounds[0] : bounds[-1]]
+    tokens = token_files.span(int(bounds[0]), int(bounds[-1]))
     return ContiguousTokens(str(token_files.prefix), tokens, bounds[:-1] - bounds[0])
 
 
@@ -114,6 +168,7 @@ class TokenSamples:
         self.stride = seq_len
         """Tokens from the start of a sample to the start of the next one."""
         self.document_mask, self.mask_eod_loss = document_mask, mask_eod_loss
+        self.is_remote = stream.is_remote
 
     def __len__(self) -> int:
         """The last sample may be partial, but a stream without a full sample has none."""
@@ -124,8 +179,7 @@ class TokenSamples:
         width = self.seq_len + 1
         windows = np.zeros((len(indices), width), np.int32)
         lengths = np.minimum(len(self.stream) - indices * self.stride, width)
-        for window, start, length in zip(windows, (indices * self.stride).tolist(), lengths.tolist(), strict=True):
-            window[:length] = self.stream.tokens(start, length)
+        self.stream.fill(windows, indices * self.stride, lengths)
         if windows.size and (windows.max() >= self.vocab_size or windows.min() < 0):
             self._raise_token_out_of_range(windows, indices)
         tokens, labels = windows[:, :-1], windows[:, 1:]
@@ -138,6 +192,10 @@ class TokenSamples:
         if self.mask_eod_loss:
             labels[starts[:, 1:]] = IGNORE_INDEX
         return {"tokens": tokens, "labels": labels, **(document_ids(starts[:, :-1]) if self.document_mask else {})}
+
+    def fetch(self, indices: NDArray[np.int64]) -> None:
+        starts = indices * self.stride
+        self.stream.fetch(starts, np.minimum(len(self.stream) - starts, self.seq_len + 1))
 
     def source(self, index: int) -> str:
         return self.stream.describe(index * self.stride)

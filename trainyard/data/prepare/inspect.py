@@ -26,6 +26,7 @@ from trainyard.data.prepare.length_stats import (
     count_values,
     evenly_spaced,
 )
+from trainyard.data.remote.remote_path import DataPath
 
 ELEMENTS_PER_READ = 1 << 22
 SAMPLE_TOKENS = 48
@@ -63,7 +64,7 @@ def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -
     return _inspect_documents(path, options, on_progress)
 
 
-def _inspect_megatron(prefix: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+def _inspect_megatron(prefix: DataPath, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
     data = MegatronTokens(prefix)
     report = InspectReport(str(prefix), "token files (.bin and .idx)")
     lengths = np.diff(data.sequence_bounds[data.document_bounds])
@@ -145,7 +146,9 @@ def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProg
     return report
 
 
-def _check_columns(file: Path, batch: Any, lengths: NDArray[np.int64], position: int, limit: int) -> tuple[int, int]:
+def _check_columns(
+    file: DataPath, batch: Any, lengths: NDArray[np.int64], position: int, limit: int
+) -> tuple[int, int]:
     """Check the columns next to input_ids; returns the number of ignored labels and of document spans."""
     ignored = spans = 0
     for name in ("attention_mask", "labels", "position_ids"):
@@ -167,7 +170,7 @@ def _check_columns(file: Path, batch: Any, lengths: NDArray[np.int64], position:
     return ignored, spans
 
 
-def _arrow_sample(files: list[Path], row: int) -> list[int]:
+def _arrow_sample(files: list[DataPath], row: int) -> list[int]:
     for file in files:
         for batch in open_stream(file).batches:
             if row < batch.num_rows:

@@ -7,6 +7,7 @@ from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
+from trainyard.data.remote.remote_path import has_urls
 from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
 from trainyard.devices import Device
 from trainyard.download.local_copies import local_tokenizer
@@ -18,9 +19,10 @@ ACCEPT = "checkpoint.accept_changed_data=true"
 logger = logging.getLogger(__name__)
 
 
-def fingerprint_data(data: DataSection) -> Fingerprints:
-    """Fingerprints of the files of a run, and of its tokenizer if that is not local, by the name that the run has."""
-    files = fingerprint_files(data)
+def fingerprint_data(data: DataSection, refresh: bool = False) -> Fingerprints:
+    """Fingerprints of the files of a run, and of its tokenizer if that is not local, by the name that the run has.
+    `refresh`: of objects in stores as they are now."""
+    files = fingerprint_files(data, refresh=refresh)
     if data.source != "text" or data.tokenizer in NAMED_TOKENIZERS:
         return files
     directory = local_tokenizer(data.tokenizer)
@@ -39,12 +41,25 @@ def check_data(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Devic
     if FINGERPRINTS_KEY not in manifest:
         problem = _changed_order(before.order, now.order, bool(now.weights))
     elif (before.source, before.paths) == (now.source, now.paths):  # other paths are a note of check_compatible
-        files = mesh.broadcast_object(lambda: fingerprint_data(now), device)
+        files = mesh.broadcast_object(lambda: fingerprint_data(now, refresh=True), device)
         problem = _changed_file(manifest[FINGERPRINTS_KEY], files)
+    elif before.source == now.source and (has_urls(before.paths) or has_urls(now.paths)):
+        note = mesh.broadcast_object(lambda: _compare_moved_files(manifest[FINGERPRINTS_KEY], now), device)
+        logger.warning("note: %s", note)
     if problem and not config.checkpoint.accept_changed_data:
         raise UserError(f"{problem}, or {ACCEPT}")
     if problem:
         logger.warning("note: %s", problem.partition("; nearest")[0])
+
+
+def check_same_versions(data: DataSection, mesh: Mesh) -> None:
+    """Raise UserError if an object changed while the ranks, one after the other, looked at it."""
+    if not has_urls(data.paths):
+        return
+    of_ranks = mesh.all_gather_object(fingerprint_files(data))
+    for of_rank in of_ranks:
+        if different := [name for name in of_ranks[0] if of_ranks[0][name] != of_rank.get(name)]:
+            raise UserError(f"{different[0]}: changed while the run began; start it again")
 
 
 def _changed_order(before: str, now: str, blended: bool) -> str | None:
@@ -56,6 +71,23 @@ def _changed_order(before: str, now: str, blended: bool) -> str | None:
     if now == "megatron-2023" and blended:
         return "data.weights: the checkpoint was written with blends other than Megatron's; nearest: start a new run"
     return None
+
+
+def _compare_moved_files(before: Fingerprints, data: DataSection) -> str:
+    """Whether the files of a run are the same in another place: on a disk and in a store, or in two stores."""
+    were_read = all(isinstance(fingerprint[1], int) for fingerprint in before.values())
+    now = fingerprint_files(data, read_blocks=were_read, refresh=True)
+    names = f"data.paths={', '.join(data.paths)}"
+    if len(now) != len(before):
+        return f"{names}: {len(now)} files, and {len(before)} when the checkpoint was written: other samples follow"
+    is_version = not were_read and all(isinstance(fingerprint[1], str) for fingerprint in now.values())
+    for (old_name, old), (name, new) in zip(before.items(), now.items(), strict=True):
+        if old[0] != new[0]:
+            return f"{name}: {new[0]:,} bytes, but {old_name} had {old[0]:,}: other samples follow"
+        if (were_read or is_version) and old[1] != new[1]:
+            return f"{name}: not the contents of {old_name}: other samples follow"
+    same = "equal sizes" if not (were_read or is_version) else "equal sizes and checksums"
+    return f"{names}: the same files as in the checkpoint by {same}, in another place: the same samples follow"
 
 
 def _changed_file(before: Fingerprints, now: Fingerprints) -> str | None:

@@ -34,7 +34,7 @@ from trainyard.train.optim.user_rule import load_update_rule
 
 COMPARED_SECTIONS = ("data", "train", "optimizer", "schedule", "precision")
 """Config sections whose changes since the checkpoint are logged."""
-UNREPORTED_KEYS = ("train.steps", "train.micro_batch")
+UNREPORTED_KEYS = ("train.steps", "train.micro_batch", "data.cache")
 """Keys that may change without a note."""
 logger = logging.getLogger(__name__)
 

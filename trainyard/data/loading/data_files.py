@@ -1,0 +1,98 @@
+"""The files that data.paths names, on this host or behind URLs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainyard.config.data_schema import DataSection
+from trainyard.core.errors import UserError
+from trainyard.core.user_code import is_user_path
+from trainyard.data.formats.documents import arrow_files, match_paths
+from trainyard.data.remote.object_store import is_url
+from trainyard.data.remote.remote_path import DataPath, RemoteFiles, RemotePath, has_urls, open_files
+from trainyard.data.text.tokenizer import TOKENIZER_FILES
+
+UNPACKED_HDF5 = 4
+"""Size of HDF5 files and their unpacked samples together, in sizes of the files."""
+
+_remote_files: dict[str, RemoteFiles] = {}
+
+
+def remote_files(data: DataSection, refresh: bool = False) -> RemoteFiles | None:
+    """The objects behind the URLs of data.paths; None if it has none.
+
+    Fingerprints are those of the versions that the run reads, so both share what was listed until `refresh`.
+    """
+    if not has_urls(data.paths) or is_user_path(data.source):
+        return None
+    key = data.model_dump_json()
+    if refresh or key not in _remote_files:
+        _remote_files.clear()
+        remote = open_files(data)
+        files = [path for path in _find_files(data, remote) if isinstance(path, RemotePath)]
+        total = sum(path.stat().st_size for path in files)
+        remote.set_chunk_size(total * (UNPACKED_HDF5 if data.source == "hdf5" else 1))
+        _remote_files[key] = remote
+    return _remote_files[key]
+
+
+def files_read(data: DataSection, refresh: bool = False) -> list[DataPath]:
+    """Every file that decides about the samples."""
+    return _find_files(data, remote_files(data, refresh))
+
+
+def _find_files(data: DataSection, remote: RemoteFiles | None) -> list[DataPath]:
+    if data.source == "synthetic":
+        return []
+    if is_user_path(data.source):  # its paths need not be files
+        return [path for pattern in data.paths for path in match_paths(pattern) if path.is_file()]
+    if data.source == "tokens":
+        prefixes = token_prefixes(data.paths, remote)
+        return [prefix.with_name(prefix.name + suffix) for prefix in prefixes for suffix in (".bin", ".idx")]
+    paths = match_files(data.paths, data.source != "hdf5", remote)
+    files = [file for path in paths for file in (_directory_files(data, path) if path.is_dir() else [path])]
+    return files + (_tokenizer_files(data) if data.source == "text" else [])
+
+
+def _directory_files(data: DataSection, directory: DataPath) -> Sequence[DataPath]:
+    if isinstance(directory, RemotePath) and data.source == "arrow":
+        from trainyard.data.formats.arrow_dataset import data_files
+
+        return data_files(directory)  # needs no listing
+    return arrow_files(directory)
+
+
+def _tokenizer_files(data: DataSection) -> list[Path]:
+    named = [Path(name).expanduser() for name in (data.tokenizer, data.vocab_file, data.merges_file) if name]
+    in_directories = [path / name for path in named for name in TOKENIZER_FILES]
+    return [path for path in named + in_directories if path.is_file()]
+
+
+def match(pattern: str, remote: RemoteFiles | None) -> Sequence[DataPath]:
+    if not is_url(pattern):
+        return match_paths(pattern.removeprefix("file://"))
+    assert remote is not None
+    return remote.match(pattern)
+
+
+def token_prefixes(paths: Sequence[str], remote: RemoteFiles | None = None) -> list[DataPath]:
+    """PREFIX of each PREFIX.bin and PREFIX.idx, from names with or without the suffix, or globs of them."""
+    prefixes: list[DataPath] = []
+    for pattern in paths:
+        name = pattern.removesuffix(".idx").removesuffix(".bin")
+        matches = match(f"{name}.idx", remote)
+        if not matches:
+            raise UserError(f"data.paths={pattern}: no such token files ({name}.bin and {name}.idx)")
+        prefixes += [found.with_suffix("") for found in matches]
+    return prefixes
+
+
+def match_files(paths: Sequence[str], directories: bool = False, remote: RemoteFiles | None = None) -> list[DataPath]:
+    files: list[DataPath] = []
+    for pattern in paths:
+        matches = [path for path in match(pattern, remote) if path.is_file() or (directories and path.is_dir())]
+        if not matches:
+            if is_url(pattern):
+                raise UserError(f"data.paths={pattern}: no such object, nor any below that name")
+            raise UserError(f"data.paths={pattern}: no such file; set it to text files, or use --smoke to try without")
+        files += matches
+    return files
