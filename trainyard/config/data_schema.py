@@ -1,13 +1,10 @@
 """The `data` section of the configuration."""
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
 from trainyard.core.section import NameOrPath, PositiveInt, Section
-
-SECRET_URL = r"(?i)^\w+://[^/]*:[^/]*@|[?&](X-Amz-|X-Goog-|sig=|signature=|token=|key=)"
 
 
 class DataCacheSection(Section):
@@ -62,15 +59,6 @@ class DataSection(Section):
     """Maximum masked tokens per sample (BERT), at most data.seq_len."""
     cache: DataCacheSection = DataCacheSection()
     """Local copies of remote data files."""
-
-    @model_validator(mode="after")
-    def _check_urls(self) -> Self:
-        for path in self.paths:
-            if re.search(SECRET_URL, path):
-                host = re.sub(r"//[^/]*@", "//", path).partition("?")[0]
-                secret = "the URL has a password or a signature, which would be saved with the run"
-                raise ValueError(f"paths={host}: {secret}; set credentials in the environment")
-        return self
 
     @model_validator(mode="after")
     def _check_tokenizer_files(self) -> Self:

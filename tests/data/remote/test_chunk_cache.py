@@ -11,7 +11,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.remote.chunk_cache import Chunk, ChunkCache, open_cache
 from trainyard.data.remote.chunk_reader import ChunkReader
 from trainyard.data.remote.object_store import ObjectStore
-from trainyard.data.remote.remote_file import RemoteFile
+from trainyard.data.remote.remote_file import CachedFile
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_whole_file_is_one_array_until_a_chunk_is_evicted(cache: ChunkCache, tmp
     store = ObjectStore(url)
     stored = store.find(url)
     assert stored is not None
-    file = RemoteFile(store, stored, cache, 4096)
+    file = CachedFile(store, stored, cache, 4096)
     assert file.content() is None
     assert file.read(4000, 9000).tobytes() == content[4000:]
     joined = file.content()

@@ -296,6 +296,6 @@ def test_missing_package_names_the_extra(remote: dict[str, Any], monkeypatch: py
 def test_secrets_in_urls_are_refused(path: str) -> None:
     config = make_config({"source": "synthetic"}).model_dump(mode="json")
     config["data"]["source"], config["data"]["paths"] = "tokens", [path]
-    with pytest.raises(UserError, match="credentials in the environment") as caught:
+    with pytest.raises(UserError, match=r"data\.paths: contains a password") as caught:
         parse(config)
     assert "secret" not in str(caught.value)

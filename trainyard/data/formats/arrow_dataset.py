@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.core.errors import UserError, one_line
-from trainyard.data.remote.remote_file import RemoteFile
+from trainyard.data.remote.remote_file import CachedFile
 from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.samples import Sample, document_ids
 
@@ -62,7 +62,7 @@ class RemoteOutline:
     Arrow then finds the rows at the addresses that they have in the remote file, without their content.
     """
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: CachedFile) -> None:
         self.file = file
         self.sparse = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the outline
         self.sparse.truncate(file.size)
@@ -183,7 +183,7 @@ def row_length(directory: DataPath) -> int:
 class RemoteRows:
     """A column of a record batch in a remote file, whose rows are read where they are indexed."""
 
-    def __init__(self, file: RemoteFile, offset: int, dtype: np.dtype[Any], shape: tuple[int, int]) -> None:
+    def __init__(self, file: CachedFile, offset: int, dtype: np.dtype[Any], shape: tuple[int, int]) -> None:
         self.file, self.offset, self.dtype, self.shape = file, offset, dtype, shape
         self.row_bytes = shape[1] * dtype.itemsize
 
@@ -295,7 +295,7 @@ class ArrowDataset:
         """Begin to fetch the rows of remote files, or do so now."""
         if all(file.content() is not None for file in self.remote_files):
             return
-        ranges: dict[RemoteFile, list[tuple[int, int]]] = {}
+        ranges: dict[CachedFile, list[tuple[int, int]]] = {}
         for batch, row in self._locate(indices):
             for array in self.batch_arrays[batch].values():
                 if isinstance(array, RemoteRows):

@@ -27,7 +27,7 @@ SEQUENTIAL_AHEAD = 4
 Positions = NDArray[np.int64]
 
 
-class RemoteFile:
+class CachedFile:
     """One version of an object. Reads return arrays that stay valid after their chunk is evicted."""
 
     def __init__(self, store: ObjectStore, stored: StoredObject, cache: ChunkCache, chunk_bytes: int) -> None:
@@ -122,7 +122,7 @@ class RemoteFile:
 class RawReader(io.RawIOBase):
     """A file object, for libraries that read one."""
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: CachedFile) -> None:
         self.file, self.position = file, 0
         self.name = file.name
         self.last_chunk = -1

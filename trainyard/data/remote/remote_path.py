@@ -12,7 +12,7 @@ from trainyard.config.data_schema import DataSection
 from trainyard.core.errors import UserError
 from trainyard.data.remote.chunk_cache import GIB, ChunkCache, open_cache
 from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, is_url, root_of
-from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, RemoteFile
+from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
 
 
 class RemoteFiles:
@@ -24,7 +24,7 @@ class RemoteFiles:
         self.stores: dict[str, ObjectStore] = {}
         self.objects: dict[str, StoredObject | None] = {}
         self.listings: dict[str, list[str]] = {}
-        self.files: dict[str, RemoteFile] = {}
+        self.files: dict[str, CachedFile] = {}
 
     def store(self, url: str) -> ObjectStore:
         root = root_of(url)
@@ -56,12 +56,12 @@ class RemoteFiles:
             self.listings[pattern] = [stored.url for stored in found]
         return self.listings[pattern]
 
-    def file(self, url: str) -> RemoteFile:
+    def file(self, url: str) -> CachedFile:
         if url not in self.files:
             stored = self.stored(url)
             if stored is None:
                 raise UserError(f"{url}: no such object")
-            self.files[url] = RemoteFile(self.store(url), stored, self.cache, self.chunk_bytes)
+            self.files[url] = CachedFile(self.store(url), stored, self.cache, self.chunk_bytes)
         return self.files[url]
 
     def set_chunk_size(self, total_bytes: int) -> None:
@@ -146,7 +146,7 @@ class RemotePath:
     def read_bytes(self) -> bytes:
         return self.source().read(0, self.source().size).tobytes()
 
-    def source(self) -> RemoteFile:
+    def source(self) -> CachedFile:
         return self.files.file(self.url)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.data.remote.remote_file import Positions, RemoteFile
+from trainyard.data.remote.remote_file import CachedFile, Positions
 
 Rows = NDArray[np.int32]
 
@@ -13,7 +13,7 @@ Rows = NDArray[np.int32]
 class RemoteTokens:
     """Tokens `start` to `stop` of a file: slices are arrays, ranges are views like this one."""
 
-    def __init__(self, file: RemoteFile, dtype: np.dtype[Any], start: int, stop: int) -> None:
+    def __init__(self, file: CachedFile, dtype: np.dtype[Any], start: int, stop: int) -> None:
         self.file, self.dtype, self.start, self.stop = file, dtype, start, stop
         self.chunk_tokens = file.chunk_bytes // dtype.itemsize
         self.nbytes = (stop - start) * dtype.itemsize
