@@ -6,6 +6,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +199,17 @@ def test_a_redirect_to_another_host_gets_no_password(call: Call, web: WebServer,
 
 
 def test_named_data_sets(call: Call, web: WebServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
+    web.files["/dump.xml.bz2"] = ServedFile(b"bz")
+    for name, dataset in DATASETS.items():
+        file = "dump.xml.bz2" if name == "enwiki" else "missing"
+        monkeypatch.setitem(DATASETS, name, replace(dataset, sources=(f"{web.url}/{file}",)))
     listed = succeed(call("get", "--list"))
     for name, dataset in DATASETS.items():
         assert f"{name}: " in listed
         assert dataset.license in listed
         assert dataset.next_command.startswith("trainyard ")
-    web.files["/dump.xml.bz2"] = ServedFile(b"bz")
-    enwiki = DATASETS["enwiki"]
-    changed = type(enwiki)(**{**vars(enwiki), "sources": (f"{web.url}/dump.xml.bz2",)})
-    monkeypatch.setitem(DATASETS, "enwiki", changed)
+    assert "size: 2 B; license: CC BY-SA 4.0 and GFDL" in listed
+    assert "size: unknown, its source does not answer; license: in license.txt" in listed
     out = succeed(call("get", "enwiki", "wiki"))
     assert (tmp_path / "wiki" / "dump.xml.bz2").read_bytes() == b"bz"
     assert "license: CC BY-SA 4.0 and GFDL" in out

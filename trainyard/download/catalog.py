@@ -12,7 +12,7 @@ class NamedDataset:
     name: str
     sources: tuple[str, ...]
     size: str
-    """For people; empty where the publishers do not tell. `--dry-run` asks the source."""
+    """For people, if the source does not answer; empty where the publishers do not tell."""
     license: str
     description: str
     next_command: str

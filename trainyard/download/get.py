@@ -2,7 +2,10 @@
 
 import re
 import shutil
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +22,8 @@ from trainyard.download.sources.remote_file import Checksum, RangeReader, Remote
 from trainyard.download.sources.retry import with_retries
 from trainyard.download.sources.web import WebFile
 
+SIZE_LIMIT_S = 8.0
+"""Seconds to wait for sources that are only asked for the size of what they have."""
 DEFAULT_MAX_SIZE = 2**40
 """Most bytes that an archive may unpack to."""
 
@@ -88,6 +93,24 @@ def _list_one(source: str, options: GetOptions) -> Listing:
         is_file = len(files) == 1 and files[0].label == label
         return Listing(label, [file for file in files if file.name != MANIFEST_FILE], not is_file)
     raise UserError(f"{label}: neither a URL, nor OWNER/NAME on the Hub, nor a name of `trainyard get --list`")
+
+
+def ask_sizes(sources: Mapping[str, Sequence[str]], limit_s: float = SIZE_LIMIT_S) -> dict[str, int]:
+    """The bytes at the sources, by name, as far as they answer within the limit."""
+    sizes: dict[str, int] = {}
+
+    def ask(name: str) -> None:
+        with suppress(UserError):
+            if size := list_source(sources[name], GetOptions()).size:
+                sizes[name] = size
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in sources]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    return dict(sizes)
 
 
 class _CheckedReader:

@@ -23,6 +23,7 @@ from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
+from trainyard.download.location import find_model_location, is_url
 from trainyard.dryrun.dry_run import SYNTHETIC_DATA
 from trainyard.tune.search import MAX_DRIFT, TuneSearch, run_search
 from trainyard.tune.search_space import KEY_MICRO_BATCH, SearchSpace
@@ -147,7 +148,9 @@ def with_available_data(config: Config) -> Config:
     files += [name for name in (data.vocab_file, data.merges_file) if name]
     if data.tokenizer not in ("bytes", "gpt2"):
         files.append(data.tokenizer)
-    available = all(glob.glob(str(Path(name).expanduser())) for name in files)
+    available = all(
+        is_url(name) or find_model_location(name) or glob.glob(str(Path(name).expanduser())) for name in files
+    )
     reads_no_files = data.source == "synthetic" or is_user_path(data.source)
     if reads_no_files or (available and (data.paths or data.tokenizer == "bytes")):
         return config

@@ -11,9 +11,11 @@ from typer import Argument, Option
 from trainyard.cli.commands.data.tokenize import tokenizer_spec
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, JsonKey, MergeFile, TokenizerName, VocabFile
+from trainyard.core.errors import UserError
 from trainyard.data.prepare.inspect import inspect_path
 from trainyard.data.prepare.length_stats import InspectOptions, InspectReport
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
+from trainyard.download.location import is_url
 
 PROGRESS_DELAY_S = 2.0
 """Seconds before progress is shown."""
@@ -24,7 +26,7 @@ BLOCK_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def inspect(
     paths: Annotated[
-        list[Path], Argument(metavar="PATH", help="PREFIX of .bin and .idx, Arrow directory, HDF5, JSON lines.")
+        list[str], Argument(metavar="PATH", help="PREFIX of .bin and .idx, Arrow directory, HDF5, JSON lines.")
     ],
     check: Annotated[bool, Option("--check", help="Read and verify everything.")] = False,
     samples: Annotated[int, Option(min=0, metavar="N", help="Number of samples to show.")] = 0,
@@ -56,7 +58,9 @@ def inspect(
     options = InspectOptions(check, samples, vocab_size, loaded.end_id if loaded else None, json_key)
     reports = []
     for path in paths:
-        report = _inspect_with_progress(path, options)
+        if is_url(path):
+            raise UserError(f"{path}: local files are inspected; nearest: `trainyard get {path}` first")
+        report = _inspect_with_progress(Path(path), options)
         if as_json:
             reports.append(report_to_dict(report, loaded))
         else:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -108,11 +109,15 @@ def get(
 def print_datasets() -> None:
     """The named data sets with size, license and the next command."""
     from trainyard.download.catalog import DATASETS
+    from trainyard.download.get import ask_sizes
 
+    if sys.stderr.isatty():
+        print("asking the sources for sizes ...", file=sys.stderr)
+    sizes = ask_sizes({dataset.name: dataset.sources for dataset in DATASETS.values()})
     for dataset in DATASETS.values():
         print(f"{dataset.name}: {dataset.description}")
-        size = dataset.size or f"trainyard get {dataset.name} --dry-run tells"
-        print(f"  size: {size}; license: {dataset.license}")
+        size = _size_text(sizes[dataset.name]) if sizes.get(dataset.name) else dataset.size
+        print(f"  size: {size or 'unknown, its source does not answer'}; license: {dataset.license}")
         for place in dataset.sources:
             print(f"  from: {place}")
         print(f"  get:  trainyard get {dataset.name} {dataset.name}")
