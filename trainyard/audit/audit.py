@@ -82,6 +82,8 @@ def audit(
 ) -> AuditReport:
     """Trace all jobs in `workers` processes (one worker: in this process) and check the traces. `on_progress` is called
     with the number of traces done and their total."""
+    if config.layout.zero > 1:
+        raise UserError(f"layout.zero={config.layout.zero}: torch's fully_shard cannot be audited; nearest: 1")
     ranks = config.layout.ranks or config.layout.tp * config.layout.pp * config.layout.cp
     layout = Layout.from_config(config, ranks)
     device = MetaTrainium(generation, lnc)
