@@ -1,4 +1,4 @@
-"""A web server on the loopback that serves files from memory, and fails as it is told."""
+"""A loopback web server that serves files from memory and injects faults."""
 
 import re
 import socket
@@ -48,7 +48,7 @@ def status(code: int, **headers: str) -> Fault:
 
 
 def cut_after(count: int) -> Fault:
-    """Answer, but reset the connection after so many bytes of the body."""
+    """Reset the connection after this many bytes of the body."""
 
     def answer(handler: "Handler") -> bool:
         handler.cut_after = count

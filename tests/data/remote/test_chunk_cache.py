@@ -1,4 +1,4 @@
-"""The cache by itself: what it evicts, and what its readers keep."""
+"""Eviction from the cache, and arrays that stay readable after it."""
 
 import os
 from pathlib import Path

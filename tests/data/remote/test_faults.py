@@ -210,7 +210,7 @@ def test_damaged_chunk_is_read_again(proxy: StoreProxy, remote: dict[str, Any], 
 def test_full_disk_is_one_line(
     proxy: StoreProxy, remote: dict[str, Any], tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With chunks to evict, reading goes on in what is left of the disk."""
+    """On a full disk, old chunks are evicted to make room."""
     expected = list(read_batches(make_config({**remote, "paths": [str(tmp_path / "data" / "a")]})))
     write = chunk_cache.ChunkCache._write
     cache = tmp_path / "cache"

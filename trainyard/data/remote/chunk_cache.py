@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, is_disk_full
 from trainyard.data.file_lock import NumberedLocks
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 CHECKSUM_BYTES = 4
 EVICT_TO = 0.9
 """Fraction of the bound that eviction leaves, so that it is not needed for every chunk."""

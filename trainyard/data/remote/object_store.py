@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.data.remote.fetch_pool import process_ends
+from trainyard.download.sources.object_store import CREDENTIAL_ERRORS, open_filesystem
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -22,8 +23,7 @@ LIST_LIMIT_S = 60.0
 READ_LIMIT_S = 600.0
 """Seconds of retries until a read fails. Other ranks wait in a collective meanwhile, for up to half an hour."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
-PIP_EXTRAS = {"s3": "s3", "s3a": "s3"}
-"""The extra of the trainyard package that a protocol needs."""
+S3_PROTOCOLS = ("s3", "s3a")
 S3_CLIENT = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}, "max_pool_connections": 32}
 """Settings of botocore, whose own retries would multiply with those of this module."""
 VERSION_KEYS = ("ETag", "etag", "content_md5", "md5Hash", "sha256", "blob_id", "oid", "generation", "Last-Modified")
@@ -45,10 +45,6 @@ class StoredObject(NamedTuple):
     """ETag, or what the store has instead; empty if it has nothing."""
 
 
-def is_url(text: str) -> bool:
-    return "://" in text and not text.startswith("file://")
-
-
 class ObjectStore:
     """The objects of a bucket or host."""
 
@@ -57,18 +53,11 @@ class ObjectStore:
 
         self.protocol = url.partition("://")[0]
         options: dict[str, Any] = {}
-        if self.protocol in PIP_EXTRAS:
+        self.is_s3 = self.protocol in S3_PROTOCOLS
+        if self.is_s3:
             configured = fsspec.config.conf.get(self.protocol, {}).get("config_kwargs", {})
             options = {"config_kwargs": {**S3_CLIENT, **configured}}
-        try:
-            self.filesystem, _ = fsspec.core.url_to_fs(url, **options)
-        except ImportError as error:
-            extra = PIP_EXTRAS.get(self.protocol)
-            fix = f"pip install 'trainyard[{extra}]'" if extra else one_line(error)
-            raise UserError(f"{url}: {self.protocol}:// needs a package that is not installed: {fix}") from None
-        except ValueError as error:
-            raise UserError(f"{url}: {one_line(error)}") from None
-        self.is_s3 = self.protocol in PIP_EXTRAS
+        self.filesystem, _ = open_filesystem(url, **options)
         self.is_http = self.protocol in ("http", "https")
         self.hub_commits: dict[str, str] = {}
         """hf://: the commit that is read of each repository, since branches move."""
@@ -221,7 +210,7 @@ def _permanent_error(url: str, error: Exception) -> UserError | None:
         return ObjectChanged(changed_message(url))
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return ObjectChanged(f"{url}: no such object any more; restore it")
-    credentials = type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+    credentials = type(error).__name__ in CREDENTIAL_ERRORS
     if isinstance(error, PermissionError) or credentials or status in (401, 403):
         return UserError(f"{url}: no access with the credentials of this environment: {one_line(error)}")
     is_invalid = isinstance(error, OSError) and error.errno == 22 and status is None  # s3fs drops the status of a HEAD

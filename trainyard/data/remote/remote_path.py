@@ -9,10 +9,12 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from trainyard.config.data_schema import DataSection
+from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
-from trainyard.data.remote.chunk_cache import GIB, ChunkCache, open_cache
-from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, is_url, root_of
+from trainyard.data.remote.chunk_cache import ChunkCache, open_cache
+from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, root_of
 from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
+from trainyard.download.location import is_url
 
 
 class RemoteFiles:

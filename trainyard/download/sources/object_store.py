@@ -156,12 +156,7 @@ def _translate(error: Exception, label: str) -> Exception:
         return UserError(f"{label}: no such file, directory or bucket")
     if isinstance(error, PermissionError):
         return UserError(f"{label}: access denied; set AWS_PROFILE, or ask the owner of the bucket for access")
-    if type(error).__name__ in (
-        "NoCredentialsError",
-        "ProfileNotFound",
-        "InvalidConfigError",
-        "PartialCredentialsError",
-    ):
+    if type(error).__name__ in CREDENTIAL_ERRORS:
         return UserError(f"{label}: {redact(one_line(error))}; set AWS_PROFILE")
     if isinstance(error, UserError | TransferError):
         return error
