@@ -66,6 +66,11 @@ class ModelConfig(Section):
         return getattr(self, "experts", 0)
 
     @property
+    def has_static_shapes(self) -> bool:
+        """True if the shapes of activations do not depend on values, as compilers of Trainium require."""
+        return True
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of a block's two output projections."""
         return self.init_std / (2 * self.layers) ** 0.5 if self.scaled_init else self.init_std

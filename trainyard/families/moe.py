@@ -29,6 +29,10 @@ class MoeConfig(DecoderConfig):
     """Coefficient of the router's z loss (the squared logsumexp of its logits), a mean over tokens and a sum over
     layers; 0: none."""
 
+    @property
+    def has_static_shapes(self) -> bool:
+        return self.capacity_factor is not None
+
     @model_validator(mode="after")
     def _check_top_k(self) -> Self:
         if self.top_k > self.experts:

@@ -45,13 +45,17 @@ class MoeMLP(Recomputable):
         x_BTD = self.tp.gather_sum_grads(x_BTD) if self.tp.sequence_parallel else self.tp.copy_sum_grads(x_BTD)
         logits_BTE = F.linear(x_BTD.float(), self.router["weight"].float())
         weight_NK, expert_NK = self._choose_experts(logits_BTE)
+        pairs_BE = self._count(expert_NK.view(*x_BTD.shape[:2], -1))
         if self.training and torch.is_grad_enabled():
-            count_BE = self._count(expert_NK.view(*x_BTD.shape[:2], -1)).float()
+            count_BE = pairs_BE.float()
             self.pair_counts += count_BE.sum(0)
             if self.c.balance_loss or self.c.z_loss:
                 x_BTD = _AddLoss.apply(x_BTD, self._router_loss(logits_BTE, count_BE))  # type: ignore[no-untyped-call]
         has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_products)
-        out_NKD = self._apply_in_slots(x_BTD, expert_NK) if has_capacity else self._apply_all(x_BTD, expert_NK)
+        if has_capacity:
+            out_NKD = self._apply_in_slots(x_BTD, expert_NK)
+        else:
+            out_NKD = self._apply_all(x_BTD, expert_NK, pairs_BE.sum(0, dtype=torch.int32))
         y_ND = (out_NKD * weight_NK.to(x_BTD.dtype)[..., None]).sum(1)
         return self.tp.reduce_output(y_ND.view_as(x_BTD))
 
@@ -65,11 +69,10 @@ class MoeMLP(Recomputable):
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         return weight_NK, expert_NK
 
-    def _apply_all(self, x_BTD: Tensor, expert_NK: Tensor) -> Tensor:
+    def _apply_all(self, x_BTD: Tensor, expert_NK: Tensor, count_E: Tensor) -> Tensor:
         """The results of all (token, expert) pairs, [N, K, D]: sort them by expert and multiply group by group."""
         x_ND = x_BTD.flatten(0, 1)
         order = expert_NK.flatten().argsort(stable=True)
-        count_E = self._count(expert_NK)
         rows = x_ND.index_select(0, order // self.c.top_k)
         if self.ep.size == 1:
             out = self._multiply(rows, count_E.cumsum(0, dtype=torch.int32))

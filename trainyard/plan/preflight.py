@@ -22,7 +22,7 @@ def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     if plan.original_config.layout.cp_method != plan.config.layout.cp_method:
         message = "layout.cp_method=ring: Trainium gathers keys and values instead, and so does this plan"
         problems.append(PlanProblem(f"{message}; nearest: layout.cp_method=all_gather", False))
-    if plan.hardware.entry.kind == "trainium" and getattr(plan.config.model, "capacity_factor", 1.0) is None:
+    if plan.hardware.entry.kind == "trainium" and not plan.config.model.has_static_shapes:
         message = "model.capacity_factor=null: the graphs of Trainium have static shapes; nearest: 2.0"
         problems.append(PlanProblem(message, True))
     problems += [*_memory_problems(plan, fixes), *_disk_problems(plan), *_host_memory_problems(plan)]

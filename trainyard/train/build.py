@@ -99,7 +99,7 @@ def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, 
 def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:
     """This rank's pipeline stages, without memory for their parameters."""
     method, decomposed, layout = config.layout.cp_method, device.decomposes_attention, mesh.layout
-    if getattr(config.model, "capacity_factor", 1.0) is None and not device.has_grouped_products:
+    if not (config.model.has_static_shapes or device.has_grouped_products):
         raise UserError("model.capacity_factor=null: this device needs static shapes; nearest: 2.0")
     if decomposed and method == "ring" and layout.cp > 1:
         logger.warning("layout.cp_method=ring: this device gathers keys and values instead")
