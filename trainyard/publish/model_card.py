@@ -96,7 +96,7 @@ def _training(facts: CardFacts) -> str:
         "global batch": f"{config.train.global_batch:,} x {config.data.seq_len:,} tokens",
         "optimizer": f"{config.optimizer.kind}, lr {config.optimizer.lr:g}, schedule {config.schedule.kind}",
         "precision": config.precision.kind,
-        "layout": " ".join(f"{k}={getattr(config.layout, k)}" for k in ("tp", "pp", "cp", "zero")),
+        "layout": " ".join(f"{k}={getattr(config.layout, k)}" for k in ("tp", "pp", "cp", "ep", "zero")),
         "seed": str(config.train.seed),
         "started from": _base_name(config.checkpoint.init_from) if config.checkpoint.init_from else "",
         "device": f"{run.ranks or 1} x {run.device}" if run and run.device else "",
