@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,26 +107,31 @@ def measure(
         for batch in batches:
             prompts = torch.randint(0, shape["vocab_size"], (batch, prompt_length), device=device)
             options = InferenceOptions(device, max_batch=batch, max_seq_len=1024, compiled=device == "cpu")
-            ours = load_for_inference(directory, options)
+            ours = {"trainyard": load_for_inference(directory, options)}
+            if device == "cuda":
+                ours["trainyard, fp8 weights"] = load_for_inference(directory, replace(options, fp8_weights=True))
             peers = {"transformers": Transformers(theirs)}
             if device == "cuda":
                 peers["transformers, static cache, compiled"] = Transformers(theirs, cache_implementation="static")
-            timings = {name: Timing(batch) for name in ("trainyard", *peers)}
-            run_ours(ours, prompts)  # compile, capture, tune
+            timings = {name: Timing(batch) for name in (*ours, *peers)}
+            for model in ours.values():
+                run_ours(model, prompts)  # compile, capture, tune
             for peer in peers.values():
                 for new_tokens in (1, NEW_TOKENS, NEW_TOKENS):
                     peer.run(prompts, new_tokens)
             equal = 0
             for _ in range(rounds):  # turn by turn, so that a change of the clock hits all
-                tokens, seconds, first = run_ours(ours, prompts)
-                timings["trainyard"].seconds.append(seconds)
-                timings["trainyard"].first.append(first)
+                texts = {}
+                for name, model in ours.items():
+                    texts[name], seconds, first = run_ours(model, prompts)
+                    timings[name].seconds.append(seconds)
+                    timings[name].first.append(first)
                 for name, peer in peers.items():
                     peer_tokens, seconds = peer.run(prompts, NEW_TOKENS)
                     timings[name].seconds.append(seconds)
                     timings[name].first.append(peer.run(prompts, 1)[1])
                     if name == "transformers":
-                        equal = sum(a == b for a, b in zip(tokens, peer_tokens, strict=True))
+                        equal = sum(a == b for a, b in zip(texts["trainyard"], peer_tokens, strict=True))
             for name, timing in timings.items():
                 rows.append({"batch": batch, "system": name, **timing.summary()})
                 print(rows[-1], flush=True)

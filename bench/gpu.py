@@ -7,7 +7,7 @@
 trainyard is `trainyard train` in its own process: real loader, logging on, results from its metrics.jsonl (steps after
 the fourth). A peer is the same step in its own process: forward, loss, backward, clipping and AdamW on random tokens of
 the same shape with as many micro batches. transformers: bf16 weights with fp32 master weights and AdamW state, torch's
-fused AdamW. torchtitan: its Llama 3, its compiled blocks and loss, its FSDP2 on one rank (fp32 weights, bf16
+fused AdamW. torchtitan: its Llama 3 and Qwen3, its compiled blocks and loss, its FSDP2 on one rank (fp32 weights, bf16
 compute) and its clipping. MFU counts every query-key pair (full) or only the unmasked ones (causal).
 """
 
@@ -31,6 +31,8 @@ import yaml
 from trainyard import devices, models
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.families.builtin.llama import LlamaConfig
+from trainyard.families.builtin.qwen3_moe import Qwen3MoeConfig
 from trainyard.families.hf_config import to_hf
 from trainyard.models.flops import flops_per_sample
 
@@ -52,6 +54,24 @@ LLAMA = {
     "train": {"steps": 8, "global_batch": 16, "micro_batch": 1},
     "precision": {"kind": "bf16"},
 }  # fmt: skip
+LLAMA_1B = {
+    "model": {
+        "family": "llama", "vocab": 128256, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192,
+        "max_positions": 4096, "rope_theta": 500000.0,
+    },
+    "data": {"source": "synthetic", "seq_len": 4096},
+    "train": {"steps": 12, "global_batch": 32, "micro_batch": 8},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
+MOE = {
+    "model": {
+        "family": "qwen3_moe", "vocab": 32000, "hidden": 2048, "layers": 16, "heads": 16, "kv_heads": 8, "ffn": 1792,
+        "experts": 16, "top_k": 2, "normalize_top_k": True, "max_positions": 4096,
+    },
+    "data": {"source": "synthetic", "seq_len": 4096},
+    "train": {"steps": 12, "global_batch": 32, "micro_batch": 8},
+    "precision": {"kind": "bf16"},
+}  # fmt: skip
 BERT = {
     "model": {"family": "bert", "vocab": 30522, "hidden": 1024, "layers": 24, "heads": 16, "max_positions": 512},
     "data": {"source": "synthetic", "seq_len": 128, "max_predictions": 20},
@@ -63,6 +83,9 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek-1.3b": DEEPSEEK,
     "deepseek-1.3b-fp8": {**DEEPSEEK, "precision": {"kind": "fp8"}},
     "llama2-7b": LLAMA,
+    "llama3.2-1b": LLAMA_1B,
+    "llama3.2-1b-fp8": {**LLAMA_1B, "precision": {"kind": "fp8"}},
+    "moe-3b": MOE,
     "bert-large": BERT,
 }
 PEERS = ("transformers eager", "transformers compiled", "torchtitan")
@@ -113,25 +136,12 @@ def time_peer(peer: str, case: str) -> dict[str, float]:
 def torchtitan_step(config: Config, device: torch.device) -> Callable[[], None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.config.job_config import Compile
     from torchtitan.distributed.utils import clip_grad_norm_
-    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-    from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp
 
-    model = config.model
-    assert model.family == "llama"
-    # torchtitan computes the MLP width: 8/3 of the hidden size, rounded up.
-    sizes = TransformerModelArgs(
-        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads,
-        vocab_size=model.vocab, multiple_of=128, max_seq_len=config.data.seq_len,
-    )  # fmt: skip
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
-    with torch.device("meta"):
-        transformer = Transformer(sizes)
-    assert transformer.layers["0"].feed_forward.w1.weight.shape[0] == model.ffn
-    apply_compile(transformer, Compile(enable=True))
-    apply_fsdp(transformer, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    build = torchtitan_moe if config.model.num_experts else torchtitan_llama
+    transformer = build(config, mesh)
     transformer.to_empty(device=device)
     with torch.no_grad():
         transformer.init_weights(buffer_device=device)
@@ -139,7 +149,7 @@ def torchtitan_step(config: Config, device: torch.device) -> Callable[[], None]:
     loss = torch.compile(cross_entropy_loss)
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     size, sequence = config.train.micro_batch, config.data.seq_len
-    tokens = torch.randint(0, model.vocab, (size, sequence), device=device)
+    tokens = torch.randint(0, config.model.vocab, (size, sequence), device=device)
     count = config.train.global_batch * sequence
 
     def step() -> None:
@@ -155,12 +165,57 @@ def torchtitan_step(config: Config, device: torch.device) -> Callable[[], None]:
     return step
 
 
+def torchtitan_llama(config: Config, mesh: Any) -> torch.nn.Module:
+    from torchtitan.config.job_config import Compile
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_compile, apply_fsdp
+
+    model = config.model
+    assert isinstance(model, LlamaConfig)
+    # torchtitan computes the MLP width: 8/3 of the hidden size times a factor, rounded up.
+    sizes = TransformerModelArgs(
+        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab, multiple_of=128, max_seq_len=config.data.seq_len,
+        ffn_dim_multiplier=model.ffn / (8 * model.hidden / 3) if model.ffn > 3 * model.hidden else None,
+    )  # fmt: skip
+    with torch.device("meta"):
+        transformer = Transformer(sizes)
+    assert transformer.layers["0"].feed_forward.w1.weight.shape[0] == model.ffn
+    apply_compile(transformer, Compile(enable=True))
+    apply_fsdp(transformer, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    return transformer
+
+
+def torchtitan_moe(config: Config, mesh: Any) -> torch.nn.Module:
+    """torchtitan's Qwen3 with the routing of ours, without its balancing bias."""
+    from torchtitan.config.job_config import Compile
+    from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+
+    model = config.model
+    assert isinstance(model, Qwen3MoeConfig)
+    routing = MoEArgs(
+        num_experts=model.experts, num_shared_experts=0, top_k=model.top_k, score_func="softmax", route_norm=True,
+        score_before_experts=False, load_balance_coeff=None,
+    )  # fmt: skip
+    sizes = Qwen3ModelArgs(
+        dim=model.hidden, n_layers=model.layers, n_heads=model.heads, n_kv_heads=model.num_kv_heads,
+        vocab_size=model.vocab, head_dim=model.head_size, hidden_dim=model.ffn, max_seq_len=config.data.seq_len,
+        moe_enabled=True, moe_inter_dim=model.ffn, moe_args=routing,
+    )  # fmt: skip
+    with torch.device("meta"):
+        transformer = Qwen3Model(sizes)
+    apply_compile(transformer, Compile(enable=True), False)
+    apply_fsdp(transformer, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    return transformer
+
+
 def transformers_step(config: Config, device: torch.device, compiled: bool) -> Callable[[], None]:
     import transformers
 
-    kind = {"llama": "LlamaForCausalLM", "bert": "BertForPreTraining"}[config.model.family]
-    cls = getattr(transformers, kind)
     settings = {key: value for key, value in to_hf(config.model).items() if "dtype" not in key}
+    cls = getattr(transformers, settings["architectures"][0])
     torch.manual_seed(0)
     with device:  # initializing 7B on a CPU takes a minute
         model = cls(cls.config_class(**settings, attn_implementation="sdpa")).to(torch.bfloat16)
@@ -252,7 +307,7 @@ def main() -> None:
         rows: dict[str, Any] = {"trainyard": with_throughput(config, run_trainyard(case, arguments.set))}
         if not arguments.only_ours and not case.endswith("fp8"):
             for peer in PEERS:
-                if peer == "torchtitan" and (config.model.family != "llama" or not find_spec("torchtitan")):
+                if peer == "torchtitan" and (config.model.family == "bert" or not find_spec("torchtitan")):
                     continue
                 found = run_peer(peer, case)
                 rows[peer] = found if isinstance(found, str) else with_throughput(config, found)
