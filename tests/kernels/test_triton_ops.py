@@ -193,6 +193,30 @@ def test_rope(dtype: torch.dtype, shape: tuple[int, int, int], per_sample: bool)
     compare("rope", dtype, [qkv], angle.cos(), angle.sin(), heads, kv_heads)
 
 
+@each_value(dtype=DTYPES, shape=[(4, 4, 16), (6, 2, 24), (3, 1, 8)], per_sample={"shared": False, "per-sample": True})
+def test_norm_rope(dtype: torch.dtype, shape: tuple[int, int, int], per_sample: bool) -> None:
+    heads, kv_heads, head_dim = shape
+    qkv = 3 * random(2, 5, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    weights = [1 + 0.2 * random(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    angle = random(2, 1, 5, head_dim // 2) if per_sample else random(5, head_dim // 2)
+    angle = torch.cat((angle, angle), -1)
+    compare("norm_rope", dtype, [qkv, *weights], 1e-6, angle.cos(), angle.sin(), heads, kv_heads)
+
+
+@pairwise(dtype=DTYPES, top_k=[1, 2, 3], columns=[64, 2048 + 40])
+def test_sum_rows(dtype: torch.dtype, top_k: int, columns: int) -> None:
+    rows, dy = random(7 * top_k, columns, dtype=dtype), random(7, columns, dtype=dtype, seed=1)
+    index = torch.randperm(7 * top_k, generator=torch.Generator().manual_seed(0)).view(7, top_k).to(DEVICE)
+    weight = random(7, top_k, seed=2).abs()
+    fused, reference = TritonKernels(), Kernels()
+    for factor in (weight, None):
+        close(fused.sum_rows(rows, index, factor), reference.sum_rows(rows.float(), index, factor).to(dtype), dtype)
+    actual = fused.sum_rows_backward(dy, rows, index, weight)
+    expected = reference.sum_rows_backward(dy.float(), rows.float(), index, weight)
+    close(actual[0], expected[0].to(dtype), dtype)
+    close(actual[1], expected[1], torch.float32 if dtype == torch.float32 else dtype)
+
+
 @pairwise(dtype=DTYPES, vocab=[100, 4096 + 77])
 def test_cross_entropy(dtype: torch.dtype, vocab: int) -> None:
     logits = 4 * random(6, vocab, dtype=dtype)
@@ -329,6 +353,25 @@ VECTORS: dict[str, tuple[int, Call]] = {
     "dropout": (1, lambda k, x, v: k.add_dropout(x, x, v[0], make_dropout(0.2))),
     "gelu": (1, lambda k, x, v: k.bias_gelu(x, v[0], False)),
 }
+
+
+@pairwise(dtype=DTYPES, columns=[40, 128 + 24], tokens=[1, 90])
+def test_embedding_gradient_accumulates_into_its_buffer(dtype: torch.dtype, columns: int, tokens: int) -> None:
+    """Tokens repeat: one is half of the text, so that its rows take several tiles."""
+    weight = torch.nn.Parameter(random(11, columns, dtype=dtype))
+    index = torch.randint(0, 11, (2, tokens), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+    index[0] = 5
+    grad = random(2, tokens, columns, dtype=dtype)
+    total, notified, fused = random(11, columns, seed=1), [], TritonKernels()
+    expected = total.clone()
+    fused.wgrad_buffers[weight] = total
+    accumulate_into(weight, total, lambda: notified.append(1))
+    out = fused.embedding(index, weight)
+    assert torch.equal(out, F.embedding(index, weight))
+    out.backward(grad)
+    expected.index_add_(0, index.flatten().long(), grad.flatten(0, 1).float())
+    close(total, expected, torch.float32)
+    assert notified == [1]
 
 
 @each_value(name=list(VECTORS), total_dtype=DTYPES, one_without_buffer={"all-buffers": False, "one-missing": True})

@@ -77,7 +77,7 @@ class CudaDevice(StreamDevice):
     name = "cuda"
     process_group_backend = "nccl"
     package = torch.cuda
-    max_logits_bytes = 1 << 29
+    max_logits_bytes = 1 << 30  # fewer tokens at a time would read and write the gradient of the weight more often
     attention_kernels = tuple(SDPA_BACKENDS)
     memory_model = "gpu"
     device_index_in_code = True

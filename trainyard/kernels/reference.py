@@ -50,6 +50,9 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Fp8Options | None = None) -> Tensor:
         return fp8_linear(x, weight, bias, fp8, reference=True) if fp8 else F.linear(x, weight, bias)
 
+    def embedding(self, index: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(index, weight)
+
     def add_rms_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the residual x + y (x if y is None) and its RMS norm."""
         x = x if y is None else x + y
@@ -86,6 +89,28 @@ class Kernels:
         projections = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
         q, k, v = (y.view(*y.shape[:2], -1, head_dim).transpose(1, 2) for y in projections)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def norm_rope(
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
+        kv_heads: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`rope` after an RMSNorm of each head of q and k."""
+        x = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
+        q, k, v = torch.split(x, [heads, kv_heads, kv_heads], 2)
+        q, k = (F.rms_norm(y, w.shape, w, eps) for y, w in ((q, q_weight), (k, k_weight)))
+        return self.rope(torch.cat((q, k, v), 2).flatten(2), cos, sin, heads, kv_heads)
+
+    def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
+        """Row n of the result is the sum over k of weight[n, k] (fp32; None: 1) times x[index[n, k]]."""
+        rows = x.index_select(0, index.flatten()).view(*index.shape, -1)
+        return (rows if weight is None else rows * weight.to(x.dtype)[..., None]).sum(1)
+
+    def sum_rows_backward(self, dy: Tensor, x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of x and of the weights. Every row of x belongs to exactly one entry of the index."""
+        rows = x.index_select(0, index.flatten()).view(*index.shape, -1)
+        d_rows = (dy[:, None] * weight.to(x.dtype)[..., None]).flatten(0, 1)
+        dx = torch.empty_like(x).index_copy(0, index.flatten(), d_rows)
+        return dx, (dy[:, None] * rows).sum(-1, dtype=torch.float32)
 
     def decode_attention(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,

@@ -67,7 +67,7 @@ class ModuleFactory:
         return Embedding(self.parameter(f"{name}.weight"))
 
     def vocab_embedding(self, name: str) -> VocabEmbedding:
-        return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp)
+        return VocabEmbedding(self.parameter(f"{name}.weight"), self.tp, self.kernels)
 
     def output_projection(self, name: str) -> OutputProjection:
         return OutputProjection(self.parameter(f"{name}.weight"), self.tp)

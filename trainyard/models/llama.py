@@ -12,7 +12,7 @@ from trainyard.families.decoder import DecoderConfig
 from trainyard.families.moe import MoeConfig
 from trainyard.models.base import TransformerStage
 from trainyard.models.factory import ModuleFactory
-from trainyard.models.layers import RMSNorm, SwiGLU, rope_frequencies
+from trainyard.models.layers import SwiGLU, rope_frequencies
 from trainyard.models.moe import MoeMLP
 from trainyard.models.output import ModelOutput
 from trainyard.parallel.recompute import Recomputable
@@ -35,17 +35,13 @@ class LlamaAttention(Recomputable):
         projections = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
         qkv = projections[0] if len(projections) == 1 else torch.cat(projections, -1)
         if self.q_norm and self.k_norm:
-            qkv = _normalize_heads(qkv, self.q_norm, self.k_norm, *self.local_heads)
-        q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.norm_rope(
+                qkv, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_TK, sin_TK, *self.local_heads
+            )
+        else:
+            q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
         y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
         return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
-
-
-def _normalize_heads(qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, heads: int, kv_heads: int) -> Tensor:
-    """Normalize each head of q and k in [B, T, (H + 2 G) K]."""
-    x = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1)
-    q, k, v = torch.split(x, [heads, kv_heads, kv_heads], 2)
-    return torch.cat((q_norm(q)[1], k_norm(k)[1], v), 2).flatten(2)
 
 
 class LlamaMLP(Recomputable):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainyard.families.moe import MoeConfig
 from trainyard.kernels.grouped_linear import grouped_linear
+from trainyard.kernels.reference import Kernels
 from trainyard.models.expert_slots import assign_slots
 from trainyard.models.factory import ModuleFactory
 from trainyard.models.layers import SwiGLU
@@ -33,7 +34,7 @@ class MoeMLP(Recomputable):
         self.c, self.tp, self.cp, self.ep = c, make.tp, make.cp, make.ep
         self.router = make.parameters(f"{name}.router", ["weight"])
         self.experts = make.parameters(f"{name}.experts", ["gate_up", "down"])
-        self.activation = SwiGLU(make.kernels)
+        self.kernels, self.activation = make.kernels, SwiGLU(make.kernels)
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
         self.register_buffer("cp_rank", torch.tensor(self.cp.rank, dtype=torch.int32), persistent=False)
         self.has_grouped_products = True
@@ -54,9 +55,9 @@ class MoeMLP(Recomputable):
         has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_products)
         if has_capacity:
             out_NKD = self._apply_in_slots(x_BTD, expert_NK)
+            y_ND = (out_NKD * weight_NK.to(x_BTD.dtype)[..., None]).sum(1)
         else:
-            out_NKD = self._apply_all(x_BTD, expert_NK, pairs_BE.sum(0, dtype=torch.int32))
-        y_ND = (out_NKD * weight_NK.to(x_BTD.dtype)[..., None]).sum(1)
+            y_ND = self._apply_all(x_BTD, expert_NK, weight_NK, pairs_BE.sum(0, dtype=torch.int32))
         return self.tp.reduce_output(y_ND.view_as(x_BTD))
 
     def _choose_experts(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,19 +70,21 @@ class MoeMLP(Recomputable):
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         return weight_NK, expert_NK
 
-    def _apply_all(self, x_BTD: Tensor, expert_NK: Tensor, count_E: Tensor) -> Tensor:
-        """The results of all (token, expert) pairs, [N, K, D]: sort them by expert and multiply group by group."""
-        x_ND = x_BTD.flatten(0, 1)
+    def _apply_all(self, x_BTD: Tensor, expert_NK: Tensor, weight_NK: Tensor, count_E: Tensor) -> Tensor:
+        """The weighted sums over experts, [N, D]: sort the (token, expert) pairs by expert, multiply group by group."""
         order = expert_NK.flatten().argsort(stable=True)
-        rows = x_ND.index_select(0, order // self.c.top_k)
+        place_NK = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+        place_NK = place_NK.view_as(expert_NK)
+        rows = _GatherRows.apply(x_BTD.flatten(0, 1), order, place_NK, self.kernels)  # type: ignore[no-untyped-call]
         if self.ep.size == 1:
             out = self._multiply(rows, count_E.cumsum(0, dtype=torch.int32))
         else:
             counts = self.ep.exchange_counts(count_E)
-            ends_E = counts[1].sum(0).cumsum(0, dtype=torch.int32).to(x_ND.device, non_blocking=True)
+            ends_E = counts[1].sum(0).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
             out = self._multiply(self.ep.dispatch(rows, counts), ends_E)
             out = self.ep.combine(out, counts, rows.shape[0])
-        return out.index_select(0, order.argsort()).view(*expert_NK.shape, -1)
+        y_ND: Tensor = _SumRows.apply(out, place_NK, weight_NK, self.kernels)  # type: ignore[no-untyped-call]
+        return y_ND
 
     def _multiply(self, rows: Tensor, ends_E: Tensor) -> Tensor:
         """The rows of this rank's experts, sorted by expert, times their matrices; those of expert e end at ends[e]."""
@@ -137,6 +140,39 @@ def _top_k_by_maximum(x_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         indices.append(index_N1)
         rest_NE = torch.where(chosen_NE, -1.0, rest_NE)
     return torch.stack(values, -1), torch.cat(indices, -1)
+
+
+class _GatherRows(torch.autograd.Function):
+    """The rows of (token, expert) pairs, sorted by expert: row m is that of token order[m] // K.
+
+    Backward gathers too: adding rows to their tokens one by one would need atomic operations, which are slow and add in
+    any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order: Tensor, place_NK: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(place_NK)
+        ctx.kernels = kernels
+        return x_ND.index_select(0, order // place_NK.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.kernels.sum_rows(grads[0], ctx.saved_tensors[0], None), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """The results of each token's experts, times their weights, [N, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, place_NK: Tensor, weight_NK: Tensor, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(out, place_NK, weight_NK)
+        ctx.kernels = kernels
+        return kernels.sum_rows(out, place_NK, weight_NK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_out, d_weight = ctx.kernels.sum_rows_backward(grads[0], *ctx.saved_tensors)
+        return d_out, None, d_weight, None
 
 
 class _AddLoss(torch.autograd.Function):

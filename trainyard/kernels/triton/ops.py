@@ -11,7 +11,7 @@ from trainyard.compat import add_matmul_
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.fp8_linear import Fp8Options, fp8_linear
 from trainyard.kernels.reference import Kernels
-from trainyard.kernels.triton import adamw, cross_entropy, dropout, gelu, layer_norm, rms_norm
+from trainyard.kernels.triton import adamw, cross_entropy, dropout, gelu, layer_norm, rms_norm, row_sums
 from trainyard.kernels.triton import rope as rotary
 from trainyard.kernels.triton import swiglu as swiglu_kernels
 from trainyard.kernels.triton.attention import ops as attention
@@ -33,6 +33,10 @@ class TritonKernels(Kernels):
             return fp8_linear(x, weight, bias, fp8)
         buffers = self._wgrad_buffers(weight)
         return _LinearFusedWgrad.apply(x, weight, bias, *buffers) if buffers else super().linear(x, weight, bias)  # type: ignore[no-untyped-call]
+
+    def embedding(self, index: Tensor, weight: Tensor) -> Tensor:
+        buffers = self._wgrad_buffers(weight)
+        return _EmbeddingFusedWgrad.apply(index, weight, *buffers) if buffers else super().embedding(index, weight)  # type: ignore[no-untyped-call]
 
     def _wgrad_buffers(self, *parameters: Tensor | None) -> "WgradBuffers":
         """The gradient buffers of all given parameters, or none. Compiled code needs gradients as tensors."""
@@ -64,6 +68,20 @@ class TritonKernels(Kernels):
     def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = _Rope.apply(qkv, cos, sin, heads, kv_heads)  # type: ignore[no-untyped-call]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def norm_rope(
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
+        kv_heads: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        buffers = self._wgrad_buffers(q_weight, k_weight)
+        q, k, v = _NormRope.apply(qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads, buffers)  # type: ignore[no-untyped-call]
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def sum_rows(self, x: Tensor, index: Tensor, weight: Tensor | None) -> Tensor:
+        return row_sums.sum_rows(x, index, weight)
+
+    def sum_rows_backward(self, dy: Tensor, x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return row_sums.sum_rows_backward(dy, x, index, weight)
 
 
 WgradBuffers = tuple[Tensor, ...]
@@ -99,6 +117,21 @@ class _LinearFusedWgrad(torch.autograd.Function):
         dx = (dy @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         add_matmul_(ctx.buffer, dy.t(), x.flatten(0, -2))
         return dx, None, dy.sum(0) if ctx.has_bias else None, None
+
+
+class _EmbeddingFusedWgrad(torch.autograd.Function):
+    """F.embedding whose gradient is added to the rows of a buffer, without a gradient of the whole vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.buffer = buffer
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        row_sums.add_rows_by_index_(ctx.buffer, ctx.saved_tensors[0].flatten(), grads[0].flatten(0, -2))
+        return None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -212,3 +245,21 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return rotary.rope_backward(*grads, *ctx.saved_tensors), None, None, None, None
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
+        kv_heads: int, buffers: WgradBuffers,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        ctx.eps, ctx.buffers = eps, buffers
+        q, k = rotary.norm_rope(qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads)
+        return q, k, qkv.view(*qkv.shape[:2], -1, cos.shape[-1])[:, :, heads + kv_heads :]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        d_qkv, partial_sums = rotary.norm_rope_backward(*grads, qkv, q_weight, k_weight, ctx.eps, cos, sin)
+        return d_qkv, *_reduce_vector_grads(partial_sums, q_weight.dtype, ctx.buffers), *[None] * 6

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainyard.families.decoder import DecoderConfig, LinearRopeScaling, Llama3RopeScaling
+from trainyard.kernels.reference import Kernels
 from trainyard.parallel.tensor_parallel import TensorAxis
 
 
@@ -35,13 +36,13 @@ class OutputProjection(nn.Module):
 class VocabEmbedding(OutputProjection):
     """A lookup in a vocabulary-parallel matrix: ranks sum what they find. Tied, it is the output projection too."""
 
-    def __init__(self, weight: nn.Parameter, tp: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, tp: TensorAxis, kernels: Kernels) -> None:
         super().__init__(weight, tp)
-        self.tp = tp
+        self.tp, self.kernels = tp, kernels
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self.kernels.embedding(tokens, self.weight)
         index = tokens - self.vocab_start
         is_local = (index >= 0) & (index < self.weight.shape[0])
         rows = F.embedding(torch.where(is_local, index, 0), self.weight)

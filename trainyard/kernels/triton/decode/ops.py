@@ -5,6 +5,7 @@ from torch import Tensor
 
 from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.fp8_linear import Fp8Options
+from trainyard.kernels.reference import Kernels
 from trainyard.kernels.triton.decode import decode_attention as attention
 from trainyard.kernels.triton.decode import greedy_tokens
 from trainyard.kernels.triton.decode.deferred_ops import PendingLinear, PendingNorm, PendingRope, value_of
@@ -64,6 +65,14 @@ class DecodeKernels(TritonKernels):
         x_BHTK = qkv.view(*qkv.shape[:2], heads + 2 * kv_heads, -1).transpose(1, 2)
         q, k = PendingRope(x_BHTK[:, :heads], cos, sin), PendingRope(x_BHTK[:, heads:-kv_heads], cos, sin)
         return q, k, x_BHTK[:, -kv_heads:]
+
+    def norm_rope(
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int,
+        kv_heads: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        qkv = value_of(qkv)
+        norm_rope = Kernels.norm_rope if _is_decode_step(qkv) and qkv.shape[1] == 1 else TritonKernels.norm_rope
+        return norm_rope(self, qkv, q_weight, k_weight, eps, cos, sin, heads, kv_heads)
 
     def decode_attention(
         self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
