@@ -10,16 +10,17 @@ if (location.protocol === "file:") {
       this.frame.hidden = true
       document.body.append(this.frame)
       const inner = this.frame.contentWindow
+      const base = new URL(url, location.href)
       inner.importScripts = (...urls) =>
         urls.reduce((before, each) => before.then(() => new Promise((resolve, reject) => {
           const script = inner.document.createElement("script")
-          script.src = new URL(each, url)
+          script.src = new URL(each, base)
           script.onload = resolve
           script.onerror = reject
           inner.document.body.append(script)
         })), Promise.resolve())
       inner.postMessage = data => this.deliver(this, data)
-      inner.importScripts(url).then(() => {
+      inner.importScripts(base).then(() => {
         this.ready = true
         this.queue.splice(0).forEach(data => this.deliver(inner, data))
       })
