@@ -157,6 +157,12 @@ def test_architecture_picture_is_current() -> None:
     assert script["draw"]() == script["TARGET"].read_text(), "run: python scripts/architecture.py"
 
 
+def test_architecture_names_every_package() -> None:
+    table = (DOCS / "internals" / "architecture.md").read_text().split("## Packages")[1].split("##")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert named == {path.parent.name for path in (ROOT / "trainyard").glob("*/__init__.py")}
+
+
 @page_parameter
 def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
