@@ -55,7 +55,7 @@ COMMAND_HELP = {
     "precompile": "Compile all graphs of a run ahead of time.",
     "cache": "Manage compiled code: ls, verify, clean, clear-locks, pack, unpack.",
     "get": "Download models, tokenizers and data: from the Hub, S3 and the web.",
-    "data": "Prepare data: extract, tokenize, pack, bert, inspect; show the samples of a step.",
+    "data": "Prepare data: extract, train a tokenizer, tokenize, pack, bert, inspect, show.",
     "eval": "Evaluate a checkpoint of any format: loss, perplexity, bits per byte, tasks.",
     "convert": "Convert checkpoints between Hugging Face, NxD, DCP and native formats.",
     "push": "Upload a run or checkpoint to the Hub (with a model card) or to S3.",

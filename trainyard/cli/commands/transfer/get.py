@@ -6,13 +6,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
+
+if TYPE_CHECKING:
+    from trainyard.download.samples import Sample
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -55,17 +58,23 @@ def get(
 
       trainyard get megatron-wikipedia data
 
+      trainyard get sample-wikipedia data
+
       trainyard get https://example.com/text.tar.gz text --unpack
     """
     from trainyard.download.catalog import DATASETS
     from trainyard.download.get import GetOptions, check_existing, choose_target, list_source
     from trainyard.download.get import get as run_get
+    from trainyard.download.samples import SAMPLES
 
     if list_names:
         print_datasets()
         return 0
     if source is None:
         raise UserError("get: give a SOURCE, or --list")
+    if source in SAMPLES:
+        write_sample(SAMPLES[source], destination, dry_run, overwrite)
+        return 0
     dataset = DATASETS.get(source)
     options = GetOptions(
         sha256, unpack or bool(dataset and dataset.unpack), parse_size(max_size), all_files, tuple(include or ())
@@ -106,10 +115,26 @@ def get(
     return 0
 
 
+def write_sample(sample: "Sample", destination: str | None, dry_run: bool, overwrite: bool) -> None:
+    """Make a small data set on this machine."""
+    target = Path(destination or sample.name).expanduser()
+    if os.path.lexists(target) and not overwrite and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target}: already exists; --overwrite replaces it")
+    if dry_run:
+        print(f"{target}: {sample.description}; nothing is written")
+        return
+    count = sample.write(target)
+    size = sum(path.stat().st_size for path in target.iterdir())
+    print(f"{_short(target)}: {count:,} documents, {_size_text(size)}")
+    print(f"license: {sample.license}")
+    print(f"next: {sample.next_command.format(dest=destination or sample.name)}")
+
+
 def print_datasets() -> None:
     """The named data sets with size, license and the next command."""
     from trainyard.download.catalog import DATASETS
     from trainyard.download.get import ask_sizes
+    from trainyard.download.samples import SAMPLES
 
     if sys.stderr.isatty():
         print("asking the sources for sizes ...", file=sys.stderr)
@@ -122,6 +147,11 @@ def print_datasets() -> None:
             print(f"  from: {place}")
         print(f"  get:  trainyard get {dataset.name} {dataset.name}")
         print(f"  next: {dataset.next_command.format(dest=dataset.name)}")
+    for sample in SAMPLES.values():
+        print(f"{sample.name}: {sample.description}")
+        print(f"  license: {sample.license}")
+        print(f"  get:  trainyard get {sample.name} {sample.name}")
+        print(f"  next: {sample.next_command.format(dest=sample.name)}")
 
 
 def parse_size(text: str) -> int:

@@ -1,0 +1,138 @@
+"""Train a tokenizer on documents: byte-level BPE as in GPT-2 and Llama 3, or WordPiece as in BERT."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from trainyard.core.atomic_files import atomic_directory
+from trainyard.core.errors import UserError
+from trainyard.data.formats import documents
+from trainyard.data.formats.documents import UnreadableRecord
+
+KINDS = ("bpe", "wordpiece")
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+class TokenizerOptions(NamedTuple):
+    kind: str
+    """bpe or wordpiece."""
+    vocab_size: int
+    text_key: str = "text"
+    end_token: str = "<|endoftext|>"
+    """Token that ends a document; bpe only."""
+    lowercase: bool = True
+    """Lowercase the text and strip accents; wordpiece only."""
+
+    @property
+    def min_vocab_size(self) -> int:
+        """All bytes and the end token; for WordPiece the special tokens and some letters."""
+        return len(BYTE_ALPHABET) + 1 if self.kind == "bpe" else len(BERT_TOKENS) + 64
+
+
+def train_tokenizer(
+    paths: Sequence[Path],
+    output: Path,
+    options: TokenizerOptions,
+    on_unreadable: Callable[[UnreadableRecord], None],
+    on_bytes: Callable[[int], None],
+) -> int:
+    """Write the tokenizer's files into the directory `output`; returns the size of its vocabulary.
+
+    The files are tokenizer.json and tokenizer_config.json for transformers, and GPT-2's vocab.json and merges.txt or
+    BERT's vocab.txt.
+    """
+    if options.vocab_size < options.min_vocab_size:
+        raise UserError(f"--vocab-size {options.vocab_size}: {options.kind} needs at least {options.min_vocab_size}")
+    fast = _empty_bpe() if options.kind == "bpe" else _empty_wordpiece(options.lowercase)
+    fast.train_from_iterator(_texts(paths, options.text_key, on_unreadable, on_bytes), trainer=_trainer(options))
+    if options.kind == "bpe":
+        _append_end_token(fast, options.end_token)
+    else:
+        _add_bert_template(fast)
+    with atomic_directory(output) as directory:
+        fast.model.save(str(directory))
+        fast.save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text(json.dumps(_transformers_config(options), indent=2) + "\n")
+        for path in directory.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    return fast.get_vocab_size()
+
+
+def _texts(
+    paths: Sequence[Path],
+    key: str,
+    on_unreadable: Callable[[UnreadableRecord], None],
+    on_bytes: Callable[[int], None],
+) -> Iterator[list[str]]:
+    done = 0
+    for input_slice in documents.input_slices(paths):
+        records, unreadable = documents.read_documents(input_slice, [key])
+        for record in unreadable:
+            on_unreadable(record)
+        yield [text for (text,) in records]
+        done += input_slice.input_bytes
+        on_bytes(done)
+
+
+def _empty_bpe() -> Fast:
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _empty_wordpiece(lowercase: bool) -> Fast:
+    fast = Fast(models.WordPiece(unk_token="[UNK]"))
+    fast.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    fast.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    fast.decoder = decoders.WordPiece()
+    return fast
+
+
+def _trainer(options: TokenizerOptions) -> Any:
+    if options.kind == "bpe":
+        return trainers.BpeTrainer(
+            vocab_size=options.vocab_size - 1, initial_alphabet=BYTE_ALPHABET, show_progress=False
+        )
+    # Letters of the alphabet are counted twice: as the start of a word and as its continuation.
+    alphabet = (options.vocab_size - len(BERT_TOKENS)) // 2
+    return trainers.WordPieceTrainer(
+        vocab_size=options.vocab_size,
+        special_tokens=list(BERT_TOKENS),
+        limit_alphabet=min(alphabet, 1000),
+        show_progress=False,
+    )
+
+
+def _append_end_token(fast: Fast, token: str) -> None:
+    """The end token is the last id and part of the model's vocabulary, as in GPT-2's vocab.json."""
+    model = json.loads(fast.to_str())["model"]
+    vocab = model["vocab"] | {token: len(model["vocab"])}
+    fast.model = models.BPE(vocab, [tuple(pair) for pair in model["merges"]])
+    fast.add_special_tokens([token])
+
+
+def _add_bert_template(fast: Fast) -> None:
+    """Encoding with special tokens gives [CLS] A [SEP] B [SEP]."""
+    first, last = (fast.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    fast.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", first), ("[SEP]", last)],
+    )
+
+
+def _transformers_config(options: TokenizerOptions) -> dict[str, Any]:
+    if options.kind == "bpe":
+        end = options.end_token
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    tokens = dict(zip(names, BERT_TOKENS, strict=True))
+    return {"tokenizer_class": "BertTokenizerFast", "do_lower_case": options.lowercase, **tokens}
