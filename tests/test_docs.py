@@ -215,7 +215,7 @@ def test_paths_exist(page: Path) -> None:
 @page_parameter
 def test_commands_and_their_options_exist(page: Path) -> None:
     for line in _command_lines(page.read_text()):
-        words = shlex.split(line, comments=True)
+        words = _words(line)
         if words[1:] in (["--version"], ["--help"], ["--install-completion"]) or len(words) == 1 or words[1].isupper():
             continue
         assert words[1] in COMMAND_HELP, line
@@ -227,14 +227,35 @@ def test_commands_and_their_options_exist(page: Path) -> None:
                 assert word.strip("[]").partition("=")[0] in options, line
 
 
+@page_parameter
+def test_keys_of_commands_exist(page: Path) -> None:
+    for line in _command_lines(page.read_text()):
+        for word in _words(line)[2:]:
+            if match := re.match(rf"((?:{SECTIONS})(?:\.\w+)+)=", word):
+                key = match[1]
+                assert key in known_keys() or key in DELIBERATE_MISTAKES or key.rpartition(".")[0] in known_keys(), line
+
+
+def _words(line: str) -> list[str]:
+    """Words of a command up to the first operator of the shell, without variables set before it."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in lexer:
+        if word and set(word) <= set("|&;<>"):
+            break
+        words.append(word)
+    return words
+
+
 def _command_lines(text: str) -> list[str]:
     """Lines of code blocks and inline code that start with `trainyard`, with continued lines joined."""
-    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(?:bash|sh|console)?(?: title=.*)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     blocks.append("\n".join(line[4:] for line in text.splitlines() if line.startswith("    ")))
     joined = "\n".join(blocks).replace("\\\n", " ")
     lines = [line.strip().removeprefix("$ ") for line in joined.splitlines()]
     lines += [code for code in re.findall(r"`(trainyard [^`\n]+)`", text) if "[" not in code and "..." not in code]
-    return [line for line in lines if re.match(r"trainyard [a-z-]+( |$)", line) and "|" not in line and "[" not in line]
+    return [line for line in lines if re.match(r"trainyard [a-z-]+( |$)", line) and " [" not in line]
 
 
 @cache
