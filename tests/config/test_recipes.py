@@ -95,6 +95,13 @@ def test_smoke_trial_trains(name: str, tmp_path: Path) -> None:
     assert summary.exported_weights.is_dir()
 
 
+def test_smoke_intervals_follow_the_number_of_steps() -> None:
+    small = smoke_config(load("tiny-llama"), overrides=["train.steps=60", "evaluate.every=10", "samples.every=5"])
+    assert (small.checkpoint.every, small.evaluate.every, small.samples.every) == (30, 10, 5)
+    assert smoke_config(load("tiny-llama"), overrides=["train.steps=60"]).evaluate.every == 30
+    assert smoke_config(load("tiny-llama"), overrides=["train.steps=1"]).checkpoint.every == 1
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_smoke_layout_fits_the_number_of_ranks(ranks: int) -> None:
     for name in recipe_names():

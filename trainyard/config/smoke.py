@@ -81,12 +81,13 @@ def smoke_config(
     shrink("train", steps=SMOKE_STEPS, micro_batch=micro_batch)
     shrink("train", global_batch=train["micro_batch"] * micro_batches * dp)
     shrink("schedule", warmup_steps=min(config.schedule.warmup_steps, 2), decay_steps=None)
+    half = max(train["steps"] // 2, 1)
     if data["evaluate"]["every"]:
-        shrink("evaluate", every=SMOKE_STEPS // 2, batches=2)
+        shrink("evaluate", every=half, batches=2)
     if data["samples"]["every"]:
-        shrink("samples", every=SMOKE_STEPS // 2, max_new_tokens=min(config.samples.max_new_tokens, SMOKE_NEW_TOKENS))
+        shrink("samples", every=half, max_new_tokens=min(config.samples.max_new_tokens, SMOKE_NEW_TOKENS))
     if config.checkpoint.saving_enabled:
-        shrink("checkpoint", every=SMOKE_STEPS // 2, every_minutes=0.0, keep=1)
+        shrink("checkpoint", every=half, every_minutes=0.0, keep=1)
     shrink("checkpoint", **CHECKPOINT_DEFAULTS)
     if config.profile.steps and config.profile.steps[1] > train["steps"]:
         shrink("profile", steps=[])
