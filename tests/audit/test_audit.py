@@ -53,6 +53,11 @@ PLANTS = {
     "float64": ("x = (x.double() * 2).float()", "dtypes", "float64[2, 16, 32]"),
     "gather": ("x = x + x.gather(2, labels.clamp(0, 31).long()[..., None])", "int64", "int64[2, 16, 1]"),
     "look-up": ("x = x + torch.ones(300, device=x.device)[labels.long()].sum()", "int64", "aten.index"),
+    "cross entropy": (
+        "x = x + torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.clamp(0, 31).flatten().long())",
+        "int64",
+        "aten.nll_loss_forward",
+    ),
     "backward": ("x = x + x.max(-1).values.sum()", "int64", "in the backward pass of this line, aten.scatter"),
     "mask": ("x = x + x[labels != -100].sum()", "shapes", "aten.index"),
     "nonzero": ("positions = (labels != 5).nonzero()", "shapes", "aten.nonzero"),
@@ -143,6 +148,18 @@ def test_graph_that_depends_on_the_step_is_found(
 def test_clean_custom_loss_has_no_violation(plant: Callable[..., tuple[Config, int]]) -> None:
     config, _ = plant("x = torch.where(labels[..., None] == 5, x, 0.0)  # here")
     assert run_audit(config).violations == []
+
+
+def test_custom_loss_of_logits_has_one_graph_for_all_ranks(plant: Callable[..., tuple[Config, int]]) -> None:
+    lines = """log_p = output.logits().float().log_softmax(-1)
+x = x.sum() - log_p.gather(-1, labels.clamp(min=0)[..., None])  # here"""
+    config, _ = plant(lines, layout={"tp": 2, "ranks": 2, "sequence_parallel": True, "zero": 1})
+    assert run_audit(config).violations == []
+
+
+def test_fix_of_cross_entropy_is_a_gather(planted_violations: tuple[str, list[Violation]]) -> None:
+    (fix,) = {each.fix for each in planted_violations[1] if "nll_loss" in each.description}
+    assert ".gather(-1, labels" in fix
 
 
 WIDER = {"hidden": 256, "ffn": 1024, "vocab": 2000}

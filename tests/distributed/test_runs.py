@@ -22,6 +22,7 @@ SLOW = pytest.mark.nightly
 RUNS = [
     pytest.param("gpt", False, *LAYOUTS[0]),
     pytest.param("gpt", True, *LAYOUTS[1]),
+    pytest.param("gpt", True, 2, {"tp": 2, "sequence_parallel": True, "zero": 1}),
     pytest.param("bert", False, *LAYOUTS[2]),
     pytest.param("moe", False, 4, {"ep": 2, "zero": 1}),
     pytest.param("moe", False, 4, {"ep": 2, "tp": 2, "zero": 0}, marks=SLOW),

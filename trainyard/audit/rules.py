@@ -8,10 +8,10 @@ import torch
 
 from trainyard.audit.unsupported_ops import (
     INDEX_ARGUMENTS,
-    INDEX_FIX,
     UNSUPPORTED_DTYPES,
     UNSUPPORTED_FP8_DTYPES,
     UNSUPPORTED_OPS,
+    index_fix,
     op_base_name,
 )
 from trainyard.core.constants import GIB
@@ -65,7 +65,7 @@ def check_operators(trace: RankTrace, generation: str) -> Iterator[Violation]:
         position = INDEX_ARGUMENTS.get(name, len(op.arguments))
         indices = op.arguments[position].tensors if position < len(op.arguments) else ()
         if any(tensor.dtype == torch.int64 and not tensor.on_host for tensor in indices):
-            yield violation("int64", "look-up by 64-bit integers", INDEX_FIX)
+            yield violation("int64", "look-up by 64-bit integers", index_fix(name))
         if op.dynamic_shape:
             fix = "torch.where, or multiplication by a mask"
             yield violation("shapes", "the shape of the result depends on values", fix)

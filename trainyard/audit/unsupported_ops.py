@@ -49,9 +49,18 @@ _INDEX_THIRD = (
 )
 INDEX_ARGUMENTS = {**dict.fromkeys(_INDEX_SECOND, 1), **dict.fromkeys(_INDEX_THIRD, 2)}
 """Position of the argument that is an index."""
-INDEX_FIX = "int32 (torch accepts it here: drop .long(); for the index of a maximum, compare with the maximum instead)"
+_INDEX_FIX = "int32 (torch accepts it here: drop .long(); for the index of a maximum, compare with the maximum instead)"
+_CROSS_ENTROPY_FIX = (
+    "-logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None]) with int32 labels: torch's cross_entropy takes "
+    "no int32; then mask ignored labels"
+)
 
 
 def op_base_name(name: str) -> str:
     """index_add for aten.index_add_.default and aten.index_add."""
     return name.split(".")[1].removesuffix("_")
+
+
+def index_fix(name: str) -> str:
+    """How to look up by int32, by `op_base_name`."""
+    return _CROSS_ENTROPY_FIX if name.startswith("nll_loss") else _INDEX_FIX

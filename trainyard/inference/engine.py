@@ -203,7 +203,7 @@ class Engine:
         """Logits of one token per row, [B, V], equal on all ranks."""
         output = self.model.head(x_B1D, {})
         logits = self.kernels.linear(output.hidden_for_head(), output.weight, output.bias)
-        return output.tp.gather_last_dim(logits)[:, 0, : output.vocab_size]
+        return output.gather_vocab(logits)[:, 0]
 
     def _read(self, results: Sequence[Tensor]) -> Callable[[], NextTokens]:
         """Start copying results to the host. The copies are queued before the step that overwrites the results."""

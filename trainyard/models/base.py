@@ -99,8 +99,8 @@ class TransformerStage(nn.Module):
         tokens_sharded: bool = False,
     ) -> ModelOutput:
         """A ModelOutput for this rank's rows of the vocabulary."""
-        vocab = (projection.vocab_start, self.vocab_size)
-        return ModelOutput(hidden, projection.weight, bias, next_sentence, self.tp, *vocab, tokens_sharded)
+        ranks = (self.tp, self.tp_rank, projection.vocab_start, self.vocab_size)
+        return ModelOutput(hidden, projection.weight, bias, next_sentence, *ranks, tokens_sharded)
 
     def token_positions(self, batch: Batch) -> Tensor:
         """Global positions of this rank's tokens in their sequence: [T], or [1, N] for a packed batch."""

@@ -81,7 +81,7 @@ class Bert(TransformerStage):
 
     def head(self, x_BTD: Tensor, batch: Batch) -> ModelOutput:
         """All tensor-parallel ranks repeat the heads, except for the product with the vocabulary."""
-        x_BTD = self.tp.gather_tokens(x_BTD)
+        x_BTD = self.tp.gather_tokens(x_BTD, self.tp_rank)
         first_BD = x_BTD[0].index_select(0, batch["cu_seqlens"][:-1]) if "cu_seqlens" in batch else x_BTD[:, 0]
         next_sentence = self.nsp(F.tanh(self.pooler(first_BD)))
         hidden_BPD = self.mlm(x_BTD, batch["masked_positions"])

@@ -20,6 +20,8 @@ class ModelOutput:
     next_sentence: Tensor | None = None
     """[B, 2] logits of BERT's next-sentence head."""
     tp: TensorAxis = field(default_factory=TensorAxis)
+    tp_rank: Tensor | None = None
+    """Rank on that axis. A tensor, so that all ranks share one graph."""
     vocab_start: Tensor | None = None
     vocab_size: int | None = None
     """Rows of the full output projection that are vocabulary entries; the rows after them are padding."""
@@ -28,7 +30,7 @@ class ModelOutput:
     @property
     def hidden(self) -> Tensor:
         """[..., D]: every token of a causal model, the masked positions of BERT. For work that all ranks repeat."""
-        return self.tp.gather_tokens(self.local_hidden) if self.tokens_sharded else self.local_hidden
+        return self.tp.gather_tokens(self.local_hidden, self.tp_rank) if self.tokens_sharded else self.local_hidden
 
     def hidden_for_head(self) -> Tensor:
         """`hidden` for work that ranks split, such as the product with their rows of the output projection. Backward
@@ -39,5 +41,8 @@ class ModelOutput:
 
     def logits(self) -> Tensor:
         """All logits at once, [..., V]: convenient for a custom loss, large for a big vocabulary."""
-        logits = F.linear(self.hidden_for_head(), self.weight, self.bias)
-        return self.tp.gather_last_dim(logits)[..., : self.vocab_size]
+        return self.gather_vocab(F.linear(self.hidden_for_head(), self.weight, self.bias))
+
+    def gather_vocab(self, logits: Tensor) -> Tensor:
+        """[..., V] logits of all ranks, without padding, from those of this rank's rows of the output projection."""
+        return self.tp.gather_last_dim(logits, self.tp_rank)[..., : self.vocab_size]

@@ -19,8 +19,12 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor, int], Tensor]] = {
     "all_reduce": lambda group, x, dim: group.all_reduce_sum(x),
     "all_gather": lambda group, x, dim: group.all_gather(x, dim),
     "reduce_scatter": lambda group, x, dim: group.reduce_scatter(x, dim),
-    "local_chunk": lambda group, x, dim: x.chunk(group.size, dim)[group.rank],
 }
+
+
+def local_chunk(x: Tensor, size: int, rank: Tensor, dim: int) -> Tensor:
+    """Chunk `rank` of `size` chunks of a dim. `rank` is a tensor to keep it out of the graph, which all ranks share."""
+    return x.unflatten(dim, (size, -1)).index_select(dim, rank.reshape(1)).squeeze(dim)
 
 
 class Linear(nn.Module):
@@ -78,20 +82,21 @@ class TensorAxis:
         """The identity in forward, on an x that is equal on all ranks; backward sums the gradients of all ranks."""
         return self._collective(x, "identity", "all_reduce")
 
-    def gather_tokens(self, x: Tensor) -> Tensor:
-        """Every token on every rank, for work that all ranks repeat: backward takes this rank's tokens."""
-        return self._collective(x, "all_gather", "local_chunk") if self.sequence_parallel else x
+    def gather_tokens(self, x: Tensor, rank: Tensor | None) -> Tensor:
+        """Every token on every rank, for work that all ranks repeat: backward takes the tokens of `rank`."""
+        return self._gather_repeated(x, rank, TOKEN_DIM) if self.sequence_parallel else x
 
     def local_tokens(self, x: Tensor, rank: Tensor) -> Tensor:
-        """This rank's tokens of a constant [..., T]; `rank` is a tensor to keep it out of the graph."""
-        if not self.sequence_parallel:
-            return x
-        parts = x.reshape(*x.shape[:-1], self.size, -1)
-        return parts.index_select(-2, rank.reshape(1)).squeeze(-2)
+        """The tokens of `rank`, of a constant [..., T]."""
+        return local_chunk(x, self.size, rank, x.dim() - 1) if self.sequence_parallel else x
 
-    def gather_last_dim(self, x: Tensor) -> Tensor:
-        """The last dim of all ranks, concatenated, for work that all ranks repeat."""
-        return self._collective(x, "all_gather", "local_chunk", x.dim() - 1)
+    def gather_last_dim(self, x: Tensor, rank: Tensor | None) -> Tensor:
+        """The last dim of all ranks, concatenated, for work that all ranks repeat: backward takes `rank`'s."""
+        return self._gather_repeated(x, rank, x.dim() - 1) if self.size > 1 else x
+
+    def _gather_repeated(self, x: Tensor, rank: Tensor | None, dim: int) -> Tensor:
+        assert rank is not None
+        return _GatherRepeated.apply(x, self.group, rank, dim)  # type: ignore[no-untyped-call]
 
     def _collective(self, x: Tensor, forward: str, backward: str, dim: int = TOKEN_DIM) -> Tensor:
         return x if self.size == 1 else _Collective.apply(x, self.group, forward, backward, dim)  # type: ignore[no-untyped-call]
@@ -138,3 +143,18 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return COLLECTIVES[ctx.backward_name](ctx.group, grads[0], ctx.dim), None, None, None, None
+
+
+class _GatherRepeated(torch.autograd.Function):
+    """Gather for work that all ranks repeat, so their gradients are equal: backward takes this rank's chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, rank: Tensor, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        ctx.save_for_backward(rank)
+        return group.all_gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rank,) = ctx.saved_tensors
+        return local_chunk(grads[0], ctx.group.size, rank, ctx.dim), None, None, None

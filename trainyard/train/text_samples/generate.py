@@ -125,7 +125,7 @@ def last_logits(output: ModelOutput, labels: Tensor, cp: Group) -> Tensor:
     hidden = output.hidden[row, is_last.int().argmax(1)]
     hidden = cp.all_reduce_sum(torch.where(is_last.any(1)[:, None], hidden, 0.0))  # zeros from all ranks but one
     logits = F.linear(hidden, output.weight, output.bias)
-    return output.tp.gather_last_dim(logits)[:, : output.vocab_size].float()
+    return output.gather_vocab(logits).float()
 
 
 def _decides(mesh: Mesh) -> bool:
