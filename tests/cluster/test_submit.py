@@ -20,12 +20,9 @@ def without_slurm(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": str(tmp_path / "empty")}
 
 
-def test_scripts_are_complete_and_valid_bash(cli: ForkServer, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/sbatch").touch(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+def test_scripts_are_complete_and_valid_bash(cli: ForkServer, tmp_path: Path, without_slurm: dict[str, str]) -> None:
     options = ["--nodes", "16", "--partition", "trn1", "--time", "24:00:00", "--qos", "high", "--sbatch=--mem=0"]
-    done = cli.run(["submit", "llama3-70b", "device.name=xla", *options, "--dry-run"], cwd=tmp_path, env=environment)
+    done = cli.run(["submit", "llama3-70b", "device.name=xla", *options, "--dry-run"], cwd=tmp_path, env=without_slurm)
     assert done.returncode == 0, done.stderr
     precompile, train = done.stdout.split("# " + str(tmp_path))[1:]
     assert "--nodes=1\n" in precompile
@@ -42,7 +39,7 @@ def test_scripts_are_complete_and_valid_bash(cli: ForkServer, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes", "2", "--nproc", "1"], "--nodes 2: sbatch is not found, so this machine has no Slurm; nearest: "),
+        (["--nodes", "2", "--nproc", "1"], "--nodes 2: this machine has no Slurm; nearest: "),
         (["--nodes", "4-2"], "--nodes 4-2: must be 1 or more, in increasing order"),
         ([], "--nproc: how many ranks on each node? Give their number, usually that of the devices"),
         (["--nproc", "3"], "train.global_batch="),
@@ -57,6 +54,19 @@ def test_mistakes_are_one_line(
     assert done.stderr.startswith(f"trainyard: {message}")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(False, "this machine has no Slurm"), (True, "sinfo: ")])
+def test_commands_without_a_cluster(cli: ForkServer, tmp_path: Path, configured: bool, expected: str) -> None:
+    """Slurm's commands without slurm.conf are not a cluster; with one whose controller is down, they are."""
+    error = "scontrol: fatal: Could not establish a configuration source" if not configured else "Slurmctld is DOWN"
+    for name in ("sbatch", "scontrol", "sinfo"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{error}' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["submit", "tiny-llama", f"log.directory={tmp_path / 'runs'}", "--nodes", "2", "--nproc", "1"]
+    done = cli.run(command, env={**os.environ, "PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert expected in done.stderr
 
 
 def test_run_in_the_background(cli: ForkServer, tmp_path: Path, without_slurm: dict[str, str]) -> None:

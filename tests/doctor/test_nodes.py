@@ -221,7 +221,7 @@ def test_states_of_nodes() -> None:
     ("options", "message"),
     [
         (["--nodes", "0"], "--nodes 0: must be 1 or more"),
-        (["--nodes", "4"], "--nodes 4: sbatch is not found, so this machine has no Slurm"),
+        (["--nodes", "4"], "--nodes 4: this machine has no Slurm"),
         (["--nodes", "4", "--fix"], "--nodes 4: not with --fix"),
         (["--partition", "main"], "--partition: works with --nodes N only"),
     ],

@@ -16,6 +16,8 @@ PENDING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DE
 RUNNING_STATES = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 NODE_TROUBLE = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "UNKNOWN")
 """Parts of the state of a node that cannot run a step."""
+NO_CLUSTER = "Could not establish a configuration source"
+"""Error of Slurm's commands on a machine that has neither slurm.conf nor a controller in the DNS."""
 
 
 class JobInfo(NamedTuple):
@@ -39,8 +41,14 @@ class JobInfo(NamedTuple):
 
 
 def available() -> bool:
-    """True if this machine has Slurm's commands."""
-    return shutil.which("sbatch") is not None
+    """True if this machine has Slurm's commands and a cluster for them, whether or not its controller answers now."""
+    if shutil.which("sbatch") is None:
+        return False
+    try:
+        run_command(["scontrol", "ping"])
+    except UserError as error:
+        return NO_CLUSTER not in str(error)
+    return True
 
 
 def run_command(command: Sequence[str]) -> str:

@@ -90,3 +90,13 @@ def test_existing_output_stays(corpus: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "out").mkdir()
     assert train("--input", corpus, "--output", tmp_path / "out") == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_printed_key_names_the_directory(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the directory is called like a tokenizer that needs a vocabulary file."""
+    monkeypatch.chdir(tmp_path)
+    assert train("--input", corpus, "--output", "wordpiece", "--kind", "wordpiece", "--vocab-size", 120) == 0
+    key = capsys.readouterr().out.rpartition("data.tokenizer=")[2].strip(")\n")
+    assert load_tokenizer(TokenizerSpec(key)).vocab_size <= 120

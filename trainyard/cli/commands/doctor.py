@@ -78,9 +78,7 @@ def doctor_nodes(
     if fix:
         raise UserError(f"--nodes {count}: not with --fix; nearest: trainyard doctor --fix on the node")
     if not slurm.available():
-        raise UserError(
-            f"--nodes {count}: sbatch is not found, so this machine has no Slurm; nearest: trainyard doctor"
-        )
+        raise UserError(f"--nodes {count}: this machine has no Slurm; nearest: trainyard doctor")
     with StageDisplay() as report, allocated_nodes(count, partition, options, report) as allocation:
         with started_step(allocation, report) as (step, addresses, lost):
             survey = survey_nodes(step, addresses, directory.absolute(), report)

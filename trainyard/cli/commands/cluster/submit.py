@@ -77,8 +77,8 @@ def submit(
     """
     override_list = list(overrides or [])
     low, high = parse_node_count(nodes)
-    if not slurm.available() and high > 1:
-        raise UserError(f"--nodes {nodes}: sbatch is not found, so this machine has no Slurm; nearest: --nodes 1")
+    if high > 1 and not dry_run and not slurm.available():
+        raise UserError(f"--nodes {nodes}: this machine has no Slurm; nearest: --nodes 1, or --dry-run")
     ranks = high * (nproc or gpus_per_node or 1)
     config = load_run_config(source, override_list, smoke, ranks) if smoke else load(source, override_list)
     nproc = nproc or ranks_per_node(config, high, gpus_per_node)

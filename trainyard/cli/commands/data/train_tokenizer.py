@@ -13,6 +13,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.prepare.train_tokenizer import KINDS, TokenizerOptions
 from trainyard.data.prepare.train_tokenizer import train_tokenizer as run_training
+from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
 
 
 def train_tokenizer(
@@ -36,7 +37,7 @@ def train_tokenizer(
 
       trainyard data train-tokenizer --input 'wiki/*.jsonl' --output tokenizer
 
-      trainyard data train-tokenizer --input 'wiki/*.jsonl' --output wordpiece
+      trainyard data train-tokenizer --input 'wiki/*.jsonl' --output bert-tokenizer
       --kind wordpiece --vocab-size 30522
     """
     if kind not in KINDS:
@@ -53,4 +54,5 @@ def train_tokenizer(
         print(f"the text has no more than {size:,} tokens worth keeping")
     print(f"{size:,} tokens from {total / 2**20:,.1f} MiB of text in {time.monotonic() - start:.1f} s")
     files = "vocab.json, merges.txt" if kind == "bpe" else "vocab.txt"
-    print(f"  {output}/tokenizer.json, {files}   (data.tokenizer={output})")
+    name = f"./{output}" if str(output) in NAMED_TOKENIZERS else output
+    print(f"  {output}/tokenizer.json, {files}   (data.tokenizer={name})")

@@ -42,7 +42,8 @@ def fill_mask(
         return 0
     console = Console(highlight=False)
     for text, masks in results:
-        table = Table(title=text, title_justify="left", box=None, pad_edge=False)
+        console.print(text, markup=False)
+        table = Table(box=None, pad_edge=False)
         for column in ("mask", "token", "probability"):
             table.add_column(column, justify="right" if column == "probability" else "left")
         for number, mask in enumerate(masks, 1):
