@@ -79,8 +79,8 @@ class Shell:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        self.log = directory.parent / f"{directory.name}.log"
-        self.done = directory.parent / f"{directory.name}.done"
+        self.files = tempfile.TemporaryDirectory()
+        self.script, self.log, self.done = (Path(self.files.name) / name for name in ("script", "log", "done"))
         self.process = subprocess.Popen(
             ["bash", "--noprofile", "--norc"],
             cwd=directory,
@@ -94,15 +94,14 @@ class Shell:
 
     def run(self, command: Block) -> Result:
         assert self.process.stdin
-        script = self.log.with_suffix(".sh")
-        script.write_text(command.body)
+        self.script.write_text(command.body)
         self.log.write_text("")
         self.done.unlink(missing_ok=True)
         start = time.monotonic()
         # `set -e` outside of a condition, so that it holds within the sourced file.
         self.process.stdin.write(
             f"trap 'echo $? > {self.done}.part; mv {self.done}.part {self.done}' EXIT\n"
-            f"set -e; source {script} >> {self.log} 2>&1 < /dev/null; set +e\n"
+            f"set -e; source {self.script} >> {self.log} 2>&1 < /dev/null; set +e\n"
             f"echo 0 > {self.done}.part; mv {self.done}.part {self.done}\n"
         )
         self.process.stdin.flush()
@@ -120,6 +119,7 @@ class Shell:
             self.process.wait(30)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             self.process.kill()
+        self.files.cleanup()
 
 
 def shown(output: str, directory: Path) -> list[str]:

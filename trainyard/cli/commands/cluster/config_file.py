@@ -11,7 +11,11 @@ from trainyard.config.yaml_io import read_yaml
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 
-app = Typer(help="Create, check and explain configuration files of AWS ParallelCluster.", no_args_is_help=True)
+app = Typer(
+    help="Create, check and explain configuration files of AWS ParallelCluster.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 ConfigFile = Annotated[Path, Argument(metavar="FILE", help="Configuration file of ParallelCluster.")]
 
