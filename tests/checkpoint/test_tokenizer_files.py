@@ -19,6 +19,7 @@ from tests.support import configs
 from trainyard import Trainer
 from trainyard.checkpoint.formats import hf
 from trainyard.checkpoint.formats.hf import write_hf
+from trainyard.cli.commands.convert import convert as convert_command
 from trainyard.core.errors import UserError
 from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
 from trainyard.data.text.tokenizer import TokenizerSpec, load_tokenizer
@@ -63,6 +64,16 @@ def test_the_tokenizer_survives_native_and_nxd_checkpoints(hf_model: Path, tmp_p
     expected, found = (AutoTokenizer.from_pretrained(path) for path in (hf_model, tmp_path / "back"))
     assert found(TEXT)["input_ids"] == expected(TEXT)["input_ids"]
     assert (found.eos_token_id, found.chat_template) == (expected.eos_token_id, expected.chat_template)
+
+
+def test_the_tokenizer_next_to_the_given_config_is_copied(hf_model: Path, tmp_path: Path) -> None:
+    """For weights without one, such as those that NxD saves."""
+    convert(hf_model, tmp_path / "nxd", "nxd", "tp=2")
+    for path in (tmp_path / "nxd").iterdir():
+        if path.is_file():
+            path.unlink()
+    convert_command(str(tmp_path / "nxd"), str(tmp_path / "back"), config=hf_model / "config.json")
+    assert tokenizer_of(tmp_path / "back") == tokenizer_of(hf_model)
 
 
 def test_a_run_exports_the_tokenizer_of_the_model_it_started_from(hf_model: Path, tmp_path: Path) -> None:

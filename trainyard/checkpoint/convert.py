@@ -92,14 +92,20 @@ def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
 
 
 def convert_checkpoint(
-    opened: OpenedCheckpoint, source: Path, directory: Path, target: ConversionTarget, progress: ProgressCallback
+    opened: OpenedCheckpoint,
+    source: Path,
+    directory: Path,
+    target: ConversionTarget,
+    progress: ProgressCallback,
+    config: Path | None = None,
 ) -> None:
-    """Convert `opened`, whose path is `source`. `directory` must be new; it appears under its name when complete."""
+    """Convert `opened`, whose path is `source`. `directory` must be new; it appears under its name when complete. If
+    the source has no tokenizer, the one next to `config`, the user's config.json, is copied."""
     directory = resolve_new_directory(directory)
     weights = opened.weights
-    for file in find_tokenizer_files(source):
+    for file in find_tokenizer_files(source, config):
         check_link(file, file.parent)
-    model_files = read_model_files(weights, source)
+    model_files = read_model_files(weights, source, config)
     dtype = target.dtype or weights.dtype(next(iter(unfused_tensors(weights.model))))
     write_extra_files = partial(hf.write_model_files, model=weights.model, dtype=dtype, model_files=model_files)
     if target.format == "hf":

@@ -114,18 +114,21 @@ def latest_checkpoint(storage: Storage) -> Storage | None:
     return None
 
 
-def find_tokenizer_files(source: str | Path) -> list[Path]:
-    """The tokenizer files of a checkpoint of another format: in its directory, or in the one above its weights."""
+def find_tokenizer_files(source: str | Path, config: Path | None = None) -> list[Path]:
+    """The tokenizer files of a checkpoint of another format: in its directory, in the one above its weights, or next to
+    the config.json that describes it."""
     source = local_weights(source)
-    directories = (source, source.parent) if source.is_file() or source.name == "model" else (source,)
+    directories = [source, source.parent] if source.is_file() or source.name == "model" else [source]
+    directories += [config.parent] if config else []
     return next(filter(None, map(hf.tokenizer_files, directories)), [])
 
 
-def read_model_files(weights: WeightSource, source: str | Path) -> dict[str, bytes]:
-    """The files of the tokenizer, and others that belong to the model, of the checkpoint `weights` at `source`."""
+def read_model_files(weights: WeightSource, source: str | Path, config: Path | None = None) -> dict[str, bytes]:
+    """The files of the tokenizer, and others that belong to the model, of the checkpoint `weights` at `source`, or next
+    to `config`."""
     if isinstance(weights, Checkpoint):
         return weights.read_model_files()
-    files = find_tokenizer_files(source)
+    files = find_tokenizer_files(source, config)
     return hf.read_model_files(files[0].parent) if files else {}
 
 

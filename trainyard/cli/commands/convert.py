@@ -98,7 +98,7 @@ def convert(
             print_plan(opened, source, target, spec)
             return 0
         directory = stack.enter_context(local_target(target, upload.update))
-        run_conversion(opened, path, directory, spec, (source, target))
+        run_conversion(opened, path, directory, spec, (source, target), config)
         if check or check_bits:
             known = {key: spec.layout[key] for key in UNRECORDED_LAYOUT_KEYS if key in spec.layout}
             converted = open_weights(directory, opened.weights.model, known)
@@ -136,8 +136,10 @@ def run_conversion(
     target: Path,
     spec: ConversionTarget,
     labels: tuple[str, str] | None = None,
+    config: Path | None = None,
 ) -> None:
-    """Convert with a progress bar and print a summary. `labels` are the user's words for source and target."""
+    """Convert with a progress bar and print a summary. `labels` are the user's words for source and target, `config`
+    the config.json next to which the tokenizer may be."""
     source_label, target_label = labels or (str(source), str(target))
     print_source(opened, source_label, spec)
     total, done, start = total_bytes(opened, spec), 0, time.monotonic()
@@ -151,7 +153,7 @@ def run_conversion(
                 progress.update(done, total)
 
         check_space(target, total)
-        convert_checkpoint(opened, Path(source), target, spec, on_bytes)
+        convert_checkpoint(opened, Path(source), target, spec, on_bytes, config)
     seconds = max(time.monotonic() - start, 1e-9)
     print(f"{target_label}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
 

@@ -60,7 +60,8 @@ def convert_nxd(context: typer.Context) -> int:
     layout = _layout_from_flags(flags, model.num_kv_heads == model.heads if model else False)
     if direction == "convert_from_full_state":
         opened = open_weights(flags.input_dir, model)
-        run_conversion(opened, flags.input_dir, flags.output_dir, ConversionTarget("nxd", layout, xser=flags.save_xser))
+        target = ConversionTarget("nxd", layout, xser=flags.save_xser)
+        run_conversion(opened, flags.input_dir, flags.output_dir, target, config=flags.config)
     else:
         hints = {key: value for key, value in layout.items() if key not in ("qkv", "gate_up") and value not in (1, ())}
         for key, given in (("style", flags.model_style), ("kv_order", flags.hw_backend)):
