@@ -153,7 +153,11 @@ def _concatenate(texts: list[list[int]]) -> EncodedTexts:
 
 def localize(spec: TokenizerSpec) -> TokenizerSpec:
     """The tokenizer with local paths: what is on the Hub or at a URL is downloaded into a cache."""
-    name = spec.name if spec.name in NAMED_TOKENIZERS else str(local_tokenizer(spec.name))
+    name = spec.name
+    if name not in NAMED_TOKENIZERS:
+        name = str(local_tokenizer(name))
+        if name in NAMED_TOKENIZERS:  # pathlib drops the "./" that tells a directory from a name
+            name = f"./{name}"
     vocab, merges = (path and local_inputs([path])[0] for path in (spec.vocab_file, spec.merges_file))
     return spec._replace(name=name, vocab_file=vocab, merges_file=merges)
 
