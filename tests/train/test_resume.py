@@ -154,6 +154,14 @@ def test_auto_resumes_in_the_same_directory_or_starts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run-")] == ["run-2"]
 
 
+def test_time_of_the_first_step_after_resuming_is_that_of_one_step(tmp_path: Path) -> None:
+    train(configure(tmp_path, train={"steps": STEPS - 1}, checkpoint={"resume": "auto"}))
+    wait = RunAtStep({STEPS: lambda: time.sleep(0.2)})
+    again, _ = train(configure(tmp_path, checkpoint={"resume": "auto"}), wait)
+    (last,) = (record for record in records(again.directory) if record["step"] == STEPS and "loss" in record)
+    assert 200 <= last["ms_per_iteration"] < 5000
+
+
 def test_resuming_an_older_step_drops_later_records(tmp_path: Path) -> None:
     sections = {"data": {"validation_fraction": 0.2}, "evaluate": {"every": 2, "batches": 1}}
     config = configure(tmp_path, checkpoint={"resume": "auto"}, **sections)

@@ -19,14 +19,13 @@ class ThroughputMeter:
         self.started_at = time.perf_counter()
         self.last_step = 0
 
-    def start(self) -> None:
+    def start(self, completed_steps: int) -> None:
         """Start a new interval, so that work between steps (logging, evaluation) does not count."""
-        self.started_at = time.perf_counter()
+        self.started_at, self.last_step = time.perf_counter(), completed_steps
 
     def read(self, step: int) -> dict[str, Any]:
         """Metrics of the interval that ends with `step`. `mfu` counts full attention, `mfu_causal` half of it."""
-        steps, self.last_step = max(step - self.last_step, 1), step
-        seconds = (time.perf_counter() - self.started_at) / steps
+        seconds = (time.perf_counter() - self.started_at) / max(step - self.last_step, 1)
         sequences = self.config.train.global_batch / seconds
         record = {
             "ms_per_iteration": seconds * 1000,

@@ -284,7 +284,7 @@ class Trainer:
         log_due = True
         for model in self.models:
             model.train()
-        self.throughput.start()
+        self.throughput.start(self.completed_steps)
         steps, first_step = self.config.train.steps, self.completed_steps + 1
         batches = self.loader.prefetch(self.completed_steps, steps, self.batch_slice, self.runner.stage_batch)
         while self.completed_steps < steps and not self.should_stop():
@@ -317,7 +317,7 @@ class Trainer:
                 self.profiler.end_step(step)
             if log_due:
                 yield self._make_record(result)
-                self.throughput.start()
+                self.throughput.start(self.completed_steps)
             if self.deadline_saver:
                 self.deadline_saver.end_step(step)
             if self.saver and self.saver.save_due(step):  # Saver.finish saves the last step
@@ -371,7 +371,7 @@ class Trainer:
             return None
         with self.spans("evaluate"):
             result = self.evaluate()
-        self.throughput.start()
+        self.throughput.start(self.completed_steps)
         if self.should_stop():  # the evaluation is incomplete
             return None
         self.last_evaluation = result
@@ -383,7 +383,7 @@ class Trainer:
             return
         with self.spans("samples"):
             new_tokens = continue_prompts(self.runner, self.config, prompts.tokens, prompts.end_id, self._poll_stop)
-        self.throughput.start()
+        self.throughput.start(self.completed_steps)
         if new_tokens is None:  # a signal; the resumed run samples again
             return
         records = self.mesh.broadcast_object(partial(prompts.records, step, new_tokens), self.device)
