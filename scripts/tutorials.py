@@ -7,7 +7,8 @@
 A page is a sequence of blocks. A block of bash with title="This machine" is run by one bash for the whole page, in an
 empty directory, with the virtual environment on the path; a command that fails ends the run. A block of text with
 title="Output" after it is what it printed, with "..." for lines left out; an empty one is filled by --update. Lines are
-compared with numbers masked, except for steps and losses: steps are equal, losses within a fifth.
+compared with numbers masked, except for steps and losses: steps are equal, losses within a fifth. Text that a model
+generates has title="Example output": --update writes it, and nothing compares it, since rounding differs by machine.
 
 <!-- loss: RUN... --> before a picture draws the loss of runs there, <!-- page: RUN... --> takes a screenshot of
 `trainyard page` (needs Chromium), and <!-- time --> ... <!-- /time --> contains the duration of all commands.
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r'^```(?P<language>\w+) title="(?P<title>[^"]+)"\n(?P<body>.*?)^```$', re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"<!-- (?P<kind>loss|page): (?P<runs>[^>]+) -->\n!\[[^\]]*\]\((?P<path>[^)]+)\)")
 TIME = re.compile(r"(?<=<!-- time -->).*?(?=<!-- /time -->)", re.DOTALL)
-COMMANDS, OUTPUT, CLUSTER = "This machine", "Output", "The cluster"
+COMMANDS, OUTPUT, EXAMPLE = "This machine", "Output", "Example output"
 GAP = "..."
 MAX_OUTPUT_LINES = 30
 """Lines of an output that --update writes into an empty block; the middle of a longer one is left out."""
@@ -80,7 +81,10 @@ class Shell:
             "HF_HUB_OFFLINE": "1",
         }
         self.files = tempfile.TemporaryDirectory()
-        self.script, self.log, self.done = (Path(self.files.name) / name for name in ("script", "log", "done"))
+        self.script, self.log, self.done, cache = (
+            Path(self.files.name) / name for name in ("script", "log", "done", "cache")
+        )
+        environment["TRAINYARD_CACHE"] = str(cache)  # compile as on a machine that has never seen the page
         self.process = subprocess.Popen(
             ["bash", "--noprofile", "--norc"],
             cwd=directory,
@@ -126,6 +130,7 @@ def shown(output: str, directory: Path) -> list[str]:
     """Lines as a page shows them: without escapes, overwritten progress and names of this machine."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     text = text.replace(str(directory), "~/tutorial").replace(str(ROOT), "~/trainyard")
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+/cache\b", "~/.cache/trainyard", text)
     text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "laptop", text)
     lines = [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
     while lines and not lines[-1]:
@@ -208,10 +213,11 @@ def run_page(page: Path, directory: Path, update: bool) -> list[str]:
                     tail = "\n".join(shown(result.output, directory)[-30:])
                     problems.append(f"{page.name}:{block.line}: exit code {result.code}\n{block.body}\n{tail}")
                     break
-            elif block.title == OUTPUT:
+            elif block.title in (OUTPUT, EXAMPLE):
                 assert result, f"{page.name}:{block.line}: an output without commands"
                 lines, expected = shown(result.output, directory), block.body.splitlines()
-                new = align(expected, lines, any_loss=update) if expected else abridged(lines)
+                compared = expected and block.title == OUTPUT
+                new = align(expected, lines, any_loss=update) if compared else abridged(lines)
                 if isinstance(new, str):
                     problems.append(f"{page.name}:{block.line}: {new}")
                 elif update:
