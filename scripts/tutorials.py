@@ -292,15 +292,15 @@ def take_screenshot(runs: list[Path], target: Path) -> None:
     """A picture of `trainyard page` that shows the runs."""
     from playwright.sync_api import sync_playwright
 
-    command = [sys.executable, "-m", "trainyard", "page", str(runs[0].parent), "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "trainyard", "page", runs[0].parent.name, "--port", "0"]
+    server = subprocess.Popen(command, cwd=runs[0].parents[1], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout
         url = server.stdout.readline().rpartition(" at ")[2].strip()
         chosen = "#" + "&".join(f"runs={run.name}" for run in runs) + f"&run={runs[-1].name}"
         with sync_playwright() as started:
             browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            tab = browser.new_context(viewport={"width": 1120, "height": 760}).new_page()
+            tab = browser.new_context(viewport={"width": 1120, "height": 480}).new_page()
             tab.goto(url + chosen)
             tab.wait_for_selector("html[data-ready]", state="attached")
             tab.wait_for_selector("#panel > :not(.computing)", timeout=120_000)
