@@ -68,6 +68,19 @@ def test_same_text_gives_same_files(corpus: Path, tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+def test_same_text_gives_same_wordpieces(tmp_path: Path) -> None:
+    """Also where many pairs of letters are equally frequent."""
+    names = sorted(path.stem for path in Path(json.__file__).parents[1].glob("*.py"))
+    (tmp_path / "text.txt").write_text(" ".join(names))
+    for name in ("a", "b", "c"):
+        options = ("--kind", "wordpiece", "--vocab-size", 150)
+        assert train("--input", tmp_path / "text.txt", "-o", tmp_path / name, *options) == 0
+    vocabularies = {(tmp_path / name / "vocab.txt").read_text() for name in ("a", "b", "c")}
+    assert len(vocabularies) == 1
+    special = AutoTokenizer.from_pretrained(tmp_path / "a").all_special_tokens
+    assert set(special) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

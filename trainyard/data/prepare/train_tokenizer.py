@@ -49,11 +49,19 @@ def train_tokenizer(
     """
     if options.vocab_size < options.min_vocab_size:
         raise UserError(f"--vocab-size {options.vocab_size}: {options.kind} needs at least {options.min_vocab_size}")
-    fast = _empty_bpe() if options.kind == "bpe" else _empty_wordpiece(options.lowercase)
-    fast.train_from_iterator(_texts(paths, options.text_key, on_unreadable, on_bytes), trainer=_trainer(options))
+    texts = _texts(paths, options.text_key, on_unreadable, on_bytes)
     if options.kind == "bpe":
+        fast = _empty_bpe()
+        fast.train_from_iterator(texts, trainer=_bpe_trainer(options))
         _append_end_token(fast, options.end_token)
     else:
+        letters = _empty_wordpiece(options.lowercase)
+        first_pass = _texts(paths, options.text_key, lambda _: None, lambda _: None)
+        letters.train_from_iterator(first_pass, trainer=_wordpiece_trainer(options, BERT_TOKENS, vocab_size=0))
+        fast = _empty_wordpiece(options.lowercase)
+        tokens = (*BERT_TOKENS, *sorted(token for token in letters.get_vocab() if token.startswith("##")))
+        fast.train_from_iterator(texts, trainer=_wordpiece_trainer(options, tokens, options.vocab_size))
+        fast = _with_special_tokens(fast, options.lowercase)
         _add_bert_template(fast)
     with atomic_directory(output) as directory:
         fast.model.save(str(directory))
@@ -96,16 +104,21 @@ def _empty_wordpiece(lowercase: bool) -> Fast:
     return fast
 
 
-def _trainer(options: TokenizerOptions) -> Any:
-    if options.kind == "bpe":
-        return trainers.BpeTrainer(
-            vocab_size=options.vocab_size - 1, initial_alphabet=BYTE_ALPHABET, show_progress=False
-        )
+def _bpe_trainer(options: TokenizerOptions) -> Any:
+    return trainers.BpeTrainer(vocab_size=options.vocab_size - 1, initial_alphabet=BYTE_ALPHABET, show_progress=False)
+
+
+def _wordpiece_trainer(options: TokenizerOptions, first_tokens: Sequence[str], vocab_size: int) -> Any:
+    """A trainer whose vocabulary starts with `first_tokens`.
+
+    Left alone, it numbers the letters within words (##a, ...) in the order of a hash table with a random seed. Merges
+    of equal count follow these numbers, so that every run would give another vocabulary.
+    """
     # Letters of the alphabet are counted twice: as the start of a word and as its continuation.
     alphabet = (options.vocab_size - len(BERT_TOKENS)) // 2
     return trainers.WordPieceTrainer(
-        vocab_size=options.vocab_size,
-        special_tokens=list(BERT_TOKENS),
+        vocab_size=vocab_size,
+        special_tokens=list(first_tokens),
         limit_alphabet=min(alphabet, 1000),
         show_progress=False,
     )
@@ -117,6 +130,14 @@ def _append_end_token(fast: Fast, token: str) -> None:
     vocab = model["vocab"] | {token: len(model["vocab"])}
     fast.model = models.BPE(vocab, [tuple(pair) for pair in model["merges"]])
     fast.add_special_tokens([token])
+
+
+def _with_special_tokens(fast: Fast, lowercase: bool) -> Fast:
+    """The same vocabulary, of which only BERT's tokens are special."""
+    result = _empty_wordpiece(lowercase)
+    result.model = models.WordPiece(json.loads(fast.to_str())["model"]["vocab"], unk_token="[UNK]")
+    result.add_special_tokens(list(BERT_TOKENS))
+    return result
 
 
 def _add_bert_template(fast: Fast) -> None:
