@@ -180,8 +180,11 @@ def test_directory_that_is_not_a_run_is_one_line(tmp_path: Path, files: dict[str
     ],
 )
 def test_hardware_of_a_run_is_recognized(device: str, ranks: int, name: str, tmp_path: Path) -> None:
-    record = {"step": 1, "ms_per_iteration": 5.0, "device": device, "ranks": ranks}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    """That of its last start, if it was resumed elsewhere."""
+    first = {"step": 1, "ms_per_iteration": 5.0, "device": "CPU, 1 thread", "ranks": 8}
+    resumed = {"step": 3, "ms_per_iteration": 5.0, "device": device, "ranks": ranks}
+    records = [first, {"step": 2, "ms_per_iteration": 5.0}, resumed, {"step": 4, "ms_per_iteration": 5.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert run_hardware(tmp_path) == name
 
 

@@ -160,6 +160,7 @@ def test_time_of_the_first_step_after_resuming_is_that_of_one_step(tmp_path: Pat
     again, _ = train(configure(tmp_path, checkpoint={"resume": "auto"}), wait)
     (last,) = (record for record in records(again.directory) if record["step"] == STEPS and "loss" in record)
     assert 200 <= last["ms_per_iteration"] < 5000
+    assert last["ranks"] == 1  # every start names its hardware
 
 
 def test_resuming_an_older_step_drops_later_records(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ class CpuDevice(Device):
         self, deterministic: bool, world: World = ONE_RANK, precision: str = "fp32", lnc: int | None = None
     ) -> None:
         super().prepare(deterministic, world, precision, lnc)
-        if precision != "fp32" and not compat.has_fast_bf16_matmul():
-            bf16_cpu.install()
+        if precision != "fp32":
+            _speed_up_bf16()
 
     def architecture(self) -> str:
         return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
@@ -50,6 +50,8 @@ class CpuDevice(Device):
         return f"CPU, {threads} thread{'s' * (threads != 1)}"
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
+        if dtype == torch.bfloat16:
+            _speed_up_bf16()  # the peak of what training uses
         return PeakThroughput(_matmul_flops(dtype), "measured now with a matrix product")
 
     def memory_per_rank(self, local_ranks: int) -> int:
@@ -58,6 +60,11 @@ class CpuDevice(Device):
     def max_memory_allocated(self) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _speed_up_bf16() -> None:
+    if not compat.has_fast_bf16_matmul():
+        bf16_cpu.install()
 
 
 @cache

@@ -24,7 +24,8 @@ COLLECTIVES: dict[str, Callable[[Group, Tensor, int], Tensor]] = {
 
 def local_chunk(x: Tensor, size: int, rank: Tensor, dim: int) -> Tensor:
     """Chunk `rank` of `size` chunks of a dim. `rank` is a tensor to keep it out of the graph, which all ranks share."""
-    return x.unflatten(dim, (size, -1)).index_select(dim, rank.reshape(1)).squeeze(dim)
+    chunks = x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
+    return chunks.index_select(dim, rank.reshape(1)).squeeze(dim)
 
 
 class Linear(nn.Module):

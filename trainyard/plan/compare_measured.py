@@ -70,10 +70,12 @@ def compare_with_measured(plan: Plan, directory: Path) -> list[ComparisonRow]:
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of training steps. A line that a crash truncated is ignored."""
+    """Records of training steps since the last start or resume, which may have been on other hardware. A line that a
+    crash truncated is ignored."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     records = [record for record in read_json_lines(path).records if isinstance(record.get("ms_per_iteration"), float)]
     if not records:
         raise UserError(f"{path}: has no step yet; let the run log one (log.every)")
-    return records
+    last_start = max((number for number, record in enumerate(records) if "ranks" in record), default=0)
+    return records[last_start:]

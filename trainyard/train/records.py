@@ -52,8 +52,10 @@ def step_record(
     device: Device,
     mesh: Mesh,
     models: Iterable[nn.Module] = (),
+    is_first: bool = False,
 ) -> dict[str, Any]:
-    """The metrics of a step; `rates` are its throughput. Waits for the step. All ranks call this together."""
+    """The metrics of a step; `rates` are its throughput. The first record since the start or a resume names the
+    hardware. Waits for the step. All ranks call this together."""
     status = result.read_status()
     terms = {f"loss/{name}": float(value) for name, value in result.terms.items()}
     record: dict[str, Any] = {
@@ -71,12 +73,10 @@ def step_record(
         "memory_bytes": device.max_memory_allocated(),
         **expert_load(models, mesh),
     }
+    if is_first:
+        record |= {"device": device.describe(), "ranks": mesh.layout.world_size}
     if result.step == 1:
-        record |= {
-            "seconds_from_start": time.time() - psutil.Process().create_time(),
-            "device": device.describe(),
-            "ranks": mesh.layout.world_size,
-        }
+        record["seconds_from_start"] = time.time() - psutil.Process().create_time()
     if status.skipped_in_a_row:
         record["not_finite"] = describe_skipped(result, optimizer, mesh)
     return record

@@ -354,7 +354,10 @@ class Trainer:
         self.optimizer.wait_for_weights()  # callbacks may read the weights
         rates = self.throughput.read(result.step)
         with self.spans("log"):
-            record = step_record(result, rates, self.config, self.optimizer, self.device, self.mesh, self.models)
+            is_first = not self.last_record
+            record = step_record(
+                result, rates, self.config, self.optimizer, self.device, self.mesh, self.models, is_first
+            )
         self.spans.place_device_spans(self.device.synchronize)
         if self.stragglers:
             record |= self.stragglers.metrics(result.step)
