@@ -56,7 +56,7 @@ def train_tokenizer(
         _append_end_token(fast, options.end_token)
     else:
         letters = _empty_wordpiece(options.lowercase)
-        first_pass = _texts(paths, options.text_key, lambda _: None, lambda _: None)
+        first_pass = _texts(paths, options.text_key, lambda _: None, on_bytes)
         letters.train_from_iterator(first_pass, trainer=_wordpiece_trainer(options, BERT_TOKENS, vocab_size=0))
         fast = _empty_wordpiece(options.lowercase)
         tokens = (*BERT_TOKENS, *sorted(token for token in letters.get_vocab() if token.startswith("##")))
