@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -318,6 +319,7 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="write outputs, pictures and the time into the page")
     parser.add_argument("--keep", type=Path, help="run in this directory, which must not exist, and keep it")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the shell and its processes end
     problems = []
     for page in arguments.pages:
         with tempfile.TemporaryDirectory() as temporary:
