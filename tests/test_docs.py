@@ -179,10 +179,10 @@ def test_links_resolve(page: Path) -> None:
 
 
 @cache
-def known_keys() -> set[str]:
+def known_keys() -> frozenset[str]:
     """Keys, and sections within sections."""
     keys = {re.sub(r"\[\w+\]", "", key.name) for key in schema_keys()}
-    return keys | {key.rpartition(".")[0] for key in keys} | {"model.from_hf"}
+    return frozenset(keys | {key.rpartition(".")[0] for key in keys} | {"model.from_hf"})
 
 
 def our_text(page: Path) -> str:
@@ -198,7 +198,7 @@ def our_text(page: Path) -> str:
 def test_configuration_keys_exist(page: Path) -> None:
     known = known_keys()
     if page.name in ("import.md", "llama-nxdt.md"):  # they also name keys of NxD Training
-        known |= {".".join(key.split(".")[:2]) for key in NXDT_KEYS}
+        known = known | {".".join(key.split(".")[:2]) for key in NXDT_KEYS}
     for name in re.findall(rf"(?<![\w./-])((?:{SECTIONS})\.[a-z_0-9]+)(?![\w(*])", our_text(page)):
         is_file = name.rpartition(".")[2] in FILE_SUFFIXES or name in COMPILE_CACHE_FILES
         if not is_file and name not in DELIBERATE_MISTAKES:
