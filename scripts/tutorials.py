@@ -71,12 +71,10 @@ class Shell:
     """One bash for all commands of a page, so that variables and background jobs last."""
 
     def __init__(self, directory: Path) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("TRAINYARD_", "SLURM"))
-        }
+        hidden = ("TRAINYARD_", "SLURM", "OMP_NUM_THREADS")  # a reader has none of them
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         environment |= {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
             "COLUMNS": "100",
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
