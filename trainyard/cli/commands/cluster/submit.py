@@ -77,7 +77,8 @@ def submit(
     """
     override_list = list(overrides or [])
     low, high = parse_node_count(nodes)
-    if high > 1 and not dry_run and not slurm.available():
+    on_slurm = not dry_run and slurm.available()
+    if high > 1 and not dry_run and not on_slurm:
         raise UserError(f"--nodes {nodes}: this machine has no Slurm; nearest: --nodes 1, or --dry-run")
     ranks = high * (nproc or gpus_per_node or 1)
     config = load_run_config(source, override_list, smoke, ranks) if smoke else load(source, override_list)
@@ -112,8 +113,8 @@ def submit(
     if dry_run:
         print_scripts(submission)
         return 0
-    run = submit_to_slurm(submission) if slurm.available() else submit_locally(submission)
-    print_submitted(run.directory, run.record.precompile_job_id, run.record.job_id, slurm.available())
+    run = submit_to_slurm(submission) if on_slurm else submit_locally(submission)
+    print_submitted(run.directory, run.record.precompile_job_id, run.record.job_id, on_slurm)
     return 0
 
 
