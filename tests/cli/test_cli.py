@@ -78,7 +78,7 @@ def test_ctrl_c_stops_after_the_step_and_leaves_no_process(cli: ForkServer, tmp_
         (["tiny-llama", "--smoke"], 2, "nearest: trainyard train tiny-llama --smoke"),
         (["my.yaml"], 2, "nearest: trainyard train my.yaml"),
         (["xyzzy"], 2, "No such command 'xyzzy'; see trainyard --help"),
-        (["data", "tokenise"], 2, "Did you mean 'tokenize'?"),
+        (["data", "tokenise"], 2, "Did you mean 'tokenize'"),
         (["train", "llama3-70b"], 2, "needs a multiple of 256 ranks"),
         (["train", "tiny-llama", "--nproc", "3", "layout.tp=2"], 2, "needs a multiple of 2 ranks, this run has 3"),
         (["train", "train.loss=nowhere:f"], 2, "cannot import nowhere"),

@@ -37,9 +37,10 @@ class TensorBoardLogger(Logger):
         directory = run.directory / DIRECTORY
         first_step = min(last_logged_step(directory), run.resumed_step + 1)
         self.writer = EventFileWriter(str(directory))
-        if run.continues:  # TensorBoard drops what older files say from this step on
-            session_log = SessionLog(status=SessionLog.START)
-            self.writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=session_log))
+        # At every start but the first, TensorBoard drops what older files say from this step on.
+        start = Event(wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        start.step = first_step if run.continues else 0
+        self.writer.add_event(start)
         self._add_text("config", yaml.safe_dump(run.config, sort_keys=False), run.resumed_step)
         hparams = _session_start(flat_config(run.config), run.directory.name)
         self._add(0, _hparams_value(metadata.SESSION_START_INFO_TAG, session_start_info=hparams))

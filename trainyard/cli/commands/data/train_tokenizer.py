@@ -37,7 +37,7 @@ def train_tokenizer(
 
       trainyard data train-tokenizer --input 'wiki/*.jsonl' --output tokenizer
 
-      trainyard data train-tokenizer --input 'wiki/*.jsonl' --output bert-tokenizer
+      trainyard data train-tokenizer --input 'wiki/*.jsonl' -o bert-tokenizer
       --kind wordpiece --vocab-size 30522
     """
     if kind not in KINDS:
