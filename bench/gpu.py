@@ -187,7 +187,7 @@ def torchtitan_llama(config: Config, mesh: Any) -> torch.nn.Module:
 
 
 def torchtitan_moe(config: Config, mesh: Any) -> torch.nn.Module:
-    """torchtitan's Qwen3 with the routing of ours, without its balancing bias."""
+    """torchtitan's Qwen3 with the same routing as trainyard's, without its balancing bias."""
     from torchtitan.config.job_config import Compile
     from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
     from torchtitan.models.moe import MoEArgs

@@ -35,7 +35,7 @@ def nxdt_tables() -> Iterator[str]:
 
 
 def key_tables(rules: Mapping[str, KeyRule], dashes: str) -> Iterator[str]:
-    """Tables of the keys that map, by section of ours; of those without effect; and of those that are refused."""
+    """Tables of the keys that map, by section of trainyard; of those without effect; and of those that are refused."""
     by_section: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, rule in rules.items():
         if rule.action in ("copied", "maps"):
