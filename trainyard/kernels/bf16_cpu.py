@@ -10,14 +10,14 @@ x86 never needs this, because torch has MKL there. `compat.has_fast_bf16_matmul`
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 TILE_ELEMENTS = 1 << 18
-"""Elements of an operand that are converted at a time."""
+"""Elements of an operand that are converted at a time, and of a product."""
 MIN_TILE_ROWS = 64
 """Fewest rows of a tile, however long they are."""
 FLASH_OP = "_scaled_dot_product_flash_attention_for_cpu"
@@ -67,7 +67,7 @@ def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 def _tiles(a: Tensor, b: Tensor, product_elements: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """Each tile of the product and its operands, the left one in fp32: tiles of a matrix, or several small matrices."""
     if a.dim() == 2:
-        rows = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(a.shape[1], 1))
+        rows = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(a.shape[1], isqrt(TILE_ELEMENTS)))
         for row in range(0, a.shape[0], rows):
             left = a[row : row + rows].float()
             for column in range(0, b.shape[1], rows):
