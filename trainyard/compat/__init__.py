@@ -10,6 +10,7 @@ from trainyard.compat.attention import (
     select_attention_kernel,
 )
 from trainyard.compat.collectives import (
+    WAIT_TENSOR,
     all_gather,
     all_reduce,
     all_reduce_,

@@ -60,6 +60,10 @@ def all_to_all(x: Tensor, receive: list[int], send: list[int], group: str) -> Te
     return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), receive, send, group)
 
 
+WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+"""The operator of `wait`. It returns its input; torch's rule for the meta device, once imported, makes a new tensor."""
+
+
 def wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
 

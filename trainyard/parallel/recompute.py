@@ -4,6 +4,7 @@ Dropout masks are a function of step and position, so that no random state has t
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,8 +23,9 @@ class Recomputable(nn.Module):
     the recompute has just gathered them (`TensorAxis.column_parallel`)."""
 
 
-def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
-    """Recompute the chosen modules of each block, in place, which keeps their names. Returns their number."""
+def apply_recompute(blocks: list[nn.Module], config: RecomputeSection, run: Callable[..., Any] = checkpoint) -> int:
+    """Recompute the chosen modules of each block, in place, which keeps their names. Returns their number.
+    `run` is torch's checkpoint, or a function with its arguments."""
     if config.kind == "none":
         return 0
     names: set[str] = {"core_attention"} if config.kind == "attention" else set(config.modules)
@@ -34,19 +36,19 @@ def apply_recompute(blocks: list[nn.Module], config: RecomputeSection) -> int:
             for child in module.modules():
                 if isinstance(child, Recomputable):
                     child.keep_gathered = True
-            module.__class__ = _recomputed_class(type(module))  # type: ignore[arg-type]
+            module.__class__ = _recomputed_class(type(module), run)  # type: ignore[arg-type]
         wrapped += len(chosen)
     return wrapped
 
 
 @functools.cache
-def _recomputed_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _recomputed_class(cls: type[nn.Module], run: Callable[..., Any]) -> type[nn.Module]:
     """The class with a forward that is recomputed. The blocks of a model share it: code compiled for one block is
     guarded by its classes and serves all, while a forward of each instance would have to be compiled for each."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = super(recomputed, self).forward  # type: ignore[arg-type]
-        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return run(plain, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     recomputed = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
     return recomputed

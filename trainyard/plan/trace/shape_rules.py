@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainyard import compat
 from trainyard.dryrun.meta_ops import tensors_in
 
 NO_RULE = object()
@@ -243,4 +244,5 @@ RULES: dict[Any, Rule | None] = {
     aten.select_backward.default: _slice_backward,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
+    compat.WAIT_TENSOR: _first,
 }

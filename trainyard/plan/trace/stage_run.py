@@ -24,6 +24,7 @@ from trainyard.parallel.ring_attention import CpMethod
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.plan.memory.device_kinds import DeviceKind
 from trainyard.plan.trace.device_mode import DeviceMode
+from trainyard.plan.trace.eager_checkpoint import eager_checkpoint
 from trainyard.plan.trace.micro_batch import MicroBatchShape
 from trainyard.plan.trace.part_recorder import EMBEDDING, HEAD, LOSS, PartRecorder
 from trainyard.plan.trace.traced_collectives import traced_group
@@ -95,7 +96,7 @@ class StageRun:
             return self.block_inputs
 
         self.model.block_inputs = keep_block_inputs  # type: ignore[method-assign]
-        apply_recompute(list(self.model.layers.children()), stage.recompute)
+        apply_recompute(list(self.model.layers.children()), stage.recompute, eager_checkpoint)
         self.dtype = DTYPES[precision.compute_dtype]
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self.parameters = models.assign_parameters(
