@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import configs
@@ -12,6 +13,7 @@ from trainyard.parallel.layout import Layout
 from trainyard.plan.memory.device_kinds import DEVICE_KINDS
 from trainyard.plan.memory.local_sizes import RankSizes
 from trainyard.plan.trace import memory_trace, stage_run
+from trainyard.plan.trace.shape_rules import shape_rule
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "full": (configs.LLAMA, {}, {"kind": "full"}),
@@ -23,6 +25,32 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "experts": (configs.MOE, {"ep": 2}, {"kind": "full"}),
 }
+
+
+aten = torch.ops.aten
+FLOATS = torch.empty(4, 8, 6, device="meta").transpose(1, 2)
+INTS = torch.empty(4, 6, dtype=torch.int32, device="meta")
+INDEX = torch.empty(4, dtype=torch.int64, device="meta")
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (aten.logsumexp.default, (FLOATS, [-1]), {}),
+    (aten.logsumexp.default, (FLOATS, [0, 1], True), {}),
+    (aten.floor_divide.default, (INTS, 2), {}),
+    (aten.topk.default, (FLOATS, 2), {}),
+    (aten.topk.default, (FLOATS, 3, 0), {}),
+    (aten.sort.stable, (INTS,), {"stable": True, "dim": 0}),
+    (aten.cumsum.default, (INTS, 0), {}),
+    (aten.cumsum.default, (INTS, 0), {"dtype": torch.int32}),
+    (aten.index_copy.default, (INTS, 0, INDEX, INTS), {}),
+    (aten.scatter.src, (FLOATS.contiguous(), 0, INTS.long()[..., None], FLOATS), {}),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "kwargs"), CALLS, ids=[str(call[0]) for call in CALLS])
+def test_shape_rules_equal_torchs(function: Any, args: Any, kwargs: Any) -> None:
+    def described(out: Any) -> list[Any]:
+        return [(x.shape, x.dtype, x.stride()) for x in (out if isinstance(out, tuple) else (out,))]
+
+    assert described(shape_rule(function, args, kwargs)) == described(function(*args, **kwargs))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -198,6 +198,20 @@ def _gather(x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
     return x.new_empty(index.shape)
 
 
+def _topk(x: Tensor, k: int, dim: int = -1, *args: Any) -> tuple[Tensor, Tensor]:
+    shape = list(x.shape)
+    shape[dim] = k
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int64)
+
+
+def _sort(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return _like([x], x.dtype), torch.empty_strided(x.shape, dense_strides(x), dtype=torch.int64, device=x.device)
+
+
+def _cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return _like([x], dtype or (x.dtype if x.dtype.is_floating_point else torch.int64))
+
+
 RULES: dict[Any, Rule | None] = {
     aten.arange.default: _arange,
     aten.arange.start: _arange,
@@ -216,6 +230,11 @@ RULES: dict[Any, Rule | None] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.dim: _reduce,
     aten.amax.default: _reduce,
+    aten.logsumexp.default: _reduce,
+    aten.floor_divide.default: _elementwise,
+    aten.topk.default: _topk,
+    aten.sort.stable: _sort,
+    aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax.default: _softmax,
@@ -236,6 +255,8 @@ RULES: dict[Any, Rule | None] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten.scatter_add.default: _clone_first,
     aten.index_add.default: _clone_first,
+    aten.scatter.src: _clone_first,
+    aten.index_copy.default: _clone_first,
     aten.scatter_.src: _first,
     aten.scatter_.value: _first,
     aten.scatter_add_.default: _first,
