@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainyard.families.hf_config import from_hf
     from trainyard.metrics.loggers.base import Logger
     from trainyard.train.callbacks import Callback
-    from trainyard.train.optim.user_rule import UpdateRule
+    from trainyard.train.optim.rules.user_rule import UpdateRule
     from trainyard.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _EXPORTS = {
     "Family": "trainyard.families.family",
     "Logger": "trainyard.metrics.loggers.base",
     "Trainer": "trainyard.train.trainer",
-    "UpdateRule": "trainyard.train.optim.user_rule",
+    "UpdateRule": "trainyard.train.optim.rules.user_rule",
     "from_hf": "trainyard.families.hf_config",
     "load": "trainyard.config.load",
     "load_model": "trainyard.checkpoint.formats.hf",

@@ -38,6 +38,7 @@ LLAMA = configs.LLAMA
 GPT = {**configs.GPT, "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}
 MOE = configs.MOE
 CAPACITY = {**MOE, "capacity_factor": 0.75}
+BIAS = {**MOE, "router_bias": True, "bias_update_rate": 0.02}
 BERT = {**configs.BERT, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA_LIKE_MODELS = [from_hf(hf_reference(name)[2]).model_dump(mode="json") for name in LLAMA_LIKE]
 ODD_VOCAB = {"vocab": 263}
@@ -215,6 +216,16 @@ CASES = [
     deep_case(4, {"ep": 4, "zero": 1}, CAPACITY, "capacity"),
     deep_case(4, {"ep": 2, "pp": 2, "zero": 3}, CAPACITY, "capacity"),
     deep_case(8, {"ep": 4, "tp": 2, "cp": 2, "zero": 1, **SP}, CAPACITY, "capacity"),
+    # experts balanced by a bias
+    case(4, {"ep": 2, "tp": 2, "zero": 1, **SP}, BIAS, "bias"),
+    deep_case(3, {"zero": 3}, BIAS, "bias", train={"global_batch": 6}),
+    deep_case(4, {"tp": 2, "zero": 2}, BIAS, "bias"),
+    deep_case(4, {"cp": 2, "pp": 2}, {**BIAS, "capacity_factor": 0.75}, "bias-capacity"),
+    deep_case(4, {"ep": 2, "pp": 2, "pipeline_schedule": "zero_bubble"}, BIAS, "bias"),
+    deep_case(4, {"ep": 2}, BIAS, "bias-full", recompute={"kind": "full"}),
+    deep_case(2, {"tp": 2}, BIAS, "bias-lamb", optimizer={"kind": "lamb"}),
+    deep_case(2, {"zero": 1}, BIAS, "bias-muon", optimizer={"kind": "muon"}),
+    deep_case(2, {"ep": 2}, BIAS, "bias-user-code", **USER_CODE),
     # families that share Llama's block
     *(case(2, {"tp": 2}, model) for model in LLAMA_LIKE_MODELS),
     *(deep_case(4, {"tp": 2, "cp": 2, **SP}, model) for model in LLAMA_LIKE_MODELS),

@@ -172,6 +172,111 @@ def test_tokens_beyond_the_capacity_skip_an_expert(factor: float) -> None:
         torch.testing.assert_close(a, b)  # the same tokens without sorting
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_bias_decides_which_experts_but_not_their_weights(grouped: bool) -> None:
+    layer, c = moe_layer(router_bias=True, balance_loss=0.0, z_loss=0.0)
+    layer.has_grouped_products = grouped
+    bias = torch.tensor([0.4, -0.3, 0.0, 0.1])
+    with torch.no_grad():
+        layer.router["bias"].copy_(bias)
+    logits = torch.randn(2, 8, c.experts, requires_grad=True)
+    probability = logits.softmax(-1).flatten(0, 1)
+    chosen = (probability + bias).topk(c.top_k, -1).indices
+    expected = probability.gather(-1, chosen)
+    assert not torch.equal(chosen, probability.topk(c.top_k, -1).indices)
+    weight, expert = layer._choose_experts(logits)
+    torch.testing.assert_close(expert.long(), chosen)
+    torch.testing.assert_close(weight, expected / expected.sum(-1, keepdim=True))
+
+
+def test_the_gradient_of_a_bias_is_the_load() -> None:
+    layer, c = moe_layer(router_bias=True, balance_loss=0.0, z_loss=0.0)
+    x = torch.randn(2, 8, c.hidden, requires_grad=True)
+    chosen = (x @ layer.router["weight"].T).topk(c.top_k, -1).indices
+    load = torch.bincount(chosen.flatten(), minlength=c.experts).float()
+    (gradient,) = torch.autograd.grad(layer(x), layer.router["bias"], torch.randn(2, 8, c.hidden))
+    assert gradient.tolist() == (c.experts * (load - load.mean())).tolist()
+
+
+@pytest.mark.parametrize("kind", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly), "bf16_sr"])
+def test_a_bias_balances_the_load(kind: str) -> None:
+    """A bias that prefers two experts of four goes away. The gradient norm does not have the load in it."""
+    model = {**configs.MOE, "balance_loss": 0.0, "z_loss": 0.0, "bias_update_rate": 0.005}
+    precision = {"kind": kind}
+    plain, trainer = (
+        Trainer(configs.tiny_config({**model, "router_bias": bias}, precision=precision)) for bias in (False, True)
+    )
+    batch = trainer.loader.batch(0, trainer.batch_slice)
+    assert trainer.train_step(batch, 1, 1e-3).grad_norm == plain.train_step(batch, 1, 1e-3).grad_norm
+    state, name = trainer.optimizer.state, "layers.0.mlp.router.bias"
+    for weights in (state.weights, state.master_weights):
+        state.flat.view(weights, name).copy_(torch.tensor([0.05, 0.05, -0.05, -0.05]))
+    layer = trainer.model.layers["0"].mlp
+    assert isinstance(layer, MoeMLP)
+    loads = []
+    for step in range(2, 22):
+        layer.pair_counts.zero_()
+        trainer.train_step(batch, step, 1e-3)
+        loads.append(float(layer.pair_counts.max() / layer.pair_counts.mean()))
+    assert loads[0] == 2.0
+    assert min(loads[-3:]) < 1.3
+    assert trainer.full_parameter(name).abs().max() < 0.03
+    assert not state.shard_view(state.exp_avg, name).any()
+
+
+def test_the_step_of_a_bias_equals_megatron_core() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+    config = configs.tiny_config({**configs.MOE, "router_bias": True}, train={"steps": 3})
+    trainer = Trainer(config)
+    names = [f"layers.{layer}.mlp.router.bias" for layer in (0, 1)]
+    expected = {name: torch.zeros(4) for name in names}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        for step in (1, 2, 3):
+            trainer.train_step(trainer.loader.batch(step, trainer.batch_slice), step, 1e-3)
+            for layer, name in enumerate(names):
+                mlp = trainer.model.layers[str(layer)].mlp
+                assert isinstance(mlp, MoeMLP)
+                expected[name] = get_updated_expert_bias(mlp.pair_counts.clone(), expected[name], 0.001)
+                mlp.pair_counts.zero_()
+                torch.testing.assert_close(trainer.full_parameter(name), expected[name])
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def test_a_bias_has_no_place_in_other_formats(tmp_path: Path) -> None:
+    """It starts at 0 from the weights of another stack, is refused where it would be lost, and is resumed exactly."""
+    model = {**configs.MOE, "router_bias": True}
+    with pytest.raises(UserError, match=r"export_hf=true: .* no place for model.router_bias; nearest: false"):
+        configs.tiny_config(model, checkpoint={"export_hf": True})
+    log = {"directory": str(tmp_path)}
+    plain = Trainer(configs.tiny_config(configs.MOE, log=log, checkpoint={"export_hf": True, "every": 4}))
+    plain.run()
+    assert plain.directory
+    for source in (plain.directory / "model", plain.directory):
+        from_source = {"resume": str(source), "weights_only": True}
+        trainer = Trainer(configs.tiny_config(model, log=log | {"name": "bias"}, checkpoint=from_source))
+        assert not trainer.full_parameter("layers.1.mlp.router.bias").any()
+        name = "layers.1.mlp.router.weight"
+        assert trainer.full_parameter(name).equal(plain.full_parameter(name))
+    trainer = Trainer(configs.tiny_config(model, log=log | {"name": "bias"}, checkpoint={"every": 4}))
+    trainer.run()
+    bias = trainer.full_parameter("layers.1.mlp.router.bias")
+    assert bias.any()
+    assert trainer.directory
+    faster = {**model, "bias_update_rate": 0.01}
+    resume = {"resume": str(trainer.directory)}
+    resumed = Trainer(configs.tiny_config(faster, log=log | {"name": "bias"}, checkpoint=resume, train={"steps": 8}))
+    assert resumed.full_parameter("layers.1.mlp.router.bias").equal(bias)
+    with pytest.raises(UserError, match=r"its Hugging Face names have none for layers.0.mlp.router.bias"):
+        save_hf(tmp_path / "lost", trainer.config.model, trainer.full_parameter)
+    assert not (tmp_path / "lost").exists()
+
+
 def test_active_flops_count() -> None:
     section = configs.tiny_config(configs.MOE).model
     specs: dict[str, Tensor | Any] = {s.name: s for s in models.family_of(section).blueprint(section).specs}

@@ -7,8 +7,8 @@ from torch import nn
 from tests.support import configs
 from tests.train.test_optimizers import gradient, make_optimizer, master, set_gradients, update, weights
 from trainyard import models
-from trainyard.train.optim.muon import newton_schulz
 from trainyard.train.optim.optimizer import Optimizer
+from trainyard.train.optim.rules.muon import newton_schulz
 
 
 def muon_matrices(optimizer: Optimizer, blueprint: models.Blueprint) -> dict[str, tuple[str, slice]]:

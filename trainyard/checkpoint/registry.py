@@ -1,7 +1,7 @@
 """Detects the format of a checkpoint and opens it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from trainyard.checkpoint.formats.nxd.files import find_nxd, open_nxd
 from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
 from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
-from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource
+from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, ZeroRouterBias
 from trainyard.checkpoint.io.storage import Storage, open_storage
 from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
@@ -25,6 +25,8 @@ from trainyard.core.errors import UserError
 from trainyard.download.local_copies import is_remote_model, local_weights
 from trainyard.families.hf_config import from_hf
 
+TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
+"""Keys of the model section that matter to training only, besides dropout and fused matrices."""
 CheckpointFormat = Literal["native", "hf", "optimum", "megatron", "dcp", "nxd", "full"]
 WEIGHT_FILE_SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
 FORMAT_DESCRIPTIONS: dict[CheckpointFormat, str] = {
@@ -70,8 +72,8 @@ def open_weights(
     Native checkpoints at URLs are read in place, other formats from a copy in a cache.
 
     `model` is for formats that do not store the model's configuration. It takes precedence over the config.json of a
-    Hugging Face directory, and must agree with a native checkpoint. `hints` are fields of NxdLayout that the user
-    knows.
+    Hugging Face directory, and must agree with a native checkpoint; only its routers may have a bias that the weights
+    lack, which is then 0. `hints` are fields of NxdLayout that the user knows.
     """
     location = local_weights(location) if is_remote_model(location) else location
     storage = open_storage(location)
@@ -79,9 +81,13 @@ def open_weights(
         checkpoint = Checkpoint(latest)
         if model and (difference := first_model_difference(checkpoint.model, model)):
             key, stored, expected = difference
+            if key == "router_bias" and expected:
+                return _with_zero_bias(location, model, hints)
             raise UserError(f"model.{key}={expected}: {location} has {stored}")
         has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
         return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
+    if model and model.without_router_bias is not model:
+        return _with_zero_bias(location, model, hints)
     path = local_weights(location)
     format_name = detect_format(path)
     open_format = {"hf": hf.open_hf, "optimum": open_optimum, "megatron": open_megatron}.get(format_name or "")
@@ -101,6 +107,13 @@ def open_weights(
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     raise UserError(f"{path}: not a known checkpoint format; known: {', '.join(FORMAT_DESCRIPTIONS.values())}")
+
+
+def _with_zero_bias(
+    location: str | Path, model: models.ModelConfig, hints: Mapping[str, Any] | None
+) -> OpenedCheckpoint:
+    opened = open_weights(location, model.without_router_bias, hints)
+    return replace(opened, weights=ZeroRouterBias(opened.weights, model), open_state=None)
 
 
 def latest_checkpoint(storage: Storage) -> Storage | None:
@@ -135,8 +148,8 @@ def read_model_files(weights: WeightSource, source: str | Path, config: Path | N
 def first_model_difference(model_a: models.ModelConfig, model_b: models.ModelConfig) -> tuple[str, Any, Any] | None:
     """The first key that makes two models differ in weights or logits, and its two values.
 
-    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices), or to text
-    only (special tokens), do not count.
+    Defaults are resolved first. Keys that matter to training only (dropout, initialization, fused matrices, balance of
+    experts), or to text only (special tokens), do not count.
     """
     a, b = (
         {"family": model.family, **model.model_dump(mode="json"), "ffn": model.ffn_size}
@@ -144,7 +157,7 @@ def first_model_difference(model_a: models.ModelConfig, model_b: models.ModelCon
         for model in (model_a, model_b)
     )
     for key in a | b:
-        ignored = key.endswith(("dropout", "_token_id")) or key.startswith("fuse") or key in ("init_std", "scaled_init")
+        ignored = key.endswith(("dropout", "_token_id")) or key.startswith("fuse") or key in TRAINING_KEYS
         if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None

@@ -63,6 +63,9 @@ class ParamSpec:
     """Gradient of an unsplit parameter on tensor-parallel ranks. by_tokens: of the tokens that a rank holds, which are
     all of them without sequence parallelism; equal: of all tokens on every rank; partial: of a rank's share of the
     work (its heads or experts), so that it is always summed."""
+    load_step: float = 0.0
+    """Above 0 for a router's bias that balances the load of experts: its gradient is the load, each element moves by
+    this much against its sign, and neither the gradient norm nor the update rule sees it."""
 
     def sums_tp_gradient(self, sequence_parallel: bool) -> bool:
         """True if the gradient of this unsplit parameter is a sum over tensor-parallel ranks."""

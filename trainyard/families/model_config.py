@@ -71,6 +71,11 @@ class ModelConfig(Section):
         return True
 
     @property
+    def without_router_bias(self) -> Self:
+        """The model as other stacks can hold it: experts without a bias that balances them."""
+        return self.model_copy(update={"router_bias": False}) if getattr(self, "router_bias", False) else self
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of a block's two output projections."""
         return self.init_std / (2 * self.layers) ** 0.5 if self.scaled_init else self.init_std

@@ -28,6 +28,11 @@ class MoeConfig(DecoderConfig):
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the router's z loss (the squared logsumexp of its logits), a mean over tokens and a sum over
     layers; 0: none."""
+    router_bias: bool = False
+    """Balance the experts with a bias instead of a loss: it is added to the router's probabilities where experts are
+    chosen, not to their weights, and moves against the load after each step. No other stack has a place for it."""
+    bias_update_rate: float = Field(0.001, gt=0)
+    """Step of the bias: that of an expert with more than its share of the tokens falls by this much, others rise."""
 
     @property
     def has_static_shapes(self) -> bool:
@@ -55,8 +60,10 @@ def moe_blueprint(c: MoeConfig, qk_norm: bool = False) -> Blueprint:
         replace(matrix(f"{expert}gate_up", (2 * c.experts * c.ffn, c.hidden), 0, c.init_std), fused_parts=gate_up),
         replace(matrix(f"{expert}down", (c.experts * c.hidden, c.ffn), 1, c.output_init_std), fused_parts=down),
     )
+    bias = ParamSpec(f"{layer}router.bias", (c.experts,), tp_gradient="equal", load_step=c.bias_update_rate)
     mlp = (
         replace(router, tp_gradient="partial"),  # of a rank's part of the experts' outputs
+        *([bias] if c.router_bias else []),
         *(replace(spec, experts=c.experts, active_experts=c.top_k) for spec in experts),
     )
     return decoder_blueprint(c, qk_norm=qk_norm, mlp_specs=mlp)

@@ -32,7 +32,7 @@ class MoeMLP(Recomputable):
     def __init__(self, c: MoeConfig, make: ModuleFactory, name: str) -> None:
         super().__init__()
         self.c, self.tp, self.cp, self.ep = c, make.tp, make.cp, make.ep
-        self.router = make.parameters(f"{name}.router", ["weight"])
+        self.router = make.parameters(f"{name}.router", ["weight", "bias"] if c.router_bias else ["weight"])
         self.experts = make.parameters(f"{name}.experts", ["gate_up", "down"])
         self.kernels, self.activation = make.kernels, SwiGLU(make.kernels)
         self.register_buffer("pair_counts", torch.zeros(c.experts), persistent=False)
@@ -50,7 +50,7 @@ class MoeMLP(Recomputable):
         if self.training and torch.is_grad_enabled():
             count_BE = pairs_BE.float()
             self.pair_counts += count_BE.sum(0)
-            if self.c.balance_loss or self.c.z_loss:
+            if self.c.balance_loss or self.c.z_loss or self.c.router_bias:
                 x_BTD = _AddLoss.apply(x_BTD, self._router_loss(logits_BTE, count_BE))  # type: ignore[no-untyped-call]
         has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_products)
         if has_capacity:
@@ -62,10 +62,14 @@ class MoeMLP(Recomputable):
 
     def _choose_experts(self, logits_BTE: Tensor) -> tuple[Tensor, Tensor]:
         probability_NE = logits_BTE.flatten(0, 1).softmax(-1)
-        if self.has_grouped_products:
-            weight_NK, expert_NK = probability_NE.topk(self.c.top_k, -1)
+        score_NE = probability_NE + self.router["bias"].detach() if self.c.router_bias else probability_NE
+        if not self.has_grouped_products:
+            weight_NK, expert_NK = _top_k_by_maximum(probability_NE, score_NE, self.c.top_k)
+        elif self.c.router_bias:
+            expert_NK = score_NE.topk(self.c.top_k, -1).indices
+            weight_NK = probability_NE.gather(-1, expert_NK)
         else:
-            weight_NK, expert_NK = _top_k_by_maximum(probability_NE, self.c.top_k)
+            weight_NK, expert_NK = probability_NE.topk(self.c.top_k, -1)
         if self.c.normalize_top_k:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
         return weight_NK, expert_NK
@@ -119,26 +123,34 @@ class MoeMLP(Recomputable):
         and p_e the mean probability of e: for a single sample and layer, that of transformers. The sum over all ranks
         does not depend on the layout: f covers the full sample, and the rest is linear. All tensor-parallel ranks
         compute the same, and their gradients are summed.
+
+        A bias of the router gets a term whose gradient is the load: how many pairs an expert has beyond its share,
+        times E, so that sums over micro batches and ranks are exact.
         """
         _, T, E = logits_BTE.shape
         tokens = T * self.cp.size
         share_BE = self.cp.group.all_reduce_sum(count_BE) / tokens
         balance = E * (share_BE[:, None] * logits_BTE.softmax(-1)).sum() / tokens / self.c.layers
         z = logits_BTE.logsumexp(-1).square().sum() / tokens
-        return (self.c.balance_loss * balance + self.c.z_loss * z) / (self.samples_per_step * self.tp.size)
+        loss = (self.c.balance_loss * balance + self.c.z_loss * z) / (self.samples_per_step * self.tp.size)
+        if self.c.router_bias:
+            count_E = count_BE.sum(0)
+            loss = loss + (self.router["bias"] * (E * count_E - count_E.sum())).sum()
+        return loss
 
 
-def _top_k_by_maximum(x_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The largest k values of each row and their indices, int32, as `topk`: one after the other, without sorting."""
+def _top_k_by_maximum(x_NE: Tensor, score_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k values of each row with the highest scores and their indices, int32, as `topk`: one after the other,
+    without sorting."""
     number_E = torch.arange(x_NE.shape[1], dtype=torch.int32, device=x_NE.device)
-    rest_NE, values, indices = x_NE.detach(), [], []
+    rest_NE, values, indices = score_NE.detach(), [], []
     for _ in range(k):
         is_largest_NE = rest_NE == rest_NE.amax(-1, keepdim=True)
         index_N1 = torch.where(is_largest_NE, number_E, len(number_E)).amin(-1, keepdim=True)
         chosen_NE = number_E == index_N1
         values.append((x_NE * chosen_NE).sum(-1))
         indices.append(index_N1)
-        rest_NE = torch.where(chosen_NE, -1.0, rest_NE)
+        rest_NE = torch.where(chosen_NE, -torch.inf, rest_NE)
     return torch.stack(values, -1), torch.cat(indices, -1)
 
 

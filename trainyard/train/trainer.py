@@ -45,7 +45,7 @@ from trainyard.train.model_files import run_model_files
 from trainyard.train.optim.gather_full import gather_full_parameter
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.optim.user_rule import load_update_rule
+from trainyard.train.optim.rules.user_rule import load_update_rule
 from trainyard.train.records import RunSummary, check_weights, step_record, too_many_skipped
 from trainyard.train.run_log.run_log import RunLog, lacks_samples
 from trainyard.train.shutdown import StopSignal, quiet_garbage_collector

@@ -250,6 +250,22 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+class ZeroRouterBias:
+    """The weights of a model whose routers have no bias, as those of `model`, where the bias starts at 0."""
+
+    def __init__(self, weights: WeightSource, model: models.ModelConfig) -> None:
+        self.weights, self.model = weights, model
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.weights.dtype(name) if self._has(name) else torch.float32
+
+    def read(self, piece: TensorSlice) -> Tensor:
+        return self.weights.read(piece) if self._has(piece.name) else torch.zeros(piece.sizes)
+
+    def _has(self, name: str) -> bool:
+        return name in unfused_tensors(self.weights.model)
+
+
 def local_values(weights: WeightSource, shard: ModelShard = FULL_MODEL) -> models.ParameterValues:
     """A function from parameter names to the fp32 values that a rank holds. It reads nothing else."""
     blueprint = models.family_of(weights.model).blueprint(weights.model)

@@ -30,11 +30,11 @@ from trainyard.train.checkpointing.data_check import check_data
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
 from trainyard.train.optim.flat_state import ADAM_STATE, state_kinds
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.optim.user_rule import load_update_rule
+from trainyard.train.optim.rules.user_rule import load_update_rule
 
-COMPARED_SECTIONS = ("data", "train", "optimizer", "schedule", "precision")
+COMPARED_SECTIONS = ("model", "data", "train", "optimizer", "schedule", "precision")
 """Config sections whose changes since the checkpoint are logged."""
-UNREPORTED_KEYS = ("train.steps", "train.micro_batch", "data.cache")
+UNREPORTED_KEYS = ("model.fuse_qkv", "model.fuse_gate_up", "train.steps", "train.micro_batch", "data.cache")
 """Keys that may change without a note."""
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,17 @@ from trainyard.models import ParameterValues, TransformerStage
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import Waiting
 from trainyard.train.decisions import fuses_wgrad
-from trainyard.train.optim.adamw import AdamW
 from trainyard.train.optim.flat_state import ADAM_STATE, FlatState
 from trainyard.train.optim.gradient_sync import GradientSync
-from trainyard.train.optim.lamb import Lamb
-from trainyard.train.optim.muon import Muon
 from trainyard.train.optim.replicated_params import ReplicaSync
+from trainyard.train.optim.rules.adamw import AdamW
+from trainyard.train.optim.rules.lamb import Lamb
+from trainyard.train.optim.rules.load_balance import LoadBalance
+from trainyard.train.optim.rules.muon import Muon
+from trainyard.train.optim.rules.update_rule import FlatRule, RuleContext, StepScalars
+from trainyard.train.optim.rules.user_rule import ElementwiseUpdate, load_update_rule
 from trainyard.train.optim.step_guard import StepGuard
 from trainyard.train.optim.stochastic_rounding import rounding_ranges
-from trainyard.train.optim.update_rule import FlatRule, RuleContext, StepScalars
-from trainyard.train.optim.user_rule import ElementwiseUpdate, load_update_rule
 
 RULES: dict[str, Callable[[RuleContext], FlatRule]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon}
 """Built-in update rules by `optimizer.kind`."""
@@ -67,6 +68,7 @@ class Optimizer:
         self.rule: FlatRule = (
             ElementwiseUpdate(user_rule, context) if user_rule else RULES[config.optimizer.kind](context)
         )
+        self.load_balance = LoadBalance(context)
         self._update_fences: list[Callable[[], None]] = []
 
     def zero_grad(self, micro_batches: int = 1) -> None:
@@ -104,6 +106,7 @@ class Optimizer:
         self.wait_for_weights()
         while self._update_fences:
             self._update_fences.pop()()
+        loads = self.load_balance.take_loads()
         squared_norms = self.replica_sync.squared_norms(self.state.reduced_grads)
         norm = self.replica_sync.global_norm(squared_norms) * grad_scale
         finite = self.guard.check(squared_norms, norm, loss)
@@ -113,6 +116,8 @@ class Optimizer:
         grad_scale, count = self.guard.clip(norm, grad_scale), self.guard.update_count
         # Above 0 also if the first step is skipped.
         correction = torch.stack([1 - beta**count for beta in self.betas]).clamp(min=1e-30)
-        self.rule.update(StepScalars(lr, grad_scale, correction, finite, count, rounding_key))
+        scalars = StepScalars(lr, grad_scale, correction, finite, count, rounding_key)
+        self.rule.update(scalars)
+        self.load_balance.update(loads, scalars)
         self.sync.start_weight_gather()
         return norm

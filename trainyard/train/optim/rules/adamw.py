@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from trainyard.compat import fused_adamw_, has_fused_adamw
+from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
 from trainyard.train.optim.stochastic_rounding import stochastic_round_to_bf16
-from trainyard.train.optim.update_rule import RuleContext, StepScalars
 
 AdamScalars = tuple[Tensor, Tensor, Tensor, Tensor]
 """lr, gradient scale, bias corrections [2] and the flag `finite`: the first fields of StepScalars."""

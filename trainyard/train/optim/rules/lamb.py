@@ -2,8 +2,8 @@
 
 import torch
 
-from trainyard.train.optim.adamw import adam_direction_
-from trainyard.train.optim.update_rule import RuleContext, StepScalars
+from trainyard.train.optim.rules.adamw import adam_direction_
+from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
 
 
 class Lamb:

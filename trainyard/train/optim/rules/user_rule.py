@@ -11,8 +11,8 @@ from trainyard.compat import disable_fake_tensors
 from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import check_call, describe_object, import_subclass, is_user_path, make_instance
+from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
 from trainyard.train.optim.stochastic_rounding import RoundingRange, stochastic_round_to_bf16
-from trainyard.train.optim.update_rule import RuleContext, StepScalars
 
 CHUNK_ELEMENTS = 1 << 24
 """Elements per call of a rule that is not compiled: its temporary tensors have 64 MiB each."""

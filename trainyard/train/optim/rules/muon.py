@@ -24,8 +24,8 @@ from trainyard.models.sharding import fused_starts, shard_tensor, unshard_tensor
 from trainyard.parallel.flat_buffer import Bucket, ParamSpan
 from trainyard.parallel.mesh import SINGLE_RANK
 from trainyard.parallel.process_group import Group
-from trainyard.train.optim.adamw import AdamW
-from trainyard.train.optim.update_rule import RuleContext, StepScalars
+from trainyard.train.optim.rules.adamw import AdamW
+from trainyard.train.optim.rules.update_rule import RuleContext, StepScalars
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Quintic iteration of the reference implementation: steep at 0, singular values end up between about 0.7 and 1.2."""

@@ -1,0 +1,1 @@
+"""Update rules: what a step does with gradients, by `optimizer.kind`."""
