@@ -14,7 +14,7 @@ from tests.support.compiler import install_unoptimized_compiler
 from tests.support.forkserver import ForkServer
 from tests.support.slurm_cluster import SlurmCluster
 
-STEPS = 40
+STEPS = 60
 TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 TRAIN += [f"train.steps={STEPS}", "train.global_batch=8", "train.micro_batch=1", "checkpoint.every=3", "log.every=1"]
 TIMEOUT_S = 600
@@ -61,6 +61,12 @@ class SubmittedJob:
     def wait_for_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"
         self.wait_for(lambda: metrics.exists() and max(curve(self.run), default=0) >= step, f"step {step}")
+
+    def nodes(self) -> list[str]:
+        """The nodes of the job. Asked before a step that a fault follows, or the run could end before the fault."""
+        self.wait_for_state("RUNNING")
+        used = self.slurm.run("squeue", "-h", "-j", self.job_id, "-o", "%N").strip()
+        return self.slurm.run("scontrol", "show", "hostnames", used).split()
 
     def wait_for_state(self, state: str, timeout: float = TIMEOUT_S) -> None:
         self.wait_for(lambda: self.state() == state, state, timeout)
@@ -164,9 +170,8 @@ def test_lost_node_is_replaced(
     cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float], fault: str, index: int
 ) -> None:
     job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "2", "--hang-timeout", "10")
+    node = job.nodes()[index]
     job.wait_for_step(4)
-    used = slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip()
-    node = slurm.run("scontrol", "show", "hostnames", used).split()[index]
     slurm.kill_node(node) if fault == "power" else slurm.cut_cable(node)
     job.wait_for_state("COMPLETED")
     assert_same_curve(job, expected)
@@ -197,9 +202,9 @@ def test_elastic_job_shrinks_and_grows(cli: ForkServer, slurm: SlurmCluster, tmp
     job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2-4", "--nproc", "1", "layout.tp=2", *batch)
     assert "4 nodes: tensor 2" in job.output
     assert "3 nodes: tensor 1" in job.output
+    node = job.nodes()[-1]
     job.wait_for_step(4)
-    used = slurm.run("scontrol", "show", "hostnames", slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip())
-    slurm.kill_node(used.split()[-1])
+    slurm.kill_node(node)
     job.wait_for(lambda: "attempt 2" in job.log(), "the second attempt")
     job.wait_for_step(12)
     slurm.recover(cancel=False)
@@ -216,9 +221,9 @@ def test_state_of_a_lost_node_is_in_the_memory_of_another(
     """No checkpoint is on the disk, so that a run which continues after step 0 has used the memory."""
     options = ["--nodes", "3", "--nproc", "2", "checkpoint.every=1000", "checkpoint.memory_every=2", "layout.zero=1"]
     job = SubmittedJob(cli, slurm, tmp_path, *options, "train.global_batch=12")
+    node = job.nodes()[1]
     job.wait_for_step(8)
-    used = slurm.run("scontrol", "show", "hostnames", slurm.run("squeue", "-h", "-j", job.job_id, "-o", "%N").strip())
-    slurm.kill_node(used.split()[1])
+    slurm.kill_node(node)
     job.wait_for_state("COMPLETED")
     resumed = [int(line.split("step ")[1].split(":")[0]) for line in job.log().splitlines() if "resuming from" in line]
     assert len(resumed) == 1, job.log()

@@ -50,6 +50,8 @@ def accuracy(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
 def run(config: Config, user_loss: bool = False, backend: str = "inductor") -> dict[str, Any]:
     """Run a training. `backend` is the one of torch.compile, if the configuration compiles."""
     recorder, loss = LossRecorder(), user_loss_fn if user_loss else None
+    if config.compile.enabled:
+        torch.compiler.reset()  # the ranks of a pool live on, and torch limits the graphs of a function
     with (
         patch.object(CpuDevice, "compile_options", lambda self: CompileOptions(backend)),
         patch.object(CpuDevice, "peak_throughput", lambda self, dtype: None),
