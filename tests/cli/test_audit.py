@@ -41,6 +41,7 @@ def test_violation_in_a_custom_loss_has_its_line_and_exit_code_1(tmp_path: Path,
     assert report["stages"][0]["peak_bytes"] > report["stages"][0]["steady_bytes"] > 0
 
 
+@pytest.mark.nightly
 def test_smoke_audits_a_small_version_of_a_recipe(tmp_path: Path, cli: ForkServer) -> None:
     """As for `train`: seconds instead of minutes, for a first look at an own loss. The named layout is kept."""
     arguments = ["audit", "llama3-70b", "--smoke", "layout.tp=8", "layout.pp=1", "layout.ranks=32"]

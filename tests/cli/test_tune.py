@@ -130,6 +130,7 @@ def test_errors_are_one_line(arguments: list[str], code: int, message: str, call
     assert not list(tmp_path.glob("*.tuned.yaml"))
 
 
+@pytest.mark.nightly
 def test_an_error_that_only_a_run_detects_is_one_line(cli: ForkServer, tmp_path: Path) -> None:
     done = cli.run(["tune", *SMALL, "train.loss=nowhere:f"], cwd=tmp_path)
     assert done.returncode == 2

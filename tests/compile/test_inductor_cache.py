@@ -177,5 +177,5 @@ def test_wrapper_is_not_wrapped_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert os.environ["PATH"] == path
     (tmp_path / "x.cpp").write_text("int x;")
     environment = {"PATH": path}  # nothing else of this process's environment is needed
-    subprocess.run(["g++", "-c", "x.cpp", "-o", "x.o"], cwd=tmp_path, env=environment, timeout=60, check=True)
+    subprocess.run(["g++", "-c", "x.cpp", "-o", "x.o"], cwd=tmp_path, env=environment, timeout=240, check=True)
     assert (tmp_path / "x.o").is_file()

@@ -101,7 +101,9 @@ def test_resume_muon_at_another_layout(pool: Pool, tmp_path: Path, before: str, 
     assert run(pool, config, LAYOUTS[after][0])["losses"] == pytest.approx(losses[SAVED_STEP:], rel=2e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp4-kv", "zero3"), ("zero1-odd", "pp2-vpp2")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("tp4-kv", "zero3"), pytest.param("zero1-odd", "pp2-vpp2", marks=pytest.mark.nightly)]
+)
 def test_resume_a_rule_of_the_user_at_another_layout(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     rule = {"kind": "tests.support.user_code:Momentum"}
     checkpoint, losses = run_and_save(pool, tmp_path, before, optimizer=rule)

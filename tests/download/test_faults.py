@@ -156,7 +156,7 @@ def disk_is_too_small(site: Site) -> tuple[int, str, str]:
 def two_processes_at_once(site: Site) -> None:
     site.server.bytes_per_second = 8_000_000
     processes = [site.start() for _ in range(2)]
-    assert [process.communicate(timeout=60)[1] for process in processes] == ["", ""]
+    assert [process.communicate(timeout=240)[1] for process in processes] == ["", ""]
     assert [process.returncode for process in processes] == [0, 0]
     assert site.server.sent["/data.bin"] < SIZE * 1.1
 
@@ -176,7 +176,7 @@ def killed_and_resumed(site: Site) -> None:
     site.server.bytes_per_second = 0
     before = site.server.sent["/data.bin"]
     again = site.start()
-    assert again.communicate(timeout=60)[1] == ""
+    assert again.communicate(timeout=240)[1] == ""
     assert site.server.sent["/data.bin"] - before < SIZE * 0.8  # a part of it was on disk
 
 
@@ -192,7 +192,7 @@ def changed_between_parts(site: Site) -> None:
     process.communicate()
     site.server.bytes_per_second = 0
     site.server.files["/data.bin"] = ServedFile(CONTENT)
-    assert site.start().communicate(timeout=60)[1] == ""
+    assert site.start().communicate(timeout=240)[1] == ""
 
 
 @fault(WHOLE)

@@ -274,7 +274,7 @@ def test_only_one_process_of_a_host_downloads(hub: HubServer, repo: Repo, tmp_pa
         )
         for rank in range(3)
     ]
-    outputs = {rank.communicate(timeout=60)[0] for rank in ranks}
+    outputs = {rank.communicate(timeout=240)[0] for rank in ranks}
     assert len(outputs) == 1
     assert all(rank.returncode == 0 for rank in ranks)
     files = repo.commits[repo.branches["main"]]
@@ -291,7 +291,7 @@ def test_get_uses_only_the_environment(
 
     def get(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trainyard", "get", *arguments]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
     result = get("own/model", "model")
     assert result.returncode == 0, result.stderr

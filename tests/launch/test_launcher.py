@@ -72,7 +72,7 @@ def start(here: Path, ranks: int, body: str, **options: int) -> subprocess.Popen
 
 def run(here: Path, ranks: int, body: str) -> tuple[int, str, str]:
     process = start(here, ranks, body)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
@@ -151,7 +151,7 @@ time.sleep(600)
     master, slave = pty.openpty()
     process = start(tmp_path, 2, body, stdout=slave)
     os.close(slave)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 2
     assert os.read(master, 100) == b"True True\x1b[?25h\r\n"  # shows the cursor and ends the line
     os.close(master)
@@ -167,7 +167,7 @@ while not (here / "read").exists():
     assert process.stderr
     assert process.stderr.readline() == "careful 0\n"
     (tmp_path / "read").touch()
-    assert process.communicate(timeout=60) == ("", "")
+    assert process.communicate(timeout=240) == ("", "")
     assert process.returncode == 0
 
 
@@ -339,7 +339,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     until(lambda: len(pids(tmp_path)) == 4)
     assert not any(is_gone(pid) for pid in pids(tmp_path))
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert_all_gone(tmp_path, 2)
 
 
@@ -371,7 +371,7 @@ def test_a_signal_is_forwarded_once_and_the_stop_is_orderly(tmp_path: Path, numb
     process = start(tmp_path, 2, COUNT.replace("LIMIT", "-1"))
     until(lambda: len(pids(tmp_path)) == 4)
     process.send_signal(number)
-    assert process.communicate(timeout=60) == ("", "")
+    assert process.communicate(timeout=240) == ("", "")
     assert process.returncode == 130
     assert [(tmp_path / f"{rank}.count").read_text() for rank in (0, 1)] == ["1", "1"]
     assert_all_gone(tmp_path, 2)
@@ -388,7 +388,7 @@ def test_a_second_signal_is_forwarded_and_a_third_kills(tmp_path: Path) -> None:
             assert process.poll() is None
             process.send_signal(signal.SIGINT)
             time.sleep(0.3)
-        assert process.communicate(timeout=60) == ("", "")
+        assert process.communicate(timeout=240) == ("", "")
         assert process.returncode == 130
         assert_all_gone(here, 2)
 
@@ -397,14 +397,14 @@ def test_a_signal_before_ranks_handle_it_ends_them_quietly(tmp_path: Path) -> No
     process = start(tmp_path, 2, "if rank: signal.signal(15, signal.SIG_IGN)\nbegin(); time.sleep(600)")
     until(lambda: len(pids(tmp_path)) == 4)
     process.terminate()
-    assert process.communicate(timeout=60) == ("", "")
+    assert process.communicate(timeout=240) == ("", "")
     assert process.returncode == 130
     assert_all_gone(tmp_path, 2)
 
 
 def test_the_real_command(tmp_path: Path) -> None:
     code = "import sys; from trainyard.launch.launcher import launch; sys.exit(launch(['config', 'no-such-recipe'], 2))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

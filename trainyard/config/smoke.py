@@ -57,7 +57,7 @@ def smoke_config(
         shrink("model", head_dim=SMOKE_HEAD_DIM)
     shrink("model", hidden=heads * SMOKE_HEAD_DIM)
     if model.get("ffn"):
-        shrink("model", ffn=4 * model["hidden"])
+        shrink("model", ffn=(1 if model.get("experts") else 4) * model["hidden"])
     if model.get("experts"):
         shrink("model", experts=min(model["experts"], SMOKE_EXPERTS), top_k=min(model["top_k"], SMOKE_EXPERTS // 2))
     shrink("layout", **_fitted_layout(layout, ranks, heads, named) | {"pipeline_cuts": []})

@@ -41,7 +41,10 @@ def test_upstreams_shards_give_the_model_back_bit_for_bit(name: str, hints: dict
     assert note is None or note in weights.notes[0]
 
 
-@pytest.mark.parametrize(("flag", "order"), [("--source-layout", "kv_order=trn2"), ("--hw_backend", "trn2")])
+@pytest.mark.parametrize(
+    ("flag", "order"),
+    [pytest.param("--source-layout", "kv_order=trn2", marks=pytest.mark.nightly), ("--hw_backend", "trn2")],
+)
 def test_commands_say_how_they_read_upstreams_shards_for_trn2(
     flag: str, order: str, cli: ForkServer, tmp_path: Path
 ) -> None:

@@ -248,4 +248,4 @@ def fork_server() -> Iterator[RunOnce]:
 
     yield run_once
     requests.close()
-    process.wait(timeout=60)
+    process.wait(timeout=240)

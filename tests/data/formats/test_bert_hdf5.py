@@ -231,7 +231,7 @@ def test_processes_that_start_together_build_one_cache(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, *map(str, paths)]
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
-    results = [process.communicate(timeout=60) for process in processes]
+    results = [process.communicate(timeout=240) for process in processes]
     assert len({checksum for checksum, _ in results}) == 1
     assert sum(log.count("unpacking 2") for _, log in results) == 1
     assert sorted(path.suffix for path in (tmp_path / CACHE_DIRECTORY).iterdir()) == ["", ".pairs"]

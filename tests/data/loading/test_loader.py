@@ -47,7 +47,7 @@ def test_next_batch_is_prepared_in_the_background() -> None:
     batches = loader.prefetch(0, 4, slice(None), dict)
     next(batches)
     for _ in range(2):  # the second batch is read although nobody has asked for it yet
-        assert dataset.batches_read.acquire(timeout=60)
+        assert dataset.batches_read.acquire(timeout=240)
     assert not set(threading.enumerate()) <= before
     batches.close()
     assert set(threading.enumerate()) <= before

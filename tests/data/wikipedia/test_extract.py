@@ -229,7 +229,7 @@ def test_killed_runs_give_the_shards_of_one_run(tmp_path: Path, kind: str, kills
         for name, data in shards(output).items():
             assert data == (tmp_path / "complete" / name).read_bytes()
     assert killed >= kills // 2
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert shards(output) == shards(tmp_path / "complete")
     assert not list(output.glob(".*.part"))
@@ -258,7 +258,7 @@ def test_output_of_different_runs_is_never_mixed(tmp_path: Path) -> None:
     with lock_output(output):
         code = "from pathlib import Path; from trainyard.data.wikipedia.progress import lock_output\n"
         code += f"with lock_output(Path({str(output)!r})): pass"
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert "another run is writing there" in other.stderr
     (output / "wiki_00001.jsonl").rename(output / "away")
     with pytest.raises(UserError, match=r"wiki_00001.jsonl is missing; pass --restart"):
