@@ -7,7 +7,7 @@ import pytest
 from tests.support.pool import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[Pool]:
     ranks = Pool()
     yield ranks

@@ -6,6 +6,7 @@ that has already imported everything, and stay for the next job.
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -110,6 +111,8 @@ def _serve(pipe: Connection, crash_log: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # collections after jobs look only at what the jobs made
     while True:
         try:
             function, arguments, rank, ranks, port = pipe.recv()
@@ -133,3 +136,4 @@ def _serve(pipe: Connection, crash_log: str) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send((ok, result))
+        gc.collect()  # groups in reference cycles keep threads that poll
