@@ -100,8 +100,9 @@ def test_killed_rank_restarts_from_the_latest_checkpoint(
     cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
     job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
-    job.wait_for_step(4)
+    job.wait_for_step(1)
     ranks = [pid for pid in slurm.processes() if environment_of(pid).get("RANK") == "1"]
+    job.wait_for_step(4)
     os.kill(ranks[0], signal.SIGKILL)
     job.wait_for_state("COMPLETED")
     assert_same_curve(job, expected)
@@ -121,8 +122,9 @@ def test_killed_supervisor_starts_again(
     cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
 ) -> None:
     job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
-    job.wait_for_step(4)
+    job.wait_for_step(1)
     (supervisor,) = (pid for pid in slurm.processes() if b"\0supervise\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    job.wait_for_step(4)
     os.kill(supervisor, signal.SIGKILL)
     job.wait_for_state("COMPLETED")
     assert_same_curve(job, expected)
