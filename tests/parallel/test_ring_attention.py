@@ -373,10 +373,10 @@ def run_rank(rank: int, world_size: int, store: str) -> None:
             torch.manual_seed(seed)
             case = make_case(kind, causal)
             positions = positions_by_rank(size, case.q.shape[2])[rank % size]
-            q, k, v, dout, _, documents, dropout = local_case(case, positions)
+            q, k, v, dout, _, documents, dropout, window = local_case(case, positions)
             inputs = [x.requires_grad_() for x in (q, k, v)]
             axis = ContextAxis(Group(tuple(range(size)), rank % size, group.group_name), method)
-            y = axis.attend(*inputs, causal, documents, dropout)
+            y = axis.attend(*inputs, causal, documents, dropout, window)
             actual = [y, *torch.autograd.grad(y, inputs, dout)]
             assert_close(actual, [x[:, :, positions] for x in dense_attention(case)])
     dist.destroy_process_group()
