@@ -79,15 +79,18 @@ def open_weights(
     storage = open_storage(location)
     if latest := latest_checkpoint(storage):
         checkpoint = Checkpoint(latest)
-        if model and (difference := first_model_difference(checkpoint.model, model)):
+        has_bias = checkpoint.model.without_router_bias is not checkpoint.model
+        stored_model = model if model is None or has_bias else model.without_router_bias
+        if stored_model and (difference := first_model_difference(checkpoint.model, stored_model)):
             key, stored, expected = difference
-            if key == "router_bias" and expected:
-                return _with_zero_bias(location, model, hints)
             raise UserError(f"model.{key}={expected}: {location} has {stored}")
+        if model and stored_model is not model:
+            return OpenedCheckpoint("native", ZeroRouterBias(checkpoint, model))
         has_state = len(checkpoint.dtypes) > 1 or checkpoint.step > 0  # a user's update rule may have no state
         return OpenedCheckpoint("native", checkpoint, open_state=(lambda: checkpoint.state) if has_state else None)
     if model and model.without_router_bias is not model:
-        return _with_zero_bias(location, model, hints)
+        opened = open_weights(location, model.without_router_bias, hints)
+        return replace(opened, weights=ZeroRouterBias(opened.weights, model), open_state=None)
     path = local_weights(location)
     format_name = detect_format(path)
     open_format = {"hf": hf.open_hf, "optimum": open_optimum, "megatron": open_megatron}.get(format_name or "")
@@ -107,13 +110,6 @@ def open_weights(
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     raise UserError(f"{path}: not a known checkpoint format; known: {', '.join(FORMAT_DESCRIPTIONS.values())}")
-
-
-def _with_zero_bias(
-    location: str | Path, model: models.ModelConfig, hints: Mapping[str, Any] | None
-) -> OpenedCheckpoint:
-    opened = open_weights(location, model.without_router_bias, hints)
-    return replace(opened, weights=ZeroRouterBias(opened.weights, model), open_state=None)
 
 
 def latest_checkpoint(storage: Storage) -> Storage | None:

@@ -30,7 +30,7 @@ class MoeConfig(DecoderConfig):
     layers; 0: none."""
     router_bias: bool = False
     """Balance the experts with a bias instead of a loss: it is added to the router's probabilities where experts are
-    chosen, not to their weights, and moves against the load after each step. No other stack has a place for it."""
+    chosen, not to their weights, and moves against the load after each step. Only native checkpoints hold it."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Step of the bias: that of an expert with more than its share of the tokens falls by this much, others rise."""
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,19 +52,17 @@ class _Recompute:
 
         def pack_again(tensor: Tensor) -> Tensor:
             nonlocal left
-            saved = next(waiting)()
+            value, saved = tensor.detach(), next(waiting)()
             if saved is not None:
-                saved.value = tensor.detach()
+                saved.value = value
             left -= 1
             if not left:
                 raise _AllRecomputedError
-            return tensor.detach()
+            return value
 
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(pack_again, lambda tensor: tensor):
-                self.forward()
-        except _AllRecomputedError:
-            pass
+        hooks = saved_tensors_hooks(pack_again, lambda tensor: tensor)
+        with suppress(_AllRecomputedError), torch.enable_grad(), hooks:
+            self.forward()
 
 
 class _AllRecomputedError(Exception):
