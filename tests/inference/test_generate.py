@@ -17,10 +17,12 @@ from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
 from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
 from trainyard.data.text.tokenizer import TokenizerSpec
+from trainyard.devices.cpu import CpuDevice
 from trainyard.inference import engine as engine_module
 from trainyard.inference import scheduler as scheduler_module
 from trainyard.inference.load import InferenceModel, InferenceOptions, load_for_inference
 from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
+from trainyard.inference.step_results import GraphedStep
 
 VOCAB, END = 257, 256
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.2, "eos_token_id": END, "bos_token_id": END}
@@ -109,6 +111,28 @@ def test_long_prompts_in_chunks(llama: tuple[Path, Any], monkeypatch: pytest.Mon
     monkeypatch.setattr(scheduler_module, "PREFILL_CHUNK", 16)
     prompts = random_prompts(3, 70, 16, 17, 33)
     assert run_prompts(load(llama[0]), prompts) == [expected_tokens(llama[1], prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 2])
+def test_captured_steps_give_the_same_tokens(
+    llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, num_logprobs: int | None
+) -> None:
+    """The path of devices with graphs: here, a captured step is the step itself."""
+    options = SamplingOptions(max_new_tokens=NEW_TOKENS, num_logprobs=num_logprobs)
+    requests = [Request(index, prompt, options) for index, prompt in enumerate(random_prompts(*LENGTHS))]
+    expected = run(load(llama[0]), requests)
+    monkeypatch.setattr(CpuDevice, "supports_graphs", True)
+    model = load(llama[0])
+    model.scheduler.lookahead = 1  # read a step while the next one runs
+    for index, events in run(model, requests).items():
+        assert [event.token for event in events] == [event.token for event in expected[index]]
+        assert [event.logprob for event in events] == pytest.approx([event.logprob for event in expected[index]])
+
+
+def test_results_of_a_captured_step_survive_later_steps() -> None:
+    counter = torch.zeros(2, dtype=torch.int64)
+    step = GraphedStep(CpuDevice(), lambda: [counter.add_(1)], [counter])
+    assert [read().tokens for read in [step() for _ in range(5)]] == [[i, i] for i in range(1, 6)]
 
 
 def test_sequences_end_at_the_longest_length_and_at_end_tokens(llama: tuple[Path, Any]) -> None:

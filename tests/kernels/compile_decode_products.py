@@ -27,7 +27,7 @@ WEIGHTS = (6144, 2048), (2048, 2048), (11008, 2048), (2048, 5504), (32256, 2048)
 
 
 def compile_kernel(weight_dtype: str, M: int, rows: int, K: int) -> None:
-    config = linear_config(M, rows, K, torch.bfloat16).fit(K, torch.bfloat16)
+    config = linear_config(M, rows, K, torch.bfloat16, weight_dtype != "bf16").fit(K, torch.bfloat16)
     constants = {
         "K": K, "ACTIVATION": "none", "SQUARES": 32, "HAS_SCALE": weight_dtype != "bf16",
         "HAS_BIAS": False, "HAS_RESIDUAL": True, "HAS_NEXT_NORM": False,

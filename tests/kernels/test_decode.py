@@ -19,6 +19,7 @@ from trainyard.kernels.triton.decode import skinny_linear as products
 from trainyard.kernels.triton.decode.decode_attention import DecodeAttentionConfig, decode_attention
 from trainyard.kernels.triton.decode.greedy_tokens import greedy_tokens
 from trainyard.kernels.triton.decode.ops import DecodeKernels
+from trainyard.kernels.triton.decode.rope_angles import rope_angles
 from trainyard.kernels.triton.decode.skinny_linear import LinearConfig, scaled_linear, skinny_linear
 from trainyard.models.build import fill_parameters
 
@@ -103,6 +104,25 @@ def test_product_prepares_the_next_norm(dtype: torch.dtype, rows: int) -> None:
 def test_linear_of_real_shapes(rows: int, columns: int, K: int, activation: Activation, parts: str) -> None:
     for dtype in DTYPES if columns < 32256 else [torch.bfloat16]:
         check_linear(rows, columns, K, dtype, activation, parts)
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 64])
+@pytest.mark.parametrize(("columns", "K"), [(6144, 2048), (2048, 2048), (11008, 2048), (2048, 5504), (22016, 4096)])
+def test_fp8_weights_of_real_shapes(rows: int, columns: int, K: int) -> None:
+    x, weight = random(rows, 1, K, dtype=torch.bfloat16), Fp8Weight.quantize(random(columns, K, seed=1))
+    expected = x.float() @ weight.to_dtype(torch.float32).T
+    close(skinny_linear(x, weight), expected.bfloat16(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [6, 64])
+def test_rope_angles(size: int) -> None:
+    position = torch.tensor([[0], [5], [131071]], dtype=torch.int32, device=DEVICE)
+    frequency = 1e4 ** -torch.linspace(0, 1, size, device=DEVICE)
+    for actual, expected in zip(
+        rope_angles(position, frequency), Kernels().rope_angles(position, frequency), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def check_attention(

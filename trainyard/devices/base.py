@@ -212,6 +212,10 @@ class Device(ABC):
         """Capture what `work` queues without running it; the returned callable replays it."""
         return work
 
+    def record_progress(self) -> Callable[[], None]:
+        """A function that waits for the work queued so far, not for later work."""
+        return lambda: None
+
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start copying to the host; the returned callable waits for this copy only, not for later work."""
         return lambda: tensor
@@ -267,14 +271,19 @@ class StreamDevice(Device):
     def synchronize(self) -> None:
         self.package.synchronize()
 
+    def record_progress(self) -> Callable[[], None]:
+        event = self.package.Event()
+        event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         host = self.alloc_host_buffer(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
-        copied = self.package.Event()
-        copied.record()
+        wait_until_copied = self.record_progress()
 
         def wait() -> torch.Tensor:
-            copied.synchronize()
+            wait_until_copied()
             return host
 
         return wait

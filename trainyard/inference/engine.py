@@ -18,6 +18,7 @@ from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import choose_tokens, token_logprobs
+from trainyard.inference.step_results import GraphedStep, ReadLater, start_reading
 from trainyard.models import Batch, TransformerStage
 
 VISIBLE_STEP = 64
@@ -26,15 +27,6 @@ shapes."""
 MAX_SEED = 2**63 - 1
 MAX_GRAPHS = 256
 """Compiled decode steps: powers of two of rows and of visible positions."""
-
-
-class NextTokens(NamedTuple):
-    """New tokens of some slots, on the host."""
-
-    tokens: list[int]
-    logprobs: list[float] | None
-    top_logprobs: list[list[tuple[int, float]]] | None
-    """MAX_LOGPROBS pairs of token and log-probability for each slot."""
 
 
 @dataclass
@@ -102,7 +94,7 @@ class Engine:
                 fullgraph=True,
                 options={"guard_filter_fn": _guards_to_keep},
             )
-        self.steps: dict[DecodeVariant, tuple[Callable[[], None], list[Tensor]]] = {}
+        self.steps: dict[DecodeVariant, Callable[[], ReadLater]] = {}
 
     @torch.inference_mode()
     def start(self, slot: int, options: SamplingOptions) -> None:
@@ -124,7 +116,7 @@ class Engine:
         is_last: bool,
         sampled: bool,
         logprobs: bool,
-    ) -> Callable[[], NextTokens] | None:
+    ) -> ReadLater | None:
         """Put tokens into the cache, from position `start` on; several rows only from position 0 on.
 
         If they end the prompts (`is_last`), the slots become active; returns a function that waits for their first new
@@ -144,10 +136,11 @@ class Engine:
         lengths = (last + start + 1).int()
         chosen = choose_tokens(logits, *self.options.rows(index), lengths) if sampled else logits.argmax(-1).int()
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
-        return self._read([chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if logprobs else ())])
+        results = [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if logprobs else ())]
+        return start_reading(self.device, results)
 
     @torch.inference_mode()
-    def decode(self, rows: int, longest: int, sampled: bool, logprobs: bool) -> Callable[[], NextTokens]:
+    def decode(self, rows: int, longest: int, sampled: bool, logprobs: bool) -> ReadLater:
         """Compute one token for each of the first slots. Returns a function that waits for them.
 
         `longest` is the largest number of tokens of a slot, the one to be computed excluded; `sampled` is false if all
@@ -159,27 +152,21 @@ class Engine:
             visible = min(_round_up(longest + 1), visible)
         variant = DecodeVariant(rows, visible, sampled, logprobs)
         if variant not in self.steps:
-            self.steps[variant] = self._capture(variant)
-        replay, results = self.steps[variant]
-        replay()
-        return self._read(results)
+            self.steps[variant] = self._prepare_step(variant)
+        return self.steps[variant]()
 
-    def _capture(self, variant: DecodeVariant) -> tuple[Callable[[], None], list[Tensor]]:
-        """A function that computes a step, and the tensors in which it leaves the results."""
-        results: list[Tensor] = []
+    def _prepare_step(self, variant: DecodeVariant) -> Callable[[], ReadLater]:
+        """A function that queues a step."""
         rows = slice(variant.rows)
-        tensors = self.tokens[rows], self.lengths[rows], self.is_active[rows]
-
-        def work() -> None:
-            results[:] = self._decode(*tensors, variant)
-
-        if self.device.supports_graphs:  # compile kernels and allocate their memory before the capture
-            before = self.tokens.clone(), self.lengths.clone()
-            for _ in range(2):
-                work()
-                self.tokens.copy_(before[0])
-                self.lengths.copy_(before[1])
-        return self.device.capture_graph(work), results
+        work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
+        if not self.device.supports_graphs:
+            return lambda: start_reading(self.device, work())
+        before = self.tokens.clone(), self.lengths.clone()
+        for _ in range(2):  # compile kernels and allocate their memory before the capture
+            results = work()
+            self.tokens.copy_(before[0])
+            self.lengths.copy_(before[1])
+        return GraphedStep(self.device, work, results)
 
     def _decode(self, tokens: Tensor, lengths: Tensor, is_active: Tensor, variant: DecodeVariant) -> list[Tensor]:
         logits = self.compute_logits(tokens, lengths, variant.visible)
@@ -204,20 +191,6 @@ class Engine:
         output = self.model.head(x_B1D, {})
         logits = self.kernels.linear(output.hidden_for_head(), output.weight, output.bias)
         return output.gather_vocab(logits)[:, 0]
-
-    def _read(self, results: Sequence[Tensor]) -> Callable[[], NextTokens]:
-        """Start copying results to the host. The copies are queued before the step that overwrites the results."""
-        copies = [self.device.copy_to_host(tensor) for tensor in results]
-
-        def wait() -> NextTokens:
-            tokens, *rest = (copy().tolist() for copy in copies)
-            if not rest:
-                return NextTokens(tokens, None, None)
-            logprobs, top_ids, top_values = rest
-            tops = [list(zip(ids, values, strict=True)) for ids, values in zip(top_ids, top_values, strict=True)]
-            return NextTokens(tokens, logprobs, tops)
-
-        return wait
 
 
 def _guards_to_keep(guards: Sequence[Any]) -> list[bool]:

@@ -1,12 +1,12 @@
 """Continuous batching: requests join and leave a running batch between two tokens."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainyard.core.errors import UserError
-from trainyard.inference.engine import Engine, NextTokens
+from trainyard.inference.engine import Engine
 from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, TokenEvent
+from trainyard.inference.step_results import ReadLater
 
 PREFILL_CHUNK = 1024
 """Tokens of a long prompt that are computed at a time, so that other requests do not wait for all of it."""
@@ -40,7 +40,7 @@ class QueuedStep:
 
     rows: list[tuple[int, Sequence]]
     """Row of the result, and whose it is."""
-    wait: Callable[[], NextTokens]
+    read: ReadLater
 
 
 class RequestScheduler:
@@ -126,12 +126,12 @@ class RequestScheduler:
         start = group[0].prefilled
         chunks = [sequence.request.prompt[start : start + PREFILL_CHUNK] for sequence in group]
         is_last = start + len(chunks[0]) == len(group[0].request.prompt)
-        wait = self.engine.prefill([s.slot for s in group], chunks, start, is_last, *_needs(group))
+        read = self.engine.prefill([s.slot for s in group], chunks, start, is_last, *_needs(group))
         for sequence, chunk in zip(group, chunks, strict=True):
             sequence.prefilled += len(chunk)
             sequence.queued = int(is_last)
-        if wait:
-            self.queued_steps.append(QueuedStep(list(enumerate(group)), wait))
+        if read:
+            self.queued_steps.append(QueuedStep(list(enumerate(group)), read))
 
     def _decode(self) -> bool:
         """Queue one token of all requests whose prompts are in the cache. Returns whether there are any."""
@@ -139,17 +139,17 @@ class RequestScheduler:
         if not active:
             return False
         longest = max(sequence.length for sequence in active)
-        wait = self.engine.decode(max(s.slot for s in active) + 1, longest, *_needs(active))
+        read = self.engine.decode(max(s.slot for s in active) + 1, longest, *_needs(active))
         for sequence in active:
             sequence.queued += 1
-        self.queued_steps.append(QueuedStep([(sequence.slot, sequence) for sequence in active], wait))
+        self.queued_steps.append(QueuedStep([(sequence.slot, sequence) for sequence in active], read))
         return True
 
     def _max_new_tokens(self, sequence: Sequence) -> int:
         return min(sequence.request.options.max_new_tokens, self.max_seq_len - len(sequence.request.prompt))
 
     def _collect(self, step: QueuedStep) -> list[TokenEvent]:
-        result, events = step.wait(), []
+        result, events = step.read(), []
         for row, sequence in step.rows:
             if sequence.done:
                 continue

@@ -83,6 +83,11 @@ class Kernels:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
+    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., K] of the angles at integer positions [...], from radians per position [K]."""
+        angle = position.unsqueeze(-1) * frequency
+        return angle.cos(), angle.sin()
+
     def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, (H + 2 G) K] to q [B, H, T, K], k and v [B, G, T, K]; q and k rotated."""
         head_dim = cos.shape[-1]

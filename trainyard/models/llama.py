@@ -79,6 +79,7 @@ class Llama(TransformerStage):
 
     def __init__(self, c: DecoderConfig, make: ModuleFactory) -> None:
         super().__init__(make, c.vocab)
+        self.kernels = make.kernels
         self.embedding = make.vocab_embedding("embedding")
         self.layers = nn.ModuleDict({str(i): LlamaBlock(c, make, f"layers.{i}") for i in range(c.layers)})
         self.norm = make.rms_norm("norm", c.norm_eps)
@@ -87,8 +88,7 @@ class Llama(TransformerStage):
 
     def block_inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         position = batch["position_ids"][:, None] if "position_ids" in batch else self.token_positions(batch)
-        angle_TK = position.unsqueeze(-1) * self.frequency
-        return angle_TK.cos(), angle_TK.sin(), batch.get("document_ids")
+        return *self.kernels.rope_angles(position, self.frequency), batch.get("document_ids")
 
     def embed(self, batch: Batch, *block_inputs: Tensor | None) -> Tensor:
         return self.embedding(batch["tokens"])

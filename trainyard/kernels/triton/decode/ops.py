@@ -7,7 +7,7 @@ from trainyard.core.counter_rng import DropoutRng
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
 from trainyard.kernels.triton.decode import decode_attention as attention
-from trainyard.kernels.triton.decode import greedy_tokens
+from trainyard.kernels.triton.decode import greedy_tokens, rope_angles
 from trainyard.kernels.triton.decode.deferred_ops import PendingLinear, PendingNorm, PendingRope, value_of
 from trainyard.kernels.triton.decode.skinny_linear import MAX_ROWS
 from trainyard.kernels.triton.ops import TritonKernels
@@ -57,6 +57,11 @@ class DecodeKernels(TritonKernels):
         if isinstance(gate_up, PendingLinear) and gate_up.bias is None and gate_up.residual is None:
             return gate_up.compute("swiglu")
         return super().swiglu(value_of(gate_up))
+
+    def rope_angles(self, position: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+        if position.numel() > MAX_ROWS or torch.is_grad_enabled():
+            return super().rope_angles(position, frequency)
+        return rope_angles.rope_angles(position, frequency)
 
     def rope(self, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         qkv = value_of(qkv)

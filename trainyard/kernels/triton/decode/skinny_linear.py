@@ -204,10 +204,14 @@ def _load_squares(squares, m, M, TILES: tl.constexpr):  # type: ignore[no-untype
     return tl.load(squares + tile * M + m[:, None], (tile < TILES) & (m < M)[:, None], 0.0)
 
 
-def linear_config(M: int, rows: int, K: int, dtype: torch.dtype) -> LinearConfig:
+def linear_config(M: int, rows: int, K: int, dtype: torch.dtype, fp8: bool = False) -> LinearConfig:
     """The fastest configuration for W [rows, K] by measurements on an H200: of captured steps of a 1.3B model with M 8,
     16 and 32, and of its products with M 1. Tiles of 48 and 84 rows give each of its 132 multiprocessors one program;
-    more rows of x leave less shared memory."""
+    more rows of x leave less shared memory. W in fp8 needs more elements under way for the same number of bytes."""
+    if M == 1 and fp8:
+        if rows < 4096:
+            return LinearConfig(2, 2048, 4) if K <= 2048 else LinearConfig(4, 2048, 2)
+        return LinearConfig(8, 512, 2) if rows < 8192 else LinearConfig(8, 2048, 4)
     if M == 1:
         if rows < 4096:
             return LinearConfig(2, 2048, 1) if K <= 2048 else LinearConfig(4, 2048, 4)
@@ -216,9 +220,13 @@ def linear_config(M: int, rows: int, K: int, dtype: torch.dtype) -> LinearConfig
         return LinearConfig(32, 32, 4, 2)
     many = M > 32
     if rows < 4096:
-        return LinearConfig(64, 512, 4, 2, 4) if K <= 2048 and not many else LinearConfig(64, 256, 4, 3, 4)
+        if K <= 2048 and (fp8 or not many):
+            return LinearConfig(64, 512, 4, 2, 4)
+        return LinearConfig(64, 256, 4, 4 if fp8 else 3, 4)
     if rows < 8192:
-        return LinearConfig(48, 256, 4, 3 if many else 4)
+        return LinearConfig(48, 256, 4, (4 if many else 6) if fp8 else 3 if many else 4)
+    if fp8:
+        return LinearConfig(84, 256, 4, 3 if many else 4)
     return LinearConfig(84, 128, 4, 4) if rows < 16384 else LinearConfig(64, 64, 4, 4)
 
 
@@ -247,7 +255,7 @@ def skinny_linear(
     assert not (swiglu and bias is not None)
     N = weight.shape[0] // (2 if swiglu else 1)
     out = x.new_empty(*x.shape[:-1], N)
-    c = (config or linear_config(1, weight.shape[0], K, x.dtype)).fit(K, x.dtype)
+    c = (config or linear_config(1, weight.shape[0], K, x.dtype, row_scale is not None)).fit(K, x.dtype)
     _one_row_kernel[(triton.cdiv(weight.shape[0], c.block_n),)](
         x.contiguous(), norm_weight, weight, row_scale, bias, None if residual is None else residual.contiguous(), out,
         N, eps, K=K, ACTIVATION=activation, HAS_NORM=norm_weight is not None, HAS_SCALE=row_scale is not None,
@@ -272,7 +280,7 @@ def scaled_linear(
     x_MK = x.contiguous().view(-1, K)
     M = len(x_MK)
     assert M <= MAX_ROWS
-    c = (config or linear_config(M, weight.shape[0], K, x.dtype)).fit(K, x.dtype)
+    c = (config or linear_config(M, weight.shape[0], K, x.dtype, row_scale is not None)).fit(K, x.dtype)
     tiles = triton.cdiv(weight.shape[0], c.block_n)
     block_m, block_n = max(16, triton.next_power_of_2(M)), max(16, triton.next_power_of_2(c.block_n))
     out = x.new_empty(*x.shape[:-1], N)
