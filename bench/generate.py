@@ -5,7 +5,8 @@
 cpu: a Llama of 15 million weights in fp32, prompts of 64 tokens. cuda: the shape of DeepSeek-Coder 1.3B in bf16,
 prompts of 512 tokens. Greedy, random weights and prompts, no end token. Decode speed leaves out the time to the first
 token. transformers runs eagerly and, on a GPU, also with its static cache and torch.compile. On the CPU the tokens of
-both must be equal; in bf16 they may differ where two logits are nearly equal.
+both must be equal. In bf16, texts part where two logits are nearly equal: those of trainyard must agree with eager
+transformers for at least half as many tokens as those of compiled transformers do.
 """
 
 import argparse
@@ -42,6 +43,15 @@ DEEPSEEK_1B = {
     "tie_word_embeddings": False,
 }
 NEW_TOKENS = 128
+
+
+def agreement(texts: list[list[int]], others: list[list[int]]) -> float:
+    """How many tokens texts have in common before they part, on average."""
+    lengths = []
+    for text, other in zip(texts, others, strict=True):
+        pairs = zip(text, other, strict=True)
+        lengths.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(text)))
+    return statistics.mean(lengths)
 
 
 class Timing:
@@ -119,25 +129,23 @@ def measure(
             for peer in peers.values():
                 for new_tokens in (1, NEW_TOKENS, NEW_TOKENS):
                     peer.run(prompts, new_tokens)
-            equal = 0
+            texts = {}
             for _ in range(rounds):  # turn by turn, so that a change of the clock hits all
-                texts = {}
                 for name, model in ours.items():
                     texts[name], seconds, first = run_ours(model, prompts)
                     timings[name].seconds.append(seconds)
                     timings[name].first.append(first)
                 for name, peer in peers.items():
-                    peer_tokens, seconds = peer.run(prompts, NEW_TOKENS)
+                    texts[name], seconds = peer.run(prompts, NEW_TOKENS)
                     timings[name].seconds.append(seconds)
                     timings[name].first.append(peer.run(prompts, 1)[1])
-                    if name == "transformers":
-                        equal = sum(a == b for a, b in zip(texts["trainyard"], peer_tokens, strict=True))
+            agreed = {name: agreement(text, texts["transformers"]) for name, text in texts.items()}
             for name, timing in timings.items():
-                rows.append({"batch": batch, "system": name, **timing.summary()})
+                rows.append({"batch": batch, "system": name, **timing.summary(), "agrees_for_tokens": agreed[name]})
                 print(rows[-1], flush=True)
-            print(f"batch {batch}: {equal} of {batch} texts equal", flush=True)
-            if device == "cpu" and equal != batch:
-                raise SystemExit("the texts differ")
+            needed = NEW_TOKENS if device == "cpu" else agreed["transformers, static cache, compiled"] / 2
+            if agreed["trainyard"] < needed:
+                raise SystemExit(f"the texts agree for {agreed['trainyard']:.1f} tokens, not {needed:.1f}")
             del ours
     return rows
 
