@@ -87,13 +87,10 @@ class Engine:
         self.compute_logits: Callable[[Tensor, Tensor, int], Tensor] = self._decode_logits
         if compiled:
             compat.allow_recompiles(MAX_GRAPHS)
-            # Nothing of the model changes between steps, and checking that would take 5 % of the time of a small one.
-            self.compute_logits = torch.compile(
-                self._decode_logits,
-                dynamic=False,
-                fullgraph=True,
-                options={"guard_filter_fn": _guards_to_keep},
-            )
+            # A small model on a CPU would need 5 % of its time to check what never changes between steps, and 10 % to
+            # call its kernels from Python.
+            options: Any = {"guard_filter_fn": _guards_to_keep, "cpp_wrapper": device.synchronous}
+            self.compute_logits = torch.compile(self._decode_logits, dynamic=False, fullgraph=True, options=options)
         self.steps: dict[DecodeVariant, Callable[[], ReadLater]] = {}
 
     @torch.inference_mode()
