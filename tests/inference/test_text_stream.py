@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests.support.examples import examples
 from trainyard.data.text.tokenizer import ByteTokenizer, FastTokenizer, SentencePieceTokenizer, Tokenizer
-from trainyard.inference.text_stream import MAX_PENDING, REPLACEMENT, TextStream
+from trainyard.inference.text.text_stream import MAX_PENDING, REPLACEMENT, TextStream
 
 CORPUS = ["the naïve cat sat on the 日本語 mat 🙂 and the dog did not, did it?", "the the cat cat  the\n\n\tmat"] * 50
 TEXT = st.text(st.sampled_from("the cat  \n,.?ïé日本語語🙂👍🏽\u0301z"), max_size=40)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.data.text.tokenizer import ByteTokenizer, Tokenizer
-from trainyard.inference.chat import ChatTemplate
+from trainyard.inference.text.chat import ChatTemplate
 from trainyard.serve.app import create_app
 from trainyard.serve.served_model import ServedModel
 from trainyard.serve.server import ModelServer

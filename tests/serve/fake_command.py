@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.core.world import World
 from trainyard.data.text.tokenizer import ByteTokenizer
-from trainyard.inference.chat import ChatTemplate
+from trainyard.inference.text.chat import ChatTemplate
 from trainyard.serve import server
 
 

@@ -9,7 +9,7 @@ from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.data_sets import DataOptions, open_data
 from trainyard.evaluate.evaluator import Evaluator
-from trainyard.inference.tokenizer_files import load_model_tokenizer
+from trainyard.inference.text.tokenizer_files import load_model_tokenizer
 
 
 def evaluate_data(

@@ -32,7 +32,7 @@ from trainyard.inference.build import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.run_requests import run_requests
 from trainyard.inference.scheduler import RequestScheduler
-from trainyard.inference.tokenizer_files import tokenizer_directory
+from trainyard.inference.text.tokenizer_files import tokenizer_directory
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """The harness's default."""

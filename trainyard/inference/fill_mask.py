@@ -10,7 +10,7 @@ from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
-from trainyard.inference.tokenizer_files import load_model_tokenizer
+from trainyard.inference.text.tokenizer_files import load_model_tokenizer
 from trainyard.models import ModelOutput, TransformerStage, build_model, family_of, fill_parameters
 
 MASK, START, END = "[MASK]", "[CLS]", "[SEP]"

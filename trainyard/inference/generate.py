@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trainyard.inference.load import InferenceModel
 from trainyard.inference.requests import FinishReason, Request, SamplingOptions
-from trainyard.inference.text_stream import TextStream
+from trainyard.inference.text.text_stream import TextStream
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from trainyard.core.world import ONE_RANK, World
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
 from trainyard.inference.build import EngineShape, build_engine
-from trainyard.inference.chat import ChatTemplate
 from trainyard.inference.scheduler import RequestScheduler
-from trainyard.inference.tokenizer_files import load_model_tokenizer
+from trainyard.inference.text.chat import ChatTemplate
+from trainyard.inference.text.tokenizer_files import load_model_tokenizer
 from trainyard.models import ModelConfig, ParameterValues, TransformerStage, family_of
 from trainyard.models.sharding import local_tensor
 from trainyard.parallel.layout import Layout

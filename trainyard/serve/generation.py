@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.requests import FinishReason, SamplingOptions, TokenEvent
-from trainyard.inference.text_stream import TextStream
+from trainyard.inference.text.text_stream import TextStream
 from trainyard.serve.worker import SchedulerWorker, Subscription
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from trainyard.data.text.tokenizer import Tokenizer
-from trainyard.inference.text_stream import REPLACEMENT
+from trainyard.inference.text.text_stream import REPLACEMENT
 from trainyard.serve.generation import TextToken
 from trainyard.serve.response_types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 

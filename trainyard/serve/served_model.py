@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer
-from trainyard.inference.chat import ChatTemplate
 from trainyard.inference.requests import SamplingOptions
+from trainyard.inference.text.chat import ChatTemplate
 from trainyard.serve.api_types import MAX_CHOICES, GenerationFields
 from trainyard.serve.errors import ApiError
 from trainyard.serve.logprobs import TokenTexts
