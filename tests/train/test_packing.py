@@ -108,7 +108,9 @@ def results(config: Config, kernels: Callable[[], Kernels], monkeypatch: pytest.
     return out
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", pytest.param("bert", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt", "bert"))]
+)
 def test_fused_kernels_equal_reference_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, fused weight gradient accumulation, and BERT without padding."""
     model = {"llama": {}, "gpt": {"attention_dropout": 0.2, "hidden_dropout": 0.1, "embedding_dropout": 0.1}}.get(
