@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from trainyard.families import Blueprint, Family
 from trainyard.families.decoder import (
-    DECODER_HF_KEYS,
+    ROPE_HF_KEYS,
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
+    decoder_hf_keys,
     read_rope,
 )
 from trainyard.models.factory import ModuleFactory
@@ -103,9 +104,19 @@ FAMILY = Family(
     hf=decoder_hf_format(
         "gemma",
         "GemmaForCausalLM",
-        keys={**DECODER_HF_KEYS, "head_dim": ("head_dim", 256), "tie_embeddings": ("tie_word_embeddings", True)},
+        keys=decoder_hf_keys(
+            kv_heads=16,
+            head_dim=256,
+            max_positions=8192,
+            rope_theta=10000.0,
+            norm_eps=1e-6,
+            tie_embeddings=True,
+            bos_token_id=2,
+            eos_token_id=1,
+            pad_token_id=0,
+        ),
         fixed={"attention_bias": False, "attention_dropout": 0.0},
-        ignored=("rope_theta", "rope_scaling", "rope_parameters", "hidden_act", "hidden_activation"),
+        ignored=(*ROPE_HF_KEYS, "hidden_act", "hidden_activation"),
         read=read,
     ),
 )

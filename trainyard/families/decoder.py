@@ -137,22 +137,35 @@ def gated_mlp_specs(c: DecoderConfig) -> list[ParamSpec]:
     return [*column_parallel_specs(f"{layer}gate_up.weight", gate_up, (c.hidden,), c.fuse_gate_up, c.init_std), down]
 
 
-DECODER_HF_KEYS: HfKeys = {
-    "vocab": ("vocab_size", REQUIRED),
-    "hidden": ("hidden_size", REQUIRED),
-    "ffn": ("intermediate_size", REQUIRED),
-    "layers": ("num_hidden_layers", REQUIRED),
-    "heads": ("num_attention_heads", REQUIRED),
-    "kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
-    "max_positions": ("max_position_embeddings", 2048),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", False),
-    "init_std": ("initializer_range", 0.02),
-    "bos_token_id": ("bos_token_id", None),
-    "eos_token_id": ("eos_token_id", None),
-    "pad_token_id": ("pad_token_id", None),
+DECODER_HF_KEYS = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
 }
+COMMON_DEFAULTS: dict[str, object] = {"tie_embeddings": False, "init_std": 0.02}
+COMMON_DEFAULTS |= dict.fromkeys(("head_dim", "bos_token_id", "eos_token_id", "pad_token_id"))
+"""Defaults of most decoders in transformers."""
+ROPE_HF_KEYS = ("rope_scaling", "rope_parameters")
+"""Keys that `read_rope` reads."""
+
+
+def decoder_hf_keys(**defaults: object) -> HfKeys:
+    """The keys of a decoder in config.json. `defaults` are those of its class in transformers, which differ between
+    families. A size without a default is required."""
+    defaults = {**COMMON_DEFAULTS, **defaults}
+    return {key: (hf_key, defaults.get(key, REQUIRED)) for key, hf_key in DECODER_HF_KEYS.items()}
 
 
 def decoder_hf_names(
@@ -179,17 +192,16 @@ def decoder_hf_names(
     return HfNameMap({**table, "output.weight": HfTensor("lm_head.weight")})
 
 
-def decoder_hf_format(model_type: str, architecture: str, **options: Any) -> HfFormat:
+def decoder_hf_format(model_type: str, architecture: str, keys: HfKeys, **options: Any) -> HfFormat:
     """The format of a decoder; `options` are fields of HfFormat that differ."""
     defaults: dict[str, Any] = {
-        "keys": DECODER_HF_KEYS,
         "names": decoder_hf_names,
         "fixed": {"hidden_act": "silu", "attention_dropout": 0.0},
-        "ignored": ("rope_theta", "rope_scaling", "rope_parameters"),
+        "ignored": ROPE_HF_KEYS,
         "read": read_rope,
         "write": write_decoder,
     }
-    return HfFormat(model_type, architecture, **defaults | options)
+    return HfFormat(model_type, architecture, keys, **defaults | options)
 
 
 def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,16 +212,17 @@ def read_default_head_dim(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(data: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or data.get("rope_theta") or 10000.0)
+    """As transformers: `rope_scaling` replaces `rope_parameters`, and `rope_theta` there that of the whole file."""
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    rope = {"original_max_position_embeddings": data.get("max_position_embeddings"), **rope}
+    theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
+        return {**theta, "rope_scaling": None}
     if kind not in ROPE_KEYS:
         raise ValueError(f"rope_type={kind}: not supported; one of default, {', '.join(ROPE_KEYS)}")
     values = {key: rope[hf_key] for key, hf_key in ROPE_KEYS[kind].items()}
-    floats = {key: float(value) for key, value in values.items() if key != "original_max_positions"}
-    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **values, **floats}}
+    return {**theta, "rope_scaling": {"kind": kind, **values}}
 
 
 def write_decoder(c: DecoderConfig) -> dict[str, Any]:
@@ -219,7 +232,6 @@ def write_decoder(c: DecoderConfig) -> dict[str, Any]:
     return {
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_size,
-        "rope_theta": c.rope_theta,
         "rope_scaling": rope if scaling else None,
         "rope_parameters": {"rope_theta": c.rope_theta, **rope},
     }

@@ -1,11 +1,11 @@
 """Llama 2, 3, 3.1 and DeepSeek-Coder."""
 
 from trainyard.families.decoder import (
-    DECODER_HF_KEYS,
     DECODER_MODULE,
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
+    decoder_hf_keys,
     read_megatron_decoder,
 )
 from trainyard.families.family import Family
@@ -38,7 +38,9 @@ FAMILY = Family(
     hf=decoder_hf_format(
         "llama",
         "LlamaForCausalLM",
-        keys={**DECODER_HF_KEYS, "bos_token_id": ("bos_token_id", 1), "eos_token_id": ("eos_token_id", 2)},
+        keys=decoder_hf_keys(
+            kv_heads=None, max_positions=2048, rope_theta=10000.0, norm_eps=1e-6, bos_token_id=1, eos_token_id=2
+        ),
         fixed={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0.0},
     ),
     nxd_styles=("hf", "megatron"),

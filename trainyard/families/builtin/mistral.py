@@ -2,11 +2,11 @@
 
 from trainyard.core.section import PositiveInt
 from trainyard.families.decoder import (
-    DECODER_HF_KEYS,
     DECODER_MODULE,
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
+    decoder_hf_keys,
 )
 from trainyard.families.family import Family
 
@@ -37,11 +37,10 @@ FAMILY = Family(
         "mistral",
         "MistralForCausalLM",
         keys={
-            **DECODER_HF_KEYS,
+            **decoder_hf_keys(
+                kv_heads=8, max_positions=4096 * 32, rope_theta=10000.0, norm_eps=1e-6, bos_token_id=1, eos_token_id=2
+            ),
             "sliding_window": ("sliding_window", 4096),
-            "max_positions": ("max_position_embeddings", 4096 * 32),
-            "bos_token_id": ("bos_token_id", 1),
-            "eos_token_id": ("eos_token_id", 2),
         },
     ),
     visible_keys=visible_keys,

@@ -3,9 +3,9 @@
 from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.mistral import visible_keys
 from trainyard.families.decoder import (
-    DECODER_HF_KEYS,
     DECODER_MODULE,
     decoder_hf_format,
+    decoder_hf_keys,
     decoder_hf_names,
     read_default_head_dim,
 )
@@ -49,14 +49,13 @@ FAMILY = Family(
         "mixtral",
         "MixtralForCausalLM",
         keys={
-            **DECODER_HF_KEYS,
-            "max_positions": ("max_position_embeddings", 4096 * 32),
+            **decoder_hf_keys(
+                kv_heads=8, max_positions=4096 * 32, rope_theta=1000000.0, norm_eps=1e-5, bos_token_id=1, eos_token_id=2
+            ),
             "sliding_window": ("sliding_window", None),
             "experts": ("num_local_experts", 8),
             "top_k": ("num_experts_per_tok", 2),
             "balance_loss": ("router_aux_loss_coef", 0.001),
-            "bos_token_id": ("bos_token_id", 1),
-            "eos_token_id": ("eos_token_id", 2),
         },
         names=hf_names,
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},

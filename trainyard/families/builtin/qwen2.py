@@ -5,11 +5,12 @@ from functools import partial
 from typing import Any
 
 from trainyard.families.decoder import (
-    DECODER_HF_KEYS,
     DECODER_MODULE,
+    ROPE_HF_KEYS,
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
+    decoder_hf_keys,
     decoder_hf_names,
     read_default_head_dim,
     read_rope,
@@ -39,10 +40,10 @@ FAMILY = Family(
     hf=decoder_hf_format(
         "qwen2",
         "Qwen2ForCausalLM",
-        keys={**DECODER_HF_KEYS, "max_positions": ("max_position_embeddings", 32768)},
+        keys=decoder_hf_keys(kv_heads=32, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
         names=partial(decoder_hf_names, qkv_bias=True),
         fixed={"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False},
-        ignored=("rope_theta", "rope_scaling", "rope_parameters", *WINDOW_KEYS),
+        ignored=(*ROPE_HF_KEYS, *WINDOW_KEYS),
         read=lambda data: {**read_full_attention(data), **read_default_head_dim(data)},
     ),
 )

@@ -7,11 +7,12 @@ from pydantic import Field
 from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
 from trainyard.families.decoder import (
-    DECODER_HF_KEYS,
     DECODER_MODULE,
+    ROPE_HF_KEYS,
     DecoderConfig,
     decoder_blueprint,
     decoder_hf_format,
+    decoder_hf_keys,
     decoder_hf_names,
 )
 from trainyard.families.family import Family
@@ -34,14 +35,10 @@ FAMILY = Family(
     hf=decoder_hf_format(
         "qwen3",
         "Qwen3ForCausalLM",
-        keys={
-            **DECODER_HF_KEYS,
-            "head_dim": ("head_dim", 128),
-            "max_positions": ("max_position_embeddings", 32768),
-        },
+        keys=decoder_hf_keys(kv_heads=32, head_dim=128, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
         names=partial(decoder_hf_names, qk_norm=True),
         fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False},
-        ignored=("rope_theta", "rope_scaling", "rope_parameters", *WINDOW_KEYS),
+        ignored=(*ROPE_HF_KEYS, *WINDOW_KEYS),
         read=read_full_attention,
     ),
 )

@@ -8,7 +8,13 @@ from pydantic import Field
 
 from trainyard.core.section import PositiveInt
 from trainyard.families.builtin.qwen2 import WINDOW_KEYS, read_full_attention
-from trainyard.families.decoder import DECODER_HF_KEYS, DECODER_MODULE, decoder_hf_format, decoder_hf_names
+from trainyard.families.decoder import (
+    DECODER_MODULE,
+    ROPE_HF_KEYS,
+    decoder_hf_format,
+    decoder_hf_keys,
+    decoder_hf_names,
+)
 from trainyard.families.family import Family
 from trainyard.families.hf_format import HfNameMap, HfTensor
 from trainyard.families.moe import MoeConfig, moe_blueprint, moe_layer_names
@@ -49,10 +55,8 @@ FAMILY = Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         keys={
-            **DECODER_HF_KEYS,
+            **decoder_hf_keys(kv_heads=4, max_positions=32768, rope_theta=10000.0, norm_eps=1e-6),
             "ffn": ("moe_intermediate_size", 768),
-            "head_dim": ("head_dim", 128),
-            "max_positions": ("max_position_embeddings", 32768),
             "experts": ("num_experts", 128),
             "top_k": ("num_experts_per_tok", 8),
             "normalize_top_k": ("norm_topk_prob", False),
@@ -67,14 +71,7 @@ FAMILY = Family(
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
-        ignored=(
-            "rope_theta",
-            "rope_scaling",
-            "rope_parameters",
-            "intermediate_size",
-            "num_local_experts",
-            *WINDOW_KEYS,
-        ),
+        ignored=(*ROPE_HF_KEYS, "intermediate_size", "num_local_experts", *WINDOW_KEYS),
         read=read,
     ),
 )

@@ -1,0 +1,155 @@
+"""Defaults of config.json: a key that a file leaves out has the value that transformers gives it, in every family."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support import configs
+from tests.support.hf_reference import BERT, GPT, LLAMA, LLAMA31, hf_forward
+from trainyard import models
+from trainyard.checkpoint.formats.hf import open_hf
+from trainyard.checkpoint.formats.tensor_map import local_values
+from trainyard.core.errors import UserError
+from trainyard.families import Family, ModelConfig, find_family
+from trainyard.families.hf_config import from_hf
+from trainyard.families.hf_format import REQUIRED
+from trainyard.families.registry import BUILT_IN
+
+DECODER = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-3}
+DECODER |= {"rope_theta": 500.0, "max_position_embeddings": 80, "initializer_range": 0.5, "tie_word_embeddings": True}
+DECODER |= {"head_dim": 6, "bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
+EXPERTS = {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
+QWEN_EXPERTS = {"num_experts": 9, "moe_intermediate_size": 24, "norm_topk_prob": True}
+FILES: dict[str, dict[str, Any]] = {
+    "llama": DECODER,
+    "mistral": {**DECODER, "sliding_window": 7},
+    "mixtral": {**DECODER, **EXPERTS, "sliding_window": 7, "num_local_experts": 9},
+    "qwen2": DECODER,
+    "qwen3": DECODER,
+    "qwen3_moe": {**DECODER, **EXPERTS, **QWEN_EXPERTS},
+    "gpt": {**GPT, "n_inner": 60, "layer_norm_epsilon": 1e-3, "initializer_range": 0.5, "tie_word_embeddings": False}
+    | {"activation_function": "gelu", "pad_token_id": 8, "bos_token_id": 5, "eos_token_id": 6},
+    "bert": {**BERT, "type_vocab_size": 3, "layer_norm_eps": 1e-3, "initializer_range": 0.5, "hidden_act": "gelu_new"}
+    | {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 8},
+}
+"""A file of each family in which every key that is read has another value than its default."""
+
+
+def hf_config(family: Family, data: dict[str, Any]) -> Any:
+    """The configuration as transformers reads it."""
+    cls = transformers.CONFIG_MAPPING[family.hf.model_type]
+    return cls.from_dict(json.loads(json.dumps(data)))
+
+
+def values_of_transformers(family: Family, data: dict[str, Any]) -> dict[str, Any]:
+    """What transformers computes with, by our key."""
+    config = hf_config(family, data)
+    values = {key: getattr(config, hf_key, None) for key, (hf_key, _) in family.hf.keys.items()}
+    if "rope_theta" in values:
+        values["rope_theta"] = config.rope_parameters["rope_theta"]
+        values["head_dim"] = values["head_dim"] or config.hidden_size // config.num_attention_heads
+    if "activation" in family.config_class.model_fields:
+        name = getattr(config, "activation_function", None) or config.hidden_act
+        values["activation"] = {"gelu": "gelu", "gelu_new": "gelu_tanh"}[name]
+    ids = values["eos_token_id"]
+    return values | {"eos_token_id": (ids,) if isinstance(ids, int) else ids and tuple(ids)}
+
+
+def values_read(section: ModelConfig, keys: Any) -> dict[str, Any]:
+    values = {key: getattr(section, key) for key in keys}
+    if "kv_heads" in values:
+        values |= {"kv_heads": section.num_kv_heads, "head_dim": section.head_size}
+    return values
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
+    """Each key is left out in turn. Without a size that has no default here, the file is refused by its name."""
+    family, data = find_family(name), {"model_type": find_family(name).hf.model_type, **FILES[name]}
+    expected = values_of_transformers(family, data)
+    assert values_read(from_hf(data), expected) == expected
+    required = {hf_key for hf_key, default in family.hf.keys.values() if default is REQUIRED}
+    assert set(data) >= {hf_key for hf_key, _ in family.hf.keys.values()}
+    for key in FILES[name]:
+        rest = {other: value for other, value in data.items() if other != key}
+        if key in required:
+            with pytest.raises(UserError, match=f"config.json: {key}: missing"):
+                from_hf(rest)
+            continue
+        without = values_of_transformers(family, rest)
+        assert values_read(from_hf(rest), without) == without, key
+        if key != "intermediate_size":  # of no use beside moe_intermediate_size
+            assert without != expected, f"{key}: the file of this test has its default"
+    defaults = hf_config(family, {"model_type": family.hf.model_type})
+    assert {key: getattr(defaults, key, value) for key, value in family.hf.fixed.items()} == family.hf.fixed
+
+
+SIZES = {"llama": LLAMA, "gpt": GPT, "bert": BERT}
+LOGITS_SIZES = {**LLAMA, "hidden_size": 64, "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_logits_of_a_file_with_sizes_only(name: str, tmp_path: Path) -> None:
+    """transformers builds the model from a config.json without any key that has a default; so does the package."""
+    family = find_family(name)
+    sizes = {**LOGITS_SIZES, **SIZES.get(name, {}), "num_experts": 9, "moe_intermediate_size": 16}
+    keep = {hf_key for hf_key, default in family.hf.keys.values() if default is REQUIRED}
+    if name == "qwen3_moe":
+        keep |= {"num_experts", "moe_intermediate_size"}  # smaller than their defaults
+    data = {"model_type": family.hf.model_type, **{key: value for key, value in sizes.items() if key in keep}}
+    torch.manual_seed(1)
+    model = getattr(transformers, family.hf.architecture)(hf_config(family, data)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    weights = open_hf(tmp_path)
+    values = local_values(weights)
+    ours = models.fill_parameters(models.build_model(weights.model), lambda key: values(key).clone()).eval()
+    batch: dict[str, Tensor] = configs.tiny_batch("bert" if name == "bert" else "llama")
+    with torch.no_grad():
+        expected, _ = hf_forward(name, model, batch)
+        torch.testing.assert_close(ours(batch).logits(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta=0: Input should be greater than 1"),
+        ({"rope_theta": None}, "rope_theta=None: Input should be a valid number"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta=0.0: Input should be greater than 1"),
+        ({"rope_scaling": {**LLAMA31, "factor": None}}, "factor=None: Input should be a valid number"),
+    ],
+)
+def test_a_base_that_is_no_base_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        from_hf({"model_type": "mixtral", **FILES["mixtral"], **changes})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "linear", "factor": 4}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_theta": 20.0, "rope_type": "default"}},
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": 20, "rope_type": "linear", "factor": 2}},
+        {"rope_scaling": {key: value for key, value in LLAMA31.items() if not key.startswith("original")}},
+    ],
+)
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 300}])
+def test_rope_keys_that_disagree_are_read_as_transformers_does(rope: dict[str, Any], theta: dict[str, int]) -> None:
+    data = {key: value for key, value in FILES["mixtral"].items() if key != "rope_theta"}
+    data = {"model_type": "mixtral", **data, **rope, **theta}
+    expected = hf_config(find_family("mixtral"), data).rope_parameters
+    section: Any = from_hf(data)
+    assert section.rope_theta == expected["rope_theta"]
+    assert (section.rope_scaling.kind if section.rope_scaling else "default") == expected["rope_type"]
+    if section.rope_scaling:
+        assert section.rope_scaling.factor == expected["factor"]
+    if expected["rope_type"] == "llama3":
+        assert section.rope_scaling.original_max_positions == expected["original_max_position_embeddings"]
