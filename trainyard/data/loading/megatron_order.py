@@ -113,6 +113,8 @@ def blend_indices(
     """For each sample, its dataset and its index there. The dataset furthest below its weight comes next.
 
     Megatron normalizes the weights twice. The second time changes last bits, and these decide between equal datasets.
+    So does rounding: the product is rounded before the difference, as Megatron's helper does on x86-64. On Arm, where
+    its compiler fuses them, Megatron has another order; here the order is the same on every host.
     """
     normalized = _normalize(_blend_shares(weights, order))
     as_array, counts = np.array(normalized), np.zeros(len(weights))
