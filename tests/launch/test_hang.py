@@ -1,5 +1,7 @@
 """A run that hangs: the launcher notices, prints the stacks of all ranks, names the rank that the others wait for."""
 
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,30 @@ def test_limit_follows_the_median_step(tmp_path: Path) -> None:
     heartbeat.beat(-1)
     times.poll()
     assert times.hang_limit(1) is None
+
+
+def beat_forever(path: Path) -> None:
+    heartbeat = Heartbeat(path)
+    while True:
+        for step in (1, 2**40):  # all bytes differ
+            heartbeat.beat(step)
+
+
+def test_heartbeat_is_read_whole_while_it_is_written(tmp_path: Path) -> None:
+    path, start = tmp_path / "rank-0.step", time.monotonic()
+    writer = multiprocessing.get_context("fork").Process(target=beat_forever, args=(path,), daemon=True)
+    writer.start()
+    times, seen = StepTimes(path), set()
+    try:
+        for _ in range(20_000):
+            times.poll()
+            assert times.step in (0, 1, 2**40)
+            assert start <= times.time <= time.monotonic()
+            seen.add(times.time)
+    finally:
+        writer.kill()
+        writer.join()
+    assert len(seen) > 100  # the reader follows, and does not only keep what it had
 
 
 def test_suspect() -> None:

@@ -16,13 +16,15 @@ from collections import deque
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+from zlib import crc32
 
 HEARTBEAT_ENV = "TRAINYARD_HEARTBEAT"
 """Environment variable of each rank: the path of its heartbeat file."""
 STACK_SIGNAL = signal.SIGUSR2
 RECORD = struct.Struct("<qd")
 """The last step that ended (negative: the rank is not training), and the time of the last sign of life, on the
-monotonic clock."""
+monotonic clock. Its CRC32 follows in the file: the launcher reads while the rank writes, and may see part of each."""
+CHECKSUM = struct.Struct("<I")
 HISTORY = 50
 """Steps whose times the median takes."""
 HANG_FACTOR = 10
@@ -37,14 +39,19 @@ class Heartbeat:
     """The rank's side: records steps, and prints stacks when the launcher asks."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(RECORD.pack(0, time.monotonic()))
+        path.write_bytes(_encode(0))
         with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), RECORD.size)
+            self._map = mmap.mmap(file.fileno(), RECORD.size + CHECKSUM.size)
         faulthandler.register(STACK_SIGNAL, all_threads=True)
 
     def beat(self, step: int) -> None:
         """Record a sign of life. A negative step means that no more steps follow."""
-        RECORD.pack_into(self._map, 0, step, time.monotonic())
+        self._map[:] = _encode(step)
+
+
+def _encode(step: int) -> bytes:
+    record = RECORD.pack(step, time.monotonic())
+    return record + CHECKSUM.pack(crc32(record))
 
 
 def heartbeat_from_environment() -> Heartbeat | None:
@@ -65,9 +72,13 @@ class StepTimes:
 
     def poll(self) -> None:
         try:
-            step, when = RECORD.unpack(self.path.read_bytes())
-        except (OSError, struct.error):  # not created yet
+            content = self.path.read_bytes()
+        except OSError:  # not created yet
             return
+        record = content[: RECORD.size]
+        if len(record) < RECORD.size or content[RECORD.size :] != CHECKSUM.pack(crc32(record)):
+            return  # the rank is writing; the next poll reads again
+        step, when = RECORD.unpack(record)
         if step > self.step > 0:
             self.durations.append((when - self.time) / (step - self.step))
         self.first_step = self.first_step or step
