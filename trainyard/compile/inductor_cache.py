@@ -32,6 +32,7 @@ from trainyard import compat
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
+from trainyard.core.user_cache import user_cache
 from trainyard.devices import Device
 
 CACHE_VARIABLE = "TRAINYARD_CACHE"
@@ -70,8 +71,7 @@ exit $status
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "trainyard" / "inductor"
-    return Path(environ.get(CACHE_VARIABLE) or home).expanduser().absolute()
+    return Path(environ.get(CACHE_VARIABLE) or user_cache("inductor", environ=environ)).expanduser().absolute()
 
 
 def size_limit(environ: Mapping[str, str] = os.environ) -> int:

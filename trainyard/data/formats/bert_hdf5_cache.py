@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
 from trainyard.core.errors import UserError
+from trainyard.core.user_cache import user_cache
 from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import bert_hdf5
 from trainyard.data.formats.bert_hdf5 import MAX_VOCAB, UINT16_VOCAB, BertShape, check_shape, record_dtype
@@ -94,9 +95,8 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
     each process writes its own identical file, and the last one stays."""
     base = paths[0].absolute().parent
     files = _file_stats(paths, base)
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard" / "hdf5"
     # Next to the data, the name depends on relative paths only: the data may be mounted elsewhere tomorrow.
-    candidates = [base / CACHE_DIRECTORY / _cache_name("", files), user_cache / _cache_name(str(base), files)]
+    candidates = [base / CACHE_DIRECTORY / _cache_name("", files), user_cache("hdf5", _cache_name(str(base), files))]
     cache = next((found for path in candidates if (found := _read_footer(path, files))), None)
     if cache:
         check_shape(paths[0], BertShape(*cache[2:5]), seq_len, max_predictions)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from trainyard.config.data_schema import DataSection
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
+from trainyard.core.user_cache import user_cache
 from trainyard.data.remote.chunk_cache import ChunkCache, open_cache
 from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, root_of
 from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
@@ -157,10 +158,11 @@ DataPath = Path | RemotePath
 
 def default_directory() -> Path:
     """A directory of this user: in the cache of the home directory, or else among temporary files."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    if str(home).startswith("~") or not os.access(home if home.exists() else home.parent, os.W_OK):
-        home = Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}"
-    return home / "trainyard" / "data"
+    directory = user_cache("data")
+    home = directory.parents[1]
+    if not os.access(home if home.exists() else home.parent, os.W_OK):
+        return Path(tempfile.gettempdir()) / f"trainyard-{os.getuid()}" / "trainyard" / "data"
+    return directory
 
 
 def open_files(data: DataSection) -> RemoteFiles:

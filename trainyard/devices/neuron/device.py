@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trainyard.core.user_cache import user_cache
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import CompileOptions, StreamDevice
 from trainyard.devices.neuron.environment import CORES_VARIABLE, merge_env, native_environment
@@ -40,7 +41,7 @@ def missing_requirement(instance: TrainiumInstance, package: tuple[int, int] | N
 
 def neff_cache_dir() -> Path:
     """Directory of compiled graphs. torch-neuronx writes files atomically, so hosts may share it."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trainyard" / "neff"
+    return user_cache("neff")
 
 
 class NeuronDevice(TrainiumDevice, StreamDevice):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainyard.core.errors import UserError
+from trainyard.core.user_cache import user_cache
 from trainyard.download.fetch import OnBytes, download, ignore_bytes
 from trainyard.download.sources.remote_file import RemoteFile, SourceUnavailable
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 def cache_root() -> Path:
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         return Path(directory).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard" / "downloads"
+    return user_cache("downloads")
 
 
 def cached_directory(
