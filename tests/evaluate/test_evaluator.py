@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.evaluate.conftest import HfFolder, evaluate_one
 from tests.support.forkserver import ForkServer
-from tests.support.hf_folders import TEXTS, VOCAB, hf_stream_loss, make_tokenizer
+from tests.support.hf_folders import TEXTS, VOCAB, copy_without_end_token, edit_json, hf_stream_loss, make_tokenizer
 from trainyard.core.errors import UserError
 
 SEQ_LEN = 24
@@ -41,6 +41,24 @@ def test_text_has_the_loss_of_transformers(
     num_bytes = sum(len(text.encode()) for text in TEXTS) - len(make_tokenizer().decode(tokens[0]).encode())
     assert result["bytes"] == num_bytes
     assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / num_bytes, rel=1e-6)
+
+
+def test_the_model_has_the_end_token_that_its_tokenizer_lacks(
+    hf_folder: HfFolder, text_file: Path, tmp_path: Path
+) -> None:
+    def score(directory: Path) -> tuple[float, int, int]:
+        found = evaluate_one(directory, text_file)
+        return found["loss"], found["tokens"], found["bytes"]
+
+    expected = score(hf_folder("llama")[0])
+    copy_without_end_token(hf_folder("llama")[0], copy := tmp_path / "copy")
+    assert score(copy) == expected
+    edit_json(copy / "config.json", eos_token_id=None)
+    with pytest.raises(UserError, match=r"data\.end_of_text") as refused:
+        score(copy)
+    assert "tokenizer.json" not in str(refused.value)  # it was copied to a temporary directory
+    edit_json(copy / "generation_config.json", eos_token_id=[0, 1])
+    assert score(copy) == expected
 
 
 def test_batch_size_does_not_change_the_result(hf_folder: HfFolder, text_file: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.support.forkserver import ForkServer
+from tests.support.hf_folders import copy_without_end_token, edit_json
 from tests.support.hf_reference import LLAMA_LIKE, MOE_VARIANTS, hf_model
 from trainyard.checkpoint.convert import ConversionTarget, convert_checkpoint, parse_layout
 from trainyard.checkpoint.registry import open_weights
@@ -45,6 +46,8 @@ MODELS = {
     **{name: partial(hf_model, name, **LLAMA) for name in (*LLAMA_LIKE, *MOE_VARIANTS)},
     "gpt": lambda: GPT2LMHeadModel(GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)),
 }
+ADDED = ("single_word", "lstrip", "rstrip", "normalized")
+"""Properties of a token in tokenizer.json."""
 LENGTHS = (1, 5, 17, 40, 90, 3, 64)
 NEW_TOKENS = 20
 
@@ -147,6 +150,33 @@ def test_sequences_end_at_the_longest_length_and_at_end_tokens(llama: tuple[Path
     events = run(loaded, [Request(0, prompt, SamplingOptions(max_new_tokens=50, end_ids=ends))])[0]
     assert [event.token for event in events] == tokens[: tokens.index(tokens[3]) + 1]
     assert events[-1].finish_reason == "stop"
+
+
+def test_end_tokens_of_the_model_come_before_those_of_its_tokenizer(
+    llama: tuple[Path, Any], cli: ForkServer, tmp_path: Path
+) -> None:
+    """generation_config.json, config.json, then the tokenizer; without any, a text ends at its limit."""
+    copy_without_end_token(llama[0], copy := tmp_path / "copy")
+    tokens = expected_tokens(llama[1], list(b"The quick"), max_new_tokens=8, eos_token_id=None)
+    assert len(tokens) == 8
+
+    def generate() -> list[int]:
+        done = cli.run(["generate", str(copy), "-p", "The quick", "-n", "8", "--json", "--device", "cpu"])
+        assert done.returncode == 0, done.stderr
+        found: list[int] = json.loads(done.stdout)["tokens"]
+        return found
+
+    edit_json(copy / "config.json", eos_token_id=tokens[4])
+    assert generate() == tokens[: tokens.index(tokens[4]) + 1]
+    edit_json(copy / "generation_config.json", eos_token_id=[tokens[2]])
+    assert generate() == tokens[: tokens.index(tokens[2]) + 1]
+    (copy / "generation_config.json").unlink()
+    edit_json(copy / "config.json", eos_token_id=None)
+    assert generate() == tokens
+    assert load(copy).end_ids == frozenset()
+    tokenizer = {"added_tokens": [{"id": END, "content": "</s>", "special": True, **dict.fromkeys(ADDED, False)}]}
+    edit_json(copy / "tokenizer.json", **tokenizer)
+    assert load(copy).end_ids == {END}
 
 
 def test_cancelled_requests_leave_their_slot_to_others(llama: tuple[Path, Any]) -> None:

@@ -1,5 +1,7 @@
 """Folders of small random transformers models with a tokenizer, as save_pretrained writes them."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,20 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
         TEXTS, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet)
     )
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0])
+
+
+def copy_without_end_token(source: Path, directory: Path) -> None:
+    """Copy a folder; the tokenizer of the copy has no special token, and only config.json has an eos_token_id."""
+    shutil.copytree(source, directory)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text().replace("<|endoftext|>", "<plain>"))
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": []}))
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        (directory / name).unlink(missing_ok=True)
+
+
+def edit_json(path: Path, **keys: Any) -> None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | keys))
 
 
 def save_hf_folder(directory: Path, family: str) -> Any:

@@ -9,7 +9,7 @@ from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.data_sets import DataOptions, open_data
 from trainyard.evaluate.evaluator import Evaluator
-from trainyard.inference.text.tokenizer_files import load_model_tokenizer
+from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids
 
 
 def evaluate_data(
@@ -26,7 +26,10 @@ def evaluate_data(
     if tokenizer:
         loaded: Tokenizer | None = load_tokenizer(tokenizer_spec(config)._replace(name=tokenizer))
     else:
-        loaded = load_model_tokenizer(read_model_files(weights, source.path), config.data.end_of_text)
+        files = read_model_files(weights, source.path)
+        loaded = load_model_tokenizer(files, config.data.end_of_text)
+        if loaded and loaded.end_id is None and (end_ids := model_end_ids(files, weights.model)):
+            loaded.end_id, loaded.special_ids = end_ids[0], loaded.special_ids | {end_ids[0]}
     options = DataOptions(config, loaded, stride, text_key, seq_len_is_given)
     opened = [open_data(argument, options) for argument in data]  # a wrong path is reported before weights are read
     evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)

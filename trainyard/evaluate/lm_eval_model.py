@@ -32,7 +32,7 @@ from trainyard.inference.build import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.run_requests import run_requests
 from trainyard.inference.scheduler import RequestScheduler
-from trainyard.inference.text.tokenizer_files import tokenizer_directory
+from trainyard.inference.text.tokenizer_files import model_end_ids, tokenizer_directory
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """The harness's default."""
@@ -79,7 +79,7 @@ class TrainyardLM(TemplateLM):
         if self.tokenizer is None:
             raise UserError(f"{pretrained}: the checkpoint has no tokenizer for tasks; pass --tokenizer")
         if self.tokenizer.eos_token_id is None:
-            raise UserError(f"{pretrained}: its tokenizer has no eos_token")
+            raise UserError(f"{pretrained}: its tokenizer has no eos_token, and its config.json no eos_token_id")
         self.model, self.mesh = self.evaluator.models[0], self.evaluator.mesh
         self._device = self.evaluator.device.torch_device
         self.model_config = self.evaluator.config.model
@@ -217,15 +217,19 @@ def check_layout(evaluator: Evaluator) -> None:
 def load_hf_tokenizer(weights: WeightSource, source: str | Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a checkpoint as transformers reads it; None if the checkpoint has none."""
     local = local_weights(source) if is_remote_model(source) else Path(source)
-    with tokenizer_directory(read_model_files(weights, source)) as directory:
+    files = read_model_files(weights, source)
+    with tokenizer_directory(files) as directory:
         if directory is None:
             return None
         if (local / "config.json").is_file() and (local / "tokenizer_config.json").is_file():
             directory = local
         try:
-            return AutoTokenizer.from_pretrained(str(directory))
+            tokenizer = AutoTokenizer.from_pretrained(str(directory))
         except Exception as error:  # transformers raises many types
             raise UserError(f"{source}: transformers cannot read its tokenizer: {one_line(error)}") from None
+    if tokenizer.eos_token_id is None and (ids := model_end_ids(files, weights.model)):
+        tokenizer.eos_token_id = ids[0]
+    return tokenizer
 
 
 if __name__ == "__main__":

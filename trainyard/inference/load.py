@@ -1,8 +1,6 @@
 """Loads a checkpoint of any format for inference: model, cache, tokenizer and special tokens."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from trainyard.devices import Device
 from trainyard.inference.build import EngineShape, build_engine
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate
-from trainyard.inference.text.tokenizer_files import load_model_tokenizer
+from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids, read_json
 from trainyard.models import ModelConfig, ParameterValues, TransformerStage, family_of
 from trainyard.models.sharding import local_tensor
 from trainyard.parallel.layout import Layout
@@ -66,21 +64,12 @@ class InferenceModel:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those of generation_config.json, of the model, or of the tokenizer."""
-        ids: Any = self.read_json("generation_config.json").get("eos_token_id")
-        if ids is None:
-            ids = self.model_config.eos_token_id
-        if ids is None:
-            ids = [self.tokenizer.end_id] if self.tokenizer else []
-        return frozenset([ids] if isinstance(ids, int) else ids)
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """One of the model files; empty if there is none."""
-        try:
-            content = json.loads(self.model_files.get(name, b"{}"))
-        except ValueError:
-            raise UserError(f"{name} of the checkpoint is not JSON") from None
-        return content if isinstance(content, dict) else {}
+        """Tokens that end a text: those of generation_config.json, of the model, or of the tokenizer.
+        Without any, a text ends at its limit."""
+        if ids := model_end_ids(self.model_files, self.model_config):
+            return frozenset(ids)
+        end_id = self.tokenizer.end_id if self.tokenizer else None
+        return frozenset() if end_id is None else frozenset([end_id])
 
     def encode_prompt(self, text: str) -> list[int]:
         """The tokens of a prompt, with the tokens that this tokenizer puts before every text."""
@@ -89,7 +78,8 @@ class InferenceModel:
         if isinstance(self.tokenizer, FastTokenizer):
             return list(self.tokenizer.tokenizer.encode(text).ids)
         tokens = [int(token) for token in self.tokenizer.encode([text])[0]]
-        bos, adds_bos = self.model_config.bos_token_id, self.read_json("tokenizer_config.json").get("add_bos_token")
+        bos = self.model_config.bos_token_id
+        adds_bos = read_json(self.model_files, "tokenizer_config.json").get("add_bos_token")
         return [bos, *tokens] if bos is not None and adds_bos else tokens
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:

@@ -37,6 +37,8 @@ class ServedModel:
         template has that itself."""
         self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, max_seq_len
         self.chat_template, self.end_ids = chat_template, end_ids
+        end_id = min(end_ids, default=None) if tokenizer.end_id is None else tokenizer.end_id
+        self._document_start = [] if end_id is None else [end_id]
         self._encode_prompt = encode_prompt or self._encode_plain
         self.created = int(time.time())
         self.token_texts = TokenTexts(tokenizer)
@@ -49,14 +51,14 @@ class ServedModel:
 
     async def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
-        return await self._encode(self._encode_prompt, text) or [self.tokenizer.end_id]
+        return await self._encode(self._encode_prompt, text) or self._document_start
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         try:
             text = self.chat_template.render(messages)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
-        return await self._encode(self._encode_plain, text) or [self.tokenizer.end_id]
+        return await self._encode(self._encode_plain, text) or self._document_start
 
     async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
         if len(text) <= SHORT_TEXT:

@@ -27,7 +27,7 @@ from trainyard.data.loading.synthetic import SyntheticSentencePairs, SyntheticTo
 from trainyard.data.loading.token_samples import ContiguousTokens, TokenSamples, token_stream
 from trainyard.data.loading.user_dataset import build_user_datasets
 from trainyard.data.remote.remote_path import DataPath, RemoteFiles
-from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, document_end_id, load_tokenizer
 from trainyard.families import family_of
 
 logger = logging.getLogger(__name__)
@@ -183,9 +183,10 @@ def encode_documents(blocks: Iterable[list[str]], tokenizer: Tokenizer, name: st
     """The tokens of all documents in memory, with the end token after each. `name` is for error messages."""
     token_arrays = [np.zeros(0, np.int32)]
     length_arrays = [np.zeros(0, np.int64)]
+    end_id = document_end_id(tokenizer)
     for texts in blocks:
         tokens, lengths = tokenizer.encode(texts)
-        token_arrays.append(np.insert(tokens, np.cumsum(lengths), tokenizer.end_id))
+        token_arrays.append(np.insert(tokens, np.cumsum(lengths), end_id))
         length_arrays.append(lengths + 1)
     lengths = np.concatenate(length_arrays)
     return ContiguousTokens(name, np.concatenate(token_arrays), np.cumsum(lengths) - lengths)

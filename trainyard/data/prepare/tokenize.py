@@ -20,7 +20,7 @@ from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.data.formats.megatron_bin import MegatronTokensWriter, Tokens, token_dtype
 from trainyard.data.prepare.worker_pool import map_ordered
 from trainyard.data.text.sentences import split_sentences
-from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, document_end_id, load_tokenizer
 
 
 class TokenizeOptions(NamedTuple):
@@ -70,7 +70,10 @@ def tokenize_files(
     on_progress: Callable[[int, TokenizeCounts], None],
 ) -> TokenizeCounts:
     """Write a pair of files for each text key. `on_unreadable` may raise to stop."""
-    dtype = token_dtype(_cached_tokenizer(options.tokenizer).vocab_size)  # loaded before the workers fork
+    tokenizer = _cached_tokenizer(options.tokenizer)  # loaded before the workers fork
+    if options.append_eod:
+        document_end_id(tokenizer)  # refused before anything is written
+    dtype = token_dtype(tokenizer.vocab_size)
     counts, done = TokenizeCounts(), 0
     with ExitStack() as stack:
         writers = {
@@ -101,7 +104,7 @@ def _cached_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 def encode_slice(options: TokenizeOptions, input_slice: InputSlice) -> EncodedSlice:
     tokenizer = _cached_tokenizer(options.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
-    end_id = tokenizer.end_id if options.append_eod else None
+    end_id = document_end_id(tokenizer) if options.append_eod else None
     records, unreadable = documents.read_documents(input_slice, options.text_keys)
     sequences = {}
     for index, key in enumerate(options.text_keys):

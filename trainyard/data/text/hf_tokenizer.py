@@ -19,11 +19,14 @@ def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
         fast = _byte_tokenizer()
     else:
         return {}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": fast.id_to_token(tokenizer.end_id)}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    generation: dict[str, Any] = {}
+    if tokenizer.end_id is not None:
+        config["eos_token"], generation["eos_token_id"] = fast.id_to_token(tokenizer.end_id), tokenizer.end_id
     return {
         "tokenizer.json": fast.to_str(pretty=True).encode(),
-        "tokenizer_config.json": _json({**config, "clean_up_tokenization_spaces": False}),
-        "generation_config.json": _json({"eos_token_id": tokenizer.end_id}),
+        "tokenizer_config.json": _json(config),
+        "generation_config.json": _json(generation),
     }
 
 

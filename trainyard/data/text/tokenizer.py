@@ -42,8 +42,8 @@ class TokenizerSpec(NamedTuple):
 class Tokenizer(Protocol):
     vocab_size: int
     """All token ids are below this."""
-    end_id: int
-    """Token id that ends a document."""
+    end_id: int | None
+    """Token id that ends a document; None if the vocabulary has none that is known."""
     special_ids: frozenset[int]
     """Token ids that stand for no text, such as the ones that begin and end a document."""
 
@@ -59,8 +59,8 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8; id 256 ends a document."""
 
     vocab_size = 257
-    end_id = 256
-    special_ids = frozenset((end_id,))
+    end_id: int | None = 256
+    special_ids = frozenset((256,))
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         data = [text.encode() for text in texts]
@@ -83,12 +83,11 @@ class FastTokenizer:
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         candidates = [end_token] if end_token else list(END_TOKENS)
         end_ids = [number for token in candidates if (number := tokenizer.token_to_id(token)) is not None]
-        if not end_ids:
-            wanted = end_token or "usual end-of-text token"
-            raise UserError(f"{source}: has no {wanted}; set data.end_of_text (--end-of-text) to the one to use")
-        self.end_id = end_ids[0]
+        if end_token and not end_ids:
+            raise UserError(f"{source}: has no {end_token}; set data.end_of_text (--end-of-text) to the one to use")
+        self.end_id = end_ids[0] if end_ids else None
         added = tokenizer.get_added_tokens_decoder().items()
-        self.special_ids = frozenset((self.end_id, *(number for number, token in added if token.special)))
+        self.special_ids = frozenset((*end_ids[:1], *(number for number, token in added if token.special)))
         self.gpt2_encoder = None
         if _is_plain_gpt2(tokenizer):
             from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder  # imports pyarrow
@@ -129,10 +128,12 @@ class SentencePieceTokenizer:
         with _report_invalid(f"{path}: not a SentencePiece model"):
             self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size = self.model.vocab_size()
-        self.end_id = self.model.piece_to_id(end_token) if end_token else self.model.eos_id()
-        if self.end_id < 0 or (end_token and self.model.id_to_piece(self.end_id) != end_token):
-            raise UserError(f"{path}: has no {end_token or 'end-of-sentence token'}; set --end-of-text to one it has")
-        self.special_ids = frozenset((self.end_id, *filter(self.model.is_control, range(self.vocab_size))))
+        end_id: int = self.model.eos_id()
+        self.end_id = self.token_id(end_token) if end_token else end_id if end_id >= 0 else None
+        if end_token and self.end_id is None:
+            raise UserError(f"{path}: has no {end_token}; set --end-of-text to one it has")
+        ends = () if self.end_id is None else (self.end_id,)
+        self.special_ids = frozenset((*ends, *filter(self.model.is_control, range(self.vocab_size))))
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         return _concatenate(self.model.encode(texts, num_threads=1))
@@ -144,6 +145,16 @@ class SentencePieceTokenizer:
     def token_id(self, token: str) -> int | None:
         number: int = self.model.piece_to_id(token)
         return number if self.model.id_to_piece(number) == token else None
+
+
+def document_end_id(tokenizer: Tokenizer) -> int:
+    """The token after each document. Raises UserError if the tokenizer has none that is known."""
+    if tokenizer.end_id is None:
+        raise UserError(
+            f"the tokenizer has none of the usual end-of-text tokens ({', '.join(END_TOKENS[:3])}, ...); set "
+            "data.end_of_text (--end-of-text) to the one to use"
+        )
+    return tokenizer.end_id
 
 
 def _concatenate(texts: list[list[int]]) -> EncodedTexts:

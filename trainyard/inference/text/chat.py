@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from trainyard.core.errors import UserError, one_line
+from trainyard.inference.text.tokenizer_files import read_json
 
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
@@ -48,13 +49,13 @@ class ChatTemplate:
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "ChatTemplate":
         """The template among the files of a checkpoint, by name; the default one if there is none."""
-        config = _read_json(files, "tokenizer_config.json")
+        config = read_json(files, "tokenizer_config.json")
         template: Any = config.get("chat_template")
         if isinstance(template, list):  # named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if "chat_template.jinja" in files:
             template = files["chat_template.jinja"].decode()
-        tokens = {**_read_json(files, "special_tokens_map.json"), **config}
+        tokens = {**read_json(files, "special_tokens_map.json"), **config}
         special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(tokens.get(name))) is not None}
         return cls(template, special)
 
@@ -75,14 +76,6 @@ class ChatTemplate:
             )
         except Exception as error:  # the template is code of the checkpoint and can raise anything
             raise UserError(f"chat template: {one_line(error)}") from None
-
-
-def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise UserError(f"{name}: not valid JSON: {one_line(error)}") from None
-    return found if isinstance(found, dict) else {}
 
 
 def _token_text(token: Any) -> str | None:

@@ -5,8 +5,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from trainyard.core.errors import UserError, one_line
 from trainyard.data.text.tokenizer import TOKENIZER_FILES, Tokenizer, TokenizerSpec, load_tokenizer
+from trainyard.models import ModelConfig
 
 
 @contextmanager
@@ -35,6 +38,25 @@ def load_model_tokenizer(model_files: Mapping[str, bytes], end_token: str | None
             return load_tokenizer(TokenizerSpec("wordpiece", str(directory / "vocab.txt"), end_token=end_token))
         files = (str(directory / "vocab.json"), str(directory / "merges.txt"))
         return load_tokenizer(TokenizerSpec("gpt2", *files, end_token))
+
+
+def model_end_ids(model_files: Mapping[str, bytes], model: ModelConfig) -> tuple[int, ...]:
+    """The tokens that end a text: eos_token_id of generation_config.json, or else of the model; empty without any."""
+    ids: Any = read_json(model_files, "generation_config.json").get("eos_token_id")
+    ids = model.eos_token_id if ids is None else ids
+    ids = [ids] if isinstance(ids, int) else ids or []
+    if not all(type(number) is int for number in ids):
+        raise UserError(f"generation_config.json: eos_token_id is {ids!r}, not a token id or a list of them")
+    return tuple(ids)
+
+
+def read_json(model_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """One of the files of a checkpoint; empty if there is none."""
+    try:
+        content = json.loads(model_files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} of the checkpoint: not valid JSON: {one_line(error)}") from None
+    return content if isinstance(content, dict) else {}
 
 
 def _end_token(model_files: Mapping[str, bytes]) -> str | None:

@@ -27,7 +27,7 @@ def continue_prompts(
     runner: MicroBatchRunner,
     config: Config,
     prompts: Sequence[Sequence[int]],
-    end_id: int,
+    end_id: int | None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]] | None:
     """The new tokens of each prompt, up to samples.max_new_tokens of them, `end_id` (included) or a row of data.seq_len
@@ -70,7 +70,7 @@ class _Rows:
     def all_finished(self) -> bool:
         return all(self.finished)
 
-    def append(self, tokens: list[int], end_id: int) -> None:
+    def append(self, tokens: list[int], end_id: int | None) -> None:
         """Add one token to each row that is not finished."""
         for row, token in enumerate(tokens[: len(self.lengths)]):
             if not self.finished[row]:

@@ -8,7 +8,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import tokenizer_spec
-from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, load_tokenizer
+from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, document_end_id, load_tokenizer
 from trainyard.devices import Device
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.model_files import run_model_files
@@ -23,16 +23,16 @@ class TextPrompts:
         self.tokenizer: Tokenizer
         self.tokens: list[list[int]]
         """Tokens of each prompt."""
-        self.end_id: int
+        self.end_id: int | None
         self.tokens, self.end_id = mesh.broadcast_object(self._encode, device)
 
-    def _encode(self) -> tuple[list[list[int]], int]:
+    def _encode(self) -> tuple[list[list[int]], int | None]:
         self.tokenizer = sample_tokenizer(self.config, self.resumed)
         return [self._encode_prompt(prompt) for prompt in self.config.samples.prompts], self.tokenizer.end_id
 
     def _encode_prompt(self, prompt: str) -> list[int]:
         """The tokens of a prompt; of an empty one, the token that ends a document, after which the next one starts."""
-        tokens: list[int] = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.end_id]
+        tokens: list[int] = self.tokenizer.encode([prompt])[0].tolist() or [document_end_id(self.tokenizer)]
         if len(tokens) >= (seq_len := self.config.data.seq_len):
             raise UserError(
                 f"samples.prompts: {prompt[:40]!r} has {len(tokens)} tokens, and data.seq_len={seq_len} leaves no room "
