@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,26 @@ def test_end_tokens_of_the_model_come_before_those_of_its_tokenizer(
     tokenizer = {"added_tokens": [{"id": END, "content": "</s>", "special": True, **dict.fromkeys(ADDED, False)}]}
     edit_json(copy / "tokenizer.json", **tokenizer)
     assert load(copy).end_ids == {END}
+
+
+def test_other_threads_run_while_a_long_prompt_is_encoded(llama: tuple[Path, Any]) -> None:
+    """A server answers other requests meanwhile."""
+    loaded, gaps, done = load(llama[0]), [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.wait(0.001):
+            gaps.append((now := time.perf_counter()) - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    assert len(loaded.encode_prompt("The quick brown fox. " * 40_000)) == 21 * 40_000
+    elapsed = time.perf_counter() - begin
+    done.set()
+    thread.join()
+    assert max(gaps) < elapsed / 2
 
 
 def test_cancelled_requests_leave_their_slot_to_others(llama: tuple[Path, Any]) -> None:

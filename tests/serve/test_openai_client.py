@@ -230,7 +230,7 @@ def test_errors_are_the_clients_own_exceptions(client: openai.OpenAI) -> None:
     assert unsupported.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match=r"max_tokens=510 .* prompt of 5 tokens are 515 .* 512"):
         client.completions.create(model="tiny", prompt="Hello", max_tokens=510)
-    with pytest.raises(openai.BadRequestError, match="prompt has 600 tokens; the longest sequence is 512"):
+    with pytest.raises(openai.BadRequestError, match="prompt has 600 characters; the longest sequence is 512"):
         client.completions.create(model="tiny", prompt="x" * 600, stream=True)
     with pytest.raises(openai.BadRequestError, match="token 300: the vocabulary has 257"):
         client.completions.create(model="tiny", prompt=[1, 300], stream=True)

@@ -1,6 +1,7 @@
 """Requests that the server refuses: what is wrong is said in OpenAI's format, and the server continues."""
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -10,6 +11,8 @@ import pytest
 from tests.serve.conftest import HTTP, RunningServer, StartServer
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.core.constants import MIB
+from trainyard.data.text.tokenizer import ByteTokenizer, EncodedTexts
+from trainyard.web import signal_server
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 PROMPT = {"prompt": "x"}
@@ -145,12 +148,68 @@ def test_bodies_have_a_limit(served: RunningServer) -> None:
 
 def test_long_prompts_are_refused_with_the_numbers(served: RunningServer) -> None:
     error = refusal(served.post("/completions", {"prompt": "x" * 3_000_000}))
-    assert "3000000 tokens; the longest sequence is 512" in error["message"]
+    assert "3000000 characters; the longest sequence is 512 tokens" in error["message"]
     assert error["code"] == "context_length_exceeded"
     error = refusal(served.post("/chat/completions", {"messages": [{"role": "user", "content": "y" * 3_000}]}))
     assert error["param"] == "messages"
     room = served.post("/completions", {"prompt": "x" * 511})
     assert room.json()["usage"]["completion_tokens"] == 1
+
+
+class UnencodableTokenizer(ByteTokenizer):
+    """Fails if it is asked to encode a long text."""
+
+    def encode(self, texts: list[str]) -> EncodedTexts:
+        assert all(len(text) <= 512 for text in texts)
+        return super().encode(texts)
+
+
+def test_prompts_that_cannot_fit_are_not_encoded(start_server: StartServer) -> None:
+    running = start_server(tokenizer=UnencodableTokenizer())
+    assert running.post("/completions", {"prompt": "x" * 500, "max_tokens": 1}).status_code == 200
+    error = refusal(running.post("/completions", {"prompt": ["x", "y" * 513]}))
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    error = refusal(running.post("/chat/completions", {"messages": [{"role": "user", "content": "y" * 513}]}))
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_requests_to_another_name_are_refused(served: RunningServer) -> None:
+    """What a page of another site sends whose name now resolves to this machine (DNS rebinding)."""
+    for path in ("/v1/models", "/health", "/openapi.json"):
+        url = served.url.removesuffix("/v1") + path
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "192.0.2.1", "", "localhost:1:2"):
+            assert refusal(HTTP.get(url, headers={"Host": host}), 403)["code"] == "unknown_host", host
+        for host in ("localhost", "LOCALHOST:9", "127.0.0.1:1", "[::1]:8265"):
+            assert HTTP.get(url, headers={"Host": host}).status_code == 200, host
+    assert refusal(served.post("/completions", PROMPT, headers={"Host": "evil.example"}), 403)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/comple",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nPOST /v1/completions HTTP/1.1\r\nContent-Le",
+    ],
+)
+def test_requests_that_are_never_completed_are_ended(
+    served: RunningServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal_server, "REQUEST_S", 0.1)
+    url = httpx.URL(served.url)
+    with socket.create_connection((url.host, url.port or 0), timeout=10) as client:
+        client.sendall(sent)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert b"HTTP/1.1 408 Request Timeout\r\n" in answer
+    assert served.health()["requests"] == 0
+
+
+def test_slow_answers_have_no_time_limit(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_server, "REQUEST_S", 0.1)
+    running = start_server(scheduler=FakeScheduler(step_s=0.03))
+    assert running.post("/completions", PROMPT | {"max_tokens": 12}).json()["usage"]["completion_tokens"] == 12
 
 
 def test_a_template_that_refuses_the_messages_is_a_bad_request(start_server: StartServer) -> None:
@@ -202,6 +261,6 @@ def test_the_description_has_the_real_status_codes(served: RunningServer) -> Non
     description = HTTP.get(served.url.removesuffix("/v1") + "/openapi.json").json()
     for path in ("/v1/completions", "/v1/chat/completions"):
         responses = description["paths"][path]["post"]["responses"]
-        assert set(responses) == {"200", "400", "401", "404", "413", "500", "503"}
+        assert set(responses) == {"200", "400", "401", "403", "404", "413", "500", "503"}
         assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "422" not in json.dumps(description)

@@ -76,7 +76,7 @@ class InferenceModel:
         if self.tokenizer is None:
             raise UserError("the checkpoint has no tokenizer; give --tokenizer, or prompts of token ids")
         if isinstance(self.tokenizer, FastTokenizer):
-            return list(self.tokenizer.tokenizer.encode(text).ids)
+            return _fast_encode(self.tokenizer, text, add_special_tokens=True)
         tokens = [int(token) for token in self.tokenizer.encode([text])[0]]
         bos = self.model_config.bos_token_id
         adds_bos = read_json(self.model_files, "tokenizer_config.json").get("add_bos_token")
@@ -86,12 +86,18 @@ class InferenceModel:
         """The tokens of the prompt that the checkpoint's chat template makes of `messages`."""
         text = self.chat_template.render(messages)
         if isinstance(self.tokenizer, FastTokenizer):  # the template has the special tokens
-            return list(self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids)
+            return _fast_encode(self.tokenizer, text, add_special_tokens=False)
         return self.encode_prompt(text)
 
     @property
     def chat_template(self) -> ChatTemplate:
         return ChatTemplate.from_files(self.model_files)
+
+
+def _fast_encode(tokenizer: FastTokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """The tokens of a text. `encode` of the library would stop all other threads meanwhile, `encode_batch` does not."""
+    (encoded,) = tokenizer.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return list(encoded.ids)
 
 
 def load_for_inference(

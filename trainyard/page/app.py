@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from trainyard.core.errors import UserError
@@ -18,11 +18,12 @@ from trainyard.metrics.run_directory import is_training
 from trainyard.page.curves import CurveStore
 from trainyard.page.metrics_table import AXES
 from trainyard.page.plan_comparison import PlanComparisons
-from trainyard.page.request_guard import CheckHost, RequireSignIn, SecurityHeaders
+from trainyard.page.request_guard import RequireSignIn, SecurityHeaders
 from trainyard.page.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
 from trainyard.page.run_files import RunDirectoryReader
 from trainyard.page.run_list import RunList
 from trainyard.page.step_times import heat_map, read_step_times
+from trainyard.web.check_host import REFUSAL, CheckHost
 from trainyard.web.limit_body import LimitBody
 
 STATIC = Path(__file__).parent / "static"
@@ -110,7 +111,7 @@ def create_app(pages: RunPages, host: str = "127.0.0.1", token: str | None = Non
     ]
     guards = [
         Middleware(SecurityHeaders),
-        Middleware(CheckHost, host=host),
+        Middleware(CheckHost, host=host, refusal=PlainTextResponse(REFUSAL, 403)),
         Middleware(LimitBody, limit=MAX_BODY_BYTES),
     ]
     if token:

@@ -1,17 +1,15 @@
-"""What happens to a request before its route: its Host header and token are checked, and answers get headers that
-restrict what a browser does with them."""
+"""What happens to a request before its route: its token is checked, and answers get headers that restrict what a
+browser does with them."""
 
 import hashlib
 import hmac
-import ipaddress
-import socket
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlencode
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trainyard.web.tokens import is_bearer
@@ -70,49 +68,6 @@ class SecurityHeaders:
             await send(message)
 
         await self.app(scope, receive, send_with_headers)
-
-
-class CheckHost:
-    """Refuses requests with a foreign Host header: a page of another site whose name now resolves to this machine
-    sends its own name (DNS rebinding)."""
-
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        """`host`: the address that the server listens on."""
-        self.app = app
-        self.names = {"localhost", host.lower()}
-        self.only_loopback = True
-        try:
-            self.only_loopback = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            self.only_loopback = host.lower() == "localhost"
-        if not self.only_loopback:
-            self.names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
-
-    def is_known(self, header: str) -> bool:
-        """The port does not matter: it is another one behind `ssh -L`."""
-        if header.startswith("["):
-            name, bracket, port = header[1:].partition("]")
-            is_valid = bool(bracket) and (not port or port.startswith(":"))
-        else:
-            name, _, port = header.partition(":")
-            is_valid = ":" not in port
-        if not is_valid:
-            return False
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return name.lower() in self.names
-        # An address is no name that somebody else could point here.
-        return address.is_loopback or not self.only_loopback
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            hosts = Headers(scope=scope).getlist("host")
-            if len(hosts) != 1 or not self.is_known(hosts[0]):
-                answer = PlainTextResponse("this server does not answer to that name (Host header)\n", 403)
-                await answer(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
 
 
 class RequireSignIn:

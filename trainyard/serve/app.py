@@ -29,11 +29,13 @@ from trainyard.serve.response_types import (
 )
 from trainyard.serve.served_model import ServedModel
 from trainyard.serve.streaming import ClientGone, EventStream, until_disconnect
+from trainyard.web.check_host import REFUSAL, CheckHost
 from trainyard.web.limit_body import MAX_BODY_BYTES, LimitBody
 
 ERROR_DESCRIPTIONS = {
     400: "The request is not valid, or asks for something that this server does not support.",
     401: "The token is missing or wrong (only for servers with a token).",
+    403: "The Host header names another server.",
     404: "There is no such model.",
     413: "The body is too large.",
     500: "The engine failed.",
@@ -45,7 +47,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": ERROR_DESCRIPTIONS[status]} for status in statuses}
 
 
-GENERATION_ERRORS = _errors(400, 401, 404, 413, 500, 503)
+GENERATION_ERRORS = _errors(400, 401, 403, 404, 413, 500, 503)
 EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 """An event of a stream: `data` is a chunk in JSON, or `[DONE]`."""
 STREAM: dict[int | str, dict[str, Any]] = {
@@ -56,17 +58,19 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(model: ServedModel, token: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """`token`: what clients must send as bearer token; None: anybody can use the server."""
+def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.0.1") -> FastAPI:
+    """`token`: what clients must send as bearer token; None: anybody can use the server. `host`: the address that the
+    server listens on."""
     app = FastAPI(title="trainyard serve", version=__version__, docs_url=None, redoc_url=None)
     app.openapi = lambda: _describe(app, token)  # type: ignore[method-assign]
     add_error_handlers(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_middleware(LimitBody, limit=max_body_bytes)
+    app.add_middleware(LimitBody, limit=MAX_BODY_BYTES)
     if token:
         app.add_middleware(RequireToken, token=token)
+    app.add_middleware(CheckHost, host=host, refusal=ApiError(403, REFUSAL, code="unknown_host").response())
 
-    @app.get("/health", responses=_errors(500))
+    @app.get("/health", responses=_errors(403, 500))
     async def health() -> Health:
         if model.worker.failure:
             raise ApiError(500, f"the engine failed: {model.worker.failure}", code="engine_error")
@@ -75,11 +79,11 @@ def create_app(model: ServedModel, token: str | None = None, max_body_bytes: int
     def card() -> ModelCard:
         return ModelCard(id=model.name, created=model.created, max_model_len=model.max_seq_len)
 
-    @app.get("/v1/models", responses=_errors(401))
+    @app.get("/v1/models", responses=_errors(401, 403))
     async def list_models() -> ModelList:
         return ModelList(data=[card()])
 
-    @app.get("/v1/models/{name:path}", responses=_errors(401, 404))
+    @app.get("/v1/models/{name:path}", responses=_errors(401, 403, 404))
     async def retrieve_model(name: str) -> ModelCard:
         model.require_name(name)
         return card()

@@ -41,6 +41,7 @@ class ServedModel:
         self._document_start = [] if end_id is None else [end_id]
         self._encode_prompt = encode_prompt or self._encode_plain
         self.created = int(time.time())
+        self.max_characters = max_seq_len * tokenizer.max_token_length
         self.token_texts = TokenTexts(tokenizer)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -51,16 +52,22 @@ class ServedModel:
 
     async def encode_prompt(self, text: str) -> list[int]:
         """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
-        return await self._encode(self._encode_prompt, text) or self._document_start
+        return await self._encode(self._encode_prompt, text, "prompt") or self._document_start
 
     async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         try:
             text = self.chat_template.render(messages)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
-        return await self._encode(self._encode_plain, text) or self._document_start
+        return await self._encode(self._encode_plain, text, "messages") or self._document_start
 
-    async def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+    async def _encode(self, encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+        if len(text) > self.max_characters:  # known without encoding it, which takes seconds
+            message = (
+                f"the prompt has {len(text)} characters; the longest sequence is {self.max_seq_len} tokens, which have "
+                f"at most {self.max_characters}"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
         if len(text) <= SHORT_TEXT:
             return encode(text)
         return await asyncio.get_running_loop().run_in_executor(self._executor, encode, text)

@@ -4,15 +4,56 @@ import asyncio
 import logging
 import signal
 import socket
+from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STOP_S = 3.0
 """Seconds to wait for connections after a stop signal."""
+REQUEST_S = 30.0
+"""Seconds in which a client must send a complete request, from its first byte, or from opening a connection."""
+TIMEOUT_ANSWER = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class TimedProtocol(H11Protocol):
+    """uvicorn's protocol, which by itself waits forever for the rest of a request."""
+
+    request_timer: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        state, (unread, _) = self.conn.their_state, self.conn.trailing_data
+        if state is h11.SEND_BODY or (state is h11.IDLE and unread):
+            self._start_timer()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self.request_timer = self.request_timer or self.loop.call_later(REQUEST_S, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self.request_timer:
+            self.request_timer.cancel()
+            self.request_timer = None
+
+    def _on_timeout(self) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # no answer has begun
+            self.transport.write(TIMEOUT_ANSWER)
+        self.transport.close()
 
 
 class SignalServer(uvicorn.Server):
@@ -24,7 +65,7 @@ class SignalServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http="h11",
+                http=TimedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

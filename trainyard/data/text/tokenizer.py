@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
     special_ids: frozenset[int]
     """Token ids that stand for no text, such as the ones that begin and end a document."""
 
+    @property
+    def max_token_length(self) -> int:
+        """No token stands for more characters than this."""
+
     def encode(self, texts: list[str]) -> EncodedTexts: ...
 
     def decode(self, tokens: list[int]) -> str: ...
@@ -61,6 +65,7 @@ class ByteTokenizer:
     vocab_size = 257
     end_id: int | None = 256
     special_ids = frozenset((256,))
+    max_token_length = 1
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         data = [text.encode() for text in texts]
@@ -93,6 +98,10 @@ class FastTokenizer:
             from trainyard.data.text.gpt2_fast_bpe import FastGpt2Encoder  # imports pyarrow
 
             self.gpt2_encoder = FastGpt2Encoder(tokenizer)
+
+    @property
+    def max_token_length(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))  # in bytes, if a character of the vocabulary is one
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         if self.gpt2_encoder:
@@ -134,6 +143,10 @@ class SentencePieceTokenizer:
             raise UserError(f"{path}: has no {end_token}; set --end-of-text to one it has")
         ends = () if self.end_id is None else (self.end_id,)
         self.special_ids = frozenset((*ends, *filter(self.model.is_control, range(self.vocab_size))))
+
+    @property
+    def max_token_length(self) -> int:
+        return max(map(len, map(self.model.id_to_piece, range(self.vocab_size))))
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         return _concatenate(self.model.encode(texts, num_threads=1))

@@ -55,7 +55,7 @@ def read_json(model_files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(model_files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} of the checkpoint: not valid JSON: {one_line(error)}") from None
+        raise UserError(f"{name}: not valid JSON: {one_line(error)}") from None
     return content if isinstance(content, dict) else {}
 
 

@@ -91,7 +91,7 @@ def serve(
             return follow_first_rank(source, options, tokenizer, world)
         model = load_model(source, model_name, options, tokenizer, world)
         ready = f"serving {model.name} at {base_url(bound, '/v1')}"
-        server = ModelServer(create_app(model, token), model.worker, lambda: print(ready, flush=True))
+        server = ModelServer(create_app(model, token, host), model.worker, lambda: print(ready, flush=True))
         server.run_on(bound)
     if model.worker.failure:
         raise RunStopped(f"the engine failed: {model.worker.failure}")
