@@ -129,7 +129,7 @@ def test_run_directory_stands_for_its_configuration(call: Call, tmp_path: Path) 
     assert "resuming from step 1: runs/tiny-llama-smoke/checkpoints/step_00000001" in out
     assert "Next: trainyard train runs/tiny-llama-smoke train.steps=..." in out
     (tmp_path / "empty").mkdir()
-    fail(call("train", "empty"), "empty: a directory without config.yaml, thus not of a run; recipes: ")
+    fail(call("train", "empty"), "empty: a directory without config.yaml, not a run directory; recipes: ")
 
 
 THREAD_LOSS = """

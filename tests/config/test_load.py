@@ -215,6 +215,103 @@ def test_dumped_recipe_loads_back_equal(name: str, tmp_path: Path) -> None:
     assert load(path) == config
 
 
+LLAMA3_SCALING = "{kind: llama3, factor: 8.0, original_max_positions: 128}"
+
+
+def write_files(directory: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def test_file_with_a_base_holds_only_what_differs(tmp_path: Path) -> None:
+    """Mappings merge, all else is replaced; the command line comes last. A path starts at the file that names it."""
+    write_files(
+        tmp_path,
+        {
+            "my.yaml": "base: team/all.yaml\nlog: {loggers: [wandb]}\nprofile: {ranks: [1]}\ntrain: {steps: 5}\n",
+            "team/all.yaml": "base: ours.yaml\nmodel: {layers: 2}\ntrain: {steps: 7, seed: 3}\n",
+            "team/ours.yaml": "base: tiny-llama\nlog: {name: ours, loggers: [tensorboard, mlflow]}\n",
+        },
+    )
+    config, recipe = load(tmp_path / "my.yaml", ["train.seed=4"]), load("tiny-llama")
+    assert (config.train.steps, config.train.seed, config.model.layers) == (5, 4, 2)
+    assert (config.log.name, config.log.loggers, config.profile.ranks) == ("ours", ("wandb",), (1,))
+    changed = {"log": config.log, "profile": config.profile, "train": config.train, "model": config.model}
+    assert config == recipe.model_copy(update=changed)
+    assert config.model == recipe.model.model_copy(update={"layers": 2})
+    (tmp_path / "saved.yaml").write_text(dump(config))
+    assert "base" not in yaml.safe_load(dump(config))
+    assert load(tmp_path / "saved.yaml") == config
+
+
+def test_section_of_another_kind_replaces_that_of_the_base(tmp_path: Path) -> None:
+    """Keys of one family are unknown to another; sizes of the base must not override those of config.json."""
+    write_files(
+        tmp_path,
+        {
+            "scaled.yaml": f"base: tiny-llama\nmodel: {{rope_scaling: {LLAMA3_SCALING}}}\n",
+            "linear.yaml": "base: scaled.yaml\nmodel: {rope_scaling: {kind: linear, factor: 2.0}}\n",
+            "plain.yaml": "base: scaled.yaml\nmodel: {rope_scaling: null}\n",
+            "gpt.yaml": "base: scaled.yaml\n" + yaml.safe_dump({"model": configs.GPT, "data": {"seq_len": 16}}),
+        },
+    )
+    linear = load(tmp_path / "linear.yaml").model
+    assert linear.model_dump()["rope_scaling"] == {"kind": "linear", "factor": 2.0}
+    assert linear.hidden == load("tiny-llama").model.hidden
+    assert load(tmp_path / "plain.yaml").model == load("tiny-llama").model
+    assert load(tmp_path / "gpt.yaml").model == parse({**BASE, "model": configs.GPT}).model
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        )
+    )
+    (tmp_path / "hf.yaml").write_text(f"base: tiny-llama\nmodel: {{from_hf: {tmp_path}}}\ndata: {{seq_len: 16}}\n")
+    (tmp_path / "deep.yaml").write_text("base: hf.yaml\nmodel: {layers: 3}\n")
+    sizes = load(tmp_path / "deep.yaml").model
+    assert (sizes.family, sizes.vocab, sizes.hidden, sizes.layers) == ("gpt", 300, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"my.yaml": "base: my.yaml\n"}, "my.yaml: base=my.yaml: .* my.yaml -> my.yaml"),
+        (
+            {"my.yaml": "base: sub/b.yaml\n", "sub/b.yaml": "base: c.yaml\n", "sub/c.yaml": "base: ../my.yaml\n"},
+            r"c.yaml: base=\.\./my.yaml: .* my.yaml -> b.yaml -> c.yaml -> my.yaml",
+        ),
+        ({"my.yaml": "base: tiny-lama\n"}, "my.yaml: base=tiny-lama: no such file or recipe; .* tiny-llama"),
+        ({"my.yaml": "base: sub/b.yaml\n", "sub/b.yaml": "base: sub/c.yaml\n"}, "sub/b.yaml: base=sub/c.yaml: no such"),
+        ({"my.yaml": "base: b.yaml\n", "b.yaml": "model: [\n"}, "b.yaml:2: not valid YAML"),
+        ({"my.yaml": "base: [tiny-llama]\n"}, "my.yaml: base=.*: not a recipe or file"),
+        ({"my.yaml": "base:\n"}, "my.yaml: base=null: not a recipe or file"),
+    ],
+)
+def test_wrong_base_is_reported_on_one_line(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    write_files(tmp_path, files)
+    with pytest.raises(UserError, match=message) as caught:
+        load(tmp_path / "my.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_base_may_be_a_run_or_a_file_of_nxd_training(tmp_path: Path) -> None:
+    write_files(tmp_path, {"runs/config.yaml": dump(load("tiny-llama")), "my.yaml": "base: runs\ntrain: {steps: 5}\n"})
+    assert load(tmp_path / "my.yaml") == load("tiny-llama", ["train.steps=5"])
+    theirs = ROOT / "tests" / "config" / "nxdt" / "hf_llama3_8B.yaml"
+    (tmp_path / "my.yaml").write_text(f"base: {theirs}\ntrain: {{steps: 5}}\n")
+    notes: list[str] = []
+    overrides = ["data.paths=[data]"]
+    assert load(tmp_path / "my.yaml", overrides, notes.append) == load(
+        theirs, [*overrides, "train.steps=5"], notes.append
+    )
+    assert any("a file of NxD Training" in note for note in notes)
+
+
+def test_command_line_cannot_name_a_base() -> None:
+    with pytest.raises(UserError, match="base=llama2-7b: only a file can have a base"):
+        load("tiny-llama", ["base=llama2-7b"])
+
+
 def test_model_sizes_come_from_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(
@@ -242,7 +339,7 @@ def test_every_key_is_documented() -> None:
     assert by_name["schedule.kind"].allowed == "cosine, linear, constant, wsd, module:function"
     assert "model[llama].rope_scaling[linear].factor" in by_name
     sections = {name.split(".")[0].split("[")[0] for name in by_name if "." in name}
-    assert sections == set(Config.model_fields) - {"description", "hardware"}
+    assert sections == set(Config.model_fields) - {"base", "description", "hardware"}
 
 
 def test_device_names_without_torch_match_the_devices() -> None:

@@ -15,31 +15,70 @@ from trainyard.config.importers.key_table import ImportedConfig
 from trainyard.config.importers.nxdt import is_nxdt
 from trainyard.config.recipes import find_config
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import ConfigYamlLoader, read_yaml
+from trainyard.config.yaml_io import ConfigYamlLoader, format_value, read_yaml
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import search_current_directory
 from trainyard.download.credentials import keys_with_credentials, redact
 from trainyard.families.hf_config import from_hf
 
+SECTION_TAGS = {"model": ("family", "from_hf"), "model.rope_scaling": ("kind",)}
+"""Keys that decide which other keys a section has: another value replaces the section of the base."""
+
 
 def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str], None] | None = None) -> Config:
-    """Load a YAML file, or a recipe by its name, and apply overrides.
+    """Load a YAML file, or a recipe by its name, merge it into its `base`, and apply overrides.
 
     A file of NxD Training is imported; `warn` (default: print to standard error) receives what the import changes.
     """
-    path = find_config(source)
-    data = read_yaml(path)
+    data, missing_hint = _read_with_bases(find_config(source), str(source), warn or warn_on_stderr, ())
     if ":" in str((data.get("model") or {}).get("family", "")):
         search_current_directory()
+    return validate_imported(ImportedConfig(data, [], [], missing_hint), overrides, str(source))
+
+
+def _read_with_bases(
+    path: Path, name: str, warn: Callable[[str], None], chain: tuple[Path, ...]
+) -> tuple[dict[str, Any], str]:
+    """Read a file, merged into the one that it names as `base`; also the hint about missing keys of an imported file.
+
+    `chain` are the files that lead to this one.
+    """
+    chain = (*chain, path.resolve())
+    data = read_yaml(path)
     if is_nxdt(data):
         from trainyard.config.importers.nxdt.convert import import_nxdt  # its tables are large; few files need them
 
-        imported = import_nxdt(data, str(source), path.parent)
-        note = f"{source}: a file of NxD Training; `trainyard import {source}` shows what its keys become"
+        imported = import_nxdt(data, name, path.parent)
+        note = f"{name}: a file of NxD Training; `trainyard import {name}` shows what its keys become"
         for line in (note, *imported.warnings):
-            (warn or warn_on_stderr)(f"note: {line}")
-        return validate_imported(imported, overrides, str(source))
-    return parse(data, overrides, str(source))
+            warn(f"note: {line}")
+        return imported.data, imported.missing_hint
+    if "base" not in data:
+        return data, ""
+    base = data.pop("base")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{name}: base={format_value(base)}: not a recipe or file; nearest: tiny-llama")
+    try:
+        base_path = find_config(base, path.parent)
+    except UserError as error:
+        raise UserError(f"{name}: base={error}") from None
+    if base_path.resolve() in chain:
+        cycle = " -> ".join(file.name for file in (*chain[chain.index(base_path.resolve()) :], base_path))
+        raise UserError(f"{name}: base={base}: the files are each other's base: {cycle}; remove one `base`")
+    below, missing_hint = _read_with_bases(base_path, str(base_path), warn, chain)
+    return _merge(below, data), missing_hint
+
+
+def _merge(base: dict[str, Any], own: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Merge mappings key by key; any other value of `own`, a list too, replaces that of `base`."""
+    merged = dict(base)
+    for key, value in own.items():
+        below, tags = base.get(key), SECTION_TAGS.get(f"{prefix}{key}", ())
+        if isinstance(value, dict) and isinstance(below, dict):
+            has_other_keys = any(tag in value and value[tag] != below.get(tag) for tag in tags)
+            value = value if has_other_keys else _merge(below, value, f"{prefix}{key}.")
+        merged[key] = value
+    return merged
 
 
 def warn_on_stderr(line: str) -> None:

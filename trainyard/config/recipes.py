@@ -18,9 +18,11 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in recipes_directory().glob("*.yaml"))
 
 
-def find_config(source: str | Path) -> Path:
-    """Return the path of a configuration file, of the one in a run directory, or of the recipe with that name."""
-    path = Path(source).expanduser()
+def find_config(source: str | Path, directory: Path = Path()) -> Path:
+    """Return the path of a configuration file, of the one in a run directory, or of the recipe with that name.
+
+    Relative paths start at `directory`."""
+    path = directory / Path(source).expanduser()
     if path.is_file():
         return path
     if str(source) in recipe_names():
@@ -29,6 +31,6 @@ def find_config(source: str | Path) -> Path:
         if (path / "config.yaml").is_file():
             return path / "config.yaml"
         names = ", ".join(recipe_names())
-        raise UserError(f"{source}: a directory without config.yaml, thus not of a run; recipes: {names}")
+        raise UserError(f"{source}: a directory without config.yaml, not a run directory; recipes: {names}")
     nearest = difflib.get_close_matches(str(source), recipe_names(), 1, 0.0)
     raise UserError(f"{source}: no such file or recipe; nearest recipe: {nearest[0] if nearest else 'none'}")

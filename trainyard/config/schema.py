@@ -237,6 +237,8 @@ class DeviceSection(Section):
 class Config(Section):
     """The configuration of one run."""
 
+    base: str = Field("", exclude=True)
+    """Recipe, file (relative to this one) or run that has all keys which this file leaves out. Only in a file."""
     description: str = ""
     """One line for `trainyard recipes`."""
     hardware: str = ""
@@ -256,6 +258,12 @@ class Config(Section):
     log: LogSection = LogSection()
     profile: ProfileSection = ProfileSection()
     device: DeviceSection = DeviceSection()
+
+    @field_validator("base")
+    @classmethod
+    def _refuse_base(cls, value: str) -> str:
+        """Loading a file merges it into its base."""
+        raise ValueError("only a file can have a base; write it into the file")
 
     @field_validator("model", mode="before")
     @classmethod
