@@ -72,7 +72,8 @@ MISTAKES = [
     (["layout.zero=4"], ["layout.zero=4"]),
     (["layout.pp=2", "layout.pipeline_schedule=zero_bubble", "layout.zero=2"], ["layout.zero=2", "nearest: zero=1"]),
     (["layout.cp_method=rings"], ["layout.cp_method=rings", "nearest: ring"]),
-    (["data.paths=a.txt"], ["data.paths=a.txt", "not a list", "nearest: [a.txt]"]),
+    (["data.paths=3"], ["data.paths=3", "not a list", "nearest: [3]"]),
+    (["data.paths=''"], ["data.paths=", "not a list"]),
     (["device.name=gpu"], ["device.name=gpu", "auto"]),
     (["precision.grad_dtype=bf16"], ["precision.grad_dtype=bf16", "nearest: grad_dtype=fp32"]),
     (["evaluate.every=10"], ["evaluate.every=10", "data.validation_fraction"]),
@@ -205,6 +206,22 @@ def test_overrides_are_parsed_as_yaml(tmp_path: Path) -> None:
         path, ["optimizer.lr=3e-4", "train.steps=7", "layout.pipeline_cuts=[]", "log.name=x", "data.paths=[a, b]"]
     )
     assert (config.optimizer.lr, config.train.steps, config.log.name, config.data.paths) == (3e-4, 7, "x", ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.paths", "my file.txt"),
+        ("samples.prompts", "Once upon a time"),
+        ("log.loggers", "wandb"),
+        ("train.callbacks", "mine:Callback"),
+        ("recompute.modules", "mlp"),
+    ],
+)
+def test_one_text_stands_for_a_list_of_one(key: str, value: str, tmp_path: Path) -> None:
+    overrides = ["recompute.kind=selective"] if key == "recompute.modules" else []
+    config = load(base_file(tmp_path), [*overrides, f"{key}={value}"])
+    assert config == load(base_file(tmp_path), [*overrides, f"{key}=[{value}]"])
 
 
 @pytest.mark.parametrize("name", recipe_names())

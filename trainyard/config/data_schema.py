@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from trainyard.core.section import NameOrPath, PositiveInt, Section
+from trainyard.core.section import NameOrPath, Paths, PositiveInt, Section
 
 
 class DataCacheSection(Section):
@@ -27,9 +27,9 @@ class DataSection(Section):
     """text: files that are tokenized in memory; tokens: Megatron's .bin and .idx; arrow: packed blocks; hdf5: masked
     sentence pairs (BERT); synthetic: generated samples. A user function takes the configuration and returns a
     trainyard.Dataset, or one for training and one for validation."""
-    paths: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Files or globs; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name, read through
-    data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
+    paths: Paths = ()
+    """A file or glob, or a list of them; for source=tokens, names without .bin. Also URLs, such as s3://bucket/name,
+    read through data.cache.directory. Default: a small built-in text (tokenizer=bytes only)."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Strict(False)] = ()
     """Blend weights, one per entry of data.paths. Default: all paths form one dataset."""
     order: Literal["shuffled", "megatron", "megatron-2023"] = "shuffled"

@@ -23,7 +23,15 @@ from trainyard.config.data_schema import DataSection
 from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.optimizer_schema import OptimizerSection, ScheduleSection
 from trainyard.core.errors import UserError
-from trainyard.core.section import USER_PATH, FunctionPath, NonNegativeInt, PositiveInt, Section, nearest_multiples
+from trainyard.core.section import (
+    ONE_OR_MORE,
+    USER_PATH,
+    FunctionPath,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    nearest_multiples,
+)
 from trainyard.core.user_code import is_user_path
 from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
 from trainyard.families import ModelConfig, family_of, find_family
@@ -45,7 +53,7 @@ class TrainSection(Section):
     """Seed of initial weights, sample order and dropout; 0 to 2^63 - 1."""
     loss: FunctionPath | None = None
     """User loss, `module:function`: takes (output, batch), returns (sum, count). Default: the loss of the family."""
-    callbacks: Annotated[tuple[FunctionPath, ...], Strict(False)] = ()
+    callbacks: Annotated[tuple[FunctionPath, ...], Strict(False), ONE_OR_MORE] = ()
     """User callbacks, `module:Class`: subclasses of trainyard.Callback, made without arguments on every rank."""
     max_skipped_steps: PositiveInt = 5
     """Number of consecutive steps with a non-finite loss or gradient, or without a counted label (each is skipped),
@@ -105,7 +113,7 @@ class RecomputeSection(Section):
     kind: Literal["none", "attention", "selective", "full"] = "none"
     """none; attention: only core attention; selective: recompute.modules; full: entire blocks."""
     modules: Annotated[
-        tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False)
+        tuple[Literal["core_attention", "attention", "mlp", "activation", "norm"], ...], Strict(False), ONE_OR_MORE
     ] = ()
     """kind=selective: modules of a block to recompute. `activation` is the SwiGLU or GELU inside the MLP."""
 
@@ -147,7 +155,7 @@ class SamplesSection(Section):
 
     every: NonNegativeInt = 0
     """Steps between samples; 0: none. Each time costs samples.max_new_tokens forward passes. Causal models only."""
-    prompts: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = ("Once upon a time", "The")
+    prompts: Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE, Field(min_length=1)] = ("Once upon a time", "The")
     """Texts to continue. An empty text starts a document."""
     tokenizer: str | None = None
     """Tokenizer of the prompts, as data.tokenizer. Default: data.tokenizer; if that is bytes and data.source is not
@@ -174,7 +182,7 @@ class LogSection(Section):
     """Name of the run; its directory is log.directory/NAME."""
     directory: str = "runs"
     """Parent of run directories."""
-    loggers: Annotated[tuple[str, ...], Strict(False)] = ("tensorboard",)
+    loggers: Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE] = ("tensorboard",)
     """What receives metrics, text samples and events besides the files of the run: tensorboard, wandb, mlflow, or a
     subclass of trainyard.Logger, `module:Class`."""
     spans: bool = True

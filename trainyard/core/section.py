@@ -5,7 +5,7 @@ import re
 from math import isqrt
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict
 from pydantic_core import CoreSchema, core_schema
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -13,6 +13,10 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 USER_PATH = r"^[\w.]+:\w+$"
 FunctionPath = Annotated[str, Field(pattern=USER_PATH)]
 """`module:name`, imported when the run starts, with the current directory on the Python path."""
+
+ONE_OR_MORE = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value else value)
+"""Annotates a list of texts: a text stands for a list of one."""
+Paths = Annotated[tuple[str, ...], Strict(False), ONE_OR_MORE]
 
 
 class NameOrPath:
