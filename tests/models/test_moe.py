@@ -132,9 +132,10 @@ def test_tokens_choose_only_their_experts() -> None:
     torch.testing.assert_close(layer(x[:1, 3:4]), y[:1, 3:4])
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0, 9.0])
+@pytest.mark.parametrize("factor", [0.5, 0.7, 1.0, 9.0])
 def test_tokens_beyond_the_capacity_skip_an_expert(factor: float) -> None:
-    """Equal to a loop over the tokens of each sample; with enough slots, to a layer without a capacity."""
+    """Equal to a loop over the tokens of each sample; with enough slots, to a layer without a capacity. Part of a slot
+    is a slot (0.7: 2.8 slots), as in megatron-core."""
     layer, c = moe_layer(capacity_factor=factor, balance_loss=0.0, z_loss=0.0)
     B, T = 2, 8
     x, dy = torch.randn(B, T, c.hidden, requires_grad=True), torch.randn(B, T, c.hidden)
