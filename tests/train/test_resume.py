@@ -392,11 +392,31 @@ def test_other_differences_are_logged(tmp_path: Path, saved: Path) -> None:
     summary, lines = train(configure(tmp_path, checkpoint={"resume": str(saved)}, **sections))
     assert [line for line in lines if line.startswith("note:")] == [
         "note: data.seq_len was 16 when the checkpoint was written, and is 32",
+        "note: train.steps was 5 when the checkpoint was written, and is 6",
         "note: train.seed was 1234 when the checkpoint was written, and is 5",
         "note: optimizer.lr was 0.01 when the checkpoint was written, and is 0.001",
         "note: precision.kind was fp32 when the checkpoint was written, and is bf16",
+        "note: the learning rate was 9.619e-03 at step 3, and is 8.536e-04 at step 4; without these changes, 8.536e-03",
     ]
     assert list(losses(summary.directory)) == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("decay_steps", "jumps"), [(None, True), (10, False)])
+def test_more_steps_say_what_the_schedule_does(tmp_path: Path, decay_steps: int | None, jumps: bool) -> None:
+    """Unless schedule.decay_steps is set, the length of the run stretches the schedule, and the learning rate jumps."""
+    schedule = {"decay_steps": decay_steps}
+    first, _ = train(configure(tmp_path, schedule=schedule, train={"steps": 4}, checkpoint={"resume": "auto"}))
+    again, lines = train(configure(tmp_path, schedule=schedule, train={"steps": 8}, checkpoint={"resume": "auto"}))
+    assert again.directory == first.directory
+    rates = {record["step"]: record["lr"] for record in records(again.directory) if "lr" in record}
+    expected = ["note: train.steps was 4 when the checkpoint was written, and is 8"]
+    if jumps:
+        expected += [
+            f"note: the learning rate was {rates[4]:.3e} at step 4, and is {rates[5]:.3e} at step 5; "
+            "without these changes, 0.000e+00"
+        ]
+        assert rates[5] > rates[4]
+    assert [line for line in lines if line.startswith("note:")] == expected
 
 
 def test_fused_matrices_resume_unfused(tmp_path: Path, saved: Path) -> None:

@@ -29,11 +29,12 @@ from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
 from trainyard.train.callbacks import Callback, build_callbacks
+from trainyard.train.checkpointing.config_check import check_compatible
 from trainyard.train.checkpointing.data_check import check_same_versions
 from trainyard.train.checkpointing.deadline_save import DeadlineSaver
 from trainyard.train.checkpointing.memory_copies import MemoryCopies
 from trainyard.train.checkpointing.rank_agreement import RankAgreement
-from trainyard.train.checkpointing.resume import check_compatible, find_resume_point, load_state
+from trainyard.train.checkpointing.resume import find_resume_point, load_state
 from trainyard.train.checkpointing.rng_state import restore_rng_state
 from trainyard.train.checkpointing.saver import Saver
 from trainyard.train.decisions import packs_batches

@@ -4,7 +4,6 @@ import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,28 +13,17 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
 from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
-from trainyard.checkpoint.registry import (
-    FORMAT_DESCRIPTIONS,
-    CheckpointFormat,
-    detect_format,
-    first_model_difference,
-)
+from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, CheckpointFormat, detect_format
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.parallel.mesh import Mesh
-from trainyard.train.checkpointing.data_check import check_data
+from trainyard.train.checkpointing.config_check import expected_kinds
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
-from trainyard.train.optim.flat_state import ADAM_STATE, state_kinds
 from trainyard.train.optim.optimizer import Optimizer
-from trainyard.train.optim.rules.user_rule import load_update_rule
 
-COMPARED_SECTIONS = ("model", "data", "train", "optimizer", "schedule", "precision")
-"""Config sections whose changes since the checkpoint are logged."""
-UNREPORTED_KEYS = ("model.fuse_qkv", "model.fuse_gate_up", "train.steps", "train.micro_batch", "data.cache")
-"""Keys that may change without a note."""
 logger = logging.getLogger(__name__)
 
 
@@ -190,51 +178,6 @@ def load_state(checkpoint: Checkpoint, optimizer: Optimizer, blueprint: Blueprin
     optimizer.guard.update_count.fill_(manifest["updates"])
     optimizer.guard.skip_counts.copy_(torch.tensor(manifest["skipped"], dtype=torch.int32))
     optimizer.publish_weights()
-
-
-def expected_kinds(config: Config) -> tuple[str, ...]:
-    """The kinds of state that the optimizer of a run resumes from."""
-    user_rule = load_update_rule(config.optimizer)
-    return state_kinds(user_rule.state_names if user_rule else ADAM_STATE)
-
-
-def check_compatible(checkpoint: Checkpoint, config: Config, mesh: Mesh, device: Device) -> None:
-    """Raise UserError if the run cannot resume from this checkpoint; log other differences of the configuration."""
-    check_data(checkpoint, config, mesh, device)
-    if difference := first_model_difference(checkpoint.config.model, config.model):
-        key, saved, current = difference
-        raise UserError(f"model.{key}={current}: the checkpoint {checkpoint.storage} has {saved}")
-    if missing := [kind for kind in expected_kinds(config) if kind not in checkpoint.dtypes]:
-        before, now = checkpoint.config.optimizer.kind, config.optimizer.kind
-        raise UserError(
-            f"optimizer.kind={now}: the checkpoint of optimizer.kind={before} has no state {missing[0]}; "
-            f"nearest: {before}, or checkpoint.weights_only=true"
-        )
-    for key, saved, current in () if checkpoint.manifest.get("converted") else _changed_keys(checkpoint.config, config):
-        if key == "train.global_batch":
-            raise UserError(
-                f"{key}={current}: the checkpoint counts samples in batches of {saved}; nearest: {saved}, or "
-                "checkpoint.weights_only=true"
-            )
-        if key == "optimizer.kind" and saved == "muon":
-            raise UserError(
-                f"{key}={current}: the checkpoint has no second moment for the matrices that muon has updated; "
-                "nearest: muon, or checkpoint.weights_only=true"
-            )
-        if key not in UNREPORTED_KEYS or (key == "train.steps" and config.data.order != "shuffled"):
-            logger.warning("note: %s was %s when the checkpoint was written, and is %s", key, saved, current)
-    if checkpoint.step > config.train.steps:
-        raise UserError(f"train.steps={config.train.steps}: the checkpoint is already at step {checkpoint.step}")
-
-
-def _changed_keys(saved: Config, current: Config) -> list[tuple[str, Any, Any]]:
-    """(key, saved value, current value) of every difference in COMPARED_SECTIONS."""
-    changes = []
-    for section in COMPARED_SECTIONS:
-        old, new = (getattr(config, section).model_dump(mode="json") for config in (saved, current))
-        keys = [*old, *(key for key in new if key not in old)]
-        changes += [(f"{section}.{key}", old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-    return changes
 
 
 def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str]:
