@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support.forkserver import ForkServer
-from tests.train.test_resume import RunAtStep, checkpoint_path, configure, error_of, losses, train
+from tests.train.test_resume import RunAtStep, checkpoint_path, committed_steps, configure, error_of, losses, train
 from trainyard import Trainer
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.metrics.run_directory import RunDirectory
+from trainyard.metrics.run_directory import RunDirectory, read_identity
 
 SMOKE = ["train", "tiny-llama", "--smoke", "log.loggers=[]", "checkpoint.export_hf=false", "evaluate.every=0"]
 
@@ -126,26 +126,106 @@ def test_checkpoint_directory_outside_continues_the_run_that_saved_there(tmp_pat
     assert contents(second) == before
 
 
-def test_checkpoint_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+def not_owner(outside: Path, name: str, log_directory: Path) -> str:
+    return (
+        f"checkpoint.directory={outside}: it has the checkpoints of another run, {name} in {log_directory / name}; "
+        f"nearest: another directory, or log.name={name} checkpoint.resume={outside}, which continues that run"
+    )
+
+
+@pytest.mark.parametrize("resume", ["auto", "none", "{}", "{}/step_00000002"])
+def test_checkpoint_directory_of_another_run_is_refused(tmp_path: Path, resume: str) -> None:
+    """Before anything is written; what the line recommends continues the run."""
     outside = tmp_path / "checkpoints"
     first, _ = train(named(tmp_path, "exp", directory=str(outside)))
-    before = contents(outside)
-    with pytest.raises(UserError) as error:
-        train(named(tmp_path, "other", 3, directory=str(outside), resume="none"))
-    assert str(error.value) == (
-        f"checkpoint.directory={outside}: cannot be written: it has the checkpoints of another run; "
-        "nearest: checkpoint.resume=auto, or another directory"
-    )
-    assert contents(outside) == before
-    shutil.rmtree(first.directory)  # such as the disk of a container: the checkpoints are all that is left
+    before = contents(tmp_path)
+    other = named(tmp_path, "other", 3, directory=str(outside), resume=resume.format(outside), keep=1)
+    assert error_of(other) == not_owner(outside, "exp", tmp_path)
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "other").exists()
+    again, _ = train(named(tmp_path, "exp", 3, directory=str(outside), resume=str(outside)))
+    assert again.directory == first.directory
+    branch, _ = train(named(tmp_path, "other", 4, directory=str(tmp_path / "new"), resume=str(outside)))
+    assert list(losses(branch.directory)) == [4]
+
+
+def test_checkpoint_directory_of_the_same_name_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Two users start the same recipe with one checkpoint.directory."""
+    outside, mine, theirs = tmp_path / "checkpoints", tmp_path / "mine", tmp_path / "theirs"
+    train(named(theirs, "exp", directory=str(outside)))
+    before = contents(tmp_path)
+    for resume in ("auto", "none"):
+        config = named(mine, "exp", 3, directory=str(outside), resume=resume, keep=1)
+        assert error_of(config) == not_owner(outside, "exp", theirs)
+    assert contents(tmp_path) == before
+    asked, _ = train(named(mine, "exp", 3, directory=str(outside), resume=str(outside)))
+    assert list(losses(asked.directory)) == [3]
+    assert read_identity(mine / "exp") == read_identity(theirs / "exp")  # the same run, in another place
+
+
+def test_run_continues_although_its_directory_is_lost(tmp_path: Path) -> None:
+    """Such as with the disk of a container: the same command continues, and the checkpoints are still its own."""
+    outside = tmp_path / "checkpoints"
+    first, _ = train(named(tmp_path, "exp", directory=str(outside)))
+    identity = read_identity(first.directory)
     for steps in (3, 4):
-        again, _ = train(named(tmp_path, "exp", steps, directory=str(outside)))
-        assert list(losses(again.directory)) == list(range(3, steps + 1))
+        shutil.rmtree(first.directory)
+        again, _ = train(named(tmp_path, "exp", steps, directory=str(outside), keep=2))
+        assert (again.directory, read_identity(again.directory)) == (first.directory, identity)
+        assert list(losses(again.directory)) == [steps]
+    assert committed_steps(outside) == [4, 3]
     damaged = outside / "step_00000004" / "rank_00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     shutil.rmtree(again.directory)
     again, _ = train(named(tmp_path, "exp", 5, directory=str(outside)))
     assert list(losses(again.directory)) == [4, 5]
+    shutil.rmtree(again.directory)
+    other = named(tmp_path, "exp", 6, directory=str(outside)).model_dump(mode="json")
+    other["train"]["seed"] = 5  # a job array with one name and one directory
+    assert error_of(Config.model_validate(other)) == not_owner(outside, "exp", tmp_path)
+
+
+def test_continued_run_does_not_take_the_checkpoints_of_another(tmp_path: Path) -> None:
+    outside = tmp_path / "checkpoints"
+    train(named(tmp_path, "exp", directory=str(outside)))
+    mine = fail_before_the_first_save(named(tmp_path, "mine"))
+    before = contents(tmp_path)
+    for resume in ("none", str(mine)):
+        with pytest.raises(
+            UserError, match=r"it has the checkpoints of another run, exp in .*; nearest: another dir.*y$"
+        ):
+            Trainer(named(tmp_path, "mine", directory=str(outside), resume=resume), run_directory=mine)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_run_continues_with_another_checkpoint_directory(tmp_path: Path, continued: bool) -> None:
+    """It finds the checkpoints where it saved last, and leaves them there."""
+    path = tmp_path / "exp"
+    places: list[Path | None] = [None, tmp_path / "one", tmp_path / "two"]
+    for steps, place in enumerate(places, 2):
+        directory = str(place) if place else None
+        config = named(tmp_path, "exp", steps, directory=directory, keep=1)
+        run, _ = train(config, run_directory=path if continued and path.exists() else None)
+        assert list(losses(run.directory)) == list(range(1, steps + 1))
+    assert run.directory == path
+    assert [committed_steps(place or path / "checkpoints") for place in places] == [[2], [3], [4]]
+
+
+def test_old_checkpoints_of_other_runs_are_kept(tmp_path: Path) -> None:
+    """A run neither counts nor removes them, wherever they are."""
+    other, _ = train(named(tmp_path, "other", 3))
+    first, _ = train(named(tmp_path, "exp", 4, keep=0))
+    for step in (1, 3):
+        shutil.rmtree(checkpoint_path(first.directory, step))
+        shutil.copytree(checkpoint_path(other.directory, step), checkpoint_path(first.directory, step))
+    before = contents(checkpoint_path(first.directory, 3))
+    shutil.copytree(checkpoint_path(other.directory, 1), checkpoint_path(first.directory, 7))
+    again, lines = train(named(tmp_path, "exp", 6, keep=2))
+    assert f"skipping {checkpoint_path(first.directory, 7)}: it belongs to another run" in lines
+    assert f"resuming from step 4: {checkpoint_path(first.directory, 4)}" in lines
+    assert committed_steps(again.directory / "checkpoints") == [7, 6, 5, 3, 1]
+    assert contents(checkpoint_path(first.directory, 3)) == before
 
 
 def test_checkpoint_directory_of_a_running_process_is_refused(tmp_path: Path) -> None:

@@ -45,8 +45,9 @@ class RunDirectory:
         self._locks = [] if lock is None else [lock]
 
     @classmethod
-    def create(cls, parent: Path, name: str) -> Self:
-        """Create NAME, or NAME-2, NAME-3, ... if it exists. Never touches an old run."""
+    def create(cls, parent: Path, name: str, run_id: str | None = None) -> Self:
+        """Create NAME, or NAME-2, NAME-3, ... if it exists. Never touches an old run. `run_id`: of a run that continues
+        there because its directory is lost."""
         number = 1
         while True:
             path = parent / (name if number == 1 else f"{name}-{number}")
@@ -57,7 +58,7 @@ class RunDirectory:
             except OSError as error:
                 raise UserError(f"log.directory={parent}: cannot be written: {error.strerror}") from None
             else:
-                return cls(path, *_write_identity(path, name))
+                return cls(path, *_write_identity(path, name, run_id))
 
     @classmethod
     def open(cls, path: Path, name: str) -> Self:
@@ -190,9 +191,9 @@ def _can_lock(handle: int) -> bool:
     return True
 
 
-def _write_identity(path: Path, name: str) -> tuple[str, int]:
-    """Write a new identity, which is locked from the moment it is visible. Returns its id and the open file."""
-    run_id, temporary = uuid.uuid4().hex, path / f".{IDENTITY_FILE}.part"
+def _write_identity(path: Path, name: str, run_id: str | None = None) -> tuple[str, int]:
+    """Write an identity, which is locked from the moment it is visible. Returns its id and the open file."""
+    run_id, temporary = run_id or uuid.uuid4().hex, path / f".{IDENTITY_FILE}.part"
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     _lock_file(handle, path)
     os.write(handle, json.dumps({"id": run_id, "name": name}).encode())

@@ -94,7 +94,7 @@ class Trainer:
         self.mesh = mesh = Mesh.create(layout, device, world, device.rank_order(layout.tp, world.size))
         if config.log.loggers:
             mesh.broadcast_object(partial(check_loggers, config.log.loggers), device)
-        self.run_directory, resumed = find_resume_point(config, mesh, device, run_directory)
+        self.run_directory, resumed, self.lost_run = find_resume_point(config, mesh, device, run_directory)
         self.directory = self.run_directory.path if self.run_directory else None
         self.resumed = resumed
         """The checkpoint that the run continues."""
@@ -161,12 +161,16 @@ class Trainer:
 
     def run(self) -> RunSummary:
         """Train until config.train.steps or a signal, and write the run directory."""
-        run_directory = self.run_directory or self.mesh.broadcast_object(
-            lambda: RunDirectory.create(Path(self.config.log.directory).expanduser(), self.config.log.name), self.device
-        )
+        log = self.config.log
+        create = partial(RunDirectory.create, Path(log.directory).expanduser(), log.name, self.lost_run)
+        run_directory = self.run_directory or self.mesh.broadcast_object(create, self.device)
         self.directory = run_directory.path
         with run_directory:
-            return self._run_in(run_directory)
+            try:
+                return self._run_in(run_directory)
+            finally:
+                if self.saver:
+                    self.saver.close()
 
     def _run_in(self, run_directory: RunDirectory) -> RunSummary:
         config, directory = self.config, run_directory.path
@@ -181,8 +185,7 @@ class Trainer:
             if config.checkpoint.directory and isinstance(storage, LocalStorage):
                 self.mesh.broadcast_object(partial(run_directory.lock_checkpoints, storage.path), self.device)
             state = (self.blueprint, self.optimizer, self.device, self.mesh)
-            runs = (run_directory.run_id, self.resumed.manifest.get("run") if self.resumed else None)
-            self.saver = Saver(config, storage, *state, *runs, self._on_saved, model_files)
+            self.saver = Saver(config, storage, *state, run_directory, self._on_saved, model_files)
             self.saver.preflight()
             if config.checkpoint.memory_every:
                 self.memory_copies = MemoryCopies(
@@ -405,6 +408,8 @@ class Trainer:
         self.spans.close()
         if self.run_log:
             self.run_log.end_at_deadline(self.completed_steps)
+        if self.saver:
+            self.saver.close()
         self._notify("on_end")
 
     def _on_saved(self, record: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from tests.checkpoint.native.saved_runs import run_training, verified_steps
 from tests.support import configs
 from tests.support.examples import examples
 from tests.support.s3_server import s3_server
+from tests.train.test_resume import RunAtStep
+from trainyard import Callback
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
 from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import LOCK_FILE
@@ -216,7 +218,9 @@ def test_only_local_disks_report_free_space(urls: dict[str, str]) -> None:
 # Training runs
 
 
-def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[list[float], list[str]]:
+def train(
+    directory: str, logs: Path, steps: int, callbacks: Sequence[Callback] = (), **checkpoint: Any
+) -> tuple[list[float], list[str]]:
     """The losses and the messages of a run."""
     section = {"directory": directory, "every": 1, "keep": 2, "export_hf": False, **checkpoint}
     schedule = {"decay_steps": 6}  # the same for any number of steps
@@ -224,7 +228,7 @@ def train(directory: str, logs: Path, steps: int, **checkpoint: Any) -> tuple[li
     config = configs.tiny_config(
         model, train={"steps": steps}, schedule=schedule, checkpoint=section, log={"directory": str(logs)}
     )
-    summary, messages = run_training(config)
+    summary, messages = run_training(config, callbacks)
     path = summary.directory / "metrics.jsonl"  # a run that has nothing left to do writes none
     text = path.read_text() if path.exists() else ""
     return [record["loss"] for record in map(json.loads, text.splitlines()) if "loss" in record], messages
@@ -269,6 +273,80 @@ def test_a_corrupt_checkpoint_is_skipped(urls: dict[str, str], tmp_path: Path, k
     _, messages = train(url, tmp_path / "logs", 2, resume="auto")
     assert any(line.startswith(f"skipping {storage}/{name}: corrupt: the checksum of") for line in messages)
     assert any(line.startswith("resuming from step 1:") for line in messages)
+    assert verified_steps(url) == [2, 1]
+
+
+def stored(url: str) -> dict[str, bytes]:
+    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()
+    return {name: filesystem.cat_file(name) for name in filesystem.find(path)}
+
+
+@pytest.mark.parametrize("kind", ["s3", pytest.param("memory", marks=pytest.mark.nightly)])
+def test_a_run_does_not_touch_the_checkpoints_of_another(urls: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """Two users of one prefix, with the same recipe: the second is refused before it writes anything."""
+    url = urls[kind]
+    train(url, tmp_path / "alice", 2)
+    before = stored(url)
+    assert [name.rsplit("/", 2)[-2] for name in before if name.endswith("complete.json")] == [
+        "step_00000001",
+        "step_00000002",
+    ]
+    for resume in ("auto", "none", f"{url}/step_00000002"):
+        with pytest.raises(UserError) as error:
+            train(url, tmp_path / "bob", 3, resume=resume)
+        assert str(error.value) == (
+            f"checkpoint.directory={url}: it has the checkpoints of another run, run in {tmp_path / 'alice' / 'run'}; "
+            f"nearest: another directory, or log.name=run checkpoint.resume={url}, which continues that run"
+        )
+    assert stored(url) == before
+    assert not (tmp_path / "bob").exists()
+    shutil.rmtree(tmp_path / "alice")  # a container: the same command continues
+    _, messages = train(url, tmp_path / "alice", 3, resume="auto")
+    assert f"resuming from step 2: {url}/step_00000002" in messages
+    assert verified_steps(url) == [3, 2]
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("s3", marks=pytest.mark.nightly)])
+def test_two_processes_do_not_save_in_one_directory(urls: dict[str, str], tmp_path: Path, kind: str) -> None:
+    """A store has no locks, and before the first save no checkpoint says whose directory it is."""
+    url, refused = urls[kind], []
+
+    def start_another(directory: str, **keys: Any) -> None:
+        with pytest.raises(UserError) as error:
+            train(url, tmp_path / directory, 1, **keys)
+        refused.append(str(error.value))
+
+    def start_others() -> None:
+        start_another("bob")
+        start_another("alice", resume="auto")  # the same run
+        start_another("alice")  # a new run of the same name and configuration
+
+    train(url, tmp_path / "alice", 1, callbacks=[RunAtStep({1: start_others})])
+    in_use = f"the run run in {tmp_path / 'alice' / 'run'} is training in this directory, or was killed"
+    assert [line.startswith(f"checkpoint.directory={url}: cannot be written: {in_use}") for line in refused] == [
+        True,
+        False,
+        True,
+    ]
+    assert refused[1].startswith(f"{tmp_path / 'alice' / 'run'}: another process is training in this directory")
+    assert open_storage(url).listdir() == ["step_00000001"]  # no claim is left
+
+
+def test_a_killed_process_does_not_block_its_run(urls: dict[str, str], tmp_path: Path) -> None:
+    """Killed before its first save, by the loss of its host, whose process may yet be alive: it saves nothing more."""
+    url = urls["memory"]
+    lines: list[str] = []
+
+    def lose_the_host() -> None:
+        shutil.move(tmp_path / "alice", tmp_path / "lost")
+        lines.extend(train(url, tmp_path / "alice", 2, resume="auto")[1])
+        shutil.move(tmp_path / "alice", tmp_path / "new")
+        shutil.move(tmp_path / "lost", tmp_path / "alice")
+
+    _, messages = train(url, tmp_path / "alice", 3, resume="auto", callbacks=[RunAtStep({1: lose_the_host})])
+    assert "checkpoint.resume=auto: starting from step 0" in lines
+    assert f"checkpoint of step 3 was not written: {url}: another process has taken over this directory" in messages
     assert verified_steps(url) == [2, 1]
 
 

@@ -253,11 +253,15 @@ def test_checkpoints_are_listed_cleaned_up_and_pruned(tmp_path: Path) -> None:
     assert native_checkpoint.list_steps(storage) == [100_000_000, 20, 3, 1]
     assert {".keep", "notes.txt", "step_1"} <= set(storage.listdir())  # the user's files stay
     assert ".x.part" not in storage.listdir()
-    native_checkpoint.prune_checkpoints(storage, 20, 0)
+
+    def is_own(step: int) -> bool:
+        return True
+
+    native_checkpoint.prune_checkpoints(storage, 20, 0, is_own)
     assert native_checkpoint.list_steps(storage) == [100_000_000, 20, 3, 1]
-    native_checkpoint.prune_checkpoints(storage, 20, 2)
+    native_checkpoint.prune_checkpoints(storage, 20, 2, is_own)
     assert native_checkpoint.list_steps(storage) == [100_000_000, 20, 3]
-    native_checkpoint.prune_checkpoints(storage, 20, 1)
+    native_checkpoint.prune_checkpoints(storage, 20, 1, is_own)
     assert native_checkpoint.list_steps(storage) == [100_000_000, 20]
     native_checkpoint.remove_checkpoint(storage, 5)
     native_checkpoint.remove_checkpoint(storage, 20)

@@ -10,7 +10,7 @@ slices are in which file, so that a rank of any layout reads exactly the bytes i
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -74,15 +74,16 @@ def remove_incomplete(storage: Storage) -> None:
             remove_checkpoint(storage, step)
 
 
-def prune_checkpoints(storage: Storage, newest: int, keep: int) -> None:
-    """Keep the last `keep` (0: all) checkpoints up to step `newest`.
+def prune_checkpoints(storage: Storage, newest: int, keep: int, is_own: Callable[[int], bool]) -> None:
+    """Keep the last `keep` (0: all) checkpoints of a run up to step `newest`; `is_own` tells its steps.
 
-    Checkpoints of later steps are corrupt, or belong to the run that this one branched off from. They do not count;
-    otherwise they would displace the checkpoint just written.
+    Checkpoints of later steps are corrupt: the run has resumed from an earlier one. They do not count; otherwise they
+    would displace the checkpoint just written.
     """
-    committed = [step for step in list_steps(storage) if step <= newest and is_committed(storage, step)]
-    for step in committed[keep or len(committed) :]:
-        remove_checkpoint(storage, step)
+    if keep:
+        committed = (step for step in list_steps(storage) if step <= newest and is_committed(storage, step))
+        for step in list(filter(is_own, committed))[keep:]:
+            remove_checkpoint(storage, step)
 
 
 ShardTable = dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]
@@ -147,7 +148,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.manifest = _read_manifest(storage)
+        self.manifest = read_commit_file(storage)
         try:
             self.step = int(self.manifest["step"])
             self.dtypes = {kind: DTYPE_BY_CODE[code] for kind, code in self.manifest["kinds"].items()}
@@ -272,7 +273,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._open_shards[name]
 
 
-def _read_manifest(storage: Storage) -> dict[str, Any]:
+def read_commit_file(storage: Storage) -> dict[str, Any]:
+    """The manifest of a committed checkpoint."""
     path = f"{storage}/{COMMIT_FILE}"
     try:
         with storage.open(COMMIT_FILE) as file:

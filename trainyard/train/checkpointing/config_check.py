@@ -18,6 +18,8 @@ COMPARED_SECTIONS = ("model", "data", "train", "optimizer", "schedule", "precisi
 """Config sections whose changes since the checkpoint are logged."""
 UNREPORTED_KEYS = ("model.fuse_qkv", "model.fuse_gate_up", "train.micro_batch", "data.cache")
 """Keys that may change without a note: they change no result, except for rounding."""
+FREE_KEYS = (*UNREPORTED_KEYS, "train.steps")
+"""Keys that do not tell one run from another."""
 logger = logging.getLogger(__name__)
 
 

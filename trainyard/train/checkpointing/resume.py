@@ -4,10 +4,11 @@ import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
-from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
+from trainyard.checkpoint.io.storage import LocalStorage, Storage, StorageUnavailable, open_storage
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
@@ -15,23 +16,36 @@ from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, CheckpointFormat, detect_format
 from trainyard.config.schema import Config
+from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.config_check import expected_kinds
+from trainyard.train.checkpointing.directory_owner import check_owner, find_owner
 from trainyard.train.checkpointing.memory_checkpoint import find_memory_checkpoint
 from trainyard.train.optim.optimizer import Optimizer
 
 logger = logging.getLogger(__name__)
 
 
-def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpoint | None:
+class ResumePoint(NamedTuple):
+    """What a run continues."""
+
+    run: RunDirectory | None = None
+    """The directory to continue in, locked by the first rank; None: a new one."""
+    checkpoint: Checkpoint | None = None
+    lost_run: str | None = None
+    """Identity of the run that continues in a new directory because its own is lost."""
+
+
+def find_checkpoint(location: str | Path, mesh: Mesh, device: Device, run_id: str | None = None) -> Checkpoint | None:
     """Open the checkpoint at `location`, or the latest valid one in that directory or in its subdirectory checkpoints/.
 
-    Invalid ones are logged and skipped. Returns None if none was ever completed; raises CorruptCheckpoint if all
-    complete ones are damaged. All ranks call this; each verifies some of the files.
+    Invalid ones, and with `run_id` those of other runs, are logged and skipped. Returns None if none was ever
+    completed; raises CorruptCheckpoint if all complete ones are damaged. All ranks call this; each verifies some of the
+    files.
     """
     storage = open_storage(location)
     if mesh.broadcast_object(lambda: storage.file_size(COMMIT_FILE) is not None, device):
@@ -47,16 +61,21 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
         return index, [(step, native.is_committed(parents[index], step)) for step in native.list_steps(parents[index])]
 
     index, steps = mesh.broadcast_object(list_checkpoints, device)
+    any_damaged = False
     for step, is_committed in steps:
         directory = parents[index] / step_directory(step)
         if not is_committed:
             logger.warning("skipping %s: it was never completed", directory)
             continue
         checkpoint, problem = _open_verified(directory, mesh)
-        if checkpoint:
+        if checkpoint and (run_id is None or checkpoint.manifest.get("run", run_id) == run_id):
             return checkpoint
+        any_damaged = any_damaged or checkpoint is None
+        if checkpoint:
+            checkpoint.close()
+            problem = f"{directory}: it belongs to another run"
         logger.warning("skipping %s", problem)
-    if any(is_committed for _, is_committed in steps):
+    if any_damaged:
         raise CorruptCheckpoint(
             f"{parents[index]}: every complete checkpoint is damaged; "
             "nearest: checkpoint.resume=none, which starts from step 0"
@@ -64,52 +83,43 @@ def find_checkpoint(location: str | Path, mesh: Mesh, device: Device) -> Checkpo
     return None
 
 
-def find_resume_point(
-    config: Config, mesh: Mesh, device: Device, own_directory: Path | None = None
-) -> tuple[RunDirectory | None, Checkpoint | None]:
-    """The run directory to continue in, if any, locked by the first rank, and the checkpoint to resume from, if any.
+def find_resume_point(config: Config, mesh: Mesh, device: Device, own_directory: Path | None = None) -> ResumePoint:
+    """Where and from which checkpoint a run continues. Raises UserError if checkpoint.directory has the checkpoints of
+    another run; nothing is written before that is known.
 
     With `own_directory`, the run continues there: from its latest checkpoint or, if it has none, as the configuration
     says.
     """
     section = config.checkpoint
-    if own_directory:
-        own_run = mesh.broadcast_object(partial(RunDirectory.open, own_directory, config.log.name), device)
-        saved = find_checkpoint(section.directory or own_directory / "checkpoints", mesh, device)
-        if checkpoint := _newer_in_memory(config, own_run, saved, mesh):
-            return own_run, checkpoint
-        if section.resume == "auto" or Path(section.resume).expanduser().resolve() == own_directory.resolve():
-            return own_run, None
-        return own_run, find_resume_point(config, mesh, device)[1]
-    if section.resume == "none" or section.weights_only:
-        return None, None
-    candidates = mesh.broadcast_object(partial(_resume_candidates, config), device)
-    for paths, location in candidates:
-        with ExitStack() as stack:  # releases the directories unless there is a checkpoint
-            runs = [
-                stack.enter_context(mesh.broadcast_object(partial(RunDirectory.open, path, config.log.name), device))
-                for path in paths
-            ]
-            if checkpoint := find_checkpoint(location, mesh, device):
-                if set(checkpoint.dtypes) == {"weights"} != set(expected_kinds(config)):
-                    raise _unusable_source(section.resume, "native")
-                run = _run_that_saved(checkpoint, runs) if section.directory else next(iter(runs), None)
+    paths, lost_run = mesh.broadcast_object(partial(_runs_to_continue, config, own_directory), device)
+    is_source = section.resume not in ("auto", "none") and not section.weights_only
+    for path, run_id in paths.items():
+        with ExitStack() as stack:  # releases the directory unless there is a checkpoint
+            run = stack.enter_context(mesh.broadcast_object(partial(RunDirectory.open, path, config.log.name), device))
+            locations = mesh.broadcast_object(partial(_checkpoint_locations, path, section.directory), device)
+            saved = next(filter(None, (find_checkpoint(each, mesh, device, run_id) for each in locations)), None)
+            checkpoint = _newer_in_memory(config, run, saved, mesh) if saved or own_directory else None
+            if own_directory and not checkpoint and is_source and _location(section.resume) != own_directory.resolve():
+                checkpoint = _find_source(config, mesh, device)
+            if checkpoint:
+                _check_kinds(checkpoint, config)
+            if checkpoint and not own_directory and mesh.layout_rank == 0:
+                native.remove_incomplete(open_storage(run.path))
+            if checkpoint or own_directory:
                 stack.pop_all()
-                for other in runs:
-                    if other is not run:
-                        other.close()
-                if run and mesh.layout_rank == 0:
-                    native.remove_incomplete(open_storage(run.path))
-                return run, _newer_in_memory(config, run, checkpoint, mesh) if run else checkpoint
+                return ResumePoint(run, checkpoint)
         if section.resume == "auto":
-            logger.warning("skipping %s: it has no complete checkpoint", location)
-    if section.resume != "auto":
-        format_name = None if "://" in section.resume else detect_format(Path(section.resume).expanduser())
-        raise _unusable_source(section.resume, format_name)
-    if not candidates:
-        logger.info("no earlier run named %s in %s", config.log.name, config.log.directory)
-    logger.info("checkpoint.resume=auto: starting from step 0")
-    return None, None
+            logger.warning("skipping %s: it has no complete checkpoint", locations[0])
+    if lost_run and (checkpoint := find_checkpoint(str(section.directory), mesh, device, lost_run)):
+        logger.warning("note: the directory of this run is not here; it continues in a new one")
+        return ResumePoint(None, checkpoint, lost_run)
+    if is_source:
+        return ResumePoint(None, _find_source(config, mesh, device))
+    if section.resume == "auto":
+        if not paths:
+            logger.info("no earlier run named %s in %s", config.log.name, config.log.directory)
+        logger.info("checkpoint.resume=auto: starting from step 0")
+    return ResumePoint()
 
 
 def _newer_in_memory(config: Config, run: RunDirectory, saved: Checkpoint | None, mesh: Mesh) -> Checkpoint | None:
@@ -122,16 +132,60 @@ def _newer_in_memory(config: Config, run: RunDirectory, saved: Checkpoint | None
     return copy or saved
 
 
-def _resume_candidates(config: Config) -> list[tuple[list[Path], str | Path]]:
-    """The locations to look for a checkpoint, best first, each with the run directories that may have saved it."""
+def _find_source(config: Config, mesh: Mesh, device: Device) -> Checkpoint:
+    """The checkpoint at checkpoint.resume, which another run may have saved."""
+    resume = config.checkpoint.resume
+    if checkpoint := find_checkpoint(resume, mesh, device):
+        _check_kinds(checkpoint, config)
+        return checkpoint
+    raise _unusable_source(resume, None if "://" in resume else detect_format(Path(resume).expanduser()))
+
+
+def _check_kinds(checkpoint: Checkpoint, config: Config) -> None:
+    if set(checkpoint.dtypes) == {"weights"} != set(expected_kinds(config)):
+        raise _unusable_source(config.checkpoint.resume, "native")
+
+
+def _runs_to_continue(config: Config, own_directory: Path | None) -> tuple[dict[Path, str | None], str | None]:
+    """The run directories that this run may continue in, best first, with their identities, and the run that continues
+    without one."""
     section = config.checkpoint
-    if section.resume == "auto":
+    adopt: Literal["none", "lost", "named"] = "none"
+    if own_directory:
+        paths = [own_directory]
+    elif section.resume == "none" or section.weights_only:
+        paths = []
+    elif section.resume == "auto" or (section.directory and _location(section.resume) == _location(section.directory)):
         paths = find_run_directories(Path(config.log.directory).expanduser(), config.log.name)
-    elif _is_own_directory(section.resume, config):
-        paths = [Path(section.resume).expanduser()]
+        adopt = "lost" if section.resume == "auto" else "named"
     else:
-        return [([], section.resume)]
-    return [(paths, section.directory)] if section.directory else [([path], path / "checkpoints") for path in paths]
+        paths = [Path(section.resume).expanduser()] if _is_own_directory(section.resume, config) else []
+    runs = {path: identity.run_id if (identity := read_identity(path)) else None for path in paths}
+    if not section.directory or not (section.saving_enabled or paths or adopt != "none"):
+        return runs, None
+    owner = find_owner(open_storage(section.directory))
+    try:
+        run_id = check_owner(owner, section.directory, config, list(runs.values()), adopt)
+    except UserError as error:
+        raise UserError(f"checkpoint.directory={section.directory}: {error}") from None
+    if run_id:
+        continued: dict[Path, str | None] = {path: run_id for path, each in runs.items() if each == run_id}
+        return continued, None if continued else run_id
+    return ({} if adopt == "named" and owner is None else runs), None
+
+
+def _location(text: str) -> str | Path:
+    """The same for two names of one place."""
+    storage = open_storage(text)
+    return storage.path.resolve() if isinstance(storage, LocalStorage) else str(storage)
+
+
+def _checkpoint_locations(path: Path, directory: str | None) -> list[str | Path]:
+    """Where the run in directory `path` may have checkpoints: where it saved last, `directory`, and by default."""
+    file = path / "config.yaml"
+    section = (read_yaml(file) if file.is_file() else {}).get("checkpoint")
+    before = section.get("directory") if isinstance(section, dict) else None
+    return list(dict.fromkeys(filter(None, (before, directory, path / "checkpoints"))))
 
 
 def _is_own_directory(location: str, config: Config) -> bool:
@@ -142,12 +196,6 @@ def _is_own_directory(location: str, config: Config) -> bool:
         return False
     identity = read_identity(path)
     return identity is not None and identity.name == config.log.name
-
-
-def _run_that_saved(checkpoint: Checkpoint, runs: list[RunDirectory]) -> RunDirectory | None:
-    """The directory of the run that saved a checkpoint; the latest one if the checkpoint does not name its run."""
-    run_id = checkpoint.manifest.get("run")
-    return next((run for run in runs if run_id in (None, run.run_id)), None)
 
 
 def _unusable_source(resume: str, format_name: CheckpointFormat | None) -> UserError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainyard.checkpoint.io.storage import Storage
+from trainyard.checkpoint.io.storage import LocalStorage, Storage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
@@ -25,8 +25,10 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
+from trainyard.metrics.run_directory import RunDirectory
 from trainyard.parallel.mesh import Mesh
 from trainyard.train.checkpointing.data_check import FINGERPRINTS_KEY, fingerprint_data
+from trainyard.train.checkpointing.directory_owner import DirectoryClaim, check_owner, find_owner, owner_record
 from trainyard.train.checkpointing.pending_save import PendingSave, error_line
 from trainyard.train.checkpointing.rank_agreement import SIGNAL_TIMEOUT, WRITE_TIMEOUT, RankAgreement
 from trainyard.train.checkpointing.rng_state import RngState, capture_rng_state
@@ -51,10 +53,8 @@ class Saver:
     optimizer: Optimizer
     device: Device
     mesh: Mesh
-    run_id: str
-    """Identity of the run directory, saved with each checkpoint."""
-    resumed_run: str | None
-    """Identity of the run that saved the checkpoint from which this run resumed."""
+    run: RunDirectory
+    """The run that owns the checkpoints; each manifest names it."""
     on_saved: Callable[[dict[str, Any]], None]
     """Called on every rank with the record of a committed checkpoint."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -69,6 +69,10 @@ class Saver:
     last_step: int = field(init=False, default=0)
     last_saved_step: int = field(init=False, default=0)
     """The last step whose save was started."""
+    owners: dict[int, str | None] = field(init=False, default_factory=dict)
+    """The runs of committed checkpoints, as far as they are known."""
+    claim: DirectoryClaim | None = field(init=False, default=None)
+    """Held by the first rank if the storage has no locks."""
 
     def __post_init__(self) -> None:
         self.state_writer = StateWriter(self.blueprint, self.optimizer, self.device, self.mesh)
@@ -98,7 +102,10 @@ class Saver:
         if self.mesh.layout_rank == 0:
             try:
                 self.storage.mkdir()
-                self._check_owner()
+                if not isinstance(self.storage, LocalStorage):
+                    self.claim = DirectoryClaim(self.storage, self.run, self.config)
+                if self.config.checkpoint.directory:  # again: another run may have begun since
+                    check_owner(find_owner(self.storage), str(self.storage), self.config, [self.run.run_id])
                 checkpoint.remove_incomplete(self.storage)
                 with self.storage.write(PROBE_FILE) as file:
                     file.write(b"1")
@@ -110,21 +117,24 @@ class Saver:
             if line:
                 raise UserError(f"checkpoint.directory={self.storage}: cannot be written: {line}")
 
-    def _check_owner(self) -> None:
-        """Refuse a directory with checkpoints of other runs only: this run would remove them as its own old ones."""
-        owners = []
-        for step in checkpoint.list_steps(self.storage):
-            if not checkpoint.is_committed(self.storage, step):
-                continue
-            directory = self.storage / step_directory(step)
-            with suppress(CorruptCheckpoint), checkpoint.Checkpoint(directory) as saved:
-                owners.append(saved.manifest.get("run", self.run_id))
-                if owners[-1] in (self.run_id, self.resumed_run):
-                    return
-        if owners:
-            raise UserError(
-                "it has the checkpoints of another run; nearest: checkpoint.resume=auto, or another directory"
-            )
+    def close(self) -> None:
+        """Let other processes save in the directory."""
+        if self.current and self.current.committing:
+            self.current.join()
+        if self.claim:
+            self.claim.release()
+
+    def _owner(self, step: int) -> str | None:
+        """The run of a committed checkpoint; None if its manifest does not name it or is corrupt."""
+        if step not in self.owners:
+            self.owners[step] = None
+            with suppress(CorruptCheckpoint):
+                self.owners[step] = checkpoint.read_commit_file(self.storage / step_directory(step)).get("run")
+        return self.owners[step]
+
+    def _is_own(self, step: int) -> bool:
+        unnamed = self.config.checkpoint.directory is None and self._owner(step) is None
+        return unnamed or self._owner(step) == self.run.run_id
 
     def save_due(self, step: int) -> bool:
         """True if this step is to be saved."""
@@ -159,7 +169,8 @@ class Saver:
         """The content of a manifest that is known when a save starts."""
         counters: dict[str, Any] = {"step": step, "consumed_samples": step * self.config.train.global_batch}
         counters[FINGERPRINTS_KEY] = self.data_files
-        return checkpoint.build_manifest(self.config, self.state_writer.dtypes, counters) | {"run": self.run_id}
+        manifest = checkpoint.build_manifest(self.config, self.state_writer.dtypes, counters)
+        return manifest | owner_record(self.run, self.config)
 
     def _new_save(self, step: int, started_at: float) -> PendingSave:
         """A save with its directory, which rank 0 creates; it may have failed already."""
@@ -252,15 +263,20 @@ class Saver:
 
     def _commit(self, save: PendingSave) -> None:
         manifest = {**save.metadata, "updates": int(save.update_count), "skipped": save.skip_counts.tolist()}
+        if self.claim:
+            self.claim.check()
         save.total_bytes = checkpoint.commit(save.storage, self.slice_table, manifest, self.model_files)
+        self.owners[save.step] = self.run.run_id
         try:
-            checkpoint.prune_checkpoints(self.storage, save.step, self.config.checkpoint.keep)
+            checkpoint.prune_checkpoints(self.storage, save.step, self.config.checkpoint.keep, self._is_own)
         except Exception as error:
             save.warning = f"old checkpoints in {self.storage} could not be removed: {error_line(error)}"
         save.committed = True
 
     def _prepare_directory(self, step: int) -> None:
         """Remove what killed runs have left behind, check the free space and create the checkpoint's directory."""
+        if self.claim:
+            self.claim.check()
         checkpoint.remove_incomplete(self.storage)
         directory = self.storage / step_directory(step)
         if checkpoint.is_committed(self.storage, step):
@@ -268,6 +284,8 @@ class Saver:
                 with checkpoint.Checkpoint(directory) as existing:
                     existing.verify(existing.files)
             except CorruptCheckpoint:  # the run has resumed from an older one
+                if self._owner(step) not in (None, self.run.run_id):
+                    raise UserError(f"{directory} belongs to another run; refusing to overwrite it") from None
                 checkpoint.remove_checkpoint(self.storage, step)
             else:
                 raise UserError(f"{directory} already exists and is a valid checkpoint; refusing to overwrite it")

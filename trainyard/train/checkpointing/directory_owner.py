@@ -1,0 +1,144 @@
+"""Which run owns a checkpoint.directory. No other run resumes from it unasked, saves next to it or removes from it.
+
+A checkpoint belongs to the run in its manifest, wherever it is. The manifest has the identity of the run (run.json),
+its configuration and its run directory. A run whose directory is lost, such as with the disk of a container, is
+recognized by the latter two: the same command continues it.
+
+A local directory is also locked (run_directory.py). Stores behind a URL have no locks: there, a process that trains
+leaves a claim, and checks before each save that no other process has replaced it.
+"""
+
+import json
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from trainyard.checkpoint.io.storage import Storage
+from trainyard.checkpoint.native import checkpoint as native
+from trainyard.checkpoint.native.file_names import step_directory
+from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
+from trainyard.config.load import parse
+from trainyard.config.renamed_keys import upgrade_keys
+from trainyard.config.schema import Config
+from trainyard.core.errors import DirectoryInUse, UserError
+from trainyard.metrics.run_directory import RunDirectory, is_training
+from trainyard.train.checkpointing.config_check import FREE_KEYS, changed_keys
+
+CLAIM_PREFIX = ".claim-"
+Owner = dict[str, Any]
+"""What a manifest or a claim says about its run: `run`, `run_directory` and `config`. Converted checkpoints have no
+`run`, those of earlier versions no `run_directory`."""
+
+
+def owner_record(run: RunDirectory, config: Config) -> Owner:
+    """What every manifest and claim of a run says about it."""
+    return {
+        "run": run.run_id,
+        "run_directory": str(run.path.resolve()),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def find_owner(storage: Storage) -> Owner | None:
+    """The latest readable manifest in a directory of checkpoints; empty if none can be read; None if there is none."""
+    found: Owner | None = None
+    for parent in (storage, storage / "checkpoints"):
+        for step in native.list_steps(parent):
+            if native.is_committed(parent, step):
+                found = {}
+                with suppress(CorruptCheckpoint):
+                    return native.read_commit_file(parent / step_directory(step))
+    return found
+
+
+def check_owner(
+    owner: Owner | None,
+    directory: str,
+    config: Config,
+    run_ids: Collection[str | None],
+    adopt: Literal["none", "lost", "named"] = "none",
+) -> str | None:
+    """The run that owns a directory, None if it has no owner. Raises UserError unless the run `config` may continue it.
+
+    `run_ids` are the runs that it may continue: those with a run directory. `adopt`: also one without, if it is the
+    same run by configuration and place (lost), or has the same name, because the user asks for it (named).
+    """
+    if owner is None:
+        return None
+    run_id = owner.get("run")
+    if run_id in run_ids or (run_id is None and run_ids):
+        return run_id
+    name = owner.get("config", {}).get("log", {}).get("name")
+    if (adopt == "named" and name == config.log.name) or (adopt != "none" and _is_lost_run(owner, config)):
+        return run_id
+    place = f", {name} in {owner['run_directory']}" if "run_directory" in owner else f", {name}" if name else ""
+    continues = f", or log.name={name} checkpoint.resume={directory}, which continues that run"
+    raise UserError(
+        f"it has the checkpoints of another run{place}; nearest: another directory"
+        + (continues if name and (adopt != "none" or not run_ids) else "")
+    )
+
+
+def _is_lost_run(owner: Owner, config: Config) -> bool:
+    """True if the same command started `owner` at the same place."""
+    place = Path(config.log.directory).expanduser().resolve()
+    if "run_directory" not in owner or Path(owner["run_directory"]).parent != place:
+        return False
+    try:
+        saved = parse(upgrade_keys(owner["config"]))
+    except UserError:
+        return False
+    return saved.log.name == config.log.name and all(key in FREE_KEYS for key, _, _ in changed_keys(saved, config))
+
+
+class DirectoryClaim:
+    """The lock of a directory in a store without locks: a file that names the run of the process that saves there.
+
+    Every process writes a file of its own and then looks for those of others, so that of two processes that start at
+    the same time at least one sees the other.
+    """
+
+    def __init__(self, storage: Storage, run: RunDirectory, config: Config) -> None:
+        self.storage, self.config = storage, config
+        self.record = owner_record(run, config)
+        self.name = f"{CLAIM_PREFIX}{uuid4().hex}"
+        with storage.write(self.name) as file:
+            file.write(json.dumps(self.record).encode())
+        try:
+            for name in storage.listdir():
+                if name.startswith(CLAIM_PREFIX) and name != self.name:
+                    self._replace(name)
+        except BaseException:
+            self.release()
+            raise
+
+    def _replace(self, name: str) -> None:
+        """Remove the claim of a killed process of this run, or raise DirectoryInUse."""
+        try:
+            with self.storage.open(name) as file:
+                owner: Owner = json.loads(bytes(file.read(0, file.size)))
+            place = owner["run_directory"]  # this process trains in its own
+            is_lost = place == self.record["run_directory"] or not is_training(Path(place))
+            if owner["run"] == self.record["run"] or (is_lost and _is_lost_run(owner, self.config)):
+                self.storage.remove(name)
+                return
+            run = f"the run {owner['config']['log']['name']} in {owner['run_directory']}"
+        except FileNotFoundError:  # the other process has just ended
+            return
+        except (ValueError, TypeError, KeyError, EOFError):
+            run = "another run"
+        raise DirectoryInUse(
+            f"{run} is training in this directory, or was killed before its first save; nearest: another directory, or "
+            f"remove {self.storage}/{name} if it was killed"
+        )
+
+    def check(self) -> None:
+        """Raise UserError if another process has replaced this claim."""
+        if self.storage.file_size(self.name) is None:
+            raise UserError(f"{self.storage}: another process has taken over this directory")
+
+    def release(self) -> None:
+        with suppress(Exception):  # the next process of this run replaces it
+            self.storage.remove(self.name)
