@@ -152,6 +152,26 @@ def test_sequences_end_at_the_longest_length_and_at_end_tokens(llama: tuple[Path
     events = run(loaded, [Request(0, prompt, SamplingOptions(max_new_tokens=50, end_ids=ends))])[0]
     assert [event.token for event in events] == tokens[: tokens.index(tokens[3]) + 1]
     assert events[-1].finish_reason == "stop"
+    ends = frozenset([tokens[0]])
+    (event,) = run(loaded, [Request(0, prompt, SamplingOptions(max_new_tokens=50, end_ids=ends))])[0]
+    assert (event.token, event.finish_reason) == (tokens[0], "stop")
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_slots_that_are_free_do_not_grow(llama: tuple[Path, Any], cancelled: bool) -> None:
+    """Attention of a step reads as many positions as a slot has, whoever it belongs to."""
+    loaded = load(llama[0])
+    short, long = random_prompts(9, 12)
+    loaded.scheduler.add(Request(1, short, SamplingOptions(max_new_tokens=40 if cancelled else 3)))
+    loaded.scheduler.add(Request(2, long, SamplingOptions(max_new_tokens=30)))
+    for _ in range(3):
+        loaded.scheduler.step()
+    loaded.scheduler.cancel(1)
+    for _ in range(5):
+        loaded.scheduler.step()
+    lengths = loaded.scheduler.engine.lengths.tolist()
+    assert lengths[0] == 0
+    assert lengths[1] > len(long) + 5
 
 
 def test_end_tokens_of_the_model_come_before_those_of_its_tokenizer(
@@ -219,10 +239,12 @@ def test_cancelled_requests_leave_their_slot_to_others(llama: tuple[Path, Any]) 
     assert len(tokens) == NEW_TOKENS
 
 
-def test_logprobs_equal_those_of_transformers(llama: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_logprobs_equal_those_of_transformers(llama: tuple[Path, Any], temperature: float) -> None:
+    """They are those of the model, before temperature."""
     directory, model = llama
     (prompt,) = random_prompts(11)
-    options = SamplingOptions(max_new_tokens=6, num_logprobs=3)
+    options = SamplingOptions(temperature, max_new_tokens=6, num_logprobs=3)
     events = run(load(directory), [Request(0, prompt, options)])[0]
     tokens = [event.token for event in events]
     with torch.no_grad():

@@ -61,6 +61,16 @@ def test_keeps_the_tokens_that_transformers_keeps(options: Options, vocab: int, 
     assert torch.equal(kept, transformers_logits(logits, options).isfinite())
 
 
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 1), (0.5001, 2), (0.75, 2), (0.875, 3)])
+def test_tokens_that_sum_to_exactly_top_p_are_enough(top_p: float, count: int) -> None:
+    probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.0625, 0.0625]])
+    logits = probabilities.log()
+    assert torch.equal(logits.softmax(1), probabilities)  # without rounding
+    kept = kept_tokens(logits, torch.zeros(1), torch.tensor([top_p]))
+    assert kept.tolist() == [[index < count for index in range(5)]]
+    assert torch.equal(kept, transformers_logits(logits, Options(top_p=top_p)).isfinite())
+
+
 @pytest.mark.parametrize("options", [Options(), Options(0.7), Options(1.5, top_k=6), Options(1.2, 8, 0.8)])
 def test_draws_have_the_distribution_of_multinomial(options: Options) -> None:
     draws, vocab = 40_000, 12

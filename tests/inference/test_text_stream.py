@@ -75,6 +75,18 @@ def shown_parts(stream: TextStream, tokens: list[int]) -> list[str]:
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
+def test_the_stop_string_that_ends_first_wins() -> None:
+    """Also if one token has both of them, in any order of the request."""
+    words = ["[UNK]", "[SEP]", "one two three four"]
+    fast = Fast(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = FastTokenizer(fast, None, "test")
+    for stop in [("two", "four"), ("four", "two"), ("e two", "o", "four"), ("three four", "two")]:
+        stream = TextStream(tokenizer, stop)
+        ends_first = min((words[2].index(text) + len(text), words[2].index(text)) for text in stop)[1]
+        assert stream.push(2) == words[2][:ends_first], stop
+        assert stream.stopped
+
+
 @examples(400)
 @given(text=TEXT)
 def test_parts_join_to_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
