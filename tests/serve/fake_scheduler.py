@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import ByteTokenizer
-from trainyard.inference.requests import FinishReason, Request, SamplingOptions, TokenEvent
+from trainyard.inference.requests import FinishReason, Request, SamplingOptions, SchedulerLoad, TokenEvent
 
 SCRIPT = b"say:"
 """A prompt with this is answered with what follows it, then the end token."""
@@ -76,6 +76,10 @@ class FakeScheduler:
             self.waiting.clear()
             self.running.clear()
         return bool(self.waiting or self.running)
+
+    @property
+    def load(self) -> SchedulerLoad:
+        return SchedulerLoad(len(self.running), len(self.waiting), len(self.running) / self.max_batch)
 
     def step(self) -> list[TokenEvent]:
         time.sleep(self.step_s)

@@ -127,7 +127,7 @@ def test_a_stop_string_ends_the_sequence_in_the_scheduler(start_server: StartSer
     assert found.choices[0].text == text[: text.index(stop)]
     running.wait_until_idle()
     assert running.scheduler.cancelled == [0]
-    assert running.worker.num_tokens < 50
+    assert running.worker.metrics.generated_tokens < 50
 
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:

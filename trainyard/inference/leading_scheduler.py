@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainyard.core.errors import UserError
-from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
+from trainyard.inference.requests import Request, SamplingOptions, SchedulerLoad, TokenEvent
 from trainyard.inference.scheduler import RequestScheduler
 
 KEPT_MESSAGES = 64
@@ -40,6 +40,10 @@ class LeadingScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.commands) or self.scheduler.has_work
+
+    @property
+    def load(self) -> SchedulerLoad:
+        return self.scheduler.load
 
     def step(self) -> list[TokenEvent]:
         self._send(self.commands)

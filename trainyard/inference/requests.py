@@ -37,6 +37,16 @@ class Request:
     options: SamplingOptions = field(default_factory=SamplingOptions)
 
 
+class SchedulerLoad(NamedTuple):
+    """What a scheduler has to do. Any thread can ask for it."""
+
+    running: int = 0
+    """Requests in the batch."""
+    waiting: int = 0
+    cache_usage: float = 0.0
+    """Part of the cache's positions that the requests in the batch use."""
+
+
 class TokenEvent(NamedTuple):
     """One new token of a request."""
 
@@ -48,3 +58,5 @@ class TokenEvent(NamedTuple):
     """Of the model's distribution before temperature, top_p and top_k, if the request asked for log-probabilities."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
     """(token, logprob) of the most likely tokens, as many as the request asked for."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were in the cache already."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from trainyard.core.errors import UserError
 from trainyard.inference.engine import Engine
-from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, TokenEvent
+from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, SchedulerLoad, TokenEvent
 from trainyard.inference.step_results import ReadLater
 
 PREFILL_CHUNK = 1024
@@ -89,6 +89,12 @@ class RequestScheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.queued_steps or any(self.slots))
+
+    @property
+    def load(self) -> SchedulerLoad:
+        running = [sequence for sequence in self.slots if sequence]
+        used = sum(sequence.length for sequence in running)
+        return SchedulerLoad(len(running), len(self.waiting), used / (len(self.slots) * self.max_seq_len))
 
     def step(self) -> list[TokenEvent]:
         """Admit what fits, compute one token of every request in the batch, and return the tokens that are known."""

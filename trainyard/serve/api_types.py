@@ -152,6 +152,27 @@ class ChatMessage(ApiModel):
         return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
 
 
+class TokenizeRequest(ApiModel):
+    """vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    content: Text | None = None
+    add_special: bool = False
+    """The same as add_special_tokens, for `content`."""
+    add_special_tokens: bool = True
+    """With the tokens that a completion's prompt gets, such as <s>. A chat template has them itself."""
+    add_generation_prompt: bool = True
+    """With what begins the answer to `messages`."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(ApiModel):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
 class ChatCompletionRequest(GenerationFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: TokenCount | None = None

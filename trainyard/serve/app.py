@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from trainyard import __version__
 from trainyard.serve.answers import AnswerFormat, ChatFormat, CompletionFormat
@@ -13,7 +13,9 @@ from trainyard.serve.api_types import (
     DEFAULT_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationFields,
+    TokenizeRequest,
 )
 from trainyard.serve.errors import ApiError, add_error_handlers
 from trainyard.serve.generation import ChoiceDelta, Generation
@@ -21,10 +23,12 @@ from trainyard.serve.middleware import RequireToken
 from trainyard.serve.response_types import (
     ChatCompletionResponse,
     CompletionResponse,
+    DetokenizeResponse,
     ErrorResponse,
     Health,
     ModelCard,
     ModelList,
+    TokenizeResponse,
     Usage,
 )
 from trainyard.serve.served_model import ServedModel
@@ -48,6 +52,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 GENERATION_ERRORS = _errors(400, 401, 403, 404, 413, 500, 503)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EVENT_SCHEMA = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 """An event of a stream: `data` is a chunk in JSON, or `[DONE]`."""
 STREAM: dict[int | str, dict[str, Any]] = {
@@ -74,7 +79,24 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
     async def health() -> Health:
         if model.worker.failure:
             raise ApiError(500, f"the engine failed: {model.worker.failure}", code="engine_error")
-        return Health(status="ok", requests=model.worker.num_pending, tokens=model.worker.num_tokens)
+        return Health(status="ok", requests=model.worker.num_pending, tokens=model.worker.metrics.generated_tokens)
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_errors(403))
+    async def metrics() -> Response:
+        return PlainTextResponse(model.worker.metrics.render(model.worker.scheduler.load), media_type=METRICS_TYPE)
+
+    @app.post("/tokenize", responses=_errors(400, 401, 403, 404, 413))
+    async def tokenize(fields: TokenizeRequest) -> TokenizeResponse:
+        model.require_name(fields.model)
+        tokens = await model.tokenize(fields)
+        texts = [model.token_texts.text(token) for token in tokens] if fields.return_token_strs else None
+        return TokenizeResponse(count=len(tokens), max_model_len=model.max_seq_len, tokens=tokens, token_strs=texts)
+
+    @app.post("/detokenize", responses=_errors(400, 401, 403, 404, 413))
+    async def detokenize(fields: DetokenizeRequest) -> DetokenizeResponse:
+        model.require_name(fields.model)
+        text = model.detokenize(fields.tokens)
+        return DetokenizeResponse(prompt=text, content=text)
 
     def card() -> ModelCard:
         return ModelCard(id=model.name, created=model.created, max_model_len=model.max_seq_len)
@@ -107,7 +129,7 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         model.require_name(fields.model)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
-        prompts = [await model.encode_chat([message.for_template() for message in fields.messages])]
+        prompts = [await model.encode_chat(fields.messages)]
         sequences = model.sequences(fields, prompts, None)
         stop = fields.stop_strings + model.chat_template.stop
         generation = Generation(model.worker, model.tokenizer, sequences, stop)

@@ -5,15 +5,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trainyard.serve.errors import ApiError
 from trainyard.web.tokens import is_bearer
 
+OPEN_PATHS = ("/health", "/metrics", "/openapi.json")
+"""What load balancers and Prometheus ask for. It says nothing about what others do."""
+
 
 class RequireToken:
-    """Refuses requests under /v1 without `Authorization: Bearer TOKEN`."""
+    """Refuses requests without `Authorization: Bearer TOKEN`, except those for OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
         if is_open or is_bearer(dict(scope["headers"]).get(b"authorization", b""), self.token):
             await self.app(scope, receive, send)
             return

@@ -40,6 +40,19 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+    content: str
+    """The same, for clients of llama.cpp."""
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int

@@ -10,7 +10,7 @@ from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.text.chat import ChatTemplate
-from trainyard.serve.api_types import MAX_CHOICES, GenerationFields
+from trainyard.serve.api_types import MAX_CHOICES, ChatMessage, GenerationFields, TokenizeRequest
 from trainyard.serve.errors import ApiError
 from trainyard.serve.logprobs import TokenTexts
 from trainyard.serve.worker import SchedulerWorker
@@ -54,12 +54,27 @@ class ServedModel:
         """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
         return await self._encode(self._encode_prompt, text, "prompt") or self._document_start
 
-    async def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[int]:
         try:
-            text = self.chat_template.render(messages)
+            text = self.chat_template.render([message.for_template() for message in messages], add_generation_prompt)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return await self._encode(self._encode_plain, text, "messages") or self._document_start
+
+    async def tokenize(self, fields: TokenizeRequest) -> list[int]:
+        if [fields.prompt, fields.messages, fields.content].count(None) != 2:
+            raise ApiError(400, "prompt: give one of prompt, messages and content", "prompt", "invalid_value")
+        if fields.messages:
+            return await self.encode_chat(fields.messages, fields.add_generation_prompt)
+        adds_special = fields.add_special if fields.prompt is None else fields.add_special_tokens
+        encode = self._encode_prompt if adds_special else self._encode_plain
+        return await self._encode(encode, fields.prompt or fields.content or "", "prompt")
+
+    def detokenize(self, tokens: list[int]) -> str:
+        if (unknown := max(tokens, default=0)) >= self.tokenizer.vocab_size:
+            message = f"token {unknown} is not in the vocabulary of {self.tokenizer.vocab_size}"
+            raise ApiError(400, message, "tokens", "invalid_value")
+        return self.tokenizer.decode(tokens)
 
     async def _encode(self, encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
         if len(text) > self.max_characters:  # known without encoding it, which takes seconds

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.inference.requests import Request, SamplingOptions, TokenEvent
+from trainyard.inference.requests import Request, SamplingOptions, SchedulerLoad, TokenEvent
 from trainyard.serve.errors import ApiError
+from trainyard.serve.metrics import ServerMetrics
 
 MAX_FAULTS = 3
 """Failed steps in a row after which the server ends: an engine that cannot step does not recover."""
@@ -36,6 +37,9 @@ class StepScheduler(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def load(self) -> SchedulerLoad: ...
 
     def step(self) -> list[TokenEvent]:
         """Compute one token of every request in the batch, and return the tokens that are known."""
@@ -94,8 +98,7 @@ class SchedulerWorker:
         self.scheduler, self.max_pending, self.max_faults, self.close = scheduler, max_pending, max_faults, close
         self.on_dead: Callable[[], None] = lambda: None
         """Called in the event loop when the engine is given up."""
-        self.num_tokens = 0
-        """Tokens delivered since the start."""
+        self.metrics = ServerMetrics()
         self.failure: str | None = None
         """Why the engine was given up."""
         self._draining = False
@@ -133,11 +136,12 @@ class SchedulerWorker:
             request = Request(next(self._ids), prompt, options)
             subscription.request_ids[request.request_id] = index
             self._subscriptions[request.request_id] = subscription
+            self.metrics.on_submit(request.request_id, len(prompt))
             self._commands.put(request)
         return subscription
 
     def cancel(self, request_id: int) -> None:
-        if self._forget(request_id):
+        if self._forget(request_id, "abort"):
             self._commands.put(request_id)
 
     def drain(self) -> None:
@@ -157,21 +161,22 @@ class SchedulerWorker:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _forget(self, request_id: int) -> Subscription | None:
+    def _forget(self, request_id: int, reason: str) -> Subscription | None:
         subscription = self._subscriptions.pop(request_id, None)
         if subscription:
+            self.metrics.on_end(request_id, reason)
             del subscription.request_ids[request_id]
         return subscription
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        self.num_tokens += len(events)
         for event in events:
+            self.metrics.on_token(event.request_id, event.cached_tokens)
             subscription = self._subscriptions.get(event.request_id)
             if subscription is None:  # cancelled meanwhile
                 continue
             subscription.put((subscription.request_ids[event.request_id], event))
             if event.finish_reason:
-                self._forget(event.request_id)
+                self._forget(event.request_id, event.finish_reason)
 
     def _fail(self, request_ids: list[int], error: ApiError) -> None:
         for request_id in request_ids:
