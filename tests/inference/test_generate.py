@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,59 @@ def test_samples_do_not_depend_on_the_batch(llama: tuple[Path, Any]) -> None:
     alone = [run_prompts(load(llama[0], max_batch=1), [prompt], **options)[0] for prompt in prompts[:3]]
     assert together[:3] == alone
     assert run_prompts(load(llama[0]), prompts[:1], **options | {"seed": 8}) != alone[:1]
+
+
+def penalized_tokens(model: Any, prompt: list[int], presence: float, frequency: float) -> list[int]:
+    """Greedy tokens with OpenAI's formula for both penalties, on logits of transformers."""
+    tokens: list[int] = []
+    for _ in range(NEW_TOKENS):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
+        for token, count in Counter(tokens).items():
+            logits[token] -= presence + frequency * count
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] == END:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_penalties_are_those_of_transformers_and_openai(
+    llama: tuple[Path, Any], has_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one batch, with a request that has none and keeps its tokens."""
+    monkeypatch.setattr(CpuDevice, "supports_graphs", has_graphs)
+    loaded, model = load(llama[0], max_batch=4), llama[1]
+    loaded.scheduler.lookahead = int(has_graphs)
+    prompts = random_prompts(7, 30, 12, 9, 5)
+    penalties: list[dict[str, float]] = [
+        {},
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 2.0, "presence_penalty": -0.5},
+        {"repetition_penalty": 0.6},
+    ]
+    expected = [
+        expected_tokens(model, prompts[0]),
+        expected_tokens(model, prompts[1], repetition_penalty=1.7),
+        penalized_tokens(model, prompts[2], 1.5, 0.0),
+        penalized_tokens(model, prompts[3], -0.5, 2.0),
+        expected_tokens(model, prompts[4], repetition_penalty=0.6),
+    ]
+    assert all(
+        tokens != expected_tokens(model, prompt) for tokens, prompt in zip(expected[1:], prompts[1:], strict=True)
+    )
+    for _ in range(2):  # slots are used again
+        options = [SamplingOptions(**each, max_new_tokens=NEW_TOKENS, end_ids=frozenset([END])) for each in penalties]
+        requests = [Request(index, prompt, options[index]) for index, prompt in enumerate(prompts)]
+        events = run(loaded, requests)
+        assert [[event.token for event in events[index]] for index in range(5)] == expected
+
+
+def test_steps_without_penalties_have_no_state_of_them(llama: tuple[Path, Any]) -> None:
+    loaded = load(llama[0])
+    run_prompts(loaded, random_prompts(5), temperature=1.0, num_logprobs=1)
+    assert loaded.scheduler.engine.penalties is None
 
 
 @pytest.mark.parametrize(("target", "layout"), [("native", "tp=2,pp=2"), ("nxd", "tp=2,kv_multiplier=1"), ("dcp", "")])

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.examples import examples
+from trainyard.inference.logit_rules import TokenPenalties
+from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.sampling import choose_tokens, gumbel_noise, kept_tokens, token_logprobs
 
 
@@ -96,6 +98,24 @@ def test_positions_of_one_seed_draw_independently() -> None:
     for other in (standard[1:], gumbel_noise(torch.full((2999,), 8), torch.arange(2999), 50)):
         assert abs((standard[:-1] * other).mean()) < 0.01
     assert abs((standard[:, 1:] * standard[:, :-1]).mean()) < 0.01
+
+
+@examples(50)
+@given(st.floats(0.2, 5.0), st.integers(0, 2**31))
+def test_repetition_penalty_is_that_of_transformers(penalty: float, seed: int) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits, prompts = random_logits(3, 40, seed), [[1, 5, 5], [7], [0, 39]]
+    penalties = TokenPenalties(4, 40, torch.device("cpu"))
+    for slot, prompt in enumerate(prompts):
+        penalties.start(slot + 1, SamplingOptions(repetition_penalty=penalty), prompt)
+    penalties.counts[2, 9] = 2
+    found = penalties.apply(logits, slice(1, 4))
+    for row, tokens in enumerate([[1, 5, 5], [7, 9, 9], [0, 39]]):
+        reference = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[row : row + 1].clone())
+        assert torch.equal(found[row], reference[0])
+    penalties.start(2, SamplingOptions(), [1, 2])
+    assert torch.equal(penalties.apply(logits, torch.tensor([1, 2, 3]))[1], logits[1])
 
 
 def test_greedy_takes_the_lowest_of_equal_tokens() -> None:

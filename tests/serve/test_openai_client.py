@@ -76,10 +76,12 @@ def test_seeds(client: openai.OpenAI) -> None:
 
 
 def test_options_reach_the_scheduler(served: RunningServer) -> None:
-    fields = {"temperature": 0.5, "top_p": 0.25, "seed": 7, "max_tokens": 3, "logprobs": 4, "extra_body": {"top_k": 9}}
+    fields = {"temperature": 0.5, "top_p": 0.25, "seed": 7, "max_tokens": 3, "logprobs": 4}
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": -1, "extra_body": {"top_k": 9, "repetition_penalty": 1.5}}
     served.client().completions.create(model="tiny", prompt="x", **fields)  # type: ignore[call-overload]
     options = served.scheduler.options[-1]
     assert (options.temperature, options.top_p, options.top_k, options.seed) == (0.5, 0.25, 9, 7)
+    assert (options.presence_penalty, options.frequency_penalty, options.repetition_penalty) == (0.5, -1, 1.5)
     assert (options.max_new_tokens, options.num_logprobs, options.end_ids) == (3, 4, {END})
 
 
@@ -225,8 +227,8 @@ def test_errors_are_the_clients_own_exceptions(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-4", prompt="x")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as unsupported:
-        client.chat.completions.create(model="tiny", messages=USER, presence_penalty=0.5)
-    assert unsupported.value.param == "presence_penalty"
+        client.chat.completions.create(model="tiny", messages=USER, logit_bias={"5": 1})
+    assert unsupported.value.param == "logit_bias"
     assert unsupported.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match=r"max_tokens=510 .* prompt of 5 tokens are 515 .* 512"):
         client.completions.create(model="tiny", prompt="Hello", max_tokens=510)

@@ -31,7 +31,6 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     ("path", "field", "value"),
     [
         *(("/completions", name, value) for name, value in [("suffix", "y"), ("best_of", 3), ("logit_bias", {"5": 1})]),
-        *(("/completions", name, 0.1) for name in ("frequency_penalty", "presence_penalty")),
         ("/chat/completions", "tools", [{"type": "function", "function": {"name": "f"}}]),
         ("/chat/completions", "tool_choice", "auto"),
         ("/chat/completions", "response_format", {"type": "json_object"}),
@@ -39,7 +38,7 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("/chat/completions", "modalities", ["text", "audio"]),
         ("/chat/completions", "reasoning_effort", "high"),
         ("/chat/completions", "store", True),
-        ("/chat/completions", "presence_penalty", False),  # not the number 0
+        ("/chat/completions", "store", 0),  # not false
     ],
 )
 def test_fields_that_cannot_be_honored_are_named(served: RunningServer, path: str, field: str, value: object) -> None:
@@ -67,6 +66,9 @@ def test_their_neutral_values_are_accepted(served: RunningServer) -> None:
         ("/completions", {"prompt": [True]}, "prompt", "must be a string"),
         ("/completions", {"prompt": [-1]}, "prompt", "must be a string"),
         ("/completions", {"prompt": [10**30]}, "prompt", "must be a string"),
+        ("/completions", {"presence_penalty": 2.1}, "presence_penalty", "less than or equal to 2"),
+        ("/completions", {"frequency_penalty": False}, "frequency_penalty", "valid number"),
+        ("/completions", {"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ("/completions", {"temperature": 2.5}, "temperature", "less than or equal to 2"),
         ("/completions", {"temperature": "1"}, "temperature", "valid number"),
         ("/completions", {"top_p": -0.1}, "top_p", "greater than or equal to 0"),

@@ -68,7 +68,7 @@ def build_engine(
         return Fp8Weight.quantize(tensor, tp.all_reduce_max if spec.tp_dim == 1 else lambda amax: amax)
 
     assign_parameters(model, make_weight, existing)
-    return Engine(model.eval(), state, device, compiled)
+    return Engine(model.eval(), state, device, config.vocab, compiled)
 
 
 def _is_linear_weight(spec: ParamSpec) -> bool:

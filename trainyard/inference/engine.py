@@ -16,6 +16,7 @@ from torch import Tensor
 from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
+from trainyard.inference.logit_rules import TokenPenalties
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import choose_tokens, token_logprobs
 from trainyard.inference.step_results import GraphedStep, ReadLater, start_reading
@@ -55,23 +56,37 @@ class SlotOptions:
         return self.temperature[index], self.top_k[index], self.top_p[index], self.seeds[index]
 
 
+class StepNeeds(NamedTuple):
+    """What the requests of a step need besides the most likely tokens."""
+
+    sampled: bool = False
+    logprobs: bool = False
+    penalized: bool = False
+
+    @classmethod
+    def of(cls, options: Sequence[SamplingOptions]) -> "StepNeeds":
+        return cls(
+            any(o.temperature > 0 for o in options),
+            any(o.num_logprobs is not None for o in options),
+            any(o.is_penalized for o in options),
+        )
+
+
 class DecodeVariant(NamedTuple):
     """What differs between captured decode steps."""
 
     rows: int
     visible: int
-    sampled: bool
-    """False: all rows take the most likely token."""
-    logprobs: bool
+    needs: StepNeeds
 
 
 class Engine:
     """Owns the model, its cache, and the last token of every slot."""
 
-    def __init__(self, model: TransformerStage, state: CacheState, device: Device, compiled: bool) -> None:
+    def __init__(self, model: TransformerStage, state: CacheState, device: Device, vocab: int, compiled: bool) -> None:
         """`model` has attention layers with a cache that share `state`. With `compiled`, decode steps are compiled, one
         graph for each shape."""
-        self.model, self.state, self.device = model, state, device
+        self.model, self.state, self.device, self.vocab = model, state, device, vocab
         caches = [module.k_cache for module in model.modules() if isinstance(module, CachedAttention)]
         self.num_slots, self.max_seq_len = caches[0].shape[0], caches[0].shape[2] - 1
         handle = device.torch_device
@@ -81,6 +96,7 @@ class Engine:
         self.is_active = torch.zeros_like(self.lengths)
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.options = SlotOptions(self.num_slots, handle)
+        self.penalties: TokenPenalties | None = None
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
         self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
@@ -94,9 +110,13 @@ class Engine:
         self.steps: dict[DecodeVariant, Callable[[], ReadLater]] = {}
 
     @torch.inference_mode()
-    def start(self, slot: int, options: SamplingOptions) -> None:
+    def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int]) -> None:
         """Assign a slot to a new sequence."""
         self.options.set(slot, options)
+        if options.is_penalized and self.penalties is None:
+            self.penalties = TokenPenalties(self.num_slots, self.vocab, self.device.torch_device)
+        if self.penalties:
+            self.penalties.start(slot, options, prompt)
         self.lengths[slot] = self.is_active[slot] = 0
 
     @torch.inference_mode()
@@ -111,13 +131,12 @@ class Engine:
         rows: Sequence[Sequence[int]],
         start: int,
         is_last: bool,
-        sampled: bool,
-        logprobs: bool,
+        needs: StepNeeds,
     ) -> ReadLater | None:
         """Put tokens into the cache, from position `start` on; several rows only from position 0 on.
 
         If they end the prompts (`is_last`), the slots become active; returns a function that waits for their first new
-        tokens. `sampled` is false if all of them take the most likely token.
+        tokens.
         """
         handle, longest = self.device.torch_device, max(map(len, rows))
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
@@ -131,23 +150,24 @@ class Engine:
         last = torch.tensor([len(row) - 1 for row in rows], device=handle)
         logits = self._logits(x_BTD[torch.arange(len(rows), device=handle), last][:, None]).float()
         lengths = (last + start + 1).int()
-        chosen = choose_tokens(logits, *self.options.rows(index), lengths) if sampled else logits.argmax(-1).int()
+        chosen = self._choose(logits, index, lengths, needs)
         self.tokens[index], self.lengths[index], self.is_active[index] = chosen, lengths, 1
-        results = [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if logprobs else ())]
+        if needs.penalized and self.penalties:
+            self.penalties.counts[index, chosen] += 1
+        results = [chosen, *(token_logprobs(logits, chosen, MAX_LOGPROBS) if needs.logprobs else ())]
         return start_reading(self.device, results)
 
     @torch.inference_mode()
-    def decode(self, rows: int, longest: int, sampled: bool, logprobs: bool) -> ReadLater:
+    def decode(self, rows: int, longest: int, needs: StepNeeds) -> ReadLater:
         """Compute one token for each of the first slots. Returns a function that waits for them.
 
-        `longest` is the largest number of tokens of a slot, the one to be computed excluded; `sampled` is false if all
-        requests take the most likely token.
+        `longest` is the largest number of tokens of a slot, the one to be computed excluded.
         """
         rows = min(_next_power_of_two(rows), self.num_slots)
         visible = self.max_seq_len + 1
         if not self.kernels.has_decode_attention:
             visible = min(_round_up(longest + 1), visible)
-        variant = DecodeVariant(rows, visible, sampled, logprobs)
+        variant = DecodeVariant(rows, visible, needs)
         if variant not in self.steps:
             self.steps[variant] = self._prepare_step(variant)
         return self.steps[variant]()
@@ -158,22 +178,34 @@ class Engine:
         work = partial(self._decode, self.tokens[rows], self.lengths[rows], self.is_active[rows], variant)
         if not self.device.supports_graphs:
             return lambda: start_reading(self.device, work())
-        before = self.tokens.clone(), self.lengths.clone()
+        changed = [self.tokens, self.lengths]
+        if variant.needs.penalized and self.penalties:
+            changed.append(self.penalties.counts)
+        before = [tensor.clone() for tensor in changed]
         for _ in range(2):  # compile kernels and allocate their memory before the capture
             results = work()
-            self.tokens.copy_(before[0])
-            self.lengths.copy_(before[1])
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
         return GraphedStep(self.device, work, results)
 
     def _decode(self, tokens: Tensor, lengths: Tensor, is_active: Tensor, variant: DecodeVariant) -> list[Tensor]:
-        logits = self.compute_logits(tokens, lengths, variant.visible)
-        if variant.sampled:
-            chosen = choose_tokens(logits.float(), *self.options.rows(slice(variant.rows)), lengths + 1)
+        logits, needs = self.compute_logits(tokens, lengths, variant.visible), variant.needs
+        if needs.sampled or needs.penalized:
+            chosen = self._choose(logits.float(), slice(variant.rows), lengths + 1, needs)
         else:
             chosen = self.kernels.greedy_tokens(logits)
         tokens.copy_(chosen)
         lengths.add_(is_active)
-        return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if variant.logprobs else ())]
+        if needs.penalized and self.penalties:
+            counts = self.penalties.counts[: variant.rows]
+            counts.scatter_add_(1, chosen.long()[:, None], is_active[:, None])
+        return [chosen, *(token_logprobs(logits.float(), chosen, MAX_LOGPROBS) if needs.logprobs else ())]
+
+    def _choose(self, logits: Tensor, index: Any, positions: Tensor, needs: StepNeeds) -> Tensor:
+        """The next tokens of the slots in `index`, whose fp32 logits are given."""
+        if needs.penalized and self.penalties:
+            logits = self.penalties.apply(logits, index)
+        return choose_tokens(logits, *self.options.rows(index), positions) if needs.sampled else logits.argmax(-1).int()
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:
         self.state.decoding, self.state.visible = True, visible

@@ -21,11 +21,21 @@ class SamplingOptions:
     """Sample among this many of the most likely tokens; 0: all."""
     seed: int = 0
     """Requests with the same seed, prompt and options get the same tokens, whatever else is in the batch."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of all new tokens so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of new tokens, for each time that they occurred."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of the prompt and of new ones, and multiplies negative ones."""
     max_new_tokens: int = 128
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence. They are reported, as the last token."""
     num_logprobs: int | None = None
     """The most likely tokens to report with each token, besides the token itself; None: no log-probabilities."""
+
+    @property
+    def is_penalized(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from trainyard.core.errors import UserError
-from trainyard.inference.engine import Engine
+from trainyard.inference.engine import Engine, StepNeeds
 from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, SchedulerLoad, TokenEvent
 from trainyard.inference.step_results import ReadLater
 
@@ -111,7 +111,7 @@ class RequestScheduler:
             if sequence is None and self.waiting:
                 request = self.waiting.popleft()
                 self.slots[slot] = Sequence(request, slot)
-                self.engine.start(slot, request.options)
+                self.engine.start(slot, request.options, request.prompt)
 
     def _prefill(self) -> None:
         """Queue one chunk of every prompt that is not in the cache. Prompts that fit a chunk are computed together."""
@@ -132,7 +132,7 @@ class RequestScheduler:
         start = group[0].prefilled
         chunks = [sequence.request.prompt[start : start + PREFILL_CHUNK] for sequence in group]
         is_last = start + len(chunks[0]) == len(group[0].request.prompt)
-        read = self.engine.prefill([s.slot for s in group], chunks, start, is_last, *_needs(group))
+        read = self.engine.prefill([s.slot for s in group], chunks, start, is_last, _needs(group))
         for sequence, chunk in zip(group, chunks, strict=True):
             sequence.prefilled += len(chunk)
             sequence.queued = int(is_last)
@@ -145,7 +145,7 @@ class RequestScheduler:
         if not active:
             return False
         longest = max(sequence.length for sequence in active)
-        read = self.engine.decode(max(s.slot for s in active) + 1, longest, *_needs(active))
+        read = self.engine.decode(max(s.slot for s in active) + 1, longest, _needs(active))
         for sequence in active:
             sequence.queued += 1
         self.queued_steps.append(QueuedStep([(sequence.slot, sequence) for sequence in active], read))
@@ -181,7 +181,5 @@ class RequestScheduler:
         self.engine.release(sequence.slot)
 
 
-def _needs(sequences: list[Sequence]) -> tuple[bool, bool]:
-    """Whether a sequence is sampled, and whether one reports log-probabilities."""
-    options = [sequence.request.options for sequence in sequences]
-    return any(o.temperature > 0 for o in options), any(o.num_logprobs is not None for o in options)
+def _needs(sequences: list[Sequence]) -> StepNeeds:
+    return StepNeeds.of([sequence.request.options for sequence in sequences])

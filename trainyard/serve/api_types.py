@@ -84,8 +84,10 @@ class GenerationFields(ApiModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     """Ignored."""
-    frequency_penalty: Annotated[Any, Neutral(0)] = None
-    presence_penalty: Annotated[Any, Neutral(0)] = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    """Extension, as in vLLM and transformers. Default: 1."""
     logit_bias: Annotated[Any, Neutral({})] = None
 
     @property

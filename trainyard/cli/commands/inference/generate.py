@@ -119,7 +119,7 @@ def generate(
     with console.status("loading"):
         model = load_for_inference(source, options, tokenizer, world)
     ends = frozenset() if ignore_end else model.end_ids
-    sampling = SamplingOptions(temperature, top_p, top_k, seed, max_new_tokens, ends)
+    sampling = SamplingOptions(temperature, top_p, top_k, seed, max_new_tokens=max_new_tokens, end_ids=ends)
     if chat and not prompt and not batch:
         return _talk(model, sampling, tuple(stop or ()) + model.chat_template.stop, system, console)
     stops = tuple(stop or ()) + (model.chat_template.stop if chat else ())
