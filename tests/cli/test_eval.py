@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cli.conftest import Call, fail
 from tests.support.forkserver import ForkServer
@@ -45,9 +47,45 @@ def test_a_row_for_each_data_set(call: Call, checkpoint: Path, texts: list[str],
     assert [row["loss"] for row in json.loads(out)["results"]] == [row["loss"] for row in report["results"]]
 
 
+def test_validation_sets_of_a_run(call: Call, tmp_path: Path) -> None:
+    """`train` logs each set in the console, metrics.jsonl, TensorBoard and the list of runs, a resumed run too; `eval`
+    of the run gives the same losses."""
+    for name in ("web.txt", "code-1.txt", "code-2.txt"):
+        (tmp_path / name).write_text(f"{name} says {TEXTS[0]}\n" * 3)
+    sets = ["evaluate.sets.web=web.txt", "evaluate.sets.code=code-*.txt"]
+    keys = ["train.steps=4", "evaluate.every=2", "evaluate.batches=1000", "log.name=mine", "checkpoint.every=2"]
+    keys += ["data.validation_fraction=0.001", "checkpoint.export_hf=false"]
+    code, out, err = call("train", "tiny-llama", "--smoke", *sets, *keys, "device.name=cpu")
+    assert code == 0, err
+    shutil.rmtree(tmp_path / "runs/mine/checkpoints/step_00000004")
+    code, resumed, err = call("train", "runs/mine", "--continue")
+    assert code == 0, err
+    run = tmp_path / "runs" / "mine"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evaluations = {record["step"]: record for record in records if "evaluate/web/loss" in record}
+    assert list(evaluations) == [2, 4]
+    names = [f"evaluate/{name}{key}" for name in ("", "web/", "code/") for key in ("loss", "perplexity")]
+    assert [name for name in evaluations[4] if name.startswith("evaluate/")] == names
+    line = " | ".join(f"{name.removeprefix('evaluate/')} {evaluations[4][name]:.4f}" for name in names)
+    assert f"evaluation at step 4 | {line}" in out
+    assert f"evaluation at step 4 | {line}" in resumed
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    for name in names:
+        assert {event.step for event in board.Scalars(name)} == {2, 4}, name
+    code, out, err = call("eval", "runs/mine", "device.name=cpu", "--json")
+    assert code == 0, err
+    results = {row["data"]: row["loss"] for row in json.loads(out)["results"]}
+    assert results == pytest.approx(
+        {name: evaluations[4][f"evaluate/{name}/loss"] for name in ("web", "code")}, rel=1e-6
+    )
+
+
 def test_mistakes_are_one_line(call: Call, checkpoint: Path, texts: list[str]) -> None:
-    fail(call("eval", checkpoint), "eval: give either DATA or --tasks")
-    fail(call("eval", checkpoint, *texts, "--tasks", "x"), "eval: give either DATA or --tasks")
+    fail(call("eval", checkpoint), ".*the run has no evaluate.sets; give DATA or --tasks")
+    fail(
+        call("eval", checkpoint, *texts, "--tasks", "x"), "a.txt: --tasks has its own data; give either DATA or --tasks"
+    )
     fail(call("eval", checkpoint, *texts, "layout.tp=3", "--nproc", "3"), "layout.tp=3: does not divide model.heads=4")
     fail(call("eval", checkpoint / "none", *texts), ".*none: no such file or directory")
     fail(call("eval", checkpoint, "a.txt", "train.nothing=1"), "train.nothing")

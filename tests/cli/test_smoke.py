@@ -59,6 +59,14 @@ def test_a_trial_names_what_it_does_not_use(call: Call, recipe: str) -> None:
     assert notes.count("\n") == (1 if full["data"]["paths"] else 0)
 
 
+def test_validation_sets_are_kept_if_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("base: tiny-llama\nevaluate: {sets: {web: w.txt, code: c.txt}}\n")
+    config, note = smoke(call, "my.yaml", "evaluate.sets.code=d.txt")
+    assert config["evaluate"]["sets"] == {"code": ["d.txt"]}
+    assert "--smoke does not use evaluate.sets.web; keys named" in note
+    assert smoke(call, "my.yaml", f"data.paths={Path(__file__)}")[0]["evaluate"]["sets"].keys() == {"web", "code"}
+
+
 def test_own_tokens_are_trained_on_with_their_vocabulary(call: Call, tmp_path: Path) -> None:
     """Used to fail, because a trial has 320 tokens."""
     documents = [[np.random.default_rng(i).integers(0, 4_000, 300).tolist()] for i in range(8)]

@@ -67,6 +67,33 @@ def test_run_equals_the_run_of_one_rank(
         assert (exported[name] - tensor).abs().max() <= rtol * max(tensor.abs().max(), floor), name
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, {"tp": 2, "sequence_parallel": True, "zero": 1}),
+        pytest.param(4, {"pp": 2, "cp": 2}, marks=SLOW),
+        pytest.param(2, {"zero": 3}, marks=SLOW),
+    ],
+)
+def test_named_validation_sets_equal_those_of_one_rank(
+    pool: Pool, tmp_path: Path, ranks: int, layout: dict[str, Any]
+) -> None:
+    """The sets have 13 and 3 samples, and the last sample of each is partial: some ranks have only padding."""
+    (tmp_path / "web.txt").write_text("the quick brown fox " * 10)
+    (tmp_path / "code.txt").write_text("def main(): return\n" * 2)
+    sections: dict[str, Any] = {
+        "data": {"source": "text", "validation_fraction": 0.0},
+        "evaluate": {"every": 2, "sets": {name: str(tmp_path / f"{name}.txt") for name in ("web", "code")}},
+        "checkpoint": {"export_hf": False},
+    }
+    expected = pool.run(f"{JOBS}:run", (configure(tmp_path, "gpt", {}, **sections),), 1)[0]["evaluation"]
+    metrics = ("loss", "perplexity", "accuracy")
+    assert list(expected) == [f"{name}/{metric}" for name in ("web", "code") for metric in metrics]
+    assert expected["web/loss"] != pytest.approx(expected["code/loss"], rel=1e-4)
+    for result in pool.run(f"{JOBS}:run", (configure(tmp_path, "gpt", layout, **sections),), ranks):
+        assert result["evaluation"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_all_ranks_stop_at_the_same_step_if_one_is_asked(pool: Pool, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"train": {"steps": 1000}, "checkpoint": {"export_hf": False}, "evaluate": {"every": 4}}
     config = configure(tmp_path, "llama", {"pp": 2}, **sections)

@@ -19,6 +19,17 @@ from trainyard.page.run_summary import KILLED
 from trainyard.page.step_times import heat_map, read_step_times
 
 
+def test_evaluation_of_a_run_with_named_sets_only_is_that_of_the_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "sets")
+    lines = (run / "metrics.jsonl").read_text().replace('"evaluate/', '"evaluate/web/')
+    (run / "metrics.jsonl").write_text(lines)
+    write_run(tmp_path, "held-out")
+    runs = RunList(tmp_path)
+    runs.changes()
+    assert (row := runs.summary("sets"))
+    assert row.evaluation == runs.summary("held-out").evaluation is not None
+
+
 def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
     write_run(tmp_path, "done")
     write_run(tmp_path, "broken", outcome="failed", error="step 3: the weights\nare not finite")

@@ -117,8 +117,7 @@ def test_evaluation_of_a_dropout_model_equals_eval_mode_of_transformers(tmp_path
     trainer = Trainer(config)
     summary = trainer.run()
     assert summary.exported_weights
-    assert trainer.validation_loader
-    held_out = trainer.validation_loader.dataset
+    held_out = trainer.validation_loaders[""].dataset
     samples = held_out.samples(torch.arange(len(held_out)).numpy())
     tokens, labels = (torch.from_numpy(samples[name].copy()).long() for name in ("tokens", "labels"))
     reference = transformers.GPT2LMHeadModel.from_pretrained(summary.exported_weights).eval()

@@ -212,7 +212,7 @@ def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
 
     trainer = Trainer(config, metrics={"accuracy": accuracy})
     result = trainer.evaluate()
-    held = trainer.validation_loader.dataset
+    held = trainer.validation_loaders[""].dataset
     assert len(held) % 8
     samples = held.samples(torch.arange(len(held)).numpy())
     tokens, labels = torch.from_numpy(samples["tokens"].copy()), torch.from_numpy(samples["labels"].copy()).long()
@@ -222,6 +222,59 @@ def test_evaluation_is_exact_over_tokens(tmp_path: Path) -> None:
     assert result["loss"] == pytest.approx(plain.item(), rel=1e-5)
     assert result["perplexity"] == pytest.approx(plain.exp().item(), rel=1e-4)
     assert result["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item(), rel=1e-6)
+
+
+def write_sets(directory: Path) -> dict[str, list[str]]:
+    """Two validation sets, of one and of two files, with incomplete last batches and samples."""
+    sets = {"web": ["the cat sat on the mat " * 9], "code": ["def f(x):\n    return x\n" * 7, "import os\n" * 5]}
+    for name, texts in sets.items():
+        for index, text in enumerate(texts):
+            (directory / f"{name}-{index}.txt").write_text(text)
+    return {name: [str(directory / f"{name}-{index}.txt") for index in range(len(sets[name]))] for name in sets}
+
+
+def test_named_validation_sets_are_evaluated_each(tmp_path: Path) -> None:
+    """Each loss is that of one plain pass over the bytes of the set, with 256 as the end of each file."""
+    sets = write_sets(tmp_path)
+    config = configs.tiny_config(
+        {**configs.LLAMA, "vocab": 257},
+        data={"source": "text", "seq_len": 16, "validation_fraction": 0.0005},
+        train={"global_batch": 8, "micro_batch": 4},
+        evaluate={"every": 1, "batches": 100, "sets": sets},
+    )
+    trainer = Trainer(config)
+    result = trainer.evaluate()
+    assert list(result) == ["loss", "perplexity", "web/loss", "web/perplexity", "code/loss", "code/perplexity"]
+    for name, files in sets.items():
+        stream = [token for file in files for token in [*Path(file).read_bytes(), 256]]
+        total = count = 0.0
+        for start in range(0, len(stream) - 1, 16):
+            tokens, labels = stream[start : start + 16], stream[start + 1 : start + 17]
+            with torch.no_grad():
+                padded = torch.tensor([tokens + [0] * (16 - len(tokens))], dtype=torch.int32)
+                logits = trainer.model.eval()({"tokens": padded}).logits()[0, : len(labels)]
+            total += F.cross_entropy(logits, torch.tensor(labels), reduction="sum").item()
+            count += len(labels)
+        assert count == len(stream) - 1
+        assert result[f"{name}/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ({"web": "nowhere.txt"}, r"evaluate\.sets\.web: nowhere\.txt: no such file"),
+        ({"web": "short.txt"}, r"evaluate\.sets\.web: shorter than a sample of data\.seq_len=16 tokens"),
+    ],
+)
+def test_wrong_validation_set_is_one_line(
+    sets: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("short")
+    data = {"source": "text", "seq_len": 16}
+    config = configs.tiny_config({**configs.LLAMA, "vocab": 257}, data=data, evaluate={"every": 1, "sets": sets})
+    with pytest.raises(UserError, match=message):
+        Trainer(config)
 
 
 def test_evaluation_needs_validation_samples() -> None:

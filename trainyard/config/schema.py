@@ -28,6 +28,7 @@ from trainyard.core.section import (
     USER_PATH,
     FunctionPath,
     NonNegativeInt,
+    Paths,
     PositiveInt,
     Section,
     nearest_multiples,
@@ -141,13 +142,29 @@ class EvaluateSection(Section):
     """Evaluation on held-out samples during training."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: none. Needs data.validation_fraction above 0."""
+    """Steps between evaluations; 0: none. Needs data.validation_fraction above 0, data.split or evaluate.sets."""
     batches: PositiveInt = 8
-    """Maximum global batches per evaluation."""
+    """Maximum global batches per evaluation, of the held-out samples and of each of evaluate.sets."""
+    sets: dict[Annotated[str, Field(pattern=r"^\w+$")], Paths] = Field(default_factory=dict)
+    """Validation sets by name, each a file or a list, read as data.paths are: {web: valid/web.jsonl, code: c.jsonl}.
+    Their losses are logged as evaluate/NAME/loss. `trainyard eval RUN` evaluates them too."""
     function: FunctionPath | None = None
     """User evaluation, `module:function`: takes the trainer, returns {name: number}. Replaces the built-in one."""
     metrics: dict[str, FunctionPath] = Field(default_factory=dict)
     """User metrics by name, `module:function`: each takes (output, batch), returns (sum, count)."""
+
+    @field_validator("sets")
+    @classmethod
+    def _check_sets(cls, sets: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        if empty := [name for name, paths in sets.items() if not paths]:
+            raise ValueError(f"{empty[0]} names no file; nearest: {empty[0]}: valid.jsonl")
+        return sets
+
+    @model_validator(mode="after")
+    def _check_function(self) -> Self:
+        if self.sets and self.function:
+            raise ValueError(f"function={self.function}: replaces the evaluation of evaluate.sets; set only one")
+        return self
 
 
 class SamplesSection(Section):
@@ -344,12 +361,15 @@ class Config(Section):
             raise ValueError(
                 "checkpoint.export_hf=true: Hugging Face's format has no place for model.router_bias; nearest: false"
             )
+        evaluate = self.evaluate
         holds_out = data.validation_fraction or data.split or is_user_path(data.source)
-        if self.evaluate.every and not (holds_out or self.evaluate.function):
+        if evaluate.every and not (holds_out or evaluate.function or evaluate.sets):
             raise ValueError(
-                f"evaluate.every={self.evaluate.every}: no samples are held out; set data.validation_fraction, "
-                "for example 0.05"
+                f"evaluate.every={evaluate.every}: no samples are held out; set data.validation_fraction, "
+                "for example 0.05, or evaluate.sets"
             )
+        if evaluate.sets and data.source == "synthetic":
+            raise ValueError("evaluate.sets: data.source=synthetic reads no files; nearest: data.source=text")
         return self
 
     @model_validator(mode="after")

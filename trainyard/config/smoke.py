@@ -65,6 +65,8 @@ def smoke_config(
     if not _names_own_data(data["data"], named) and "data" not in named:
         data["data"] = _smoke_data(data, named)
         shrink("model", vocab=SMOKE_VOCAB)
+        sets = data["evaluate"]["sets"].items()
+        shrink("evaluate", sets={name: paths for name, paths in sets if f"evaluate.sets.{name}" in named})
     elif data["data"]["source"] not in FIXED_LENGTH_SOURCES:
         shrink("data", seq_len=SMOKE_SEQ_LEN)
     shrink("model", max_positions=max(2 * SMOKE_SEQ_LEN, data["data"]["seq_len"]))
@@ -133,6 +135,7 @@ def _unused_parts(config: Config, small: Config) -> list[str]:
     for key in replaced:
         samples = "built-in text" if small.data.source == "text" else "synthetic samples"
         unused.append(f"data.{key}={format_value(getattr(config.data, key))} (but {samples})")
+    unused += [f"evaluate.sets.{name}" for name in config.evaluate.sets if name not in small.evaluate.sets]
     for key in CHECKPOINT_DEFAULTS:
         value = getattr(config.checkpoint, key)
         if isinstance(value, str) and value not in ("auto", "none", getattr(small.checkpoint, key)):

@@ -66,8 +66,9 @@ def without_io(config: Config) -> Config:
     resumed."""
     sections = config.model_dump(mode="json")
     sections["data"] |= SYNTHETIC_DATA
-    if config.evaluate.every and not config.data.validation_fraction:  # documents, or the user's function, held it out
+    if config.evaluate.every and not config.data.validation_fraction:  # other samples, which are files or the user's
         sections["data"]["validation_fraction"] = SMOKE_VALIDATION_FRACTION
+    sections["evaluate"]["sets"] = {}
     sections["checkpoint"] |= {
         "resume": "none",
         "init_from": None,

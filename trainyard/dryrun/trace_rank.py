@@ -30,8 +30,8 @@ def trace_rank(
                     batch = trainer.loader.batch(step - 1, trainer.batch_slice)
                     with recorder.phase(f"step {step}"):
                         trainer.train_step(batch, step, learning_rate(config, step))
-                if with_evaluation and trainer.validation_loader:
-                    batches = trainer.validation_loader.one_epoch(trainer.batch_slice)
+                if with_evaluation and trainer.validation_loaders:
+                    batches = trainer.validation_loaders[""].one_epoch(trainer.batch_slice)
                     parts = trainer.runner, trainer.loss_fn, trainer.metrics, batches
                     with recorder.phase("evaluation"):
                         evaluate(*parts, max_batches=2)

@@ -5,7 +5,7 @@ each. Every token of a stream except the first is scored exactly once, whatever 
 and sentence pairs are scored as they are stored.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,55 +85,59 @@ class DataOptions:
     """The user chose data.seq_len; otherwise stored samples have their own."""
 
 
-def open_data(argument: str, options: DataOptions) -> EvaluationData:
-    """Open the data that a file, a glob, a directory or the prefix of token files names."""
-    paths = match_paths(argument)
-    is_tokens = is_token_file(Path(argument)) or (paths and all(is_token_file(path) for path in paths))
-    if not paths and not is_tokens:
-        raise UserError(f"{argument}: no such file; DATA is text, token files, packed rows or HDF5")
+def open_data(name: str, arguments: Sequence[str], options: DataOptions) -> EvaluationData:
+    """Open the data that `arguments` name: each a file, a glob, a directory or the prefix of token files."""
+    paths: list[Path] = []
+    are_tokens = []
+    for argument in arguments:
+        matches = match_paths(argument)
+        are_tokens.append(is_token_file(Path(argument)) or (bool(matches) and all(map(is_token_file, matches))))
+        if not matches and not are_tokens[-1]:
+            raise UserError(f"{argument}: no such file; DATA is text, token files, packed rows or HDF5")
+        paths += matches
     if not family_of(options.config.model).is_causal:
-        return _open_sentence_pairs(argument, paths, options)
-    if is_tokens:
-        streams = [token_stream(files, range(len(files))) for files in map(MegatronTokens, token_prefixes([argument]))]
-        return _windows(argument, streams, options)
+        return _open_sentence_pairs(name, paths, options)
+    if all(are_tokens):
+        token_files = map(MegatronTokens, token_prefixes(arguments))
+        return _windows(name, [token_stream(files, range(len(files))) for files in token_files], options)
     if any(path.suffix in HDF5_SUFFIXES for path in paths):
-        raise UserError(f"{argument}: masked sentence pairs, but {options.config.model.family} is a causal model")
+        raise UserError(f"{name}: masked sentence pairs, but {options.config.model.family} is a causal model")
     if all((path / ARROW_STATE_FILE).is_file() for path in paths) and not _has_column(paths[0], options.text_key):
-        return _open_packed_rows(argument, paths, options)
-    return _open_text(argument, paths, options)
+        return _open_packed_rows(name, paths, options)
+    return _open_text(name, paths, options)
 
 
-def _open_text(argument: str, paths: list[Path], options: DataOptions) -> EvaluationData:
+def _open_text(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
     if options.tokenizer is None:
-        raise UserError(f"{argument}: the checkpoint has no tokenizer for text; pass --tokenizer")
+        raise UserError(f"{name}: the checkpoint has no tokenizer for text; pass --tokenizer")
     check_vocab_size(options.tokenizer, options.config.model.vocab)
-    stream = encode_documents(text_blocks(paths, options.text_key), options.tokenizer, argument)
-    return _windows(argument, [stream], options)
+    stream = encode_documents(text_blocks(paths, options.text_key), options.tokenizer, name)
+    return _windows(name, [stream], options)
 
 
-def _windows(argument: str, streams: list[TokenStream], options: DataOptions) -> EvaluationData:
+def _windows(name: str, streams: list[TokenStream], options: DataOptions) -> EvaluationData:
     data, stride = options.config.data, options.stride
     if stride and not 1 <= stride <= data.seq_len:
         raise UserError(f"--stride {stride}: must be 1 to data.seq_len={data.seq_len}; nearest: {data.seq_len}")
     shape = (data.seq_len, options.config.model.vocab, data.document_mask, data.mask_eod_loss, stride)
     windows: list[Dataset] = [TokenWindows(stream, *shape) for stream in streams]
     if not sum(map(len, windows)):
-        raise UserError(f"{argument}: has no token to predict: fewer than two tokens")
+        raise UserError(f"{name}: has no token to predict: fewer than two tokens")
     tokenizer = options.tokenizer
 
     def count_bytes() -> int:
         assert tokenizer is not None
         return sum(stream_bytes(stream, tokenizer, data.mask_eod_loss) for stream in streams)
 
-    return EvaluationData(argument, concatenate(windows), data.seq_len, count_bytes=count_bytes if tokenizer else None)
+    return EvaluationData(name, concatenate(windows), data.seq_len, count_bytes=count_bytes if tokenizer else None)
 
 
-def _open_packed_rows(argument: str, paths: list[Path], options: DataOptions) -> EvaluationData:
+def _open_packed_rows(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
     from trainyard.data.formats.arrow_dataset import ArrowDataset, row_length
 
     data = options.config.data
     if options.stride:
-        raise UserError(f"--stride {options.stride}: {argument} has packed rows, which cannot overlap")
+        raise UserError(f"--stride {options.stride}: {name} has packed rows, which cannot overlap")
     seq_len = data.seq_len if options.seq_len_is_given else row_length(paths[0])
     rows = ArrowDataset(paths, seq_len, data.document_mask, options.config.model.vocab)
     tokenizer = options.tokenizer
@@ -147,23 +151,23 @@ def _open_packed_rows(argument: str, paths: list[Path], options: DataOptions) ->
         assert tokenizer is not None
         return row_bytes(labels(), tokenizer)
 
-    return EvaluationData(argument, rows, seq_len, count_bytes=count_bytes if tokenizer else None)
+    return EvaluationData(name, rows, seq_len, count_bytes=count_bytes if tokenizer else None)
 
 
-def _open_sentence_pairs(argument: str, paths: list[Path], options: DataOptions) -> EvaluationData:
+def _open_sentence_pairs(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
     from trainyard.data.formats.bert_hdf5 import read_shape
     from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
 
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     files = [file for file in files if file.suffix in HDF5_SUFFIXES]
     if not files:
-        raise UserError(f"{argument}: BERT is evaluated on masked sentence pairs in HDF5 (trainyard data bert)")
+        raise UserError(f"{name}: BERT is evaluated on masked sentence pairs in HDF5 (trainyard data bert)")
     shapes = [read_shape(file) for file in files]
     seq_len, max_predictions = shapes[0].seq_len, max(shape.max_predictions for shape in shapes)
     pairs = BertHdf5Dataset(files, seq_len, max_predictions)
     if pairs.vocab_size > options.config.model.vocab:
-        raise UserError(f"{argument}: has token {pairs.vocab_size - 1}, but model.vocab={options.config.model.vocab}")
-    return EvaluationData(argument, pairs, seq_len, max_predictions)
+        raise UserError(f"{name}: has token {pairs.vocab_size - 1}, but model.vocab={options.config.model.vocab}")
+    return EvaluationData(name, pairs, seq_len, max_predictions)
 
 
 def _has_column(directory: Path, name: str) -> bool:

@@ -1,6 +1,6 @@
 """Evaluates a checkpoint on data sets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainyard.checkpoint.registry import read_model_files
@@ -14,14 +14,14 @@ from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model
 
 def evaluate_data(
     source: CheckpointSource,
-    data: Sequence[str],
+    data: Sequence[str] | Mapping[str, Sequence[str]],
     tokenizer: str | None = None,
     stride: int | None = None,
     text_key: str = "text",
     seq_len_is_given: bool = False,
 ) -> list[dict[str, Any]]:
-    """The results of each data set. `tokenizer` names one; by default it comes with the checkpoint. The other arguments
-    are those of DataOptions. All ranks call this."""
+    """The results of each data set: of each argument, or of the arguments of each name. `tokenizer` names one; by
+    default it comes with the checkpoint. The other arguments are those of DataOptions. All ranks call this."""
     config, weights = source.config, source.opened.weights
     if tokenizer:
         loaded: Tokenizer | None = load_tokenizer(tokenizer_spec(config)._replace(name=tokenizer))
@@ -31,6 +31,8 @@ def evaluate_data(
         if loaded and loaded.end_id is None and (end_ids := model_end_ids(files, weights.model)):
             loaded.end_id, loaded.special_ids = end_ids[0], loaded.special_ids | {end_ids[0]}
     options = DataOptions(config, loaded, stride, text_key, seq_len_is_given)
-    opened = [open_data(argument, options) for argument in data]  # a wrong path is reported before weights are read
+    sets = data if isinstance(data, Mapping) else {argument: [argument] for argument in data}
+    # A wrong path is reported before weights are read.
+    opened = [open_data(name, arguments, options) for name, arguments in sets.items()]
     evaluator = Evaluator(config, weights, source.world, on_progress=source.on_progress)
     return [evaluator.evaluate(each) for each in opened]

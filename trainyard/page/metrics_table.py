@@ -22,7 +22,7 @@ ROWS_PER_BUCKET = 4
 MAX_ROWS = 400_000
 """More rows of one run are thinned: of every eight, those with the extremes of loss and gradient norm remain."""
 MAX_EVALUATIONS = 20_000
-MAX_EVALUATION_NAMES = 32
+MAX_EVALUATION_NAMES = 256
 MAX_REASONS = 1000
 """Reasons of steps that were not finite, that are kept."""
 MAX_REASON_CHARS = 300

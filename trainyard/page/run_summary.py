@@ -74,7 +74,7 @@ def read_summary(run: RunDirectoryReader, state: tuple[WatchedState, bool, bool]
     first = next((record for record in _head(run, "metrics.jsonl") if "loss" in record), {})
     records = _tail(run, "metrics.jsonl")
     last = next((record for record in reversed(records) if "loss" in record), first)
-    evaluated: dict[str, Any] = next((record for record in reversed(records) if "evaluate/loss" in record), {})
+    evaluated = (loss for record in reversed(records) if (loss := _evaluation_loss(record)) is not None)
     events = _tail(run, "events.jsonl")
     steps = read_config_number(run, "train", "steps")
     status, note = _status(events, training, recent, to_count(last.get("step")), steps)
@@ -90,7 +90,7 @@ def read_summary(run: RunDirectoryReader, state: tuple[WatchedState, bool, bool]
         steps,
         to_finite(loss),
         loss if isinstance(loss, str) and to_finite(loss) is None and len(loss) < 5 else "",
-        to_finite(evaluated.get("evaluate/loss")),
+        to_finite(next(evaluated, None)),
         to_finite(last.get("tokens_per_second")),
         to_finite(last.get("mfu")),
         to_finite(begun.get("time")) or to_finite(first.get("time")) or (identity.modified if identity else None),
@@ -98,6 +98,11 @@ def read_summary(run: RunDirectoryReader, state: tuple[WatchedState, bool, bool]
         _text(start.get("device") or first.get("device")),
         to_count(start.get("ranks") or first.get("ranks")),
     )
+
+
+def _evaluation_loss(record: dict[str, Any]) -> Any:
+    """The loss on the held-out samples, or else on the first of evaluate.sets; None if this is no evaluation."""
+    return next((value for name, value in record.items() if re.fullmatch(r"evaluate/(\w+/)?loss", name)), None)
 
 
 def _status(

@@ -16,7 +16,7 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
 from trainyard.core.world import World
-from trainyard.data.loading.build import build_datasets
+from trainyard.data.loading.build import build_datasets, build_validation_sets
 from trainyard.data.loading.loader import BatchLoader
 from trainyard.kernels.fp8_linear import Fp8Options
 from trainyard.kernels.reference import Kernels
@@ -84,16 +84,20 @@ def build_metrics(config: Config, metrics: Mapping[str, Metric] | None, loss: Lo
     return {**imported, **(metrics or {})}
 
 
-def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, BatchLoader | None]:
-    """Loaders of training and validation samples."""
-    train, validation, shuffle = build_datasets(config)
+def build_loaders(config: Config, needs_validation: bool) -> tuple[BatchLoader, dict[str, BatchLoader]]:
+    """Loaders of training samples and, by name, of validation samples. Those held out from the training data have the
+    name "", and need no evaluation to be loaded."""
+    train, held_out, shuffle = build_datasets(config)
+    validation = {"": held_out} if held_out else {}
+    if needs_validation:
+        validation |= build_validation_sets(config)
     if needs_validation and not validation:
         key = "source" if is_user_path(config.data.source) else "split"
         reason = f"data.{key}={getattr(config.data, key)} leaves no validation samples"
         raise UserError(f"evaluate.every={config.evaluate.every}: {reason}")
     batch, seed = config.train.global_batch, config.train.seed
-    validation_loader = BatchLoader(validation, batch, seed, shuffle=False) if validation else None
-    return BatchLoader(train, batch, seed, shuffle), validation_loader
+    loaders = {name: BatchLoader(dataset, batch, seed, shuffle=False) for name, dataset in validation.items()}
+    return BatchLoader(train, batch, seed, shuffle), loaders
 
 
 def build_stages(config: Config, mesh: Mesh, device: devices.Device, kernels: Kernels) -> list[models.TransformerStage]:

@@ -22,6 +22,7 @@ from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
+from trainyard.data.loading.build import validation_sections
 from trainyard.metrics.loggers.build import check_loggers
 from trainyard.metrics.run_directory import RunDirectory
 from trainyard.metrics.span_recorder import SpanRecorder
@@ -107,8 +108,12 @@ class Trainer:
         self.metrics = build.build_metrics(config, metrics, self.loss_fn)
         self.evaluation_fn = user_function(evaluate, config.evaluate.function, "evaluate.function")
         needs_validation = bool(config.evaluate.every) and not self.evaluation_fn
-        self.loader, self.validation_loader = build.build_loaders(config, needs_validation)
-        check_same_versions(config.data, mesh)
+        if self.evaluation_fn and config.evaluate.sets:
+            raise UserError("evaluate.sets: the evaluation function replaces their evaluation; use only one of them")
+        self.loader, self.validation_loaders = build.build_loaders(config, needs_validation)
+        """`validation_loaders` by name; "" are the samples held out from the training data."""
+        for data in (config.data, *(validation_sections(config).values() if needs_validation else ())):
+            check_same_versions(data, mesh)
         self.blueprint = models.family_of(config.model).blueprint(config.model)
         logger.info("initializing %s weights", f"{self.blueprint.parameter_count():,}")
         self.models = build.build_stages(config, mesh, device, kernels)
@@ -263,13 +268,18 @@ class Trainer:
         return gather_full_parameter(self.optimizer.state, self.blueprint, self.mesh, name)
 
     def evaluate(self) -> dict[str, float]:
-        """Run the user's evaluation function, or compute loss, perplexity and metrics on the validation samples."""
+        """Run the user's evaluation function, or compute loss, perplexity and metrics on the validation samples.
+        Results of one of evaluate.sets are called NAME/loss and so on."""
         if self.evaluation_fn:
             return check_named_numbers(self.evaluation_fn(self))
-        if self.validation_loader is None:
+        if not self.validation_loaders:
             raise UserError("data.validation_fraction=0: there are no validation samples to evaluate on; nearest: 0.05")
-        batches, limit = self.validation_loader.one_epoch(self.batch_slice), self.config.evaluate.batches
-        return evaluate(self.runner, self.loss_fn, self.metrics, batches, limit, self._poll_stop).means()
+        results: dict[str, float] = {}
+        for name, loader in self.validation_loaders.items():
+            batches, limit = loader.one_epoch(self.batch_slice), self.config.evaluate.batches
+            totals = evaluate(self.runner, self.loss_fn, self.metrics, batches, limit, self._poll_stop)
+            results |= {f"{name}/{key}" if name else key: value for key, value in totals.means().items()}
+        return results
 
     def _poll_stop(self) -> bool:
         """Between evaluation batches and tokens of samples: True if any rank was asked to stop."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
@@ -65,6 +66,29 @@ def build_datasets(config: Config) -> TrainValidDatasets:
     if data.weights:
         return TrainValidDatasets(BlendedDataset(trains, data.weights, config.train.seed), validation, False)
     return TrainValidDatasets(trains[0], validation, True)
+
+
+def validation_sections(config: Config) -> dict[str, DataSection]:
+    """How each of evaluate.sets is read: as data.paths, but in order and as a whole."""
+    as_a_whole = {"weights": (), "order": "shuffled", "split": None, "validation_fraction": 0.0}
+    return {
+        name: config.data.model_copy(update={**as_a_whole, "paths": paths})
+        for name, paths in config.evaluate.sets.items()
+    }
+
+
+def build_validation_sets(config: Config) -> dict[str, Dataset]:
+    """The dataset of each of evaluate.sets."""
+    datasets: dict[str, Dataset] = {}
+    for name, data in validation_sections(config).items():
+        section = config.model_copy(update={"data": data})
+        try:
+            datasets[name], _ = _build_dataset(section, data.paths, remote_files(data, refresh=True))
+        except UserError as error:
+            raise UserError(f"evaluate.sets.{name}: {str(error).removeprefix('data.paths=')}") from None
+        if not len(datasets[name]):
+            raise UserError(f"evaluate.sets.{name}: shorter than a sample of data.seq_len={data.seq_len} tokens")
+    return datasets
 
 
 def _build_dataset(

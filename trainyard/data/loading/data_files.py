@@ -26,7 +26,6 @@ def remote_files(data: DataSection, refresh: bool = False) -> RemoteFiles | None
         return None
     key = data.model_dump_json()
     if refresh or key not in _remote_files:
-        _remote_files.clear()
         remote = open_files(data)
         files = [path for path in _find_files(data, remote) if isinstance(path, RemotePath)]
         total = sum(path.stat().st_size for path in files)

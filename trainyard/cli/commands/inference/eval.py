@@ -12,6 +12,8 @@ from typer import Argument, Option
 
 from trainyard import devices
 from trainyard.checkpoint.convert import parse_layout
+from trainyard.checkpoint.formats.tensor_map import WeightSource
+from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay, print_line
@@ -22,6 +24,7 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
 from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import evaluation_config
@@ -71,7 +74,8 @@ def eval(
     ] = "",
     as_json: AsJson = False,
 ) -> int:
-    """Evaluate a checkpoint of any format that convert reads, without conversion, on one rank or many.
+    """Evaluate a checkpoint of any format that convert reads, without conversion, on one rank or many. Without DATA,
+    evaluate a run on its evaluate.sets.
 
     Prints loss, perplexity, tokens and bits per byte of each data set: sums over tokens divided once, in fp64, equal at
     every batch size and layout. Text and token files are streams of documents, of which each token but the first is
@@ -84,6 +88,8 @@ def eval(
 
       trainyard eval runs/my-run valid.jsonl test.jsonl
 
+      trainyard eval runs/my-run
+
       trainyard eval hf-model data/wiki data.seq_len=1024 --stride 512
 
       trainyard eval nxd/step_1000 valid.jsonl --config config.json
@@ -94,8 +100,8 @@ def eval(
     """
     overrides = [argument for argument in arguments or [] if OVERRIDE.match(argument)]
     data = [path for argument in arguments or [] if argument not in overrides for path in data_paths(argument)]
-    if bool(data) == bool(tasks):
-        raise UserError("eval: give either DATA or --tasks, such as trainyard eval runs/my-run valid.jsonl")
+    if data and tasks:
+        raise UserError(f"{data[0]}: --tasks has its own data; give either DATA or --tasks")
     if tokenizer:
         overrides.append(f"data.tokenizer={tokenizer}")
     world = World.from_environment()
@@ -109,6 +115,7 @@ def eval(
         path = stack.enter_context(local_source(checkpoint, download.update))
         opened = open_weights(path, from_hf(config) if config else None, hints)
         run_config = evaluation_config(opened.weights, overrides, ranks)
+        sets = {} if data or tasks else validation_sets(checkpoint, opened.weights)
         Layout.from_config(run_config, ranks)  # report an impossible layout before any process starts
         if nproc > 1:
             options = {"--stride": stride, "--json-key": json_key, "--tasks": tasks, "--include-path": include_path}
@@ -136,7 +143,7 @@ def eval(
             from trainyard.evaluate.evaluate_data import evaluate_data
 
             reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys)
-            report |= {"stride": stride, "results": evaluate_data(source, data, *reading)}
+            report |= {"stride": stride, "results": evaluate_data(source, sets or data, *reading)}
     if world.rank == 0:
         table = task_table(report["results"]) if tasks else results_table(report["results"])
         print_results(console, report, table, as_json)
@@ -160,6 +167,19 @@ def data_paths(argument: str) -> tuple[str, ...]:
     if not paths:
         raise UserError(f"{argument}: its data.paths names no data")
     return paths
+
+
+def validation_sets(checkpoint: str, weights: WeightSource) -> dict[str, list[str]]:
+    """The files of each of evaluate.sets of the run that wrote a checkpoint."""
+    config = weights.config if isinstance(weights, Checkpoint) else None
+    if config is None or not config.evaluate.sets:
+        raise UserError(
+            f"{checkpoint}: the run has no evaluate.sets; give DATA or --tasks, such as "
+            f"trainyard eval {checkpoint} valid.jsonl"
+        )
+    if is_user_path(config.data.source):
+        raise UserError(f"data.source={config.data.source}: reads evaluate.sets in training only; give DATA")
+    return {name: fetch_inputs(paths) for name, paths in config.evaluate.sets.items()}
 
 
 def print_header(console: Console, name: str, opened: OpenedCheckpoint, config: Config, world: World) -> None:
