@@ -1,9 +1,12 @@
 """Configurations of AWS ParallelCluster for the clusters of the recipes, and the scripts that set up their nodes.
 
-The keys are those of ParallelCluster 3. Every choice has a reason, which `explain` prints.
+The keys are those of ParallelCluster 3. Every choice has a reason, which `explain` prints. Nothing that can fail runs
+while the head node is created, because a failure there rolls back the whole stack: compute nodes set themselves up when
+they start, and the user installs the packages with INSTALL_SCRIPT once the cluster exists.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +20,9 @@ import yaml
 from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError, one_line
 
-SETUP_SCRIPT = "setup-node.sh"
+SETUP_SCRIPT, INSTALL_SCRIPT = "setup-node.sh", "install.sh"
+NEURON_REPOSITORY, NEURON_INDEX = "https://apt.repos.neuron.amazonaws.com", "https://pip.repos.neuron.amazonaws.com"
+"""AWS's repository of Debian packages, and its index of Python packages."""
 VALIDATOR = """
 import sys, yaml
 from pcluster.schemas.cluster_schema import ClusterSchema
@@ -37,7 +42,7 @@ class ClusterPreset:
     instance: str
     nodes: int
     neuron_packages: str
-    """What pip installs on the nodes, from AWS's package index."""
+    """What pip installs from AWS's package index."""
     extra: str
     """Extra of the trainyard package."""
     purpose: str
@@ -53,17 +58,22 @@ PRESETS = {
 """Clusters by name."""
 
 REASONS = {
-    "Image.Os": "an image for which AWS builds the Neuron driver and EFA",
+    "Image.Os": "an image with Python 3.12 for which AWS builds the Neuron driver and EFA",
     "HeadNode.InstanceType": "runs Slurm's controller and conversions; no accelerator needed",
-    "HeadNode.CustomActions": "the virtual environment is made once here, on the shared file system",
+    "HeadNode.Networking": "a subnet that you reach with ssh",
     "Scheduling.SlurmQueues": "one queue; nodes start when a job needs them and stop when idle",
-    "Scheduling.SlurmQueues.CapacityReservationTarget": "nodes of this type are rarely available without a reservation",
-    "Scheduling.SlurmQueues.Networking.PlacementGroup": "nodes close together: collectives wait for the slowest link",
+    "Scheduling.SlurmQueues.CapacityType": "nodes of this type are rarely available without a reservation",
+    "Scheduling.SlurmQueues.Networking.SubnetIds": "private, with a NAT gateway: instances with several network "
+    "cards get no public address",
+    "Scheduling.SlurmQueues.Networking.PlacementGroup": "nodes close together: collectives wait for the slowest "
+    "link; a reservation has its own placement",
     "Scheduling.SlurmQueues.ComputeResources.Efa": "the network adapter that Neuron's collectives need between nodes",
-    "Scheduling.SlurmQueues.CustomActions": "the Neuron driver and runtime are installed on every node",
+    "Scheduling.SlurmQueues.CustomActions": "every new node installs the Neuron driver and runtime; one that fails "
+    "is replaced",
     "Scheduling.SlurmSettings": "a lost node is noticed after a minute, and its job requeued on another one",
-    "SharedStorage.Efs": "homes and the virtual environment, which all nodes share",
-    "SharedStorage.FsxLustre": "data, checkpoints and compile cache: many nodes read and write at once",
+    "SharedStorage.Efs": "the virtual environment, which all nodes share; kept when the cluster is deleted",
+    "SharedStorage.FsxLustre": "data, checkpoints and compile cache: many nodes read and write at once; kept when the "
+    "cluster is deleted",
 }
 
 
@@ -72,54 +82,58 @@ class ClusterOptions:
     """What a preset cannot know."""
 
     region: str
-    subnet: str
+    head_subnet: str
+    compute_subnet: str
     key_name: str
     bucket: str
-    """s3://bucket/prefix that the nodes read the set-up script from."""
+    """s3://bucket/prefix that the nodes read the scripts and the package from."""
     nodes: int | None = None
     reservation: str | None = None
     """Id of an EC2 capacity reservation."""
+    capacity_block: str | None = None
+    """Id of an EC2 Capacity Block, whose nodes all run from its start to its end."""
     lustre_gib: int = 4800
 
 
 def cluster_config(preset: ClusterPreset, options: ClusterOptions) -> dict[str, Any]:
     """The configuration as plain data, in the order of ParallelCluster's documentation."""
-    script = f"{options.bucket.rstrip('/')}/{SETUP_SCRIPT}"
     bucket = options.bucket.removeprefix("s3://").partition("/")[0]
-    iam = {"S3Access": [{"BucketName": bucket}]}
+    nodes = options.nodes or preset.nodes
     compute: dict[str, Any] = {
         "Name": preset.instance.partition(".")[0],
         "InstanceType": preset.instance,
-        "MinCount": 0,
-        "MaxCount": options.nodes or preset.nodes,
+        "MinCount": nodes if options.capacity_block else 0,
+        "MaxCount": nodes,
         "Efa": {"Enabled": True},
     }
-    if options.reservation:
-        compute["CapacityReservationTarget"] = {"CapacityReservationId": options.reservation}
+    reserved = options.capacity_block or options.reservation
+    if reserved:
+        compute["CapacityReservationTarget"] = {"CapacityReservationId": reserved}
     queue = {
         "Name": "train",
-        "CapacityType": "ONDEMAND",
+        "CapacityType": "CAPACITY_BLOCK" if options.capacity_block else "ONDEMAND",
         "ComputeSettings": {"LocalStorage": {"RootVolume": {"Size": 512}}},
         "ComputeResources": [compute],
-        "Networking": {"SubnetIds": [options.subnet], "PlacementGroup": {"Enabled": True}},
-        "CustomActions": {"OnNodeConfigured": {"Script": script, "Args": ["compute"]}},
-        "Iam": iam,
+        "Networking": {"SubnetIds": [options.compute_subnet], "PlacementGroup": {"Enabled": not reserved}},
+        "CustomActions": {"OnNodeConfigured": {"Script": f"{options.bucket.rstrip('/')}/{SETUP_SCRIPT}"}},
+        "Iam": {"S3Access": [{"BucketName": bucket}]},
     }
     lustre = {
         "StorageCapacity": options.lustre_gib,
         "DeploymentType": "PERSISTENT_2",
         "PerUnitStorageThroughput": 250,
+        "DeletionPolicy": "Retain",
     }
+    efs = {"DeletionPolicy": "Retain"}
     return {
         "Region": options.region,
-        "Image": {"Os": "ubuntu2204"},
+        "Image": {"Os": "ubuntu2404"},
         "HeadNode": {
             "InstanceType": "c5.4xlarge",
-            "Networking": {"SubnetId": options.subnet},
+            "Networking": {"SubnetId": options.head_subnet},
             "Ssh": {"KeyName": options.key_name},
             "LocalStorage": {"RootVolume": {"Size": 512}},
-            "CustomActions": {"OnNodeConfigured": {"Script": script, "Args": ["head"]}},
-            "Iam": iam,
+            "Iam": {"S3Access": [{"BucketName": bucket}]},
         },
         "Scheduling": {
             "Scheduler": "slurm",
@@ -130,46 +144,66 @@ def cluster_config(preset: ClusterPreset, options: ClusterOptions) -> dict[str, 
             "SlurmQueues": [queue],
         },
         "SharedStorage": [
-            {"MountDir": "/shared", "Name": "shared", "StorageType": "Efs"},
+            {"MountDir": "/shared", "Name": "shared", "StorageType": "Efs", "EfsSettings": efs},
             {"MountDir": "/fsx", "Name": "fsx", "StorageType": "FsxLustre", "FsxLustreSettings": lustre},
         ],
     }
 
 
-def setup_script(preset: ClusterPreset) -> str:
-    """The script that sets up the head node (argument `head`) and every compute node (`compute`)."""
-    return f"""#!/bin/bash
-# Sets up a node of a ParallelCluster for trainyard. Usage: {SETUP_SCRIPT} head|compute
-# NEURON_REPOSITORY and NEURON_INDEX are AWS's package repositories; see the setup page of the Neuron SDK. TRAINYARD is
-# a clone or a wheel of trainyard on the shared file system. Set them here before you upload this file.
-set -euo pipefail
-NEURON_REPOSITORY=${{NEURON_REPOSITORY:?set it to AWS's apt repository}}
-NEURON_INDEX=${{NEURON_INDEX:?set it to AWS's Python package index}}
-TRAINYARD=${{TRAINYARD:-/shared/trainyard}}
+def cluster_notes(preset: ClusterPreset, options: ClusterOptions) -> Iterator[str]:
+    """What a user must know about a configuration before the cluster is created."""
+    if options.head_subnet == options.compute_subnet:
+        yield f"{options.head_subnet} is the subnet of all nodes: it must be private, and reachable for you"
+    if preset.neuron_packages == TRN2_PACKAGES and not (options.capacity_block or options.reservation):
+        yield f"{preset.instance} is sold in Capacity Blocks: without --capacity-block, nodes rarely start"
 
-case $1 in
-compute)
-    key=/usr/share/keyrings/neuron.asc
-    curl -fsSL "$NEURON_REPOSITORY/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB" -o $key
-    echo "deb [signed-by=$key] $NEURON_REPOSITORY jammy main" > /etc/apt/sources.list.d/neuron.list
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y linux-headers-"$(uname -r)" \\
-        aws-neuronx-dkms aws-neuronx-collectives aws-neuronx-runtime-lib aws-neuronx-tools
-    printf '* soft memlock unlimited\\n* hard memlock unlimited\\n* soft nofile 65536\\n* hard nofile 65536\\n' \\
-        > /etc/security/limits.d/trainyard.conf
-    ;;
-head)
-    DEBIAN_FRONTEND=noninteractive apt-get install -y python3-venv g++
-    python3 -m venv /shared/venv
-    /shared/venv/bin/pip install --extra-index-url "$NEURON_INDEX" {preset.neuron_packages}
-    /shared/venv/bin/pip install "$TRAINYARD[{preset.extra}]"
-    echo 'export PATH=/shared/venv/bin:$PATH NEURON_COMPILE_CACHE_URL=/fsx/neuron-cache' > /etc/profile.d/trainyard.sh
-    ;;
-*)
-    echo "usage: $0 head|compute" >&2
-    exit 2
-    ;;
-esac
+
+def setup_script() -> str:
+    """The script that ParallelCluster runs as root on every new compute node."""
+    return f"""#!/bin/bash
+# Sets up a compute node: Neuron's driver and runtime. ParallelCluster runs this on every new node, as root. A node on
+# which it fails is terminated and replaced; the cluster stays. CloudWatch has its output (cloud-init-output).
+set -euo pipefail
+export DEBIAN_FRONTEND=noninteractive
+. /etc/os-release
+key=/usr/share/keyrings/neuron.asc
+curl -fsSL --retry 5 {NEURON_REPOSITORY}/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB -o $key
+echo "deb [signed-by=$key] {NEURON_REPOSITORY} $VERSION_CODENAME main" > /etc/apt/sources.list.d/neuron.list
+apt-get -o DPkg::Lock::Timeout=600 update -qq  # another apt may run while a node starts
+apt-get -o DPkg::Lock::Timeout=600 install -y "linux-headers-$(uname -r)" g++ \\
+    aws-neuronx-dkms aws-neuronx-collectives aws-neuronx-runtime-lib aws-neuronx-tools
+printf '* soft memlock unlimited\\n* hard memlock unlimited\\n* soft nofile 65536\\n* hard nofile 65536\\n' \\
+    > /etc/security/limits.d/trainyard.conf
+"""
+
+
+def install_script(preset: ClusterPreset, bucket: str) -> str:
+    """The script that the user runs on the head node, once the cluster exists."""
+    bucket = bucket.rstrip("/")
+    return f"""#!/bin/bash
+# Installs trainyard and PyTorch for Neuron into /shared/venv, which all nodes see. Run it on the head node when the
+# cluster exists, and again to update or after an error. It needs trainyard-*.whl in {bucket}.
+set -euo pipefail
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {{
+    echo "$0: $(python3 --version): trainyard needs Python 3.11 or later" >&2
+    exit 1
+}}
+wheels=$(mktemp -d)
+trap 'rm -rf "$wheels"' EXIT
+aws s3 cp --recursive --exclude '*' --include 'trainyard-*.whl' {shlex.quote(bucket)} "$wheels"
+wheel=$(find "$wheels" -name 'trainyard-*.whl' | sort -V | tail -n 1)
+if [ -z "$wheel" ]; then
+    echo "$0: {bucket} has no trainyard-*.whl; make it with pip wheel --no-deps, and upload it" >&2
+    exit 1
+fi
+sudo apt-get -o DPkg::Lock::Timeout=600 update -qq
+sudo apt-get -o DPkg::Lock::Timeout=600 install -y python3-venv g++
+sudo install -d -o "$(id -un)" /shared/venv
+python3 -m venv /shared/venv
+/shared/venv/bin/pip install --extra-index-url {NEURON_INDEX} {preset.neuron_packages} "$wheel[{preset.extra}]"
+echo 'export PATH=/shared/venv/bin:$PATH NEURON_COMPILE_CACHE_URL=/fsx/neuron-cache' |
+    sudo tee /etc/profile.d/trainyard.sh > /dev/null
+echo "Installed. Log in again, or: . /etc/profile.d/trainyard.sh"
 """
 
 
@@ -184,7 +218,7 @@ def explain(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     parts: dict[str, Any] = {
         "Image.Os": config.get("Image", {}).get("Os"),
         "HeadNode.InstanceType": config.get("HeadNode", {}).get("InstanceType"),
-        "HeadNode.CustomActions": config.get("HeadNode", {}).get("CustomActions"),
+        "HeadNode.Networking": config.get("HeadNode", {}).get("Networking"),
         "Scheduling.SlurmSettings": scheduling.get("SlurmSettings"),
     }
     for queue in queues:
@@ -192,8 +226,10 @@ def explain(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             size = f"{resource.get('MinCount', 0)} to {resource.get('MaxCount')} x {resource.get('InstanceType')}"
             parts["Scheduling.SlurmQueues"] = f"{queue.get('Name')}: {size}"
             parts["Scheduling.SlurmQueues.ComputeResources.Efa"] = resource.get("Efa")
-            parts["Scheduling.SlurmQueues.CapacityReservationTarget"] = resource.get("CapacityReservationTarget")
-        parts["Scheduling.SlurmQueues.Networking.PlacementGroup"] = queue.get("Networking", {}).get("PlacementGroup")
+            if reserved := resource.get("CapacityReservationTarget"):
+                parts["Scheduling.SlurmQueues.CapacityType"] = {queue.get("CapacityType"): reserved}
+        networking = queue.get("Networking", {})
+        parts |= {f"Scheduling.SlurmQueues.Networking.{key}": value for key, value in networking.items()}
         parts["Scheduling.SlurmQueues.CustomActions"] = queue.get("CustomActions")
     for storage in config.get("SharedStorage", []):
         parts[f"SharedStorage.{storage.get('StorageType')}"] = storage.get("MountDir")
