@@ -12,6 +12,7 @@ import pytest
 
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.data.text.tokenizer import ByteTokenizer, Tokenizer
+from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.serve.app import create_app
 from trainyard.serve.served_model import ServedModel
@@ -63,8 +64,10 @@ def running_server(
 ) -> Iterator[RunningServer]:
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or ByteTokenizer()
     worker = SchedulerWorker(scheduler, max_pending)
+    end_ids = frozenset([tokenizer.end_id] if tokenizer.end_id else [])
+    schemas = SchemaCompiler(tokenizer, tokenizer.vocab_size, end_ids)
     model = ServedModel(
-        "tiny", tokenizer, worker, scheduler.max_seq_len, ChatTemplate(template), frozenset({tokenizer.end_id})
+        "tiny", tokenizer, worker, scheduler.max_seq_len, ChatTemplate(template), end_ids, schemas=schemas
     )
     ready = threading.Event()
     server = ModelServer(create_app(model, token), worker, ready.set)

@@ -54,6 +54,7 @@ class FakeScheduler:
         self.cancel_fault: BaseException | None = None
         self.lose_requests = False
         self.logprob = -1.0
+        self.schemas = None
 
     def add(self, request: Request) -> None:
         if not request.prompt or len(request.prompt) >= self.max_seq_len:

@@ -1,6 +1,9 @@
 """OpenAI's own client works unchanged: completions, chats, streams, stop strings, logprobs, errors."""
 
+import json
+
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -83,6 +86,24 @@ def test_options_reach_the_scheduler(served: RunningServer) -> None:
     assert (options.temperature, options.top_p, options.top_k, options.seed) == (0.5, 0.25, 9, 7)
     assert (options.presence_penalty, options.frequency_penalty, options.repetition_penalty) == (0.5, -1, 1.5)
     assert (options.max_new_tokens, options.num_logprobs, options.end_ids) == (3, 4, {END})
+
+
+class Animal(pydantic.BaseModel):
+    name: str
+    legs: int
+
+
+def test_schemas_reach_the_scheduler(served: RunningServer) -> None:
+    script: list[ChatCompletionMessageParam] = [{"role": "user", "content": 'say:{"name": "cat", "legs": 4}'}]
+    client = served.client()
+    found = client.chat.completions.parse(model="tiny", messages=script, response_format=Animal, stop="\n")
+    assert found.choices[0].message.parsed == Animal(name="cat", legs=4)
+    schema = json.loads(served.scheduler.options[-1].json_schema or "")
+    assert (schema["required"], schema["additionalProperties"]) == (["name", "legs"], False)
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, response_format={"type": "json_object"})
+    assert served.scheduler.options[-1].json_schema == '{"type": "object"}'
+    client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, response_format={"type": "text"})
+    assert served.scheduler.options[-1].json_schema is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

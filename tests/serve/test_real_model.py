@@ -94,6 +94,20 @@ def test_completions_are_those_of_transformers(cli: ForkServer, tmp_path: Path, 
         for seed in (1, 1, 2)
     ]
     assert chats[0].message.content == chats[1].message.content != chats[2].message.content
+    animal = {"type": "object", "properties": {"legs": {"enum": [0, 2, 4]}}, "required": ["legs"]}
+    animal |= {"additionalProperties": False}
+    answers = [
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hi"}],
+            seed=seed,
+            frequency_penalty=0.1,
+            response_format={"type": "json_schema", "json_schema": {"name": "animal", "schema": animal}},
+        ).choices[0]
+        for seed in range(4)
+    ]
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    assert {answer.message.content for answer in answers} <= {f'{{"legs":{legs}}}' for legs in (0, 2, 4)}
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert process.stderr

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainyard import compat
 from trainyard.devices import Device
 from trainyard.inference.cached_attention import CachedAttention, CacheState
-from trainyard.inference.logit_rules import TokenPenalties
+from trainyard.inference.logit_rules import TokenMasks, TokenPenalties
 from trainyard.inference.requests import MAX_LOGPROBS, SamplingOptions
 from trainyard.inference.sampling import choose_tokens, token_logprobs
 from trainyard.inference.step_results import GraphedStep, ReadLater, start_reading
@@ -62,6 +62,8 @@ class StepNeeds(NamedTuple):
     sampled: bool = False
     logprobs: bool = False
     penalized: bool = False
+    constrained: bool = False
+    """A row may choose only the tokens of its mask."""
 
     @classmethod
     def of(cls, options: Sequence[SamplingOptions]) -> "StepNeeds":
@@ -69,6 +71,7 @@ class StepNeeds(NamedTuple):
             any(o.temperature > 0 for o in options),
             any(o.num_logprobs is not None for o in options),
             any(o.is_penalized for o in options),
+            any(o.json_schema is not None for o in options),
         )
 
 
@@ -97,6 +100,7 @@ class Engine:
         """1 for slots that decode continues; the others compute a token that nobody reads."""
         self.options = SlotOptions(self.num_slots, handle)
         self.penalties: TokenPenalties | None = None
+        self.masks: TokenMasks | None = None
         self.rng_key = torch.zeros(2, dtype=torch.int32, device=handle)
         self.sample_ids = torch.zeros_like(self.lengths)
         self.kernels = next(module.kernels for module in model.modules() if isinstance(module, CachedAttention))
@@ -117,7 +121,17 @@ class Engine:
             self.penalties = TokenPenalties(self.num_slots, self.vocab, self.device.torch_device)
         if self.penalties:
             self.penalties.start(slot, options, prompt)
+        if options.json_schema is not None and self.masks is None:
+            self.masks = TokenMasks(self.num_slots, self.vocab, self.device)
+        if self.masks:
+            self.masks.allow_all(slot)
         self.lengths[slot] = self.is_active[slot] = 0
+
+    @torch.inference_mode()
+    def allow_tokens(self, slot: int, words: Tensor) -> None:
+        """The tokens that a slot may choose next, as a bit mask. All steps before must have been read."""
+        assert self.masks
+        self.masks.set(slot, words)
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
@@ -190,7 +204,7 @@ class Engine:
 
     def _decode(self, tokens: Tensor, lengths: Tensor, is_active: Tensor, variant: DecodeVariant) -> list[Tensor]:
         logits, needs = self.compute_logits(tokens, lengths, variant.visible), variant.needs
-        if needs.sampled or needs.penalized:
+        if needs.sampled or needs.penalized or needs.constrained:
             chosen = self._choose(logits.float(), slice(variant.rows), lengths + 1, needs)
         else:
             chosen = self.kernels.greedy_tokens(logits)
@@ -205,6 +219,8 @@ class Engine:
         """The next tokens of the slots in `index`, whose fp32 logits are given."""
         if needs.penalized and self.penalties:
             logits = self.penalties.apply(logits, index)
+        if needs.constrained and self.masks:
+            logits = self.masks.apply(logits, index)
         return choose_tokens(logits, *self.options.rows(index), positions) if needs.sampled else logits.argmax(-1).int()
 
     def _decode_logits(self, tokens: Tensor, lengths: Tensor, visible: int) -> Tensor:

@@ -13,6 +13,7 @@ from trainyard.core.world import ONE_RANK, World
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
 from trainyard.inference.build import EngineShape, build_engine
+from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids, read_json
@@ -138,7 +139,10 @@ def load_for_inference(
     else:
         found = load_model_tokenizer(model_files)
     scheduler = RequestScheduler(engine, config.vocab)
-    return InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh)
+    model = InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh)
+    if found:
+        scheduler.schemas = SchemaCompiler(found, config.vocab, model.end_ids)
+    return model
 
 
 def _choose_dtype(name: str | None, device: Device) -> torch.dtype:

@@ -58,7 +58,6 @@ class TokenMasks:
         self.allowed[slot] = -1
 
     def set(self, slot: int, words: Tensor) -> None:
-        """The step that read the previous mask of the slot must have been read."""
         self.on_host[slot] = words
         self.allowed[slot].copy_(self.on_host[slot], non_blocking=True)
 

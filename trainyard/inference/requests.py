@@ -33,6 +33,9 @@ class SamplingOptions:
     num_logprobs: int | None = None
     """The most likely tokens to report with each token, besides the token itself; None: no log-probabilities."""
 
+    json_schema: str | None = None
+    """The text is JSON of this schema."""
+
     @property
     def is_penalized(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from trainyard.core.errors import UserError
 from trainyard.inference.engine import Engine, StepNeeds
+from trainyard.inference.grammar import SchemaCompiler, SchemaMatcher
 from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, SchedulerLoad, TokenEvent
 from trainyard.inference.step_results import ReadLater
 
@@ -27,6 +28,7 @@ class Sequence:
     reported: int = 0
     """New tokens that callers have got."""
     done: bool = False
+    matcher: SchemaMatcher | None = None
 
     @property
     def length(self) -> int:
@@ -50,8 +52,8 @@ class RequestScheduler:
     the host. A request that ends is therefore computed one token too far, which nobody sees.
     """
 
-    def __init__(self, engine: Engine, vocab_size: int) -> None:
-        self.engine, self.vocab_size = engine, vocab_size
+    def __init__(self, engine: Engine, vocab_size: int, schemas: SchemaCompiler | None = None) -> None:
+        self.engine, self.vocab_size, self.schemas = engine, vocab_size, schemas
         self.max_seq_len = engine.max_seq_len
         """Longest prompt plus new tokens that a request can have."""
         self.waiting: deque[Request] = deque()
@@ -78,6 +80,14 @@ class RequestScheduler:
             raise UserError(f"max_new_tokens is {request.options.max_new_tokens}; at least 1 is needed")
         if (request.options.num_logprobs or 0) > MAX_LOGPROBS:
             raise UserError(f"num_logprobs is {request.options.num_logprobs}; the limit is {MAX_LOGPROBS}")
+        self._start_matcher(request)
+
+    def _start_matcher(self, request: Request) -> SchemaMatcher | None:
+        if request.options.json_schema is None:
+            return None
+        if self.schemas is None:
+            raise UserError("a JSON schema needs a tokenizer")
+        return self.schemas.start(request.options.json_schema)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its slot. No event follows. Unknown ids are ignored."""
@@ -100,9 +110,16 @@ class RequestScheduler:
         """Admit what fits, compute one token of every request in the batch, and return the tokens that are known."""
         self._admit()
         self._prefill()
-        queued = self._decode()
         events: list[TokenEvent] = []
-        while len(self.queued_steps) > (self.lookahead if queued else 0):
+        if any(sequence and sequence.matcher for sequence in self.slots):
+            events += self._collect_all_but(0)  # the tokens that may follow depend on the last one
+        queued = self._decode()
+        return events + self._collect_all_but(self.lookahead if queued else 0)
+
+    def _collect_all_but(self, steps: int) -> list[TokenEvent]:
+        """The tokens of all queued steps, except for the last ones."""
+        events: list[TokenEvent] = []
+        while len(self.queued_steps) > steps:
             events += self._collect(self.queued_steps.popleft())
         return events
 
@@ -110,8 +127,10 @@ class RequestScheduler:
         for slot, sequence in enumerate(self.slots):
             if sequence is None and self.waiting:
                 request = self.waiting.popleft()
-                self.slots[slot] = Sequence(request, slot)
+                sequence = self.slots[slot] = Sequence(request, slot, matcher=self._start_matcher(request))
                 self.engine.start(slot, request.options, request.prompt)
+                if sequence.matcher:
+                    self.engine.allow_tokens(slot, sequence.matcher.next_tokens())
 
     def _prefill(self) -> None:
         """Queue one chunk of every prompt that is not in the cache. Prompts that fit a chunk are computed together."""
@@ -164,7 +183,9 @@ class RequestScheduler:
             finish_reason: FinishReason | None = None
             if token in options.end_ids:
                 finish_reason = "stop"
-            elif sequence.reported >= self._max_new_tokens(sequence):
+            elif sequence.matcher:
+                finish_reason = self._constrain(sequence, sequence.matcher, token)
+            if finish_reason is None and sequence.reported >= self._max_new_tokens(sequence):
                 finish_reason = "length"
             logprob: float | None = None
             top: tuple[tuple[int, float], ...] = ()
@@ -174,6 +195,13 @@ class RequestScheduler:
             if finish_reason:
                 self._end(sequence)
         return events
+
+    def _constrain(self, sequence: Sequence, matcher: SchemaMatcher, token: int) -> FinishReason | None:
+        """Allow what can follow the last token of a sequence; "stop" if it is complete."""
+        if matcher.push(token):
+            self.engine.allow_tokens(sequence.slot, matcher.next_tokens())
+            return None
+        return "length" if matcher.failed else "stop"
 
     def _end(self, sequence: Sequence) -> None:
         sequence.done = True

@@ -1,5 +1,6 @@
 """The requests of the API. Fields of OpenAI's API that this server cannot honor accept only their neutral value."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -12,6 +13,8 @@ MAX_CHOICES = 128
 """Choices of one request: prompts times n."""
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion, as in OpenAI's API. A chat has no limit but the length of the cache."""
+
+ANY_OBJECT = '{"type": "object"}'
 
 
 def _require_unicode(text: str) -> str:
@@ -65,6 +68,26 @@ class StreamOptions(ApiModel):
     include_obfuscation: Annotated[Any, Neutral(False)] = None
 
 
+class JsonSchema(ApiModel):
+    name: Text = ""
+    """Ignored, as are description and strict: every answer is JSON of the schema."""
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema of the answer; None: any text."""
+        if self.type == "json_schema":
+            return json.dumps(self.json_schema.schema_) if self.json_schema else ""
+        return ANY_OBJECT if self.type == "json_object" else None
+
+
 class GenerationFields(ApiModel):
     """What completions and chats have in common."""
 
@@ -88,6 +111,7 @@ class GenerationFields(ApiModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     """Extension, as in vLLM and transformers. Default: 1."""
+    response_format: ResponseFormat | None = None
     logit_bias: Annotated[Any, Neutral({})] = None
 
     @property
@@ -181,7 +205,6 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Needs logprobs."""
-    response_format: Annotated[Any, Neutral({"type": "text"})] = None
     tools: Annotated[Any, Neutral([])] = None
     tool_choice: Annotated[Any, Neutral("none")] = None
     parallel_tool_calls: Annotated[Any, Neutral(True, False)] = None

@@ -118,7 +118,8 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         prompts = [
             await model.encode_prompt(prompt) if isinstance(prompt, str) else prompt for prompt in fields.prompts
         ]
-        sequences = model.sequences(fields, prompts, DEFAULT_MAX_TOKENS)
+        schema = await model.response_schema(fields)
+        sequences = model.sequences(fields, prompts, DEFAULT_MAX_TOKENS, schema)
         texts = [prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt) for prompt in fields.prompts]
         echoes = [text if fields.echo else "" for text in texts for _ in range(fields.n or 1)]
         generation = Generation(model.worker, model.tokenizer, sequences, fields.stop_strings)
@@ -130,7 +131,8 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         if fields.top_logprobs is not None and not fields.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
         prompts = [await model.encode_chat(fields.messages)]
-        sequences = model.sequences(fields, prompts, None)
+        schema = await model.response_schema(fields)
+        sequences = model.sequences(fields, prompts, None, schema)
         stop = fields.stop_strings + model.chat_template.stop
         generation = Generation(model.worker, model.tokenizer, sequences, stop)
         return await _answer(request, generation, ChatFormat(model, fields), fields, prompts)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer
+from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.serve.api_types import MAX_CHOICES, ChatMessage, GenerationFields, TokenizeRequest
@@ -32,11 +33,12 @@ class ServedModel:
         chat_template: ChatTemplate,
         end_ids: frozenset[int],
         encode_prompt: Callable[[str], list[int]] | None = None,
+        schemas: SchemaCompiler | None = None,
     ) -> None:
         """`end_ids`: tokens that end a text. `encode_prompt`: adds what the model expects before every text; a chat
         template has that itself."""
         self.name, self.tokenizer, self.worker, self.max_seq_len = name, tokenizer, worker, max_seq_len
-        self.chat_template, self.end_ids = chat_template, end_ids
+        self.chat_template, self.end_ids, self._schemas = chat_template, end_ids, schemas
         end_id = min(end_ids, default=None) if tokenizer.end_id is None else tokenizer.end_id
         self._document_start = [] if end_id is None else [end_id]
         self._encode_prompt = encode_prompt or self._encode_plain
@@ -91,8 +93,25 @@ class ServedModel:
         tokens: list[int] = self.tokenizer.encode([text])[0].tolist()
         return tokens
 
+    async def response_schema(self, fields: GenerationFields) -> str | None:
+        """The JSON schema of the answers, compiled before the scheduler needs it: that can take long. Raises ApiError
+        if it is refused."""
+        if fields.response_format is None or (schema := fields.response_format.schema_text) is None:
+            return None
+        try:
+            if self._schemas is None:
+                raise UserError("this server does not support it; leave it out")
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._schemas.start, schema)
+        except UserError as error:
+            raise ApiError(400, f"response_format: {error}", "response_format", "invalid_value") from None
+        return schema
+
     def sequences(
-        self, fields: GenerationFields, prompts: list[list[int]], default_tokens: int | None
+        self,
+        fields: GenerationFields,
+        prompts: list[list[int]],
+        default_tokens: int | None,
+        json_schema: str | None = None,
     ) -> list[tuple[list[int], SamplingOptions]]:
         """What the scheduler continues: n sequences per prompt. `default_tokens` None: as many as the cache holds."""
         count = fields.n or 1
@@ -102,7 +121,7 @@ class ServedModel:
             )
             raise ApiError(400, message, "n")
         return [
-            (prompt, self._options(fields, self._new_tokens(fields, len(prompt), default_tokens), choice))
+            (prompt, self._options(fields, self._new_tokens(fields, len(prompt), default_tokens), choice, json_schema))
             for prompt in prompts
             for choice in range(count)
         ]
@@ -123,7 +142,7 @@ class ServedModel:
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         return min(room, default_tokens or room) if wanted is None else wanted
 
-    def _options(self, fields: GenerationFields, new_tokens: int, choice: int) -> SamplingOptions:
+    def _options(self, fields: GenerationFields, new_tokens: int, choice: int, schema: str | None) -> SamplingOptions:
         seed = secrets.randbits(63) if fields.seed is None else fields.seed + choice * SEED_STEP
         temperature = 1.0 if fields.temperature is None else fields.temperature
         top_p, top_k = 1.0 if fields.top_p is None else fields.top_p, fields.top_k or 0
@@ -138,4 +157,5 @@ class ServedModel:
             max_new_tokens=new_tokens,
             end_ids=self.end_ids,
             num_logprobs=fields.num_logprobs,
+            json_schema=schema,
         )

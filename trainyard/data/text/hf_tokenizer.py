@@ -16,7 +16,7 @@ def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
     if isinstance(tokenizer, FastTokenizer):
         fast = tokenizer.tokenizer
     elif isinstance(tokenizer, ByteTokenizer):
-        fast = _byte_tokenizer()
+        fast = byte_tokenizer()
     else:
         return {}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -30,7 +30,7 @@ def hf_tokenizer_files(spec: TokenizerSpec) -> dict[str, bytes]:
     }
 
 
-def _byte_tokenizer() -> Fast:
+def byte_tokenizer() -> Fast:
     """A byte-level BPE without merges, whose ids are the bytes, and then the token that ends a document."""
     characters = bytes(range(256)).decode("latin-1").translate(byte_to_char())
     fast = Fast(models.BPE({character: byte for byte, character in enumerate(characters)}, []))

@@ -115,6 +115,7 @@ def load_model(
         loaded.chat_template,
         loaded.end_ids,
         loaded.encode_prompt,
+        loaded.scheduler.schemas,
     )
 
 
