@@ -75,7 +75,7 @@ class ForkServer:
         terminal: str | None = None,
     ) -> ForkedProcess:
         """Start `trainyard *args`. stdout and stderr are files that can be read while the command runs, or `terminal`,
-        the path of a terminal device."""
+        the path of a terminal device, which is then also stdin."""
         if not self._process or self._process.poll() is not None:
             self._start_server()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -85,6 +85,7 @@ class ForkServer:
             "args": [str(arg) for arg in args],
             "cwd": str(cwd or Path.cwd()),
             "env": {**(os.environ if env is None else env)},
+            "stdin": terminal or os.devnull,
             "stdout": terminal or files["stdout"].name,
             "stderr": terminal or files["stderr"].name,
         }
@@ -181,7 +182,7 @@ def _command(request: dict[str, Any]) -> None:
     try:
         os.setsid()
         for name, number, flags in (
-            (os.devnull, 0, os.O_RDONLY),
+            (request["stdin"], 0, os.O_RDONLY),
             (request["stdout"], 1, os.O_WRONLY | os.O_APPEND),
             (request["stderr"], 2, os.O_WRONLY | os.O_APPEND),
         ):

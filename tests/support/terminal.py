@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,12 +48,14 @@ def run_in_terminal(
     cwd: Path | None = None,
     server: ForkServer | None = None,
     on_screen: Callable[[list[str]], None] = lambda lines: None,
+    answers: Iterable[str] = (),
 ) -> TerminalRun:
     """Run `trainyard *arguments`.
 
     With `server` the command is a fork, otherwise a new Python. `on_screen` sees the lines whenever the command has
-    drawn something.
+    drawn something. Each line that ends with a colon and waits there is answered.
     """
+    typed = iter(answers)
     screen = RecordingScreen(columns, ROWS, history=10_000, ratio=0.5)
     screen.broken_words = []
     stream = pyte.ByteStream(screen)
@@ -72,6 +74,8 @@ def run_in_terminal(
             if select.select([master], [], [], POLL_S)[0]:
                 stream.feed(os.read(master, 65536))
                 on_screen(lines_of(screen))
+                if screen.display[screen.cursor.y].rstrip().endswith(":") and screen.cursor.x:
+                    os.write(master, f"{next(typed)}\n".encode())
             elif process.poll() is not None:
                 return TerminalRun(process.wait(), lines_of(screen), screen.broken_words)
     finally:

@@ -35,6 +35,7 @@ EXTRA_BY_MODULE = {
 """Optional packages and the extra of trainyard that installs each."""
 COMMAND_HELP = {
     "train": "Train a model. Without arguments: a small Llama on built-in text.",
+    "new": "Write a configuration file for your data, model size and hardware.",
     "submit": "Train as a Slurm job that restarts automatically.",
     "jobs": "List submitted runs: state, step, loss, time left.",
     "logs": "Print or follow the log of a submitted run.",

@@ -41,6 +41,12 @@ def run_hardware(directory: Path) -> str | None:
     device, ranks = first.get("device"), first.get("ranks")
     if not isinstance(device, str) or not isinstance(ranks, int):
         return None
+    return catalog_hardware(device, ranks)
+
+
+def catalog_hardware(device: str, ranks: int) -> str:
+    """`ranks` ranks on a device, by its description, in the form of `parse_hardware`; the CPU if it is not in the
+    catalog."""
     for name, entry in CATALOG.items():
         if name in device.lower():
             per_instance = entry.devices * next(iter(entry.ranks_per_device.values()))
