@@ -73,7 +73,8 @@ COMMAND_HELP = {
 
 
 MODULE_BY_COMMAND = {
-    "import": "import_config",  # `import` is a keyword of Python
+    **{name: f"configure.{name}" for name in ("new", "config", "recipes")},
+    "import": "configure.import_config",  # `import` is a keyword of Python
     "convert-nxd": "convert_nxd",
     "generate": "inference.generate",
     "fill-mask": "inference.fill_mask",
