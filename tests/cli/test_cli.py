@@ -150,6 +150,10 @@ def test_recipes_lists_all(call: Call) -> None:
     assert "70.55B" in out
 
 
+TYPE_OF_PYTHON = r"<\w+[^>]*>|list\["
+"""<bool> and <list[str]> are no words for users."""
+
+
 @pytest.mark.parametrize("arguments", [["--help"], []])
 def test_help_lists_all_commands_in_80_columns(
     arguments: list[str], call: Call, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +165,7 @@ def test_help_lists_all_commands_in_80_columns(
         assert name in out
         assert text in " ".join(out.replace("│", " ").split())
     assert max(map(len, out.splitlines())) <= 80
+    assert not re.search(TYPE_OF_PYTHON, out), out
 
 
 @pytest.mark.parametrize("name", [name for name in COMMAND_HELP if name != "convert-nxd"])
@@ -174,6 +179,12 @@ def test_help_of_a_command_has_examples_that_fit_80_columns(
         code, out, _ = call(*full_name.split(), "--help")
         assert code == 0
         assert max(map(len, out.splitlines())) <= 80
+        assert not re.search(TYPE_OF_PYTHON, out), out
+        usage = out.splitlines()[1]
+        assert "[[" not in usage, usage
+        shown = " ".join(out.split())
+        for extra in re.findall(r"'trainyard\[[^]]*\]'", loaded.help):
+            assert extra in shown
         examples = [line for line in loaded.help.splitlines() if line.startswith("  ") and "trainyard" in line]
         assert examples or name == "recipes"
         for line in examples:

@@ -88,6 +88,15 @@ MODULE_BY_COMMAND = {
 """Modules whose names differ from those of their commands."""
 
 
+TYPE_WORDS = {
+    **dict.fromkeys(("int", "int range"), "N"),
+    **dict.fromkeys(("float", "float range"), "NUMBER"),
+    **dict.fromkeys(("str", "list[str]"), "TEXT"),
+    **dict.fromkeys(("path", "file", "directory"), "PATH"),
+}
+"""How help names the value of an option, by typer's name of its type."""
+
+
 class CommandInterrupted(Exception):
     """Replaces KeyboardInterrupt inside typer, which would turn it into an exit code without a message."""
 
@@ -103,6 +112,9 @@ class LazyCommandGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMAND_HELP)
+
+    def get_params(self, ctx: Any) -> Any:
+        return _with_type_words(super().get_params(ctx))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return TyperCommand(cmd_name, help=COMMAND_HELP[cmd_name]) if cmd_name in COMMAND_HELP else None
@@ -129,15 +141,45 @@ def load_command(command: str) -> Any:
     module = import_module(f"trainyard.cli.commands.{name}")
     if hasattr(module, "app"):  # a group of subcommands
         group: Any = get_command(module.app)
-        for subcommand in group.commands.values():
-            subcommand.help = _join_paragraphs(subcommand.help)
+        for subcommand in (group, *group.commands.values()):
+            _improve_help(subcommand)
         return group
     settings = getattr(module, "CONTEXT_SETTINGS", {"help_option_names": ["-h", "--help"]})
     single = typer.Typer(add_completion=False)
     single.command(command, context_settings=settings)(getattr(module, name.rpartition(".")[2]))
     loaded = get_command(single)
-    loaded.help = _join_paragraphs(loaded.help)
+    _improve_help(loaded)
     return loaded
+
+
+def _improve_help(command: Any) -> None:
+    """Let the help of a command wrap, name types by words, and show brackets that are not markup."""
+    command.help = _join_paragraphs(command.help)
+    get_params, format_help = command.get_params, command.format_help
+
+    def format_escaped_help(ctx: Any, formatter: Any) -> None:
+        from rich.markup import escape
+
+        text = command.help
+        command.help = escape(text)
+        format_help(ctx, formatter)
+        command.help = text
+
+    command.get_params = lambda ctx: _with_type_words(get_params(ctx))
+    command.format_help = format_escaped_help
+
+
+def _with_type_words(parameters: list[Any]) -> list[Any]:
+    """The same parameters, whose help has a word of TYPE_WORDS for their type, or nothing for flags and arguments."""
+    for parameter in parameters:
+        is_option = parameter.param_type_name == "option" and not parameter.is_flag
+
+        def type_word(ctx: Any, parameter: Any = parameter, is_option: bool = is_option) -> str | None:
+            name = type(parameter).display_type_rich(parameter, ctx).strip("<>") if is_option else None
+            return TYPE_WORDS.get(name, name) if name else None
+
+        parameter.display_type_rich = type_word
+    return parameters
 
 
 def _join_paragraphs(text: str | None) -> str:

@@ -22,7 +22,7 @@ ConfigSource = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),
+    Argument(metavar="KEY=VALUE", help="Keys to override, such as optimizer.lr=1e-4; values are YAML."),
 ]
 Smoke = Annotated[
     bool, Option("--smoke", help="Shrink the file to a run of seconds with the same structure and features.")

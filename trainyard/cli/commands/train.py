@@ -30,7 +30,7 @@ DEFAULT_RECIPE = "tiny-llama"
 
 def train(
     source: Annotated[
-        str, Argument(metavar="[FILE|RECIPE|RUN]", help=CONFIG_SOURCE_HELP, autocompletion=complete_source)
+        str, Argument(metavar="FILE|RECIPE|RUN", help=CONFIG_SOURCE_HELP, autocompletion=complete_source)
     ] = DEFAULT_RECIPE,
     overrides: Overrides = None,
     smoke: Smoke = False,

@@ -14,7 +14,7 @@ from trainyard.cluster.jobs import RunState, find_runs, require_record, run_stat
 
 def jobs(
     directory: Annotated[
-        Path, Argument(metavar="[RUN|DIRECTORY]", help="A run directory, or one that contains several.")
+        Path, Argument(metavar="RUN|DIRECTORY", help="A run directory, or one that contains several.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> int:

@@ -31,7 +31,7 @@ def import_config(
     arguments: Annotated[
         list[str] | None,
         Argument(
-            metavar="[KEY=VALUE]... [-- FLAGS]",
+            metavar="KEY=VALUE|-- FLAGS",
             help="trainyard keys (with a dot), script variables (without), Megatron-LM flags (after --).",
         ),
     ] = None,

@@ -43,7 +43,7 @@ def eval(
     arguments: Annotated[
         list[str] | None,
         Argument(
-            metavar="[DATA]... [KEY=VALUE]...",
+            metavar="DATA|KEY=VALUE",
             help="Text (JSON lines, .txt, Parquet), PREFIX of .bin and .idx, packed rows, HDF5, a glob of these, or a "
             "YAML file with data.paths. Keys to override, such as layout.tp=2.",
         ),

@@ -25,7 +25,7 @@ def get(
         str | None, Argument(metavar="SOURCE", help="OWNER/NAME or hf://... on the Hub, s3://, https://, or a NAME.")
     ] = None,
     destination: Annotated[
-        str | None, Argument(metavar="[DEST]", help="File or directory to create. Default: named as the source.")
+        str | None, Argument(metavar="DEST", help="File or directory to create. Default: named as the source.")
     ] = None,
     list_names: Annotated[bool, Option("--list", help="List the data sets that have a NAME.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print files and sizes; download nothing.")] = False,

@@ -34,7 +34,7 @@ QUIT_KEYS = b"qQ\x03\x04"
 def top(
     run: Annotated[
         Path | None,
-        Argument(metavar="[RUN]", help="Run directory. Default: the one that trains in ./runs.", show_default=False),
+        Argument(metavar="RUN", help="Run directory. Default: the one that trains in ./runs.", show_default=False),
     ] = None,
     interval: Annotated[float, Option("--interval", min=0.2, help="Seconds between two readings.")] = 2.0,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per interval instead of a screen.")] = False,
