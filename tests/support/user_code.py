@@ -1,13 +1,16 @@
-"""Code as a user of Trainyard writes it: update rules, a dataset, a schedule."""
+"""Code as a user of Trainyard writes it: update rules, a dataset, a schedule, a loss and a metric."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainyard import Config, UpdateRule
+from trainyard.models import Batch, ModelOutput
 
 State = Mapping[str, Tensor]
 Result = tuple[Tensor, dict[str, Tensor]]
@@ -76,3 +79,19 @@ def make_both(config: Config) -> tuple[Powers, Powers]:
 def triangle(step: int, config: Config) -> float:
     half = config.train.steps / 2
     return 1 - abs(step - half) / (half + 1)
+
+
+def soft_cap(logits: Tensor, cap: float = 0.1) -> Tensor:
+    return cap * torch.tanh(logits / cap)
+
+
+def capped_loss(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross entropy of soft-capped logits."""
+    labels = batch["labels"].long()
+    logits = soft_cap(output.logits().float())
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def accuracy(output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"].long()
+    return (output.logits().argmax(-1) == labels).sum(), (labels != -100).sum()

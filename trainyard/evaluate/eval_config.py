@@ -1,9 +1,10 @@
-"""The configuration of an evaluation: the model of a checkpoint, defaults for one pass without training, overrides."""
+"""The configuration of an evaluation: what the run of a checkpoint says, defaults for one pass without training, and
+overrides."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainyard.checkpoint.formats.tensor_map import WeightSource
+from trainyard.checkpoint.formats.tensor_map import WeightSource, ZeroRouterBias
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.load import apply_overrides, parse
 from trainyard.config.schema import Config
@@ -16,13 +17,17 @@ DEFAULT_MICRO_BATCH = 4
 DATA_KEYS = ("seq_len", "document_mask", "mask_eod_loss", "tokenizer", "vocab_file", "merges_file", "end_of_text")
 """Keys of the data section that have a meaning for an evaluation."""
 EVALUATE_KEYS = ("metrics",)
+RUN_KEYS = {"train": ("loss",), "evaluate": ("metrics",), "data": ("document_mask", "mask_eod_loss")}
+"""Keys besides model and seq_len that an evaluation takes from the run, which evaluates itself with them."""
 
 
-def evaluation_config(weights: WeightSource, overrides: Iterable[str], ranks: int) -> Config:
+def evaluation_config(
+    weights: WeightSource, overrides: Iterable[str], ranks: int, run_keys: Mapping[str, Any] | None = None
+) -> Config:
     """The configuration of an evaluation of `weights` on `ranks` ranks, in fp32 unless an override says otherwise.
 
-    Model and window come from the checkpoint; nothing else of the run that wrote it does. The global batch fills the
-    ranks: it has no influence on the result.
+    Model, window and `run_keys` (default: those of `keys_of_run`) come from the checkpoint; nothing else of the run
+    that wrote it does. The global batch fills the ranks: it has no influence on the result.
     """
     overrides = list(overrides)
     for override in overrides:
@@ -36,6 +41,9 @@ def evaluation_config(weights: WeightSource, overrides: Iterable[str], ranks: in
     }
     if is_masked:
         data["data"]["max_predictions"] = max(1, min(20, data["data"]["seq_len"] - 3))
+    for key, value in (keys_of_run(weights) if run_keys is None else run_keys).items():
+        section, _, name = key.partition(".")
+        data.setdefault(section, {})[name] = value
     keys = apply_overrides(data, overrides)
     if "train.global_batch" not in keys:
         tp, pp, cp = (_positive(data.get("layout", {}).get(axis)) for axis in ("tp", "pp", "cp"))
@@ -49,6 +57,34 @@ def evaluation_config(weights: WeightSource, overrides: Iterable[str], ranks: in
     return config
 
 
+def keys_of_run(weights: WeightSource) -> dict[str, Any]:
+    """The values of RUN_KEYS that a run has set; empty for weights of another format."""
+    run = config_of_run(weights)
+    if run is None:
+        return {}
+    sections = {name: getattr(run, name).model_dump(mode="json") for name in RUN_KEYS}
+    return {
+        f"{name}.{key}": sections[name][key] for name, keys in RUN_KEYS.items() for key in keys if sections[name][key]
+    }
+
+
+def notes_of_run(weights: WeightSource, keys: Mapping[str, Any], overrides: Iterable[str]) -> list[str]:
+    """What the evaluation takes from the run, unless an override replaces it, and what it cannot take."""
+    run, given = config_of_run(weights), {override.partition("=")[0] for override in overrides}
+    found = keys_of_run(weights)
+    taken = ", ".join(f"{key}={value}" for key, value in found.items() if key in keys and key not in given)
+    left = [f"{key}={value}" for key, value in found.items() if key not in keys]
+    left += [f"evaluate.function={run.evaluate.function}"] if run and run.evaluate.function else []
+    lines = [f"as in the run: {taken}"] if taken else []
+    return lines + ([f"unlike in the run, without {', '.join(left)}"] if left else [])
+
+
+def config_of_run(weights: WeightSource) -> Config | None:
+    """The configuration of the run that wrote a checkpoint; None for weights of another format."""
+    weights = weights.weights if isinstance(weights, ZeroRouterBias) else weights
+    return weights.config if isinstance(weights, Checkpoint) else None
+
+
 def with_sample_shape(config: Config, seq_len: int, max_predictions: int | None = None) -> Config:
     """The same evaluation on samples of another shape."""
     data = config.model_dump(mode="json")
@@ -57,8 +93,8 @@ def with_sample_shape(config: Config, seq_len: int, max_predictions: int | None 
 
 
 def default_seq_len(weights: WeightSource) -> int:
-    if isinstance(weights, Checkpoint):
-        return weights.config.data.seq_len
+    if run := config_of_run(weights):
+        return run.data.seq_len
     return min(weights.model.max_positions, MAX_DEFAULT_SEQ_LEN)
 
 

@@ -69,7 +69,7 @@ class TrainyardLM(TemplateLM):
             weights = open_weights(pretrained).weights
             pairs = [f"{key}={value}" for key, value in overrides.items()]
             world = World.from_environment()
-            self.evaluator = Evaluator(evaluation_config(weights, pairs, world.size), weights, world)
+            self.evaluator = Evaluator(evaluation_config(weights, pairs, world.size, {}), weights, world)
             tokenizer = tokenizer or load_hf_tokenizer(weights, pretrained)
         else:
             self.evaluator = pretrained

@@ -13,7 +13,6 @@ from typer import Argument, Option
 from trainyard import devices
 from trainyard.checkpoint.convert import parse_layout
 from trainyard.checkpoint.formats.tensor_map import WeightSource
-from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay, print_line
@@ -27,7 +26,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
 from trainyard.evaluate.checkpoint_source import CheckpointSource
-from trainyard.evaluate.eval_config import evaluation_config
+from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
 from trainyard.families import family_of
 from trainyard.families.hf_config import from_hf
 from trainyard.launch.launcher import launch
@@ -80,7 +79,8 @@ def eval(
     Prints loss, perplexity, tokens and bits per byte of each data set: sums over tokens divided once, in fp64, equal at
     every batch size and layout. Text and token files are streams of documents, of which each token but the first is
     scored once; data.document_mask=true and data.mask_eod_loss=true score each document separately. BERT reports both
-    terms of its loss. Your metrics are evaluate.metrics.NAME=module:function.
+    terms of its loss. Your metrics are evaluate.metrics.NAME=module:function. A run is evaluated with its own
+    train.loss, evaluate.metrics and masks, unless you override them (train.loss=null).
 
     --tasks runs lm-evaluation-harness (pip install 'trainyard[lm-eval]').
 
@@ -114,7 +114,8 @@ def eval(
         download = stack.enter_context(ProgressDisplay("download"))
         path = stack.enter_context(local_source(checkpoint, download.update))
         opened = open_weights(path, from_hf(config) if config else None, hints)
-        run_config = evaluation_config(opened.weights, overrides, ranks)
+        run_keys = {} if tasks else keys_of_run(opened.weights)  # tasks have scores of their own
+        run_config = evaluation_config(opened.weights, overrides, ranks, run_keys)
         sets = {} if data or tasks else validation_sets(checkpoint, opened.weights)
         Layout.from_config(run_config, ranks)  # report an impossible layout before any process starts
         if nproc > 1:
@@ -126,7 +127,8 @@ def eval(
             environment = devices.select(run_config.device.name).rank_environment()
             return launch(["eval", str(path), *data, *overrides, *flags], nproc, environment, hosts=world)
         console = Console(highlight=False, stderr=as_json, quiet=world.rank > 0)
-        print_header(console, checkpoint, opened, run_config, world)
+        notes = [*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)]
+        print_header(console, checkpoint, opened, notes, run_config, world)
         progress = stack.enter_context(EvalProgress(enabled=world.rank == 0))
         stack.enter_context(distributed_shutdown())
         source = CheckpointSource(path, opened, run_config, world, progress.update)
@@ -171,7 +173,7 @@ def data_paths(argument: str) -> tuple[str, ...]:
 
 def validation_sets(checkpoint: str, weights: WeightSource) -> dict[str, list[str]]:
     """The files of each of evaluate.sets of the run that wrote a checkpoint."""
-    config = weights.config if isinstance(weights, Checkpoint) else None
+    config = config_of_run(weights)
     if config is None or not config.evaluate.sets:
         raise UserError(
             f"{checkpoint}: the run has no evaluate.sets; give DATA or --tasks, such as "
@@ -182,8 +184,10 @@ def validation_sets(checkpoint: str, weights: WeightSource) -> dict[str, list[st
     return {name: fetch_inputs(paths) for name, paths in config.evaluate.sets.items()}
 
 
-def print_header(console: Console, name: str, opened: OpenedCheckpoint, config: Config, world: World) -> None:
-    for note in opened.notes:
+def print_header(
+    console: Console, name: str, opened: OpenedCheckpoint, notes: list[str], config: Config, world: World
+) -> None:
+    for note in notes:
         print_line(console, f"note: {note}")
     model, ranks = config.model, f"; {world.size} ranks" if world.size > 1 else ""
     weights = f"{model.family} with {family_of(model).blueprint(model).parameter_count():,} weights"
