@@ -158,14 +158,16 @@ def test_every_kind_of_input_gives_the_same_tokens(
     (tmp_path / "j.jsonl.gz").write_bytes(gzip.compress(data[:half] + codecs.BOM_UTF8 + data[half:]))
     parquet.write_table(pa.table({"id": range(len(texts)), "text": texts}), tmp_path / "e.parquet", row_group_size=7)
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "f"), num_shards=2)
-    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / "more").mkdir(parents=True)
+    for name in ("notes.md", ".hidden.txt", "more/text.txt"):  # left out
+        (tmp_path / "g" / name).write_text("not a document")
     for number, text in enumerate(texts):
         bom = codecs.BOM_UTF8 if number % 2 else b""
         (tmp_path / "g" / f"{number:04}.txt").write_bytes(bom + text.encode())
     monkeypatch.setattr(documents, "SLICE_BYTES", 500)
     tokens = {}
     for path in sorted(tmp_path.glob("[a-j]*")):
-        inputs = documents.resolve_inputs([str(path / "*.txt") if path.name == "g" else str(path)])
+        inputs = documents.resolve_inputs([str(path)])
         assert run(inputs, tmp_path / f"out-{path.name}", TokenizeOptions(gpt2_spec(gpt2_files)), 1) == []
         tokens[path.name] = (tmp_path / f"out-{path.name}_text_document.bin").read_bytes()
         assert documents.total_bytes(inputs) > 0
@@ -190,6 +192,12 @@ def test_inputs_are_names_or_globs(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert documents.resolve_inputs([str(tmp_path / "a[1].jsonl")]) == [tmp_path / "a[1].jsonl"]
     assert documents.resolve_inputs([str(tmp_path / "[ab].jsonl")]) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+
+
+def test_directory_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("text")
+    with pytest.raises(UserError, match=r"a directory without files of a supported kind; supported: JSON lines"):
+        documents.resolve_inputs([str(tmp_path)])
 
 
 def test_sentences_become_sequences(gpt2_files: Path, tmp_path: Path) -> None:

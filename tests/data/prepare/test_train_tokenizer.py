@@ -85,6 +85,7 @@ def test_same_text_gives_same_wordpieces(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--vocab-size", "100"), "--vocab-size 100: bpe needs at least 257"),
+        (("--vocab-size", "1000000000"), "--vocab-size 1000000000: must be at most 16777216"),  # aborted the process
         (("--kind", "unigram"), "--kind unigram: unknown; nearest: bpe or wordpiece"),
         (("--json-key", "content", "--strict"), "no text under 'content'"),
     ],
@@ -96,6 +97,17 @@ def test_wrong_input_is_one_line(
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_file_without_text_gives_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, text: str
+) -> None:
+    (tmp_path / "empty.txt").write_text(text)
+    assert train("--input", tmp_path / "empty.txt", "--output", tmp_path / "out", "--kind", kind) == 2
+    assert capsys.readouterr().err == f"trainyard: {tmp_path / 'empty.txt'}: no text to train on\n"
     assert not (tmp_path / "out").exists()
 
 

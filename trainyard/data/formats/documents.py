@@ -27,7 +27,8 @@ JSON_DECODER = json.JSONDecoder()
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates are valid in JSON escapes but cannot be encoded as UTF-8."""
 SUPPORTED_INPUTS = (
-    "JSON lines (.json, .jsonl, also .gz, .bz2 and .zst), .txt, .parquet, or a directory saved by the datasets library"
+    "JSON lines (.json, .jsonl, also .gz, .bz2 and .zst), .txt, .parquet, a directory of such files, or one saved by "
+    "the datasets library"
 )
 
 Texts = tuple[str, ...]
@@ -74,8 +75,17 @@ def expand_patterns(patterns: Sequence[str]) -> list[Path]:
 
 
 def resolve_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files and directories of documents, by name or glob."""
-    paths = expand_patterns(patterns)
+    """Files of documents, and directories saved by the datasets library, by name or glob. Any other directory stands
+    for the supported files in it, sorted by name."""
+    paths: list[Path] = []
+    for path in expand_patterns(patterns):
+        is_plain_directory = path.is_dir() and not arrow_files(path)
+        found = [path]
+        if is_plain_directory:
+            found = sorted(file for file in path.iterdir() if _kind_by_name(file) and not file.name.startswith("."))
+        if not found:
+            raise UserError(f"{path}: a directory without files of a supported kind; supported: {SUPPORTED_INPUTS}")
+        paths += found
     for path in paths:
         _file_kind(path)
     return paths
@@ -127,16 +137,17 @@ def line_number(input_slice: InputSlice, offset: int) -> int:
     return count
 
 
-def _file_kind(path: DataPath) -> str:
-    if path.is_dir():
-        if not arrow_files(path):
-            raise UserError(
-                f"{path}: a directory without data-*.arrow of the datasets library; supported: {SUPPORTED_INPUTS}"
-            )
-        return "arrow"
+def _kind_by_name(path: DataPath) -> str | None:
+    """The kind of a file of documents; None for a file of another kind."""
     compressed = path.suffix in COMPRESSION_BY_SUFFIX
     kind = KIND_BY_SUFFIX.get(Path(path.stem).suffix if compressed else path.suffix)
-    if not kind or (compressed and kind != "lines"):
+    return None if compressed and kind != "lines" else kind
+
+
+def _file_kind(path: DataPath) -> str:
+    if path.is_dir():
+        return "arrow"
+    if not (kind := _kind_by_name(path)):
         raise UserError(f"{path}: unsupported kind of file; supported: {SUPPORTED_INPUTS}")
     return kind
 

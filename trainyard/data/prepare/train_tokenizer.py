@@ -15,6 +15,8 @@ from trainyard.data.formats import documents
 from trainyard.data.formats.documents import UnreadableRecord
 
 KINDS = ("bpe", "wordpiece")
+MAX_VOCAB_SIZE = 2**24
+"""The tokenizers library reserves memory for the entire vocabulary, and aborts the process if there is too little."""
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -49,6 +51,8 @@ def train_tokenizer(
     """
     if options.vocab_size < options.min_vocab_size:
         raise UserError(f"--vocab-size {options.vocab_size}: {options.kind} needs at least {options.min_vocab_size}")
+    if options.vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(f"--vocab-size {options.vocab_size}: must be at most {MAX_VOCAB_SIZE}; nearest: 32000")
     texts = _texts(paths, options.text_key, on_unreadable, on_bytes)
     if options.kind == "bpe":
         fast = _empty_bpe()
@@ -79,14 +83,18 @@ def _texts(
     on_unreadable: Callable[[UnreadableRecord], None],
     on_bytes: Callable[[int], None],
 ) -> Iterator[list[str]]:
-    done = 0
+    done, has_text = 0, False
     for input_slice in documents.input_slices(paths):
         records, unreadable = documents.read_documents(input_slice, [key])
         for record in unreadable:
             on_unreadable(record)
-        yield [text for (text,) in records]
+        texts = [text for (text,) in records]
+        has_text |= any(text.strip() for text in texts)
+        yield texts
         done += input_slice.input_bytes
         on_bytes(done)
+    if not has_text:
+        raise UserError(f"{', '.join(map(str, paths[:3]))}: no text to train on")
 
 
 def _empty_bpe() -> Fast:

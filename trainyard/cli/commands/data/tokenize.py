@@ -62,8 +62,9 @@ def tokenize(
 ) -> None:
     """Convert text to Megatron token files, byte for byte what Megatron's preprocess_data.py writes.
 
-    Reads JSON lines (also .gz, .bz2 and .zst), .txt (one document per file), Parquet, and directories saved by the
-    datasets library. No file has its final name before it is complete; after a kill, run the command again.
+    Reads JSON lines (also .gz, .bz2 and .zst), .txt (one document per file), Parquet, directories of such files, and
+    directories saved by the datasets library. No file has its final name before it is complete; after a kill, run the
+    command again.
 
     Examples:
 
