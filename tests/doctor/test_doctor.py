@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from trainyard.devices.health import device_findings
 from trainyard.doctor.file_system import file_system_findings
 from trainyard.doctor.host import host_findings
 from trainyard.doctor.leftovers import leftover_findings
+from trainyard.doctor.node_worker import local_findings
 
 
 def by_subject(findings: list[Finding]) -> dict[str, Finding]:
@@ -111,6 +113,21 @@ def test_gpu_that_another_process_holds(tmp_path: Path, monkeypatch: pytest.Monk
 def test_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
     findings = by_subject(list(file_system_findings(tmp_path / "runs" / "x")))
     assert [finding.level for finding in findings.values()] == ["ok", "ok", "ok"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_one_of_the_findings(tmp_path: Path) -> None:
+    """A limit on the size of files makes the kernel refuse to write, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        findings = local_findings(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [finding.text for finding in findings if finding.level == "error"] == [
+        f"{tmp_path}: cannot be written: File too large"
+    ]
+    assert {"memory", "ports", "devices", "locks", "leftovers"} <= set(by_subject(findings))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -37,9 +37,14 @@ def file_system_findings(directory: Path) -> Iterator[Finding]:
     if not os.access(existing, os.W_OK):
         yield Finding("disk", "error", f"{existing}: cannot be written", "set log.directory to a directory of yours")
         return
-    with tempfile.TemporaryDirectory(prefix=".trainyard-doctor-", dir=existing) as temporary:
-        yield _check_lock(Path(temporary))
-        yield _check_rename(Path(temporary))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".trainyard-doctor-", dir=existing) as temporary:
+            yield _check_lock(Path(temporary))
+            yield _check_rename(Path(temporary))
+    except OSError as error:  # a full disk, or one with a quota
+        yield Finding(
+            "disk", "error", f"{existing}: cannot be written: {error.strerror}", "remove files, or set log.directory"
+        )
 
 
 def _check_lock(directory: Path) -> Finding:
