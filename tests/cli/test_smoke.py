@@ -7,6 +7,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
+import transformers
 import yaml
 
 from tests.cli.conftest import Call, succeed
@@ -104,3 +106,72 @@ def test_own_sentence_pairs_are_kept_for_bert(call: Call, tmp_path: Path) -> Non
     assert config["data"]["paths"] == [str(tmp_path / "own.hdf5")]
     assert config["model"]["vocab"] == tokens.max() + 1
     assert "data.paths" not in notes
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("train.steps=abc", "train.global_batch=[]", "train.micro_batch=null", "layout.tp=abc", "layout.pp={}"),
+        *("layout.ranks=abc", "model.heads=abc", "model.experts=abc", "model.rope_scaling=abc", "model.family=[]"),
+        *("model.family=llama4", "data.cache=7", "train=7", "data.seq_len=null", "profile.steps=abc", "a.b.c=1"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["tiny-llama", "mixtral-8x7b"])
+def test_mistake_is_the_line_of_a_run_without_smoke(call: Call, recipe: str, override: str) -> None:
+    """A trial was computed from values that nobody had checked: a traceback."""
+    code, _, line = call("config", recipe, override)
+    assert code == 2
+    assert call("config", recipe, override, "--smoke") == (2, "", line.replace(f"{recipe}: ", "", 1))
+
+
+@pytest.mark.parametrize("override", ["data.cache.gib=10", "data.cache={gib: 10}"])
+def test_key_of_an_inner_section_is_kept(call: Call, override: str) -> None:
+    config, _ = smoke(call, "tiny-llama", override)
+    assert config["data"]["cache"] == {"directory": None, "gib": 10.0}
+
+
+@pytest.fixture
+def model_directory(tmp_path: Path) -> Path:
+    """A model of Hugging Face's format, with sizes that no trial has."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=300,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            max_position_embeddings=32,
+        )
+    ).save_pretrained(tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("names_model", [True, False])
+def test_trial_from_a_named_checkpoint_has_its_model(call: Call, model_directory: Path, names_model: bool) -> None:
+    """The trial shrank the model and then failed, because the checkpoint did not fit."""
+    overrides = [f"checkpoint.init_from={model_directory}", *[f"model.from_hf={model_directory}"] * names_model]
+    config, _ = smoke(call, "tiny-llama", *overrides)
+    sizes = [config["model"][key] for key in ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads", "max_positions")]
+    assert sizes == [300, 48, 80, 3, 6, 3, 32]
+    assert (config["data"]["seq_len"], config["train"]["steps"]) == (32, 8)
+    if names_model:
+        run = ["device.name=cpu", "train.steps=1", "log.loggers=[]", "model.layers=3", "log.directory=runs"]
+        code, out, err = call("train", "tiny-llama", "--smoke", *overrides, *run)
+        assert code == 0, err
+        assert "reading weights from" in out
+
+
+def test_named_model_keeps_its_sizes(call: Call, model_directory: Path) -> None:
+    config, _ = smoke(call, "gpt3-6.7b", f"model.from_hf={model_directory}", "data.source=synthetic", "model.layers=2")
+    assert (config["model"]["family"], config["model"]["hidden"], config["model"]["layers"]) == ("llama", 48, 2)
+
+
+def test_warm_up_longer_than_the_run_is_noted(call: Call) -> None:
+    line = "note: schedule.warmup_steps=9: the run ends after train.steps=4, before the learning rate has reached"
+    for option in ([], ["--smoke"]):
+        code, _, err = call("config", "tiny-llama", "schedule.warmup_steps=9", "train.steps=4", *option)
+        assert code == 0
+        assert err.startswith(line)
+        assert call("config", "tiny-llama", "schedule.warmup_steps=4", "train.steps=4", *option)[2] == ""

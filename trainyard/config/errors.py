@@ -2,10 +2,10 @@
 
 import difflib
 import re
+from collections.abc import Iterable
 from math import isfinite
 from typing import get_args
 
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainyard.config.renamed_keys import NEW_VALUES, RENAMED_KEYS, RENAMED_VALUES
@@ -30,9 +30,14 @@ BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 KEYS_COMMAND = "see trainyard config --keys"
 
 
-def first_error_line(error: ValidationError) -> str:
+def first_error_line(mistakes: Iterable[ErrorDetails]) -> str:
     """Describe the first mistake. Unknown keys come first: a misspelled key often leaves another one missing."""
-    return _error_line(min(error.errors(), key=lambda details: details["type"] != "extra_forbidden"))
+    return _error_line(min(mistakes, key=lambda details: details["type"] != "extra_forbidden"))
+
+
+def is_rule_of_section(mistake: ErrorDetails) -> bool:
+    """True if each value is valid, but not together with others of its section, or with other sections."""
+    return mistake["type"] == "value_error" and isinstance(mistake["input"], dict)
 
 
 def _error_line(error: ErrorDetails) -> str:

@@ -10,15 +10,17 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from trainyard.config.errors import first_error_line
+from trainyard.config.errors import first_error_line, is_rule_of_section
 from trainyard.config.importers.key_table import ImportedConfig
 from trainyard.config.importers.nxdt import is_nxdt
 from trainyard.config.recipes import find_config
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import ConfigYamlLoader, format_value, read_yaml
 from trainyard.core.errors import UserError
+from trainyard.core.section import Section
 from trainyard.core.user_code import search_current_directory
 from trainyard.download.credentials import keys_with_credentials, redact
+from trainyard.families import find_family
 from trainyard.families.hf_config import from_hf
 
 SECTION_TAGS = {"model": ("family", "from_hf"), "model.rope_scaling": ("kind",)}
@@ -31,7 +33,8 @@ def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str]
     A file of NxD Training is imported; `warn` (default: print to standard error) receives what the import changes.
     """
     data, missing_hint = _read_with_bases(find_config(source), str(source), warn or warn_on_stderr, ())
-    if ":" in str((data.get("model") or {}).get("family", "")):
+    model = data.get("model")
+    if isinstance(model, dict) and ":" in str(model.get("family", "")):
         search_current_directory()
     return validate_imported(ImportedConfig(data, [], [], missing_hint), overrides, str(source))
 
@@ -95,15 +98,37 @@ def parse(data: dict[str, Any], overrides: Iterable[str] = (), source: str = "")
             f"{prefix}{key}: contains a password, token or signature, which would be stored with the run; nearest: "
             "HF_TOKEN, AWS_PROFILE or ~/.netrc, or `trainyard get` first"
         )
-    model = data.get("model")
-    if isinstance(model, dict) and "from_hf" in model:
-        own_keys = {key: value for key, value in model.items() if key != "from_hf"}
-        data = {**data, "model": {**from_hf(str(model["from_hf"])).model_dump(mode="json"), **own_keys}}
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(_resolve_model(data))
     except ValidationError as error:
         prefix = f"{source}: " if source else ""
-        raise UserError(prefix + first_error_line(error)) from None
+        raise UserError(prefix + first_error_line(error.errors())) from None
+
+
+def check_keys(data: dict[str, Any]) -> dict[str, Any]:
+    """Validate every key by itself and return the data with all defaults. Rules between keys are not applied: the
+    values may still change."""
+    data = _resolve_model(data)
+    try:
+        Config.model_validate(data)
+    except ValidationError as error:
+        if mistakes := [mistake for mistake in error.errors() if not is_rule_of_section(mistake)]:
+            raise UserError(first_error_line(mistakes)) from None
+    classes: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
+    classes["model"] = find_family(data["model"]["family"]).config_class
+    for name, section in classes.items():
+        if isinstance(section, type) and issubclass(section, Section):
+            data = {**data, name: section.model_construct(**data.get(name, {})).model_dump(mode="json", warnings=False)}
+    return data
+
+
+def _resolve_model(data: dict[str, Any]) -> dict[str, Any]:
+    """Replace model.from_hf by the keys of that config.json; other keys of the section take precedence."""
+    model = data.get("model")
+    if not isinstance(model, dict) or "from_hf" not in model:
+        return data
+    own_keys = {key: value for key, value in model.items() if key != "from_hf"}
+    return {**data, "model": {**from_hf(str(model["from_hf"])).model_dump(mode="json"), **own_keys}}
 
 
 def dump(config: Config) -> str:
@@ -122,7 +147,11 @@ def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), s
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> set[str]:
-    """Set the keys of `section.key=value` overrides in plain data; returns the keys."""
+    """Set the keys of `section.key=value` overrides in plain data; returns the keys. A model.from_hf replaces the model
+    of the file, whose keys would take precedence."""
+    overrides, model = list(overrides), data.get("model")
+    if any(override.startswith("model.from_hf=") for override in overrides):
+        data["model"] = model if isinstance(model, dict) and "from_hf" in model else {}
     return {_apply_override(data, override) for override in overrides}
 
 
@@ -132,7 +161,7 @@ def _apply_override(data: dict[str, Any], override: str) -> str:
         raise UserError(f"{override}: not an override; write section.key=value, for instance train.steps=100")
     try:
         value = yaml.load(text, ConfigYamlLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         value = text
     *parents, leaf = dotted.split(".")
     node = data

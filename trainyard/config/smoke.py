@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from math import gcd, lcm, prod
 from typing import Any
 
-from trainyard.config.load import apply_overrides, parse, warn_on_stderr
+from trainyard.config.load import apply_overrides, check_keys, parse, warn_on_stderr
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
 from trainyard.core.user_code import is_user_path
@@ -39,8 +39,9 @@ def smoke_config(
     """
     data: dict[str, Any] = config.model_dump(mode="json")
     named = apply_overrides(data, overrides)
-    if any("." not in key for key in named):  # an entire section: validation fills in its keys
-        data = parse(data).model_dump(mode="json")
+    if "model.from_hf" in named:  # an entire section
+        named.add("model")
+    data = check_keys(data)
 
     def shrink(section: str, **values: Any) -> None:
         """Set values, except those of keys that the command line names."""
@@ -111,11 +112,11 @@ def _smoke_data(data: dict[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Built-in samples, with the features of the file's data and the keys that the command line names."""
     section, is_causal = data["data"], find_family(data["model"]["family"]).is_causal
     kept = {"document_mask", "mask_eod_loss", "validation_fraction"} | {
-        key.removeprefix("data.") for key in named if key.startswith("data.")
+        key.split(".")[1] for key in named if key.startswith("data.")
     }
     small = {
         "source": "text" if is_causal else "synthetic",
-        "seq_len": SMOKE_SEQ_LEN,
+        "seq_len": min(SMOKE_SEQ_LEN, data["model"]["max_positions"]),
         "max_predictions": SMOKE_PREDICTIONS,
         **{key: section[key] for key in kept},
     }

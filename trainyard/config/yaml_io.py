@@ -9,10 +9,17 @@ import yaml
 from trainyard.core.errors import UserError, one_line
 
 MAX_VALUE_CHARS = 60
+MAX_VALUES = 100_000
 
 
 class ConfigYamlLoader(yaml.SafeLoader):
-    """YAML 1.1 with two corrections: 3e-4 is a number, and a duplicate key is an error."""
+    """YAML 1.1 with three corrections: 3e-4 is a number, and a duplicate key is an error, as is an anchor that contains
+    itself."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node in self.recursive_objects:
+            raise yaml.MarkedYAMLError(problem="an anchor contains itself", problem_mark=node.start_mark)
+        return super().construct_object(node, deep=True)  # at once, so that a node inside itself is noticed
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -38,7 +45,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: not a configuration: expected a mapping of sections")
+    _check_size(data, path)
     return data
+
+
+def _check_size(data: Any, path: Path) -> None:
+    """Refuse aliases of aliases that stand for more values than any walk over the file would finish."""
+    stack, count = [data], 0
+    while stack:
+        node = stack.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise UserError(f"{path}: not a configuration: its aliases stand for more than {MAX_VALUES:,} values")
+        if isinstance(node, dict | list):
+            stack += node.values() if isinstance(node, dict) else node
 
 
 def format_value(value: object) -> str:
