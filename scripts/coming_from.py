@@ -1,4 +1,4 @@
-"""Write the key tables of docs/coming-from/{nxd-training,megatron-lm}.md from the tables of the importers.
+"""Write the key tables of docs/coming-from from those of the importers and of the errors about unknown keys.
 
     python scripts/coming_from.py
 
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from trainyard.config.importers.foreign_keys import HF_TRAINER, TORCHTITAN, Rows
 from trainyard.config.importers.key_table import KeyRule
 from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
 from trainyard.config.importers.nxdt.keys import NXDT_KEYS
@@ -64,7 +65,22 @@ def _by_reason(rules: Mapping[str, KeyRule], action: str, dashes: str) -> Iterat
     yield from (f"| {reason} | {', '.join(keys)} |" for reason, keys in names.items())
 
 
-TABLES = {"nxd-training.md": lambda: nxdt_tables(), "megatron-lm.md": lambda: key_tables(MEGATRON_FLAGS, "--")}
+def row_tables(tables: Mapping[str, Rows], system: str, dashes: str) -> Iterator[str]:
+    """One table for each subject, with notes."""
+    for title, rows in tables.items():
+        yield from (f"### {title}", "", f"| {system} | trainyard | |", "|---|---|---|")
+        for names, (ours, note) in rows.items():
+            theirs = ", ".join(f"`{dashes}{name}`" for name in names.split())
+            yield f"| {theirs} | {', '.join(f'`{key}`' for key in ours.split(', ')) if ours else 'none'} | {note} |"
+        yield ""
+
+
+TABLES = {
+    "nxd-training.md": lambda: nxdt_tables(),
+    "megatron-lm.md": lambda: key_tables(MEGATRON_FLAGS, "--"),
+    "hf-trainer.md": lambda: row_tables(HF_TRAINER, "TrainingArguments", ""),
+    "torchtitan.md": lambda: row_tables(TORCHTITAN, "torchtitan", "--"),
+}
 
 
 def with_tables(name: str) -> str:

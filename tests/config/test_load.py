@@ -4,7 +4,7 @@ import copy
 import json
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES, upgrade_
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import schema_keys, without_tags
 from trainyard.core.errors import UserError
+from trainyard.families.hf_config import to_hf
 
 ROOT = Path(__file__).parents[2]
 BASE = {"model": configs.LLAMA, "train": {"steps": 3}, "data": {"seq_len": 16}}
@@ -81,13 +82,13 @@ MISTAKES = [
     (["evaluate.every=2"], ["evaluate.every=2", "no samples are held out", "evaluate.sets"]),
     (["data.paths=3"], ["data.paths=3", "not a list", "nearest: [3]"]),
     (["data.paths=''"], ["data.paths=", "not a list"]),
-    (["device.name=gpu"], ["device.name=gpu", "auto"]),
+    (["device.name=gpu"], ["device.name=gpu", "nearest: cuda"]),
     (["precision.grad_dtype=bf16"], ["precision.grad_dtype=bf16", "nearest: grad_dtype=fp32"]),
     (["evaluate.every=10"], ["evaluate.every=10", "data.validation_fraction"]),
     (["train.loss=my_loss"], ["train.loss=my_loss", "my_module:my_function"]),
     (["data.tokenizer=gpt2"], ["data.tokenizer=gpt2", "vocab_file"]),
     (["model=null"], ["model"]),
-    (["train=7"], ["train=7", "a mapping"]),
+    (["train=7"], ["train=7", "train is a section", "train.steps"]),
     (["steps"], ["steps", "section.key=value"]),
     (["model.hidden.x=1"], ["hidden is a value"]),
     (["model.hidden=1000000001"], ["model.hidden=1000000001", "nearest: 1048576"]),  # used to hang
@@ -95,6 +96,19 @@ MISTAKES = [
     (["model.layers=100000000"], ["model.layers=100000000", "nearest: 10000"]),  # used to hang
     (["model.vocab=100000000000"], ["model.vocab=100000000000", "at most"]),
     (["device.threads=1000000"], ["device.threads=1000000", "nearest: 1024"]),  # used to crash the process
+    (["device=cuda"], ["device=cuda: device is a section; set one of its keys, such as device.name"]),
+    (["model=[a, b]"], ["model=['a', 'b']: model is a section", "model.family"]),
+    (["data.cache=7"], ["data.cache=7: data.cache is a section", "data.cache.directory"]),
+    (["data.weights=[1,2]"], [": data.weights=[1.0, 2.0]: 2 weights for 0 data.paths"]),
+    (["data.split=50,50"], [": data.split=50,50: requires data.source=tokens; found text"]),
+    (["data.split=98,1,1", "data.source=tokens"], [": data.paths: missing; data.source=tokens reads files"]),
+    (["data.mask_eod_loss=true", "data.source=synthetic"], [": data.mask_eod_loss=true: requires"]),
+    (["checkpoint.memory_every=2"], [": checkpoint.memory_every=2: needs checkpoints", "checkpoint.every"]),
+    (["checkpoint.weights_only=true"], [": checkpoint.weights_only=true: requires the path of a checkpoint"]),
+    (["model.family=7"], ["model.family=7: not one of bert, gpt, llama"]),
+    (["model.family=llama4"], ["model.family=llama4: not one of bert", "nearest: llama"]),
+    (["optimizer.kind=zzzzzz"], ["optimizer.kind=zzzzzz: not one of adamw, lamb, muon, or module:Class"]),
+    (["log.name=2024-99-99x", "train.steps=2024-99-99"], ["train.steps=2024-99-99"]),  # a date that YAML cannot read
     (["train.steps=many"], ["train.steps=many", "needed: whole number, >= 1 (Optimizer steps)"]),
 ]
 
@@ -186,6 +200,11 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
         ("train: {steps: 1}\ntrain: {steps: 2}\n", "duplicate key train"),
         ("just words\n", "a mapping"),
         ("", "a mapping"),
+        ("model: [a, b]\ntrain: {steps: 2}\n", "model is a section"),
+        ("model: 7\ntrain: {steps: 2}\n", "model is a section"),
+        ("train: &a {steps: *a}\n", "1: not valid YAML: an anchor contains itself"),
+        ("train:\n  x: &a [1, *a]\n", "2: not valid YAML: an anchor contains itself"),
+        ("a: &a [1, 2]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi")), "its aliases"),
     ],
 )
 def test_invalid_file_is_reported_with_its_path(tmp_path: Path, text: str, message: str) -> None:
@@ -349,6 +368,16 @@ def test_model_sizes_come_from_config_json(tmp_path: Path) -> None:
     assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.0, 0.1)
     with pytest.raises(UserError, match=r"nowhere.*config\.json"):
         parse({"model": {"from_hf": "nowhere/config.json"}, "train": {"steps": 1}})
+
+
+def test_model_of_the_command_line_replaces_the_model_of_the_file(tmp_path: Path) -> None:
+    """Every key of the file took precedence, so that model.from_hf changed nothing."""
+    other = parse({**BASE, "model": {**configs.LLAMA, "layers": 3, "hidden": 64}}).model
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(other)))
+    config = load(base_file(tmp_path), [f"model.from_hf={tmp_path}", "model.init_std=0.5"])
+    assert (config.model.layers, config.model.hidden, config.model.init_std) == (3, 64, 0.5)
+    file = {**BASE, "model": {"from_hf": "nowhere", "init_std": 0.3}}
+    assert parse(file, [f"model.from_hf={tmp_path}"]).model.init_std == 0.3
 
 
 def test_every_key_is_documented() -> None:

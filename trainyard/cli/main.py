@@ -1,6 +1,7 @@
 """The `trainyard` command: one file per subcommand; a user error becomes one line on stderr and exit code 2."""
 
 import difflib
+import errno
 import inspect
 import os
 import sys
@@ -22,6 +23,8 @@ from trainyard.launch.rank_guard import rank_process_guard
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError; typer may vendor its own click."""
 
+USER_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
+"""Errors of the operating system that come from the path that the user gave, whoever opens it."""
 EXTRA_BY_MODULE = {
     **dict.fromkeys(("pyarrow", "h5py", "sentencepiece"), "data"),
     **dict.fromkeys(("fastapi", "uvicorn", "jinja2"), "serve"),
@@ -241,6 +244,8 @@ def _run_command() -> int:
     except USAGE_ERROR as error:
         if not str(error):  # a group without a subcommand; its help has been printed
             return 2
+        if hint := _key_of_option(error):
+            raise UserError(hint) from None
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         raise UserError(f"{' '.join(message.split())} (see trainyard --help)") from None
     except typer.Abort:
@@ -252,10 +257,30 @@ def _run_command() -> int:
         fix = f"pip install 'trainyard[{EXTRA_BY_MODULE[module]}]'"
         raise UserError(f"this needs the package {module}, which is not installed: {fix}") from None
     except OSError as error:
+        if error.filename and error.errno in USER_ERRNOS:
+            raise UserError(f"{error.filename}: {error.strerror}") from None
         if not is_disk_full(error):
             raise
         raise RunStopped(f"{error.filename or 'a file'}: {error.strerror}") from None
     return code if isinstance(code, int) else 0
+
+
+def _key_of_option(error: Exception) -> str:
+    """The error line for an unknown option that stands for a key of the configuration; empty for any other error."""
+    option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "command", None)
+    takes_keys = any(parameter.name == "overrides" for parameter in getattr(command, "params", ()))
+    if not takes_keys or not option.startswith("--"):
+        return ""
+    from trainyard.config.importers.suggest_key import KEYS_COMMAND, suggest_key  # imports all of the schema
+
+    index = next((i for i, word in enumerate(sys.argv) if word.partition("=")[0] == option), len(sys.argv))
+    _, equals, value = sys.argv[index].partition("=") if index < len(sys.argv) else ("", "", "")
+    following = sys.argv[index + 1 : index + 2]
+    if not equals and following and not following[0].startswith("--"):
+        value = following[0]
+    hint = suggest_key(option[2:], value=value or "VALUE")
+    hint = hint.replace("nearest: ", "keys have no dashes; nearest: ", 1)
+    return f"{option}: no such option; {hint}" if hint != KEYS_COMMAND else ""
 
 
 def _on_thread_error(error: threading.ExceptHookArgs) -> None:

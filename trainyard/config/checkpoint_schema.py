@@ -57,13 +57,18 @@ class CheckpointSection(Section):
     @model_validator(mode="after")
     def _check_memory_copies(self) -> Self:
         if self.memory_every and not self.saving_enabled:
-            raise ValueError("memory_every: needs checkpoints to fall back to; set every or every_minutes")
+            raise ValueError(
+                f"memory_every={self.memory_every}: needs checkpoints to fall back to; set checkpoint.every or "
+                "checkpoint.every_minutes"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_weight_sources(self) -> Self:
         if self.weights_only and self.resume in ("auto", "none"):
-            raise ValueError(f"weights_only: requires the path of a checkpoint; found resume={self.resume}")
+            raise ValueError(f"weights_only=true: requires the path of a checkpoint; found resume={self.resume}")
         if self.weights_only and self.init_from:
-            raise ValueError("init_from and weights_only: both set the initial weights; set only one")
+            raise ValueError(
+                f"init_from={self.init_from}: weights_only=true sets the initial weights too; set only one"
+            )
         return self

@@ -70,16 +70,19 @@ class DataSection(Section):
     def _check_source(self) -> Self:
         if self.weights and len(self.weights) != len(self.paths):
             found = f"{len(self.weights)} weights for {len(self.paths)} data.paths"
-            raise ValueError(f"weights: {found}; give one per path")
+            raise ValueError(f"weights={list(self.weights)}: {found}; give one per path")
         if self.source in ("tokens", "arrow", "hdf5") and not self.paths:
-            raise ValueError(f"paths: missing; source={self.source} reads files")
-        for key, is_set in (("order", self.order != "shuffled"), ("split", self.split)):
-            if is_set and self.source != "tokens":
-                raise ValueError(f"{key}: requires source=tokens; found source={self.source}")
+            raise ValueError(f"paths: missing; data.source={self.source} reads files")
+        for key, default in (("order", "shuffled"), ("split", None)):
+            if (value := getattr(self, key)) != default and self.source != "tokens":
+                raise ValueError(f"{key}={value}: requires data.source=tokens; found {self.source}")
         if self.split and self.validation_fraction:
-            raise ValueError("split and validation_fraction: both hold out samples; set only one")
+            raise ValueError(f"split={self.split}: data.validation_fraction holds out samples too; set only one")
         if self.validation_fraction and self.order != "shuffled":
-            raise ValueError(f"validation_fraction: order={self.order} holds out documents; nearest: split=980,10,10")
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction}: data.order={self.order} holds out documents; "
+                "nearest: data.split=980,10,10"
+            )
         if self.mask_eod_loss and self.source not in ("text", "tokens"):
-            raise ValueError(f"mask_eod_loss: requires source=text or tokens; found source={self.source}")
+            raise ValueError(f"mask_eod_loss=true: requires data.source=text or tokens; found {self.source}")
         return self

@@ -1,6 +1,5 @@
 """Validation errors of pydantic as one line each: the key, the value found, the nearest valid value."""
 
-import difflib
 import re
 from collections.abc import Iterable
 from math import isfinite
@@ -13,6 +12,7 @@ from trainyard.config.schema import Config
 from trainyard.config.schema_docs import allowed_values, field_docstrings, schema_keys, tagged_unions, without_tags
 from trainyard.config.yaml_io import format_value
 from trainyard.core.section import Section
+from trainyard.core.user_code import nearest_name
 from trainyard.families import find_family
 
 EXPECTED_TYPES = {
@@ -46,26 +46,25 @@ def _error_line(error: ErrorDetails) -> str:
     assignment = f"{key}={format_value(value)}"
     tag_key = f"{key}.family" if key == "model" else f"{key}.kind"
     if kind == "extra_forbidden":
-        return f"{assignment}: {_unknown_key_hint(key, section, value)}"
+        return _unknown_key_line(key, section, value)
     if kind == "missing":
         return f"{key}: missing, and it has no default; needed: {_describe(section, key)}"
     if kind == "union_tag_not_found":
         return f"{tag_key}: missing; one of {', '.join(tagged_unions()[key])}"
     if kind == "union_tag_invalid":
         tag, tags = str(context["tag"]), list(tagged_unions()[key])
-        return f"{tag_key}={tag}: not one of {', '.join(tags)}; nearest: {_closest(tag, tags)}"
+        return f"{tag_key}={tag}: not one of {', '.join(tags)}{nearest_name(tag, tags)}"
     if kind == "family_error":
         return f"{tag_key}={context['name']}: {context['reason']}"
     if kind == "literal_error":
         if isinstance(value, str) and value in RENAMED_VALUES.get(key, {}):
             return f"{assignment}: renamed to {RENAMED_VALUES[key][value]}"
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        return f"{assignment}: not one of {', '.join(choices)}; nearest: {_closest(str(value), choices)}"
+        return f"{assignment}: not one of {', '.join(choices)}{nearest_name(str(value), choices)}"
+    if is_rule_of_section(error):  # the message names a key, without its section
+        return f"{key}.{context['error']}" if key else str(context["error"])
     if kind == "value_error":
-        message = str(context["error"])
-        if message.split("=")[0].isidentifier():  # the check of a section names its key without the section
-            return f"{key}.{message}" if key else message
-        return message if not key else f"{assignment}: {message}"
+        return f"{assignment}: {context['error']}"
     for bound, words in BOUNDS.items():
         if bound in context:
             limit = context[bound]
@@ -75,6 +74,8 @@ def _error_line(error: ErrorDetails) -> str:
         return f"{assignment}: wrong form; nearest: {example}"
     if kind == "tuple_type" and isinstance(value, str | int | float):
         return f"{assignment}: not a list; nearest: [{format_value(value)}]"
+    if inner := _section_at(section, key):
+        return f"{assignment}: {key} is a section; set one of its keys, such as {key}.{next(iter(inner.model_fields))}"
     expected = EXPECTED_TYPES.get(kind.split("_")[0], error["msg"])
     nearest = _nearest_value(section, key, value)
     return f"{assignment}: not {expected}; " + (f"nearest: {nearest}" if nearest else _needed(section, key))
@@ -93,19 +94,31 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
             section = classes[str(item)]
             continue
         names.append(str(item))
-        field = section.model_fields.get(str(item)) if section else None
-        inner = field.annotation if field else None
-        if isinstance(inner, type) and issubclass(inner, Section) and item != loc[-1]:
+        inner = _section_at(section, str(item))
+        if inner and item != loc[-1]:
             section = inner
     return ".".join(names), section
+
+
+def _section_at(section: type[Section] | None, key: str) -> type[Section] | None:
+    """The class of the section `key`, whose last part is a field of `section`; None if that is a key with a value."""
+    field = section.model_fields.get(key.rpartition(".")[2]) if section else None
+    inner = field.annotation if field else None
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 TAG = re.compile(r"\[(\w+)\]")
 """The family of a model, or the kind of another section, in the name of a documented key."""
 
 
+def _unknown_key_line(key: str, section: type[Section] | None, value: object) -> str:
+    while isinstance(value, dict) and value:  # an unknown section: its first key says more
+        name, value = next(iter(value.items()))
+        key, section = f"{key}.{name}", None
+    return f"{key}={format_value(value)}: {_unknown_key_hint(key, section, value)}"
+
+
 def _unknown_key_hint(key: str, section: type[Section] | None, value: object) -> str:
-    prefix, _, leaf = key.rpartition(".")
     siblings = list(section.model_fields) if section else []
     renamed = RENAMED_KEYS.get(key, "")
     if renamed.rsplit(".", 1)[-1] in siblings:
@@ -114,15 +127,9 @@ def _unknown_key_hint(key: str, section: type[Section] | None, value: object) ->
     tags = [TAG.findall(doc.name) for doc in schema_keys() if without_tags(doc.name) == key]
     if owners := [tag[-1] for tag in tags if tag]:
         return f"unknown key here; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
-    close = difflib.get_close_matches(leaf, siblings, 1, 0.6)
-    if close:
-        nearest = f"{prefix}.{close[0]}" if prefix else close[0]
-    else:
-        others = [name for doc in schema_keys() if not (name := without_tags(doc.name)).startswith(f"{prefix}.")]
-        every_key = [*others, *(f"{prefix}.{sibling}" for sibling in siblings)]
-        same_leaf = [dotted for dotted in every_key if dotted.split(".")[-1] == leaf]
-        nearest = (same_leaf or [_closest(key, every_key)])[0]
-    return f"unknown key; nearest: {nearest}"
+    from trainyard.config.importers.suggest_key import suggest_key  # its tables are large; few files need them
+
+    return f"unknown key; {suggest_key(key, siblings)}"
 
 
 def _describe(section: type[Section] | None, key: str) -> str:
@@ -165,7 +172,3 @@ def _value_within(section: type[Section] | None, key: str, bound: str, limit: fl
         return format_value(limit)
     default = _nearest_value(section, key, None)
     return f"{default} (the default)" if (default or "")[:1].isdigit() else f"any number {BOUNDS[bound]} {limit}"
-
-
-def _closest(name: str, choices: list[str]) -> str:
-    return (difflib.get_close_matches(name, choices, 1, 0.0) or choices)[0]

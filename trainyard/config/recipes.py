@@ -1,10 +1,10 @@
 """Recipes: configuration files that ship with trainyard, found by name."""
 
-import difflib
 from pathlib import Path
 
 import trainyard
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import nearest_name
 
 
 def recipes_directory() -> Path:
@@ -32,5 +32,5 @@ def find_config(source: str | Path, directory: Path = Path()) -> Path:
             return path / "config.yaml"
         names = ", ".join(recipe_names())
         raise UserError(f"{source}: a directory without config.yaml, not a run directory; recipes: {names}")
-    nearest = difflib.get_close_matches(str(source), recipe_names(), 1, 0.0)
-    raise UserError(f"{source}: no such file or recipe; nearest recipe: {nearest[0] if nearest else 'none'}")
+    hint = nearest_name(str(source), recipe_names()).replace("nearest", "nearest recipe")
+    raise UserError(f"{source}: no such file or recipe{hint or ' (trainyard recipes lists those)'}")

@@ -3,7 +3,6 @@
 Checks here need neither a device nor the number of ranks; those that do live in parallel/layout.py.
 """
 
-import difflib
 import re
 from typing import Annotated, Literal, Self
 
@@ -33,8 +32,8 @@ from trainyard.core.section import (
     Section,
     nearest_multiples,
 )
-from trainyard.core.user_code import is_user_path
-from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_NAMES
+from trainyard.core.user_code import is_user_path, nearest_name
+from trainyard.devices.names import ATTENTION_KERNELS, DEVICE_ALIASES, DEVICE_NAMES
 from trainyard.families import ModelConfig, family_of, find_family
 
 LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
@@ -210,8 +209,8 @@ class LogSection(Section):
     def _check_loggers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if name not in LOGGER_NAMES and not re.fullmatch(USER_PATH, name):
-                nearest = (difflib.get_close_matches(name.lower(), LOGGER_NAMES, 1) or ["my_module:MyLogger"])[0]
-                raise ValueError(f"{name} is not one of {', '.join(LOGGER_NAMES)} or module:Class; nearest: {nearest}")
+                nearest = nearest_name(name, LOGGER_NAMES) or "; nearest: my_module:MyLogger"
+                raise ValueError(f"{name} is not one of {', '.join(LOGGER_NAMES)} or module:Class{nearest}")
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{min(repeated)} is listed twice")
         return names
@@ -255,7 +254,9 @@ class DeviceSection(Section):
     def _check_choice(cls, value: str, info: ValidationInfo) -> str:
         choices = DEVICE_NAMES if info.field_name == "name" else ATTENTION_KERNELS
         if value not in choices:
-            raise ValueError(f"not one of {', '.join(choices)}; nearest: {choices[0]}")
+            alias = DEVICE_ALIASES.get(value.lower()) if info.field_name == "name" else None
+            nearest = f"; nearest: {alias}" if alias else nearest_name(value, choices)
+            raise ValueError(f"not one of {', '.join(choices)}{nearest}")
         return value
 
 
@@ -296,9 +297,9 @@ class Config(Section):
         """The keys of the section depend on its family."""
         if not isinstance(value, dict):
             return value
-        name = value.get("family")
-        if not isinstance(name, str):
+        if value.get("family") is None:
             raise PydanticCustomError("union_tag_not_found", "missing")
+        name = str(value["family"])
         try:
             family = find_family(name)
         except UserError as error:

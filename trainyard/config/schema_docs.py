@@ -56,6 +56,7 @@ def schema_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[K
             yield KeyDoc(dotted, allowed_values(field), default, docs.get(name, ""))
 
 
+@cache
 def field_docstrings(section: type[Section]) -> dict[str, str]:
     """Return the strings below the fields of a section, each on one line.
 

@@ -1,12 +1,13 @@
 """Base class and value types of all configuration sections, and helpers for error messages."""
 
-import difflib
 import re
 from math import isqrt
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict
 from pydantic_core import CoreSchema, core_schema
+
+from trainyard.core.user_code import nearest_name
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -31,8 +32,7 @@ class NameOrPath:
 
     def check(self, value: str) -> str:
         if value not in self.names and not re.fullmatch(USER_PATH, value):
-            nearest = (difflib.get_close_matches(value.lower(), self.names, 1, 0.0) or self.names)[0]
-            raise ValueError(f"not one of {', '.join(self.names)}, or {self.path}; nearest: {nearest}")
+            raise ValueError(f"not one of {', '.join(self.names)}, or {self.path}{nearest_name(value, self.names)}")
         return value
 
 

@@ -69,9 +69,10 @@ def check_call(function: Callable[..., Any], arguments: Iterable[str], label: st
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str:
-    """`; nearest: NAME` for an error message, or nothing if no name is close."""
-    close = difflib.get_close_matches(name, list(names), 1)
-    return f"; nearest: {close[0]}" if close else ""
+    """`; nearest: NAME` for an error message, or nothing if no name is close. Case does not matter."""
+    by_lower_case = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, 1)
+    return f"; nearest: {by_lower_case[close[0]]}" if close else ""
 
 
 def describe_object(found: object) -> str:

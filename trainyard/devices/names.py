@@ -1,6 +1,12 @@
 """Names that `device.name` and `device.attention` accept, known without torch so that a config is checked quickly."""
 
 DEVICE_NAMES = ("auto", "cuda", "neuron", "xla", "cpu")
+DEVICE_ALIASES = {
+    **dict.fromkeys(("gpu", "nvidia", "h100", "h200", "a100"), "cuda"),
+    **dict.fromkeys(("trainium", "trn2", "trn3", "trainium2"), "neuron"),
+    **dict.fromkeys(("trn1", "trainium1"), "xla"),
+}
+"""Words for devices, and the name that `device.name` accepts."""
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "efficient", "math")
 
 TRAINIUM_BY_RANKS = {

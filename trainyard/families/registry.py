@@ -1,6 +1,5 @@
 """Finds model families: the built-in ones, those of installed packages, and `module:NAME` of any other."""
 
-import difflib
 import importlib
 import pkgutil
 from dataclasses import replace
@@ -9,7 +8,7 @@ from importlib import metadata
 
 import trainyard.families.builtin as builtin
 from trainyard.core.errors import UserError
-from trainyard.core.user_code import describe_object, load_object
+from trainyard.core.user_code import describe_object, load_object, nearest_name
 from trainyard.families.family import Family
 from trainyard.families.model_config import ModelConfig
 
@@ -39,8 +38,7 @@ def find_family(name: str) -> Family:
         return _import_family(name, name)
     families = all_families()
     if name not in families:
-        nearest = (difflib.get_close_matches(name, families, 1, 0.0) or list(families))[0]
-        raise UserError(f"not one of {', '.join(families)}, or module:NAME; nearest: {nearest}")
+        raise UserError(f"not one of {', '.join(families)}, or module:NAME{nearest_name(name, families)}")
     return families[name]
 
 

@@ -170,7 +170,7 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
         model_ranks = tp * pp * cp
         return (
             f"layout tp={tp} x pp={pp} x cp={cp}: needs a multiple of {model_ranks} ranks, this run has {world_size} "
-            f"(use --nproc {nearest_multiples(world_size, model_ranks)}, or --smoke for a trial)"
+            f"(use --nproc {nearest_multiples(world_size, model_ranks)})"
         )
     dp = world_size // (tp * pp * cp)
     if train.global_batch % (train.micro_batch * dp):

@@ -77,8 +77,11 @@ def train(
     prints = world.rank == 0 and nproc == 1  # exactly one process of the run prints notes
     ranks = world.size * nproc
     config = load_run_config(source, override_list, smoke, ranks, None if prints else lambda line: None)
-    if nproc > 1 or logs:
+    try:
         Layout.from_config(config, ranks)  # report an impossible layout before any process starts
+    except UserError as error:
+        raise error if smoke else UserError(f"{error}; --smoke shrinks the layout for a trial") from None
+    if nproc > 1 or logs:
         device = devices.select(config.device.name)
         options = [*(["--smoke"] if smoke else []), *(["--continue"] if continue_run else [])]
         host_logs = logs / host_name() if logs else None

@@ -87,7 +87,7 @@ def verify(
         return 0
     console = Console(highlight=False)
     layout = Layout.from_config(config, ranks)
-    _check_host_memory(config, steps)
+    _check_host_memory(config, steps, smoke)
     console.print(f"{steps} steps on {ranks} ranks ({layout.describe()}) ...", soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="trainyard-") as directory:
         path = Path(directory) / "record"
@@ -130,7 +130,7 @@ def default_rank_count(source: str, overrides: list[str], named: set[str]) -> in
     return max(2, min(kept * dp, devices.select(config.device.name).max_local_ranks()))
 
 
-def _check_host_memory(config: Config, steps: int) -> None:
+def _check_host_memory(config: Config, steps: int, smoke: bool) -> None:
     """Raise UserError unless one rank can hold the complete model, its training state and both records."""
     weights = models.family_of(config.model).blueprint(config.model).parameter_count()
     needed = weights * 4 * (4 + 2 * (2 + steps))
@@ -138,5 +138,5 @@ def _check_host_memory(config: Config, steps: int) -> None:
     if needed > available:
         raise UserError(
             f"{weights:,} weights: one rank needs about {needed / 2**30:.0f} GiB of memory for the comparison, this "
-            f"machine has {available / 2**30:.0f}; use --smoke, or fewer model.layers"
+            f"machine has {available / 2**30:.0f}; use {'' if smoke else '--smoke, or '}fewer model.layers"
         )

@@ -92,6 +92,6 @@ def match_files(paths: Sequence[str], directories: bool = False, remote: RemoteF
         if not matches:
             if is_url(pattern):
                 raise UserError(f"data.paths={pattern}: no such object, nor any below that name")
-            raise UserError(f"data.paths={pattern}: no such file; set it to text files, or use --smoke to try without")
+            raise UserError(f"data.paths={pattern}: no such file; without data.paths, a run reads a built-in text")
         files += matches
     return files

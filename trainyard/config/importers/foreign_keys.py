@@ -1,0 +1,247 @@
+"""Names that users of other systems bring, and the keys here: for errors about unknown keys and options, and for the
+tables of docs/coming-from.
+
+A row is (keys here, note). Keys are separated by commas, may have a value, and may be commands; a row without any has
+a note that says what to do instead.
+"""
+
+from collections.abc import Mapping
+
+Rows = Mapping[str, tuple[str, str]]
+"""By names of the other system, separated by spaces."""
+STEPS = "runs are measured in steps; samples repeat in a new order after an epoch"
+DATA_PARALLEL = "data parallel ranks are ranks / (tp x pp x cp): start more ranks with --nproc or --nodes"
+RANKS = "--nproc N starts N ranks on a host, and trainyard submit --nodes runs on several"
+PREFETCH = "one thread prefetches samples"
+LATEST = "the latest checkpoints are kept"
+FP16 = "fp16 with loss scaling is not supported; nearest: precision.kind=bf16"
+
+COMMON: Rows = {
+    "batch_size batch bs train_batch_size total_batch_size": (
+        "train.global_batch",
+        "samples per step over all ranks; train.micro_batch: per forward pass",
+    ),
+    "micro_batch_size microbatch_size mbs": ("train.micro_batch", ""),
+    "global_batch_size gbs": ("train.global_batch", "samples, not tokens"),
+    "grad_accum gradient_accumulation accumulate_grad_batches grad_accum_steps": (
+        "train.global_batch",
+        "the accumulation follows from the batch sizes",
+    ),
+    "epochs num_epochs n_epochs max_epochs": ("train.steps", STEPS),
+    "steps iters max_iters num_steps total_steps iterations": ("train.steps", ""),
+    "tokens max_tokens num_tokens train_tokens": ("train.steps", "tokens = steps x train.global_batch x data.seq_len"),
+    "lr max_lr peak_lr base_lr": ("optimizer.lr", ""),
+    "betas": ("optimizer.beta1, optimizer.beta2", ""),
+    "grad_clip clip_grad_norm gradient_clipping clip": ("optimizer.max_grad_norm", ""),
+    "scheduler lr_scheduler lr_schedule sched": ("schedule.kind", ""),
+    "warmup warmup_ratio warmup_iters": ("schedule.warmup_steps", "steps, not a fraction"),
+    "dtype mixed_precision amp": ("precision.kind", ""),
+    "fp16 half": ("", FP16),
+    "device.kind device.type device accelerator backend": ("device.name", ""),
+    "gpus num_gpus ngpus n_gpus devices nproc_per_node num_processes world_size gpus_per_node": ("", RANKS),
+    "nodes nnodes num_nodes num_machines": ("", RANKS),
+    "dp dp_size data_parallel data_parallel_size ddp": ("", DATA_PARALLEL),
+    "tp_size tensor_parallel tensor_parallel_size tp_degree": ("layout.tp", ""),
+    "pp_size pipeline_parallel pipeline_parallel_size pp_degree": ("layout.pp", ""),
+    "cp_size context_parallel context_parallel_size cp_degree": ("layout.cp", ""),
+    "ep_size expert_parallel expert_parallel_size ep_degree": ("layout.ep", ""),
+    "fsdp zero_stage zero_optimization": ("layout.zero", ""),
+    "compile": ("compile.enabled", ""),
+    "activation_checkpointing checkpoint_activations": ("recompute.kind", ""),
+    "data_dir data_path dataset dataset_path train_data train_file": ("data.paths", ""),
+    "sequence_length context_length block_size max_seq_len max_seq_length max_length": ("data.seq_len", ""),
+    "workers num_workers": ("", PREFETCH),
+    "config config_file": ("", "the file or recipe is the first argument, without an option"),
+    "model_name model_name_or_path": ("model.from_hf, checkpoint.init_from", "sizes, and weights"),
+    "name experiment_name exp_name run_id": ("log.name", ""),
+    "output output_directory out_dir exp_dir log_dir": ("log.directory", ""),
+    "resume resume_from": ("checkpoint.resume", "auto, or a path"),
+    "load_from pretrained pretrained_path": ("checkpoint.init_from", ""),
+    "save_every save_interval checkpoint_interval ckpt_interval": ("checkpoint.every", ""),
+    "eval_every eval_interval eval_freq": ("evaluate.every", ""),
+    "log_every log_interval log_freq": ("log.every", ""),
+    "wandb use_wandb tensorboard": ("log.loggers", "such as [wandb, tensorboard]"),
+    "flash_attention use_flash_attention attn_implementation": ("device.attention", ""),
+    "dropout": ("model.hidden_dropout, model.attention_dropout", "of the families gpt and bert"),
+    "smoke_test debug dry_run test": ("", "--smoke makes a run of seconds, and trainyard plan predicts one"),
+}
+"""Words of no system in particular. They take precedence."""
+HF_TRAINER: Mapping[str, Rows] = {
+    "Batch, steps and optimizer": {
+        "per_device_train_batch_size": ("train.micro_batch", ""),
+        "gradient_accumulation_steps": (
+            "train.global_batch",
+            "global batch = micro batch x accumulation x data-parallel ranks; the accumulation follows",
+        ),
+        "max_steps": ("train.steps", ""),
+        "num_train_epochs": ("train.steps", STEPS),
+        "learning_rate": ("optimizer.lr", ""),
+        "weight_decay": ("optimizer.weight_decay", "default 0.1, theirs 0; norms and biases never decay, in both"),
+        "adam_beta1": ("optimizer.beta1", ""),
+        "adam_beta2": ("optimizer.beta2", "default 0.95, theirs 0.999"),
+        "adam_epsilon": ("optimizer.eps", ""),
+        "max_grad_norm": ("optimizer.max_grad_norm", ""),
+        "optim": ("optimizer.kind", "adamw, lamb, muon, or your own class"),
+        "lr_scheduler_type": ("schedule.kind", "default cosine, theirs linear"),
+        "warmup_steps": ("schedule.warmup_steps", "steps, not a fraction"),
+        "lr_scheduler_kwargs": ("schedule.min_lr, schedule.decay_steps", ""),
+        "seed data_seed": ("train.seed", ""),
+        "label_smoothing_factor neftune_noise_alpha": ("train.loss", "your own function"),
+        "average_tokens_across_devices": ("", "always: the loss is a mean over the tokens of the global batch"),
+    },
+    "Precision, memory and speed": {
+        "bf16": ("precision.kind=bf16", ""),
+        "fp16": ("", FP16),
+        "tf32": ("", "fp32 is fp32; nearest: precision.kind=bf16"),
+        "gradient_checkpointing": ("recompute.kind=full", "selective recomputes named modules only"),
+        "torch_compile": ("compile.enabled=true", ""),
+        "torch_compile_mode": ("compile.mode", ""),
+        "use_liger_kernel": ("device.kernels=fused", "the default"),
+        "auto_find_batch_size": ("trainyard plan, trainyard tune", "before the run"),
+        "full_determinism": ("device.deterministic", ""),
+        "use_cpu": ("device.name=cpu", ""),
+        "fsdp fsdp_config deepspeed": ("layout.zero", ""),
+        "parallelism_config": ("layout.tp, layout.cp, layout.pp", ""),
+        "ddp_bucket_cap_mb": ("layout.bucket_mib", ""),
+    },
+    "Checkpoints, logs and evaluation": {
+        "output_dir": ("log.directory", ""),
+        "run_name": ("log.name", ""),
+        "save_strategy save_steps": ("checkpoint.every", ""),
+        "save_total_limit": ("checkpoint.keep", ""),
+        "save_only_model": ("", "checkpoints are complete; model/ in the run directory has the weights alone"),
+        "resume_from_checkpoint": ("checkpoint.resume", "auto, or a path"),
+        "ignore_data_skip": ("", "the position follows from the step"),
+        "enable_jit_checkpoint": ("checkpoint.stop_grace_s", "a signal always saves"),
+        "load_best_model_at_end metric_for_best_model": ("", LATEST),
+        "logging_steps": ("log.every", ""),
+        "report_to": ("log.loggers", "tensorboard, wandb, mlflow, or your own class"),
+        "logging_nan_inf_filter": ("train.max_skipped_steps", "a non-finite step changes nothing and is counted"),
+        "eval_strategy eval_steps": ("evaluate.every", ""),
+        "per_device_eval_batch_size": ("train.micro_batch", ""),
+        "push_to_hub hub_model_id": ("trainyard push", "after the run"),
+        "dataloader_num_workers dataloader_prefetch_factor": ("", PREFETCH),
+        "train_sampling_strategy": ("data.order", ""),
+    },
+}
+"""`TrainingArguments` of transformers 5."""
+TORCHTITAN: Mapping[str, Rows] = {
+    "Model, data and batch": {
+        "model.name model.flavor": ("model.family, model.from_hf", "llama3: llama; qwen3: qwen3, qwen3_moe"),
+        "model.hf_assets_path": ("model.from_hf, data.tokenizer, checkpoint.init_from", "one key for each use"),
+        "model.converters quantize.linear.float8.recipe_name": (
+            "precision.kind=fp8, precision.fp8_scaling",
+            "rowwise: row",
+        ),
+        "training.dataset training.dataset_path": ("data.source, data.paths", "files, not a streamed Hub dataset"),
+        "training.dataloader.num_workers": ("", PREFETCH),
+        "training.seq_len": ("data.seq_len", ""),
+        "training.local_batch_size": ("train.micro_batch", ""),
+        "training.global_batch_size": ("train.global_batch", "default 8, whatever the layout"),
+        "parallelism.pipeline_parallel_microbatch_size": ("train.micro_batch", ""),
+        "training.steps": ("train.steps", ""),
+        "debug.seed": ("train.seed", ""),
+    },
+    "Optimizer and schedule": {
+        "optimizer.name": ("optimizer.kind", "AdamW: adamw"),
+        "optimizer.implementation optimizer.early_step_in_backward": ("", "the update is one flat kernel"),
+        "training.max_norm": ("optimizer.max_grad_norm", ""),
+        "lr_scheduler.warmup_steps": ("schedule.warmup_steps", ""),
+        "lr_scheduler.decay_type": ("schedule.kind", "linear or cosine; sqrt: your own function"),
+        "lr_scheduler.decay_ratio": ("schedule.kind=wsd, schedule.decay_steps", "steps, not a fraction; linear decay"),
+        "lr_scheduler.total_steps": ("schedule.decay_steps", ""),
+        "lr_scheduler.min_lr_factor": ("schedule.min_lr", "absolute, not a factor on the peak"),
+    },
+    "Precision, memory and compilation": {
+        "training.mixed_precision_param": ("precision.kind=bf16", "fp32 master weights in both"),
+        "training.mixed_precision_reduce": ("precision.reduce_dtype", ""),
+        "training.dtype": ("precision.kind", "fp32 or bf16_sr"),
+        "activation_checkpoint.mode": ("recompute.kind", "none, selective, full"),
+        "activation_checkpoint.selective_ac_option": (
+            "recompute.modules",
+            "modules of every block, not every second block or a list of operators",
+        ),
+        "training.enable_cpu_offload": ("", "state stays on the device; nearest: layout.zero=3"),
+        "compile.enable": ("compile.enabled", "on a GPU, fused kernels cover most of a step without it"),
+        "compile.components compile.backend": ("", "blocks, loss and update are compiled, by torch's default"),
+        "debug.deterministic": ("device.deterministic", ""),
+    },
+    "Parallelism": {
+        "parallelism.data_parallel_replicate_degree": ("layout.zero=0", "DDP; the ranks left over are data parallel"),
+        "parallelism.data_parallel_shard_degree": (
+            "layout.zero=3",
+            "2, 1: less is sharded; over all data-parallel ranks: hybrid sharding does not exist",
+        ),
+        "parallelism.fsdp_reshard_after_forward": ("layout.zero", "2 for never, 3 for always"),
+        "parallelism.tensor_parallel_degree": (
+            "layout.tp, layout.sequence_parallel=true",
+            "sequence parallelism is a choice here",
+        ),
+        "parallelism.disable_loss_parallel": ("", "the loss is always vocabulary parallel"),
+        "parallelism.enable_async_tensor_parallel": ("", "tensor parallel collectives are not split"),
+        "parallelism.pipeline_parallel_degree": ("layout.pp", ""),
+        "parallelism.pipeline_parallel_schedule": (
+            "layout.pipeline_schedule, layout.vpp",
+            "Interleaved1F1B: layout.vpp above 1; InterleavedZeroBubble and ZBVZeroBubble: zero_bubble, zbv",
+        ),
+        "parallelism.module_fqns_per_model_part": ("layout.pipeline_cuts", "last layer of each stage"),
+        "parallelism.context_parallel_degree": ("layout.cp", ""),
+        "parallelism.context_parallel_rotate_method": (
+            "layout.cp_method",
+            "allgather: all_gather; alltoall: ring",
+        ),
+        "parallelism.expert_parallel_degree": ("layout.ep", ""),
+        "load_balance_coeff": ("model.router_bias, model.bias_update_rate", "a field of MoEArgs, not a flag"),
+        "parallelism.expert_tensor_parallel_degree": ("", "experts are split over the layout.tp ranks"),
+    },
+    "Checkpoints, logs and evaluation": {
+        "checkpoint.enable checkpoint.interval": ("checkpoint.every", "0: none"),
+        "checkpoint.folder": ("checkpoint.directory", ""),
+        "checkpoint.keep_latest_k": ("checkpoint.keep", ""),
+        "checkpoint.async_mode": ("checkpoint.blocking=false", "the default"),
+        "checkpoint.initial_load_path": ("checkpoint.init_from", "the format is detected"),
+        "checkpoint.load_step": ("checkpoint.resume", "a path, or auto for the latest complete one"),
+        "checkpoint.last_save_in_hf": ("checkpoint.export_hf", "the default"),
+        "job.dump_folder": ("log.directory, log.name", ""),
+        "metrics.log_freq": ("log.every", ""),
+        "metrics.enable_tensorboard metrics.enable_wandb": ("log.loggers", ""),
+        "profiling.enable_profiling profiling.profile_freq": ("profile.steps, profile.ranks", ""),
+        "validation.enable validation.freq": ("evaluate.every", ""),
+        "validation.steps": ("evaluate.batches", ""),
+        "validation.dataset": (
+            "data.validation_fraction",
+            "held out from the data; trainyard eval takes any other data",
+        ),
+        "comm.init_timeout_seconds comm.train_timeout_seconds": ("trainyard submit --hang-timeout", ""),
+        "fault_tolerance.enable": ("trainyard submit", "restarts, copies in memory, fewer or more nodes"),
+    },
+}
+"""torchtitan 0.2.2."""
+OLMO_CORE: Rows = {
+    "d_model": ("model.hidden", ""),
+    "n_layers": ("model.layers", ""),
+    "n_heads": ("model.heads", ""),
+    "n_kv_heads": ("model.kv_heads", ""),
+    "rank_microbatch_size": ("train.micro_batch", "samples, not tokens"),
+    "max_duration": ("train.steps", ""),
+    "max_sequence_length": ("data.seq_len", ""),
+    "dp_config": ("layout.zero", ""),
+    "tp_config": ("layout.tp", ""),
+    "cp_config": ("layout.cp", ""),
+    "pp_config": ("layout.pp", ""),
+    "ep_config": ("layout.ep", ""),
+    "ac_config": ("recompute.kind", ""),
+    "compile_model": ("compile.enabled=true", ""),
+    "float8_config": ("precision.kind=fp8", ""),
+    "z_loss_multiplier": ("train.loss", "your own function"),
+    "alpha_f": ("schedule.min_lr", "absolute, not a factor on the peak"),
+    "save_folder": ("checkpoint.directory", ""),
+    "ephemeral_save_interval": ("checkpoint.memory_every", "copies in memory, for the loss of a host"),
+    "load_path": ("checkpoint.init_from, checkpoint.resume", "weights, or all of the state"),
+    "load_strategy": ("checkpoint.resume", "auto, none, or a path"),
+    "metrics_collect_interval": ("log.every", ""),
+    "init_seed": ("train.seed", ""),
+    "generate_doc_lengths": ("data.document_mask", ""),
+    "mix": ("data.paths, data.weights", ""),
+}
+"""OLMo-core 2."""
