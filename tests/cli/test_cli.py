@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 import trainyard
-from tests.cli.conftest import Call
+from tests.cli.conftest import Call, succeed
 from tests.support.forkserver import ForkServer
 from trainyard.cli.commands.train import DEFAULT_RECIPE
 from trainyard.cli.main import COMMAND_HELP, load_command
@@ -89,6 +91,24 @@ def test_ctrl_c_stops_after_the_step_and_leaves_no_process(cli: ForkServer, tmp_
             "not finite",
         ),
         (["config"], 2, "name a file or a recipe"),
+        (["config", "--keys", "zzz"], 2, "--keys zzz: no key contains it; see trainyard config --keys"),
+        (["config", "--keys", "batch_size"], 2, "no key contains it; nearest: train.global_batch"),
+        (["train", "TINY-LAMA"], 2, "TINY-LAMA: no such file or recipe; nearest recipe: tiny-llama"),
+        (["train", "xyzzy"], 2, "xyzzy: no such file or recipe (trainyard recipes lists those)"),
+        (["train", "--smoke", "--nproc", "100000"], 2, "--nproc 100000: too many for the cores and the memory"),
+        (
+            ["data", "tokenize", "--input", "a", "--output-prefix", "b", "--workers", "5000"],
+            2,
+            "--workers 5000: too many",
+        ),
+        (["precompile", "tiny-llama", "--workers", "5000"], 2, "--workers 5000: too many"),
+        (["train", "--smoke", "layout.tp=8"], 2, "this run has 1 (use --nproc 8); nearest on 1 rank"),
+        (["train", "llama3-70b"], 2, "--smoke shrinks the layout for a trial"),
+        (
+            ["train", "--smoke", "data.paths=[no/*.txt]"],
+            2,
+            "no such file; without data.paths, a run reads a built-in text",
+        ),
         (["verify", "llama3-70b"], 2, "use --smoke"),
     ],
 )
@@ -98,6 +118,64 @@ def test_errors_are_one_line(arguments: list[str], code: int, message: str, call
     assert error.count("\n") == 1, error
     assert error.startswith("trainyard: ")
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--lr", "1e-4"], "--lr: no such option; keys have no dashes; nearest: optimizer.lr=1e-4"),
+        (["--lr=1e-4"], "--lr: no such option; keys have no dashes; nearest: optimizer.lr=1e-4"),
+        (["--steps", "5"], "--steps: no such option; keys have no dashes; nearest: train.steps=5"),
+        (["--train.steps", "5"], "--train.steps: no such option; keys have no dashes; nearest: train.steps=5"),
+        (["--device", "cuda"], "--device: no such option; keys have no dashes; nearest: device.name=cuda"),
+        (["--gpus", "8"], "--gpus: no such option; --nproc N starts N ranks on a host"),
+        (["--bf16"], "--bf16: no such option; keys have no dashes; nearest: precision.kind=bf16"),
+        (["--max_grad_norm"], "--max_grad_norm: no such option; keys have no dashes; nearest: optimizer.max_grad_norm"),
+        (["--epochs", "3"], r"--epochs: no such option; keys have no dashes; nearest: train.steps \(runs are measured"),
+        (["--smokee"], r"No such option: --smokee \(Possible options: --smoke\)"),
+        (["--zzzzz"], "No such option: --zzzzz"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "config"])
+def test_option_that_is_a_key_is_named(call: Call, command: str, options: list[str], expected: str) -> None:
+    code, _, err = call(command, "tiny-llama", *options)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert re.match(f"trainyard: {expected}", err), err
+
+
+def test_option_of_a_command_without_keys_is_not_a_key(call: Call) -> None:
+    assert "No such option: --lr" in call("data", "tokenize", "--lr", "3")[2]
+
+
+def test_advice_is_not_what_was_given(call: Call) -> None:
+    for mistake in ("layout.tp=8", "data.paths=[no/*.txt]"):
+        assert "--smoke" not in call("train", "--smoke", mistake)[2]
+
+
+def test_keys_are_listed_by_a_word(call: Call) -> None:
+    out = succeed(call("config", "--keys", "warmup", "max_grad"))
+    assert re.findall(r"^(\S+)  ", out, re.MULTILINE) == ["optimizer.max_grad_norm", "schedule.warmup_steps"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="setpriv is a command of Linux")
+def test_file_of_another_user_is_one_line(tmp_path: Path) -> None:
+    """As any user who is not root: without the capabilities that let root read all files."""
+    (tmp_path / "own.txt").write_text("text\n")
+    (tmp_path / "own.txt").chmod(0)
+    shell = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    if shell:
+        os.chown(tmp_path / "own.txt", 65534, 65534)
+    arguments = ["data", "tokenize", "--input", "own.txt", "--tokenizer", "bytes", "--output-prefix", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(trainyard.__file__).parents[1])}
+    done = subprocess.run(
+        [*shell, sys.executable, "-m", "trainyard", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert (done.returncode, done.stderr) == (2, "trainyard: own.txt: Permission denied\n")
 
 
 def test_version(call: Call) -> None:

@@ -7,12 +7,24 @@ from typing import Annotated
 from typer import Argument, Option
 
 from trainyard.config.recipes import recipe_names
+from trainyard.core.errors import UserError
 
 
 def complete_source(incomplete: str) -> list[str]:
     """Recipe names, files and directories that start with `incomplete`, for the shell."""
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     return names + [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{incomplete}*"))]
+
+
+MAX_WORKERS_PER_CORE = 32
+"""More would take minutes to start."""
+
+
+def check_workers(workers: int | None) -> int | None:
+    cores = os.cpu_count() or 1
+    if workers and workers > MAX_WORKERS_PER_CORE * cores:
+        raise UserError(f"--workers {workers}: too many for the {cores} cores of this machine; nearest: {cores}")
+    return workers
 
 
 CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's), run directory or recipe name."
@@ -28,7 +40,9 @@ Smoke = Annotated[
     bool, Option("--smoke", help="Shrink the file to a run of seconds with the same structure and features.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document instead of text.")]
-Workers = Annotated[int | None, Option("--workers", min=1, help="Worker processes. Default: one per core.")]
+Workers = Annotated[
+    int | None, Option("--workers", min=1, callback=check_workers, help="Worker processes. Default: one per core.")
+]
 
 Inputs = Annotated[list[str], Option("--input", help="File, glob, directory or URL; repeatable.", show_default=False)]
 TokenizerName = Annotated[

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainyard.core.constants import EXIT_INTERRUPTED
+from trainyard.core.errors import UserError
 from trainyard.core.world import LOOPBACK, ONE_RANK, World
 from trainyard.launch.flight_recorder import FlightRecorders, RecorderEnvironment, describe_dumps
 from trainyard.launch.heartbeat import HEARTBEAT_ENV, STACK_SIGNAL, RankStack, StepTimes, find_suspect
@@ -40,6 +41,9 @@ STACK_DUMP_S = 2.0
 """Seconds in which the ranks of a hung run print their stacks."""
 MAX_INTERRUPTS = 2
 """Ctrl-C that the ranks receive: one stops after the step, two stop at once. The next one kills them."""
+RANK_BYTES = 100 << 20
+"""Memory of a rank with the smallest model, of which the libraries are shared."""
+MAX_RANKS_PER_CORE = 32
 MAX_ERROR_LINES = 20
 """Lines of a traceback or log that are shown."""
 
@@ -137,6 +141,7 @@ def launch(
     step for `hang_timeout` seconds (0: any time), and for a multiple of its median step, is ended as hung;
     `recorder_environment` then gives the variables that make its ranks record their collectives.
     """
+    _check_rank_count(rank_count)
     ranks: list[RankProcess] = []
     with _recorded_signals() as signals, _master(hosts) as (address, port):
         directory = log_directory or Path(tempfile.mkdtemp(prefix="trainyard-"))
@@ -275,6 +280,14 @@ def _crash_summary(text: str) -> str:
     """The first line of a report and, if a traceback follows, its last line."""
     first, *rest = text.splitlines()
     return f"{first} {rest[-1]}" if rest and first.endswith(":") else first
+
+
+def _check_rank_count(ranks: int) -> None:
+    """Refuse more ranks than this machine can start. Each is a process that imports torch."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = max(min(memory // RANK_BYTES, MAX_RANKS_PER_CORE * (os.cpu_count() or 1)), 1)
+    if ranks > limit:
+        raise UserError(f"--nproc {ranks}: too many for the cores and the memory of this machine; at most {limit}")
 
 
 def threads_per_rank(ranks: int) -> int:

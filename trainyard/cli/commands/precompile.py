@@ -9,7 +9,7 @@ from typer import Option
 
 from trainyard import devices
 from trainyard.cli.console import print_line
-from trainyard.cli.options import ConfigSource, Overrides, Smoke
+from trainyard.cli.options import ConfigSource, Overrides, Smoke, check_workers
 from trainyard.cli.run_config import load_run_config
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import parse
@@ -49,7 +49,10 @@ def precompile(
         int | None, Option("--ranks", min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
     ] = None,
     workers: Annotated[
-        int | None, Option("--workers", min=1, help="Graphs to compile in parallel. Default: one per core.")
+        int | None,
+        Option(
+            "--workers", min=1, callback=check_workers, help="Graphs to compile in parallel. Default: one per core."
+        ),
     ] = None,
 ) -> int:
     """Compile all graphs of a run ahead of time, for any number of ranks, without their memory.
