@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -269,6 +270,86 @@ def test_directory_that_nodes_do_not_share(cli: ForkServer, slurm: SlurmCluster,
     assert f"stopped: not all nodes of n[1-2] see {job.run}; nearest: a directory on a file system that" in job.log()
     assert "attempt 1" not in job.log()
     slurm.in_node("n2", ["umount", str(tmp_path)])
+
+
+COMMENT = 'it\'s "a b" # x'
+RECORDER = """#!/bin/bash
+srun bash -c 'echo "$SLURM_CPUS_ON_NODE $SITE"'
+scontrol -o show job $SLURM_JOB_ID
+touch '{done}'
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "cpus", "memory"), [([], "8", "mem=100000M"), (["--share", "--nproc", "3"], "3", "mem=2000M")]
+)
+def test_job_has_the_memory_and_cpus_of_its_ranks(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, options: list[str], cpus: str, memory: str
+) -> None:
+    """Where Slurm schedules memory, an exclusive job got the default of 2,000 MB; a shared one got one CPU. Slurm
+    itself reads the values that need quotes."""
+    (tmp_path / "python").write_text(RECORDER.format(done=tmp_path / "done"))
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "site.sh").write_text("export SITE='of the site'\n")
+    directory = tmp_path / "my 100% runs"
+    command = ["submit", *TRAIN, "--nproc", "1", "--setup", tmp_path / "site.sh", f"log.directory={directory}"]
+    command += ["train.global_batch=12", f"--sbatch=--comment={COMMENT}", "--dry-run", *options]
+    printed = cli.run(command, env=slurm.environment)
+    assert printed.returncode == 0, printed.stderr
+    script = tmp_path / "train.sbatch"
+    script.write_text(printed.stdout.partition("\n")[2].replace(sys.executable, f"'{tmp_path / 'python'}'"))
+    (logs := directory / "tiny-llama-smoke/logs").mkdir(parents=True)
+    slurm.run("sbatch", str(script))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "done").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (log,) = logs.glob("*.log")
+    step, job = log.read_text().splitlines()
+    assert step == f"{cpus} of the site"
+    assert memory in job
+    assert f"Comment={COMMENT}" in job
+
+
+CONTAINER_PROGRAMS = {
+    "srun": """#!/bin/bash
+for word; do
+    case $word in --container-*) echo "$word" >> '{directory}/words' ;; *) kept+=("$word") ;; esac
+done
+PATH={directory}/image:${{PATH#*:}} exec srun "${{kept[@]}}"
+""",
+    "apptainer": """#!/bin/bash
+printf '%s\\n' "${{@:1:7}}" >> '{directory}/words'
+PATH={directory}/image:$PATH exec "${{@:8}}"
+""",
+    "image/python3": """#!/bin/bash\nexec {python} "$@"\n""",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("image", ["my/image:1", "my.sif"], ids=["pyxis", "apptainer"])
+def test_ranks_run_in_the_container(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[str, float], image: str
+) -> None:
+    """With stand-ins for the runtimes: srun without Pyxis does not know its options, and only the image has a python3
+    with trainyard. The run is killed once, and its next attempt is in the container too."""
+    (tmp_path / "image").mkdir()
+    for name in ("image/python3", "apptainer" if ".sif" in image else "srun"):
+        text = CONTAINER_PROGRAMS[name]
+        (tmp_path / name).write_text(text.format(directory=tmp_path, python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    slurm.environment["PATH"] = f"{tmp_path}:{slurm.environment['PATH']}"
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1", "--container-image", image)
+    job.wait_for_step(1)
+    ranks = [pid for pid in slurm.processes() if environment_of(pid).get("RANK") == "1"]
+    job.wait_for_step(4)
+    os.kill(ranks[0], signal.SIGKILL)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "restart 1 of 3" in job.log()
+    words, mounts = (tmp_path / "words").read_text().splitlines(), f"{job.run}:{job.run},{Path.cwd()}:{Path.cwd()}"
+    # Pyxis gets its options once in each attempt; Apptainer starts on each of the two nodes.
+    assert (words.count(f"--container-mounts={mounts}"), words.count(mounts)) == ((0, 4) if ".sif" in image else (2, 0))
 
 
 def refused(cli: ForkServer, slurm: SlurmCluster, directory: Path, *options: str) -> str:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +35,140 @@ def test_scripts_are_complete_and_valid_bash(cli: ForkServer, tmp_path: Path, wi
     for name, script in (("precompile", precompile), ("train", train)):
         subprocess.run(["bash", "-n"], input=script.partition("\n")[2], text=True, check=True)
         assert name in script
+    assert not (tmp_path / "runs").exists()
+
+
+STUB = """#!/bin/bash
+printf '%s\\n' "${0##*/}" "$@" > "$RECORD.${0##*/}"
+echo "$SITE $MODULES" > "$RECORD.site"
+"""
+SITE = {"BASH_FUNC_module%%": '() { MODULES="$*"; export MODULES; }'}
+
+
+def run_script(text: str, directory: Path) -> dict[str, list[str]]:
+    """Run a batch script with stand-ins for Python, srun and apptainer. Returns the words that each of them got, and
+    the variables that the site's lines and modules have set."""
+    programs = directory / "programs"
+    programs.mkdir(parents=True)
+    for name in ("srun", "apptainer", "python"):
+        (programs / name).write_text(STUB)
+        (programs / name).chmod(0o755)
+    text = text.replace(sys.executable, str(programs / "python"))
+    environment = {
+        **os.environ,
+        **SITE,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "RECORD": str(directory / "record"),
+    }
+    subprocess.run(["bash"], input=text, env=environment, text=True, check=True)
+    return {path.suffix[1:]: path.read_text().splitlines() for path in directory.glob("record.*")}
+
+
+@pytest.mark.parametrize("image", ["registry#my/image:1", "/images/my image.sif", "docker://x"])
+def test_site_options_hold_for_every_job(
+    cli: ForkServer, tmp_path: Path, without_slurm: dict[str, str], image: str
+) -> None:
+    """A job that is requeued runs the same script again, so everything is in the script."""
+    (tmp_path / "site.sh").write_text('#!/bin/sh\r\nexport SITE="it\'s here"\r\n')
+    directory = tmp_path / "my runs"
+    options = ["--module", "gcc/12 cuda/12", "--module", "a;b", "--setup", tmp_path / "site.sh", "--sbatch=--nice"]
+    options += ["--sbatch", "--exclude n1", '--sbatch=--comment=it\'s "a b"', f"log.directory={directory}"]
+    options += ["--container-image", image, "--container-mounts", "/my data:/data"]
+    options += ["--container-runtime", "apptainer"] if image == "docker://x" else []
+    command = ["submit", "llama3-70b", "device.name=xla", "--nodes", "2", *options, "--dry-run"]
+    done = cli.run(command, cwd=tmp_path, env=without_slurm)
+    assert done.returncode == 0, done.stderr
+    scripts = [text.partition("\n")[2] for text in done.stdout.split(f"# {directory}")[1:]]
+    run = directory / "llama3-70b"
+    mounts = f"{run}:{run},{tmp_path}:{tmp_path},/my data:/data"
+    for number, script in enumerate(scripts):
+        directives = [shlex.split(line)[1:] for line in script.splitlines() if line.startswith("#SBATCH")]
+        for words in (["--nice"], ["--exclude", "n1"], ['--comment=it\'s "a b"'], ["--mem=0"], ["--exclusive"]):
+            assert words in directives
+        assert [f"--output={run}/logs/%j.log"] in directives
+        calls = run_script(script, tmp_path / str(number))
+        assert calls["site"] == ["it's here load gcc/12 cuda/12 a;b"]
+        if number == 1:  # the supervisor is on the host, and gives the container to every step of srun
+            _, *supervise = calls["python"]
+            assert supervise[supervise.index("--container-image") + 1] == image
+            assert supervise[supervise.index("--container-mounts") + 1] == "/my data:/data"
+        elif image.startswith("registry"):
+            assert calls["srun"][4:7] == [
+                f"--container-{name}" for name in (f"image={image}", f"mounts={mounts}", f"workdir={tmp_path}")
+            ]
+            assert calls["srun"][7:11] == ["python3", "-m", "trainyard", "precompile"]
+        else:
+            expected = ["exec", "--nv", "--bind", mounts, "--pwd", str(tmp_path), image, "python3", "-m", "trainyard"]
+            assert calls["apptainer"][1:11] == expected
+            assert "srun" not in calls
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "missing"),
+    [
+        ([], ["--exclusive", "--mem=0"], ["--cpus-per-task=4"]),
+        (["--share"], ["--cpus-per-task=4"], ["--exclusive", "--mem=0"]),
+        (["--sbatch=--mem-per-gpu=9G"], ["--exclusive", "--mem-per-gpu=9G"], ["--mem=0"]),
+        (["--share", "--sbatch=-c 16"], ["-c 16"], ["--cpus-per-task=4"]),
+    ],
+)
+def test_memory_and_cpus(
+    cli: ForkServer,
+    tmp_path: Path,
+    without_slurm: dict[str, str],
+    options: list[str],
+    expected: list[str],
+    missing: list[str],
+) -> None:
+    command = ["submit", "tiny-llama", "--nproc", "4", "train.global_batch=8", "--dry-run", *options]
+    lines = cli.run(command, cwd=tmp_path, env=without_slurm).stdout.splitlines()
+    assert {f"#SBATCH {option}" for option in expected} <= set(lines)
+    assert not {f"#SBATCH {option}" for option in missing} & set(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sbatch", "mem=0"], "--sbatch 'mem=0': must be one option of sbatch, such as --sbatch=--comment=text"),
+        (["--sbatch=--nice --mem=0"], "--sbatch '--nice --mem=0': must be one option; repeat --sbatch for each"),
+        (["--sbatch=--comment=a\nb"], "--sbatch '--comment=a\\nb': must be one option of sbatch"),
+        (["--partition", "a\nrm -r x"], "'--partition=a\\nrm -r x': has a character that sbatch does not read"),
+        (["--container-mounts", "/a:/a"], "--container-mounts /a:/a: needs --container-image"),
+        (
+            ["--container-image", "x", "--container-runtime", "docker"],
+            "--container-runtime docker: must be one of pyxis",
+        ),
+        (
+            ["--container-image", "x", "log.directory=/a,b"],
+            "/a,b/tiny-llama: a container cannot mount a directory with",
+        ),
+        (["--setup", "none.sh"], "--setup none.sh: cannot be read: No such file or directory"),
+        (["--setup", "options.sh"], "--setup options.sh: line 2: sbatch reads no options there; nearest: --sbatch="),
+        (["--setup", "if.sh"], "--setup if.sh: line "),
+        (["--setup", "document.sh"], "--setup document.sh: line "),
+    ],
+)
+def test_bad_site_options_are_one_line(
+    cli: ForkServer, tmp_path: Path, without_slurm: dict[str, str], options: list[str], message: str
+) -> None:
+    texts = {"options": "\n#SBATCH --mem=0\n", "if": "if true; then\n", "document": "cat <<END\n"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.sh").write_text(text)
+    command = ["submit", "tiny-llama", "--nproc", "1", "compile.enabled=true", *options, "--dry-run"]
+    done = cli.run(command, cwd=tmp_path, env=without_slurm)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"trainyard: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--module", "x"], ["--container-image", "x"]])
+def test_options_that_need_slurm(
+    cli: ForkServer, tmp_path: Path, without_slurm: dict[str, str], options: list[str]
+) -> None:
+    done = cli.run(["submit", "tiny-llama", "--nproc", "1", *options], cwd=tmp_path, env=without_slurm)
+    assert (
+        done.stderr == "trainyard: --module, --setup and Pyxis: need a job of Slurm, which this machine does not have\n"
+    )
     assert not (tmp_path / "runs").exists()
 
 

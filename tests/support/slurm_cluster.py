@@ -49,7 +49,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerNode=2000
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdTimeout=6

@@ -56,6 +56,16 @@ JsonKey = Annotated[str, Option("--json-key", help="JSON key or column that hold
 Strict = Annotated[
     bool, Option("--strict", help="Stop at the first unreadable record instead of skipping and counting it.")
 ]
+ContainerImage = Annotated[
+    str | None, Option("--container-image", help="Image with trainyard that the ranks run in: a name, .sqsh or .sif.")
+]
+ContainerMounts = Annotated[
+    str | None,
+    Option("--container-mounts", help="More directories for the container, such as /data:/data,/cache:/cache."),
+]
+ContainerRuntime = Annotated[
+    str | None, Option("--container-runtime", help="pyxis or apptainer. Default: apptainer for .sif, else pyxis.")
+]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing output.")]
 
 

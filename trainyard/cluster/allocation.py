@@ -77,7 +77,7 @@ def is_useless(state: str) -> bool:
 def _allocate(count: int, partition: str | None, options: Sequence[str], report: Callable[[str], None]) -> str:
     """Wait for a new allocation and return its job. Slurm cancels it if this process is interrupted meanwhile."""
     report(f"waiting for {count} nodes of Slurm")
-    command = ["salloc", "--no-shell", f"--nodes={count}", "--ntasks-per-node=1", "--exclusive", "--no-kill"]
+    command = ["salloc", "--no-shell", f"--nodes={count}", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--no-kill"]
     command += ["--wait-all-nodes=1", f"--time={TIME_LIMIT}", "--job-name=trainyard-doctor"]
     command += [f"--partition={partition}"] if partition else []
     with tempfile.TemporaryFile("a+") as messages:

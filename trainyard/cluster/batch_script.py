@@ -1,11 +1,15 @@
 """The batch script of a run: readable, and complete without trainyard's help to understand it."""
 
+import re
 import shlex
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainyard.cluster.container import Container
 from trainyard.cluster.job_record import LOG_DIRECTORY
+from trainyard.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,54 @@ class BatchOptions:
     reservation: str | None = None
     gpus_per_node: int | None = None
     exclusive: bool = True
+    """Whole nodes: all their CPUs and memory."""
+    nproc: int = 1
+    """Ranks on each node. A job that shares nodes gets a CPU for each."""
     notice_s: int = 120
     """Seconds before the time limit at which the run saves and the job is requeued; 0: no notice."""
     extra: tuple[str, ...] = ()
-    """Other options of sbatch, as they are."""
+    """Other options of sbatch. They replace our choice of memory and CPUs."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load."""
+    setup: str = ""
+    """Lines of the site, such as exports, that run before Python starts."""
+    container: Container | None = None
 
+    def directives(self, name: str, directory: Path) -> list[list[str]]:
+        """The options of sbatch, each as its words."""
+        named = ("partition", "time", "account", "qos", "constraint", "reservation")
+        extra = [split_option(text) for text in self.extra]
+        given = {words[0].partition("=")[0] for words in extra}
+        directives = [f"--job-name={name}", f"--nodes={self.nodes}"]
+        if (
+            self.nodes.isdigit()
+        ):  # with a range, Slurm would take this for the total of the fewest nodes, and give those
+            directives.append("--ntasks-per-node=1")
+        directives += [f"--{key}={value}" for key in named if (value := getattr(self, key))]
+        directives += [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []
+        if self.exclusive:
+            # Where Slurm schedules memory, a job gets its default, often 2 GB, even on a node of its own.
+            directives += ["--exclusive", *(["--mem=0"] if not given & MEMORY_OPTIONS else [])]
+        elif not given & CPU_OPTIONS:
+            directives.append(f"--cpus-per-task={self.nproc}")
+        log = str(directory / LOG_DIRECTORY).replace("%", "%%")
+        directives += [
+            "--requeue",
+            *([f"--signal=B:USR1@{self.notice_s}"] if self.notice_s else []),
+            "--open-mode=append",
+            f"--output={log}/%j.log",
+        ]
+        for directive in directives:
+            if not directive.isprintable():
+                raise UserError(f"{directive!r}: has a character that sbatch does not read")
+        return [*([directive] for directive in directives), *extra]
+
+
+MEMORY_OPTIONS = {"--mem", "--mem-per-cpu", "--mem-per-gpu"}
+CPU_OPTIONS = {"--cpus-per-task", "-c", "--cpus-per-gpu", "--ntasks", "-n", "--ntasks-per-node"}
+LOAD_MODULES = """\
+type module > /dev/null 2>&1 || . /etc/profile  # a function of login shells
+module load {names} || exit"""
 
 RESTART_IF_KILLED = """\
 code=137
@@ -51,25 +98,13 @@ def render_script(
     """A script that runs commands on the first node of the job, one after the other. The last one gets the signals that
     Slurm sends to the script, and is started again if something kills it, such as the kernel for lack of memory."""
     *first, last = [shlex.join(command) for command in commands]
-    named = ("partition", "time", "account", "qos", "constraint", "reservation")
-    directives = [f"--job-name={name}", f"--nodes={options.nodes}"]
-    if options.nodes.isdigit():  # with a range, Slurm would take this for the total of the fewest nodes, and give those
-        directives.append("--ntasks-per-node=1")
-    directives += [f"--{key}={value}" for key in named if (value := getattr(options, key))]
-    directives += [f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []
-    directives += ["--exclusive"] if options.exclusive else []
-    directives += [
-        "--requeue",
-        *([f"--signal=B:USR1@{options.notice_s}"] if options.notice_s else []),
-        "--open-mode=append",
-        f"--output={directory / LOG_DIRECTORY}/%j.log",
-        *options.extra,
-    ]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {directive}" for directive in directives),
+        *(f"#SBATCH {shlex.join(words)}" for words in options.directives(name, directory)),
         "",
         f"# {purpose}",
+        *(LOAD_MODULES.format(names=shlex.join(options.modules)).splitlines() if options.modules else []),
+        *([options.setup.rstrip("\n"), ""] if options.setup else []),
         "set -euo pipefail",
         "ulimit -S -n $(ulimit -H -n)  # sockets and files: a rank has some for every other rank",
         "ulimit -S -l $(ulimit -H -l)  # locked memory: network adapters and devices map it",
@@ -78,3 +113,31 @@ def render_script(
         *RESTART_IF_KILLED.format(command=last).splitlines(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def split_option(text: str) -> list[str]:
+    """The words of an option of sbatch, such as --comment=a b or --exclude n1."""
+    if not re.match(r"--?[A-Za-z]", text) or not text.isprintable():
+        raise UserError(f"--sbatch {text!r}: must be one option of sbatch, such as --sbatch=--comment=text")
+    option, _, value = text.partition(" ")
+    if "=" in option or not value:
+        return [text]
+    if value.startswith("-"):
+        raise UserError(f"--sbatch {text!r}: must be one option; repeat --sbatch for each")
+    return [option, value]
+
+
+def read_setup(path: Path) -> str:
+    """The lines of a file for batch scripts. Raises UserError if they would change the lines that follow them."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise UserError(f"--setup {path}: cannot be read: {reason}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("#SBATCH"):
+            raise UserError(f"--setup {path}: line {number}: sbatch reads no options there; nearest: --sbatch=--OPTION")
+    done = subprocess.run(["/bin/bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    if done.stderr:  # also for a here-document without an end
+        raise UserError(f"--setup {path}: {done.stderr.splitlines()[0].removeprefix('/bin/bash: ')}")
+    return text

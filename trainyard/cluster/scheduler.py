@@ -45,7 +45,9 @@ class Scheduler(Protocol):
 class SlurmJob:
     """A Slurm job, seen from its batch script."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_options: Sequence[str] = ()) -> None:
+        """`step_options` are options of srun for the ranks, such as their container."""
+        self.step_options = step_options
         try:
             self.job_id, self.nodes = os.environ["SLURM_JOB_ID"], os.environ["SLURM_JOB_NODELIST"]
             self.node_count = int(os.environ["SLURM_JOB_NUM_NODES"])
@@ -58,6 +60,7 @@ class SlurmJob:
         # Not --unbuffered: it gives the tasks a terminal, and the log would fill with progress bars.
         environment = slurm.step_environment(os.environ) | {"PYTHONUNBUFFERED": "1"}
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        srun += ["--cpu-bind=none", *self.step_options]  # srun would bind the one task, with all its ranks, to one CPU
         return subprocess.Popen([*srun, *command], env=environment, start_new_session=True)
 
     def sees_on_all_nodes(self, file: Path) -> bool:

@@ -86,7 +86,12 @@ def ranks_per_node(config: Config, nodes: int, gpus_per_node: int | None) -> int
 def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
     """The batch scripts of a run by file name."""
     python = [sys.executable, "-m", "trainyard"]
-    name, options = submission.config.log.name, submission.options
+    name, options, container = submission.config.log.name, submission.options, submission.options.container
+    compiler = python
+    if container:
+        step = container.step_options(directory)
+        srun = ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", *step] if step else []
+        compiler = [*srun, *container.python(directory), "-m", "trainyard"]
     nproc = ["--nproc", str(submission.nproc)]
     scripts = {}
     if submission.precompile:
@@ -94,7 +99,7 @@ def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
             f"{name}-precompile",
             directory,
             replace(options, nodes="1", notice_s=0),
-            [[*python, "precompile", str(directory), *nproc, *part] for part in submission.precompile_options()],
+            [[*compiler, "precompile", str(directory), *nproc, *part] for part in submission.precompile_options()],
             "Compiles all graphs of the run; the training job starts when it has succeeded.",
         )
     scripts[TRAIN_SCRIPT] = render_script(
@@ -109,7 +114,8 @@ def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
 
 def supervise_command(submission: Submission, directory: Path) -> list[str]:
     options = ["--nproc", str(submission.nproc), "--hang-timeout", f"{submission.hang_timeout:g}"]
-    return ["supervise", str(directory), *options]
+    container = submission.options.container
+    return ["supervise", str(directory), *options, *(container.options() if container else [])]
 
 
 def existing_run(config: Config) -> Path | None:
@@ -155,6 +161,9 @@ def submit_to_slurm(submission: Submission) -> SubmittedRun:
 
 def submit_locally(submission: Submission) -> SubmittedRun:
     """Start the supervisor of a run on this machine, in the background."""
+    options = submission.options
+    if options.modules or options.setup or (options.container and options.container.runtime == "pyxis"):
+        raise UserError("--module, --setup and Pyxis: need a job of Slurm, which this machine does not have")
     with open_run(submission.config) as run:
         _write_run(submission, run.path)
     command = [sys.executable, "-m", "trainyard", *supervise_command(submission, run.path), "--local"]

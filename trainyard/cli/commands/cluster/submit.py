@@ -6,10 +6,18 @@ from typing import Annotated
 from typer import Option
 
 from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.options import ConfigSource, Overrides, Smoke
+from trainyard.cli.options import (
+    ConfigSource,
+    ContainerImage,
+    ContainerMounts,
+    ContainerRuntime,
+    Overrides,
+    Smoke,
+)
 from trainyard.cli.run_config import load_run_config
 from trainyard.cluster import slurm
-from trainyard.cluster.batch_script import BatchOptions
+from trainyard.cluster.batch_script import BatchOptions, read_setup
+from trainyard.cluster.container import Container
 from trainyard.cluster.job_record import job_log
 from trainyard.cluster.submit import (
     Submission,
@@ -45,8 +53,18 @@ def submit(
         list[str] | None, Option("--sbatch", metavar="OPTION", help="Another option of sbatch; repeatable.")
     ] = None,
     exclusive: Annotated[
-        bool, Option("--exclusive/--share", help="Whole nodes, or share them with other jobs.")
+        bool, Option("--exclusive/--share", help="Whole nodes with all memory, or one CPU per rank of shared ones.")
     ] = True,
+    modules: Annotated[
+        list[str] | None, Option("--module", metavar="NAME", help="Environment module to load; repeatable.")
+    ] = None,
+    setup: Annotated[
+        Path | None,
+        Option("--setup", metavar="FILE", help="Shell lines of your site for the scripts, such as exports."),
+    ] = None,
+    container_image: ContainerImage = None,
+    container_mounts: ContainerMounts = None,
+    container_runtime: ContainerRuntime = None,
     notice: Annotated[
         int, Option("--notice", min=1, help="Seconds before the time limit at which the run saves.")
     ] = 120,
@@ -101,8 +119,12 @@ def submit(
         reservation=reservation,
         gpus_per_node=gpus_per_node,
         exclusive=exclusive,
+        nproc=nproc,
         notice_s=notice,
         extra=tuple(sbatch_option or ()),
+        modules=tuple(name for text in modules or [] for name in text.split()),
+        setup=read_setup(setup) if setup else "",
+        container=Container.from_options(container_image, container_mounts, container_runtime),
     )
     compiles = config.compile.enabled or always_compiles(config.device.name, config.hardware)
     submission = Submission(config, options, nproc, max_restarts, hang_timeout, precompile and compiles, layouts)

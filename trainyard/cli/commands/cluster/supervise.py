@@ -6,6 +6,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from trainyard.cli.options import ContainerImage, ContainerMounts, ContainerRuntime
+from trainyard.cluster.container import Container
 from trainyard.cluster.scheduler import LocalJob, Scheduler, SlurmJob
 from trainyard.cluster.supervisor import Supervisor
 
@@ -16,6 +18,9 @@ def supervise(
     hang_timeout: Annotated[
         float, Option("--hang-timeout", min=0, help="End a run that makes no step for this many seconds; 0: never.")
     ] = 600,
+    container_image: ContainerImage = None,
+    container_mounts: ContainerMounts = None,
+    container_runtime: ContainerRuntime = None,
     local: Annotated[bool, Option("--local", help="Run on this machine, without Slurm.")] = False,
 ) -> int:
     """Start the ranks of a run on every node of this job, and again from the latest checkpoint if they fail.
@@ -28,7 +33,9 @@ def supervise(
     """
     if local:
         sys.stdin.read()  # until trainyard submit has written the record of this job
-    scheduler: Scheduler = LocalJob() if local else SlurmJob()
-    command = [sys.executable, "-m", "trainyard", "train", str(directory), "--continue", "--nproc", str(nproc)]
+    container = Container.from_options(container_image, container_mounts, container_runtime)
+    scheduler: Scheduler = LocalJob() if local else SlurmJob(container.step_options(directory) if container else ())
+    python = container.python(directory) if container else [sys.executable]
+    command = [*python, "-m", "trainyard", "train", str(directory), "--continue", "--nproc", str(nproc)]
     options = ["--hang-timeout", str(hang_timeout)]
     return Supervisor(directory, scheduler, [*command, *options]).run()
