@@ -111,7 +111,7 @@ def test_a_renamed_direction_and_directions_set_to_false(direction: str, call: C
         ("--ep_size 2", "ep_size=2: a llama model has no experts; nearest: 1"),
         ("--i_tp_round_factor 8", "--i_tp_round_factor 8: padding of the MLP is not supported"),
         ("--pad_attn_heads True", "--pad_attn_heads True: padding of heads is not supported"),
-        ("--hf_model_name meta/x", "--hf_model_name meta/x: trainyard downloads nothing; use --input_dir"),
+        ("--hf_model_name meta/x", "--hf_model_name meta/x: not with --input_dir full.pt; only with"),
         ("--nxdt_yaml_config x.yaml", "--nxdt_yaml_config x.yaml: use --config config.json"),
         ("--model_key weights", "--model_key weights: weights must be under the key model, or at the top level"),
         ("--what 1", "convert-nxd: unrecognized arguments: --what 1"),

@@ -19,7 +19,7 @@ from tests.checkpoint.formats.test_nxd import RandomWeights, llama
 from tests.cli.conftest import Call, call, fail, succeed  # noqa: F401 (a fixture)
 from tests.support.hub_server import HubServer, Repo, hub_environment, hub_server, use_hub
 from tests.support.web_server import ServedFile, cut_after, status
-from trainyard.checkpoint.formats.hf import write_hf
+from trainyard.checkpoint.formats.hf import hf_tensors, write_hf
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import open_weights
 from trainyard.core.errors import UserError
@@ -208,6 +208,20 @@ def test_data_sets_of_the_hub_are_inputs(call: Call, hub: HubServer, repo: Repo,
     message = "hf://datasets/own/text@main/data/c: no such file; has: data/a.jsonl, data/b.jsonl"
     command = ("data", "tokenize", "--input", "hf://datasets/own/text@main/data/c", "--output-prefix", "x", *options)
     fail(call(*command), message)
+
+
+def test_nxd_converter_takes_names_of_the_hub(call: Call, hub: HubServer, repo: Repo, tmp_path: Path) -> None:  # noqa: F811
+    flags = ["--hf_model_name", "own/model", "--output_dir", "nxd", "--tp_size", "2"]
+    succeed(call("convert-nxd", *flags, "--convert_from_full_state"))
+    succeed(call("convert", "nxd/model", "back", "--to", "hf"))
+    expected, found = (
+        dict(hf_tensors(open_weights("own/model").weights)),
+        dict(hf_tensors(open_weights("back").weights)),
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    fail(call("convert-nxd", *flags, "--convert_to_full_state"), ".*: not with --convert_to_full_state; only with")
+    fail(call("convert-nxd", "--hf_model_name", "own/none", *flags[2:], "--convert_from_full_state"), "own/none")
 
 
 def test_commands_take_names_of_the_hub(call: Call, hub: HubServer, repo: Repo, tmp_path: Path) -> None:  # noqa: F811

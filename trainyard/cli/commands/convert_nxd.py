@@ -18,9 +18,12 @@ from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_links
 from trainyard.cli.commands.convert import run_conversion
 from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
+from trainyard.core.world import ONE_RANK
+from trainyard.download.local_copies import local_weights
 from trainyard.families.hf_config import from_hf
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -47,6 +50,10 @@ def convert_nxd(context: typer.Context) -> int:
         raise UserError(f"convert-nxd: exactly one of --{', --'.join(DIRECTIONS)} is needed, not {len(directions)}")
     (direction,) = directions
     _reject_unsupported(flags)
+    if flags.hf_model_name:
+        _download_model(flags, direction)
+    if not flags.input_dir:
+        raise UserError("--input_dir: missing")
     check_links(flags.input_dir)
     if direction in ("convert_from_xser", "convert_to_xser"):
         with ProgressDisplay("convert") as progress, interrupt_on_terminate():
@@ -106,7 +113,7 @@ def build_parser() -> ConverterArgumentParser:
     switch("save_xser", "one file per tensor")
     switch("pad_attn_heads", "not supported")
     flag("i_tp_round_factor", "not supported", type=int, default=0)
-    flag("hf_model_name", "not supported: trainyard downloads nothing")
+    flag("hf_model_name", "model of the Hub, or a directory, instead of --input_dir (--convert_from_full_state only)")
     flag("nxdt_yaml_config", "not supported: use --config")
     for name in DIRECTIONS:
         switch(name, "direction; exactly one of these four")
@@ -154,14 +161,21 @@ def _reject_unsupported(flags: argparse.Namespace) -> None:
     for name, default, reason in (
         ("i_tp_round_factor", 0, "padding of the MLP is not supported"),
         ("pad_attn_heads", False, "padding of heads is not supported"),
-        ("hf_model_name", None, "trainyard downloads nothing; use --input_dir"),
         ("nxdt_yaml_config", None, "use --config config.json"),
         ("model_key", "model", "weights must be under the key model, or at the top level"),
     ):
         if (value := getattr(flags, name)) != default:
             raise UserError(f"--{name} {value}: {reason}")
-    if not flags.input_dir:
-        raise UserError("--input_dir: missing")
+
+
+def _download_model(flags: argparse.Namespace, direction: str) -> None:
+    """Set --input_dir, and --config if it is missing, to a copy of --hf_model_name."""
+    if direction != "convert_from_full_state" or flags.input_dir:
+        other = f"--input_dir {flags.input_dir}" if flags.input_dir else f"--{direction}"
+        raise UserError(f"--hf_model_name {flags.hf_model_name}: not with {other}; only with --convert_from_full_state")
+    prefetch_weights(flags.hf_model_name, ONE_RANK)
+    flags.input_dir = local_weights(flags.hf_model_name)
+    flags.config = flags.config or flags.input_dir / "config.json"
 
 
 def _write_full_state(opened: OpenedCheckpoint, directory: Path) -> None:
