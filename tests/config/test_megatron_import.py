@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from trainyard.config.load import load, parse, validate_imported
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import schema_keys, without_tags
 from trainyard.core.errors import UserError
+from trainyard.families.builtin.mixtral import MixtralConfig
 from trainyard.parallel.layout import Layout
 
 HERE = Path(__file__).parent / "megatron"
@@ -68,8 +70,9 @@ def test_script_with_variables_defaults_arithmetic_and_a_blend() -> None:
 
 
 def test_script_with_arrays_and_unknown_arguments() -> None:
-    with pytest.raises(UserError, match=r"--data-path: \$2 is not known.*NAME=VALUE"):
-        import_script(HERE / "llama_arrays.sh", {}, [])
+    imported = import_script(HERE / "llama_arrays.sh", {}, [])
+    assert imported.data["data"]["paths"] == ["$2"]
+    assert [line for line in imported.warnings if line.startswith("--data-path: $2 is not known")]
     imported = import_script(HERE / "llama_arrays.sh", {"DATA_PATH": "/d/x"}, [])
     config = parse(imported.data)
     assert (config.model.family, config.model.num_kv_heads, config.model.vocab, config.model.tie_embeddings) == (
@@ -93,6 +96,9 @@ MAPPED = [
     ("--no-bias-gelu-fusion", {"model.activation": "gelu"}),
     ("--no-bias-gelu-fusion --openai-gelu", {"model.activation": "gelu_tanh"}),
     ("--bf16", {"precision.kind": "bf16"}),
+    ("--fp16 --loss-scale-window 500", {"precision.kind": "bf16"}),
+    ("--fp16 --fp8-format hybrid", {"precision.kind": "fp8"}),
+    ("--rampup-batch-size 16 16 5859375", {"train.global_batch": 8}),
     ("--bf16 --fp8-format hybrid", {"precision.kind": "fp8"}),
     ("--bf16 --grad-reduce-in-bf16", {"precision.reduce_dtype": "bf16"}),
     ("--lr-decay-style constant --lr-warmup-iters 7", {"schedule.kind": "constant", "schedule.warmup_steps": 7}),
@@ -136,6 +142,92 @@ def test_steps_from_samples_and_global_batch_from_ranks(tmp_path: Path) -> None:
     assert (config.train.global_batch, config.train.steps, config.layout.ranks) == (4, 25, 8)
 
 
+def test_script_with_placeholders() -> None:
+    """A shell takes <Specify path> for redirections. The text stays in the file for the user to replace."""
+    imported = import_script(HERE / "gpt_placeholders.sh", {}, [])
+    config = validate_imported(imported)
+    assert config.data.paths == ("<Specify path and file prefix>_text_document",)
+    assert (config.data.vocab_file, config.data.merges_file) == ("<path to vocab>/vocab.json", "merges.txt")
+    assert (config.layout.ranks, config.precision.kind, config.checkpoint.directory) == (8, "bf16", None)
+    assert "--fp16: imported as bf16, which has the range of fp32 and needs no loss scaling" in imported.warnings
+    known = {"DATA_PATH": "/d/x", "CHECKPOINT_PATH": "/c"}
+    config = validate_imported(import_script(HERE / "gpt_placeholders.sh", known, []))
+    assert (config.data.paths, config.checkpoint.directory, config.checkpoint.resume) == (("/d/x",), "/c", "auto")
+
+
+def test_script_that_gives_its_command_to_srun() -> None:
+    """The command is one word, a variable, and sbatch's options have the number of ranks."""
+    imported = import_script(HERE / "gpt_srun.sh", {}, [])
+    config = validate_imported(imported)
+    assert (config.model.layers, config.train.steps, config.layout.tp, config.layout.pp) == (8, 100, 2, 2)
+    assert (config.layout.ranks, config.hardware) == (32, "32 x h100")
+    assert config.data.paths == ("<PATH TO THE FIRST DATASET>", "<PATH TO THE SECOND DATASET>")
+    assert (config.data.weights, config.recompute.kind) == ((0.3, 0.7), "full")
+    assert any(line.startswith("--rampup-batch-size=['4', '4', '100']: no effect here") for line in imported.warnings)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "srun bash -c 'cd /x && torchrun --nproc_per_node 4 pretrain_gpt.py $FLAGS'",
+        'srun sh -c "export A=1; python -u $(pwd)/pretrain_gpt.py ${FLAGS}"',
+        "srun --ntasks-per-node=4 bash -lc \"python pretrain_gpt.py $FLAGS --save '/a b/c'\"",
+        'RUN="python pretrain_gpt.py ${FLAGS}"\neval $RUN',
+    ],
+)
+def test_commands_of_a_shell_inside_a_command(command: str, tmp_path: Path) -> None:
+    config = config_from_script(tmp_path / "x.sh", f"export FLAGS='{SMALL} --seed 7'\n{command}\n")
+    assert (config.model.layers, config.train.seed) == (2, 7)
+    assert config.layout.ranks == (4 if "4" in command else None)
+    assert config.checkpoint.directory == ("/a b/c" if "/a b/c" in command else None)
+
+
+def test_mixtral() -> None:
+    """The auxiliary loss has another scale there; an unknown tokenizer has the vocabulary of the published model."""
+    imported = import_script(HERE / "mixtral.sh", {}, [])
+    config = validate_imported(imported)
+    model = config.model
+    assert isinstance(model, MixtralConfig)
+    assert (model.family, model.experts, model.top_k, model.ffn, model.vocab) == ("mixtral", 8, 2, 14336, 32000)
+    assert (model.balance_loss, model.normalize_top_k, model.capacity_factor) == (pytest.approx(0.16), True, None)
+    assert (config.layout.ep, config.data.paths, config.data.tokenizer) == (8, ("$3",), "$2")
+    assert "model.vocab: 32000, that of Mixtral 8x7B, which has these sizes" in imported.warnings
+    flags = f"{LLAMA} --num-experts 4 --moe-router-pre-softmax --moe-z-loss-coeff 1e-3 --moe-ffn-hidden-size 96 "
+    other = config_from_flags(flags + "--moe-router-load-balancing-type none --moe-expert-capacity-factor 1.5").model
+    assert isinstance(other, MixtralConfig)
+    assert (other.ffn, other.z_loss, other.capacity_factor, other.balance_loss) == (96, 1e-3, 1.5, 0.0)
+    assert not other.normalize_top_k
+
+
+def test_auxiliary_loss_of_megatron() -> None:
+    """The imported coefficient gives what megatron-core computes: a sum over layers of E f P, f divided by top-k."""
+    layers, experts, top_k, tokens, coefficient = 3, 4, 2, 50, 0.01
+    torch.manual_seed(0)
+    probabilities = torch.randn(layers, tokens, experts).softmax(-1)
+    counts = torch.zeros(layers, tokens, experts).scatter(-1, probabilities.topk(top_k).indices, 1.0)
+    scale = experts * coefficient / (top_k * tokens * tokens)
+    theirs = sum((probabilities[i].sum(0) * counts[i].sum(0)).sum() * scale for i in range(layers))
+    flags = f"{LLAMA} --num-layers {layers} --num-experts {experts} --moe-router-topk {top_k}"
+    model = config_from_flags(f"{flags} --moe-aux-loss-coeff {coefficient}").model
+    assert isinstance(model, MixtralConfig)
+    per_layer = [experts * (counts[i].mean(0) * probabilities[i].mean(0)).sum() for i in range(layers)]
+    assert model.balance_loss * sum(per_layer) / layers == pytest.approx(theirs)
+
+
+def test_all_refused_flags_are_reported_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        import_script(HERE / "llama3_conditions.sh", {}, ["--not-a-flag", "1", "2"], ["manual-gc"])
+    message = str(caught.value)
+    for flag in ("apply-layernorm-1p", "decoupled-lr", "decoupled-min-lr", "not-a-flag"):
+        assert message.count(f"--drop-flag {flag}") == 1
+    options = message.partition("(to leave them out: ")[2].removesuffix(")").split()
+    assert "--normalization=LayerNorm: not supported with --swiglu" in message
+    dropped = options[1::2]
+    assert dropped[0] == "manual-gc"
+    flags = ["--not-a-flag", "1", "2", "--normalization", "RMSNorm"]
+    assert validate_imported(import_script(HERE / "llama3_conditions.sh", {}, flags, dropped)).model.family == "llama"
+
+
 UNSUPPORTED_IN_LLAMA3 = ["apply-layernorm-1p", "--decoupled-lr", "decoupled-min-lr"]
 
 
@@ -158,10 +250,10 @@ def test_script_that_checks_its_program_and_sets_flags_under_conditions() -> Non
 @pytest.mark.parametrize(
     ("flags", "dropped"),
     [
-        ("--fp16 --lr 1e-4", ["fp16"]),
-        ("--fp16", ["--fp16"]),
+        ("--qk-layernorm --lr 1e-4", ["qk-layernorm"]),
+        ("--qk-layernorm", ["--qk-layernorm"]),
         ("--rampup-batch-size 16 16 5859375 --lr 1e-4", ["rampup-batch-size"]),
-        ("--not-a-flag 1 two --fp16", ["not-a-flag", "fp16"]),
+        ("--not-a-flag 1 two --qk-layernorm", ["not-a-flag", "qk-layernorm"]),
     ],
 )
 def test_dropped_flags_are_left_out_with_their_values_and_reported(flags: str, dropped: list[str]) -> None:
@@ -195,9 +287,13 @@ MISTAKES = [
     ("--num-layers", ["--num-layers", "needs a value"]),
     ("--bf16=yes", ["--bf16=yes", "takes no value"]),
     ("word", ["expected a flag"]),
-    ("--fp16", ["--fp16", "nearest: --bf16"]),
-    ("--num-experts 8", ["--num-experts", "only those of dense models"]),
-    ("--rampup-batch-size 16 16 5859375", ["--rampup-batch-size", "nearest: leave it out"]),
+    ("--num-experts 8", ["--num-experts=8", "nearest: --swiglu"]),
+    (
+        f"{LLAMA} --num-experts 8 --moe-router-load-balancing-type sinkhorn",
+        ["--moe-router-load-balancing-type=sinkhorn", "nearest: aux_loss"],
+    ),
+    ("--squared-relu --qk-layernorm", ["--drop-flag squared-relu --drop-flag qk-layernorm)"]),
+    ("--num-layers $N", ["$N"]),
     ("--optimizer sgd", ["--optimizer=sgd", "nearest: adam"]),
     ("--lr-decay-style inverse-square-root", ["inverse-square-root", "nearest: cosine"]),
     ("--swiglu", ["--normalization=LayerNorm", "nearest: RMSNorm"]),

@@ -90,14 +90,24 @@ def split_names(rules: Mapping[str, KeyRule], prefix: str = "") -> dict[str, Key
     return {prefix + name: rule for names, rule in rules.items() for name in names.split()}
 
 
-def check_values(values: dict[str, Any], rules: dict[str, KeyRule], warnings: list[str], dashes: str = "") -> None:
-    """Raise a UserError for a value of the wrong type or that is refused, and warn about ignored values."""
+def check_values(
+    values: dict[str, Any],
+    rules: dict[str, KeyRule],
+    warnings: list[str],
+    dashes: str = "",
+    refused: dict[str, str] | None = None,
+) -> None:
+    """Raise a UserError for a value of the wrong type or that is refused, and warn about ignored values. With
+    `refused`, the reasons of all refused keys are added to it instead."""
     for key, value in values.items():
         rule, name = rules[key], f"{dashes}{key}={format_value(value)}"
         types, expected = VALUE_TYPES[rule.value_type]
         wrong_type = not isinstance(value, types) or (isinstance(value, bool) and not {bool, object} & set(types))
         if rule.action == "refused" and value not in rule.allowed:
-            raise UserError(f"{name}: {rule.target}" + (f" (or --drop-flag {key})" if dashes else ""))
+            if refused is None:
+                raise UserError(f"{name}: {rule.target}")
+            refused[key] = f"{name}: {rule.target}"
+            continue
         too_large = isinstance(value, int | float) and not abs(value) < MAX_NUMBER
         if (wrong_type or too_large) and value is not None:
             raise UserError(f"{name}: not {expected}{'' if wrong_type else ' of a sensible size'}")

@@ -37,7 +37,7 @@ def import_config(
     ] = None,
     drop_flags: Annotated[
         list[str] | None,
-        Option("--drop-flag", metavar="FLAG", help="Megatron-LM flag to leave out, such as fp16; repeatable."),
+        Option("--drop-flag", metavar="FLAG", help="Megatron-LM flag to leave out, such as lora-rank; repeatable."),
     ] = None,
     output: Annotated[
         Path | None, Option("--output", "-o", metavar="OUT", help="Write the YAML to a file instead of stdout.")
@@ -56,7 +56,7 @@ def import_config(
 
       trainyard import pretrain_gpt3.sh DATA_PATH=/data/my-gpt2 train.steps=1000
 
-      trainyard import train.sh --drop-flag fp16 -- --bf16
+      trainyard import train.sh --drop-flag apply-layernorm-1p -- --normalization RMSNorm
 
       trainyard import -- --num-layers 12 --hidden-size 768 ...
     """

@@ -5,6 +5,7 @@ ours.
 """
 
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,10 +21,17 @@ from trainyard.config.importers.key_table import (
     run_name,
     set_keys,
 )
+from trainyard.config.importers.known_models import find_known_model
 from trainyard.config.importers.megatron import sections
 from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
 from trainyard.config.importers.shell.conditions import TEST_COMMANDS
-from trainyard.config.importers.shell.script import UNKNOWN_MARK, ShellCommand, Variables, read_commands
+from trainyard.config.importers.shell.script import (
+    UNKNOWN_MARK,
+    ShellCommand,
+    Variables,
+    name_in_script,
+    read_commands,
+)
 from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError, one_line
 
@@ -34,6 +42,10 @@ NOT_LAUNCHERS = {*TEST_COMMANDS, "echo", "printf", "ls", "cat", "cp", "ln", "chm
 UNREAD_FLAGS = "; flags inside it are not imported"
 OPTIONAL_PATHS = {"save", "save-xser", "load", "load-xser", "tensorboard-dir"}
 """Flags that are dropped with a warning if their value is unknown, because our keys have defaults."""
+INPUT_PATHS = {"data-path", "vocab-file", "merge-file", "tokenizer-model"}
+"""Flags whose unknown value is kept as the script has it, with a warning: the user names the files before the run."""
+SHELLS = ("sh", "bash")
+SBATCH_LINE = re.compile(r"^#SBATCH\s+(.*)", re.MULTILINE)
 VOCAB_HINT = "the vocabulary size comes from the tokenizer: provide its file, or set model.vocab=50257"
 
 
@@ -43,12 +55,13 @@ def import_script(
     """Import a launch script. `variables` are preset for the script, `flags` override those of the script, and
     `dropped` names flags of the script to leave out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").replace(UNKNOWN_MARK, "")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
     try:
         command, index = _find_training_command(text, variables, path)
-        launcher, words = command.words[:index], command.words[index + 1 :]
+        job = [word for options in SBATCH_LINE.findall(text) for word in options.split()]
+        launcher, words = [*command.words[:index], *job], command.words[index + 1 :]
         imported = _import_command([*words, *flags], path.stem, launcher, command.variables, dropped)
     except UserError as error:
         message = one_line(error)
@@ -70,8 +83,9 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
     """Return the first command that runs Megatron-LM's GPT, and the position of the program in it."""
     candidates = [
         (command, index, match[1])
-        for command in read_commands(text, variables, str(path))
-        if command.words and command.words[0] not in NOT_LAUNCHERS
+        for outer in read_commands(text, variables, str(path))
+        if outer.words and outer.words[0] not in NOT_LAUNCHERS
+        for command in _shell_commands(outer, str(path))
         for index, word in enumerate(command.words)
         if (match := TRAINING_PROGRAM.fullmatch(word))
     ]
@@ -86,16 +100,30 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
     return command, index
 
 
+def _shell_commands(command: ShellCommand, source: str) -> list[ShellCommand]:
+    """The command, or those that it gives to a shell, such as `srun sh -c "$run_cmd"`, with srun as their launcher."""
+    for index, word in enumerate(command.words[:-2]):
+        if PurePath(word).name in SHELLS and command.words[index + 1] in ("-c", "-lc"):
+            variables = {name: " ".join(value) for name, value in command.variables.items()}
+            inner = read_commands(command.words[index + 2], variables, source)
+            return [command._replace(words=[*command.words[:index], *part.words]) for part in inner]
+    return [command]
+
+
 def _import_command(
     words: list[str], name: str, launcher: list[str], variables: Variables, dropped: Collection[str]
 ) -> ImportedConfig:
     """Import the flags `words`. `launcher` holds the words before the program: torchrun and its options."""
     warnings: list[str] = []
+    refused: dict[str, str] = {}
     try:
         words = _drop_flags(words, [flag.removeprefix("--") for flag in dropped])
-        flags = _parse_flags(words, warnings)
-        check_values(flags, MEGATRON_FLAGS, warnings, "--")
-        data: dict[str, Any] = {"model": sections.model_section(flags)}
+        flags = _parse_flags(words, warnings, refused)
+        check_values(flags, MEGATRON_FLAGS, warnings, "--", refused)
+        data: dict[str, Any] = {"model": sections.model_section(flags, warnings)}
+        if "vocab" not in data["model"] and (known := find_known_model({**data["model"], **_model_sizes(flags)})):
+            data["model"]["vocab"] = known.vocab
+            warnings.append(f"model.vocab: {known.vocab}, that of {known.name}, which has these sizes")
         per_node, nodes = _launcher_sizes(launcher, warnings)
         ranks = per_node * nodes or None
         if hardware := hardware_of_ranks(per_node, nodes, gpus=True):
@@ -115,10 +143,28 @@ def _import_command(
             set_keys(data, keys)
     except UserError as error:
         unread = next((f" ({line})" for line in warnings if line.endswith(UNREAD_FLAGS)), "")
-        raise UserError(f"{error}{unread}") from None
+        also = _refusal(refused, dropped)
+        raise UserError(f"{error}{unread}" + (f"; and {also}" if also else "")) from None
+    if refused:
+        raise UserError(_refusal(refused, dropped))
     outcomes = [key_outcome(f"--{flag}", value, MEGATRON_FLAGS[flag], data) for flag, value in flags.items()]
     outcomes += [KeyOutcome(f"--{flag.removeprefix('--')}", None, "dropped by --drop-flag") for flag in dropped]
     return ImportedConfig(data, outcomes, warnings, VOCAB_HINT)
+
+
+def _refusal(refused: Mapping[str, str], dropped: Collection[str]) -> str:
+    """All refused flags, and the options that leave them out; empty if there are none."""
+    if not refused:
+        return ""
+    flags = [flag.removeprefix("--") for flag in dropped] + list(refused)
+    options = " ".join(f"--drop-flag {shlex.quote(flag[:60])}" for flag in flags)
+    return f"{'; '.join(refused.values())} (to leave {'it' if len(flags) == 1 else 'them'} out: {options})"
+
+
+def _model_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the model section that are copied later."""
+    names = {"layers": "num-layers", "hidden": "hidden-size", "heads": "num-attention-heads"}
+    return {ours: flags[theirs] for ours, theirs in names.items() if theirs in flags}
 
 
 def _drop_flags(words: list[str], dropped: Collection[str]) -> list[str]:
@@ -136,8 +182,9 @@ def _drop_flags(words: list[str], dropped: Collection[str]) -> list[str]:
     return kept
 
 
-def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
-    """Return values by flag without dashes, in the types of the table. The last of several equal flags wins."""
+def _parse_flags(words: list[str], warnings: list[str], refused: dict[str, str]) -> dict[str, Any]:
+    """Return values by flag without dashes, in the types of the table. The last of several equal flags wins. Unknown
+    flags are added to `refused`."""
     flags: dict[str, Any] = {}
     words = [word for word in words if word]
     while words:
@@ -149,8 +196,10 @@ def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
         if not flag.startswith("--"):
             raise UserError(f"{format_value(flag)}: expected a flag")
         if name not in MEGATRON_FLAGS:
-            nearest = nearest_name(name, MEGATRON_FLAGS)
-            raise UserError(f"--{format_value(name)}: unknown flag; nearest: --{nearest}, or --drop-flag {name[:60]}")
+            refused[name] = f"--{format_value(name)}: unknown flag; nearest: --{nearest_name(name, MEGATRON_FLAGS)}"
+            while words and not words[0].startswith("--"):
+                words.pop(0)
+            continue
         rule = MEGATRON_FLAGS[name]
         values = [text] if equals else []
         max_values = 1 if equals else {"switch": 0, "words": len(words)}.get(rule.value_type, 1)
@@ -159,10 +208,13 @@ def _parse_flags(words: list[str], warnings: list[str]) -> dict[str, Any]:
         unknown = next((value for value in values if UNKNOWN_MARK in value), None)
         if unknown is not None and rule.action in ("copied", "maps"):
             message = f"--{name}: {_unknown_name(unknown)} is not known from the script alone"
-            if name not in OPTIONAL_PATHS:
+            if name in OPTIONAL_PATHS:
+                warnings.append(f"{message}; left out")
+                continue
+            if name not in INPUT_PATHS:
                 raise UserError(f"{message}; assign it in the script, or pass NAME=VALUE after the file")
-            warnings.append(f"{message}; left out")
-            continue
+            warnings.append(f"{message}; set {rule.target.partition(',')[0]}, or pass NAME=VALUE after the file")
+            values = [_known_text(value) for value in values]
         flags[name] = _parse_value(name, rule.value_type, values)
     return flags
 
@@ -184,12 +236,13 @@ def _parse_value(name: str, value_type: str, values: list[str]) -> object:
 
 
 def _launcher_sizes(launcher: list[str], warnings: list[str]) -> tuple[int, int]:
-    """Return processes per node and nodes, from the options of torchrun; zeros if they are unknown."""
+    """Return processes per node and nodes, from the options of torchrun, or of srun and sbatch; zeros if they are
+    unknown."""
     words = [part for word in launcher for part in word.split("=", 1)]
     names = [word.lstrip("-").replace("_", "-") for word in words]
     sizes: list[int] = []
-    for name, default in (("nproc-per-node", ""), ("nnodes", "1")):
-        index = names.index(name) + 1 if name in names else len(words)
+    for name, of_slurm, default in (("nproc-per-node", ("ntasks-per-node",), ""), ("nnodes", ("nodes", "N"), "1")):
+        index = next((names.index(known) + 1 for known in (name, *of_slurm) if known in names), len(words))
         text = words[index] if index < len(words) else default
         if not re.fullmatch(r"\d{1,7}", text) or int(text) == 0:
             if launcher:
@@ -203,5 +256,12 @@ def _unknown_name(text: str) -> str:
     """Return the unknown part of a word as it is written in the script."""
     if UNKNOWN_MARK not in text:
         return text
-    name = text.split(UNKNOWN_MARK)[1]
-    return name if name.startswith(("$", "`")) else f"${name}"
+    name = name_in_script(text.split(UNKNOWN_MARK)[1])
+    return name if name.startswith(("$", "`", "<")) else f"${name}"
+
+
+def _known_text(text: str) -> str:
+    """Return a word with its unknown parts as they are written in the script."""
+    parts = text.split(UNKNOWN_MARK)
+    marked = [_unknown_name(f"{UNKNOWN_MARK}{part}") for part in parts[1::2]]
+    return "".join(part for pair in zip(parts[::2], [*marked, ""], strict=True) for part in pair)

@@ -1,12 +1,12 @@
 """Flags of Megatron-LM that the import knows: those of versions 2 and 3, of the AWS reference, and the newer ones that
-dense GPT and Llama scripts use. The value type also tells how many words a flag takes; `switch` takes none."""
+GPT, Llama and Mixtral scripts use. The value type also tells how many words a flag takes; `switch` takes none."""
 
 from trainyard.config.importers.key_table import KeyRule, copies_to, ignore, maps_to, refuse, split_names
 
-MOE = "of Megatron-LM's flags only those of dense models are read; nearest: leave it out, and set model.experts"
+MOE = "of mixtures of experts only Mixtral's are read" + "; nearest: leave it out"
 FUSED = "the device chooses kernels (device.kernels)"
 COMMUNICATION = "gradient communication is set by layout.zero, layout.bucket_mib and precision.reduce_dtype"
-LOSS_SCALING = "for fp16, which is not supported"
+LOSS_SCALING = "for fp16, which is imported as bf16"
 FP8_SCALING = "scales are those of the current step (precision.fp8_scaling)"
 GARBAGE = "the garbage collector runs between steps"
 PROFILER = "the profile section and trainyard trace measure a run"
@@ -46,6 +46,14 @@ MAPPED: dict[str, KeyRule] = {
     "hidden-dropout": maps_to("number", "model.hidden_dropout, model.embedding_dropout"),
     "attention-dropout": maps_to("number", "model.attention_dropout"),
     "init-method-std": copies_to("number", "model.init_std"),
+    "num-experts": maps_to("int", "model.experts"),
+    "moe-router-topk": maps_to("int", "model.top_k"),
+    "moe-router-pre-softmax": maps_to("switch", "model.normalize_top_k"),
+    "moe-aux-loss-coeff": maps_to("number", "model.balance_loss"),
+    "moe-router-load-balancing-type": maps_to("text", "model.balance_loss"),
+    "moe-z-loss-coeff": maps_to("number", "model.z_loss"),
+    "moe-expert-capacity-factor": maps_to("number", "model.capacity_factor"),
+    "moe-ffn-hidden-size": maps_to("int", "model.ffn"),
     "vocab-size": maps_to("int", "model.vocab"),
     "vocab-file": maps_to("text", "data.vocab_file"),
     "merge-file": maps_to("text", "data.merges_file"),
@@ -72,7 +80,7 @@ MAPPED: dict[str, KeyRule] = {
     "lr-decay-iters lr-decay-samples lr-wsd-decay-iters": maps_to("int", "schedule.decay_steps"),
     "lr-warmup-iters lr-warmup-samples": maps_to("int", "schedule.warmup_steps"),
     "lr-warmup-fraction": maps_to("number", "schedule.warmup_steps"),
-    "bf16 fp8-hybrid": maps_to("switch", "precision.kind"),
+    "bf16 fp16 fp8-hybrid": maps_to("switch", "precision.kind"),
     "fp8-format": maps_to("text", "precision.kind"),
     "accumulate-allreduce-grads-in-fp32": maps_to("switch", "precision.grad_dtype"),
     "grad-reduce-in-bf16": maps_to("switch", "precision.reduce_dtype"),
@@ -80,6 +88,7 @@ MAPPED: dict[str, KeyRule] = {
     "pipeline-model-parallel-size": copies_to("int", "layout.pp", 1),
     "num-layers-per-virtual-pipeline-stage": maps_to("int", "layout.vpp"),
     "context-parallel-size": copies_to("int", "layout.cp", 1),
+    "expert-model-parallel-size": copies_to("int", "layout.ep", 1),
     "sequence-parallel": maps_to("switch", "layout.sequence_parallel"),
     "use-distributed-optimizer": maps_to("switch", "layout.zero"),
     "checkpoint-activations recompute-activations": maps_to("switch", "recompute.kind"),
@@ -95,12 +104,9 @@ MAPPED: dict[str, KeyRule] = {
     "tensorboard-dir wandb-project": maps_to("text", "log.loggers"),
 }
 REFUSED: dict[str, KeyRule] = {
-    "fp16": refuse("switch", "fp16 with loss scaling is not supported; nearest: --bf16"),
-    "rampup-batch-size": refuse("words", "the global batch size is constant" + LEAVE_OUT),
-    "num-experts moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm": refuse(
-        "words", MOE
-    ),
-    "expert-model-parallel-size": refuse("int", MOE, 1),
+    "moe-router-score-function": refuse("text", MOE, "softmax"),
+    "moe-shared-expert-intermediate-size expert-tensor-parallel-size": refuse("int", MOE),
+    "moe-layer-freq": refuse("words", MOE),
     "rotary-percent": refuse("number", "RoPE rotates full heads; nearest: 1.0", 1, 1.0),
     "init-method-xavier-uniform": refuse("switch", "initial weights are normally distributed" + LEAVE_OUT),
     "apply-residual-connection-post-layernorm": refuse("switch", "blocks are pre-norm" + LEAVE_OUT),
@@ -130,6 +136,10 @@ REFUSED: dict[str, KeyRule] = {
     "exit-interval": refuse("int", "a run ends after train.steps; nearest: a smaller --train-iters"),
 }
 IGNORED: dict[str, KeyRule] = {
+    "rampup-batch-size": ignore("words", "the global batch size is constant, from the first step", None),
+    "moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-per-layer-logging moe-use-legacy-grouped-gemm "
+    "moe-pad-expert-input-to-capacity": ignore("switch", FUSED),
+    "moe-token-dispatcher-type moe-router-dtype moe-token-drop-policy": ignore("text", FUSED),
     "make-vocab-size-divisible-by": ignore("int", "the vocabulary is padded only as layout.tp requires"),
     "exit-duration-in-mins": ignore("int", "a run ends after train.steps or by a signal", None),
     "data-impl": ignore("text", "only memory-mapped .bin and .idx are read", "mmap", "infer"),

@@ -33,7 +33,7 @@ MOCK_VALIDATION_FRACTION = 0.05
 DECAY_STYLES = ("cosine", "linear", "constant", "WSD")
 
 
-def model_section(flags: Flags) -> dict[str, Any]:
+def model_section(flags: Flags, warnings: list[str]) -> dict[str, Any]:
     """Return our model section, except for flags that are copied."""
     family = "llama" if flags.get("swiglu") else "gpt"
     rope = flags.get("use-rotary-position-embeddings") or flags.get("no-position-embedding")
@@ -65,8 +65,10 @@ def model_section(flags: Flags) -> dict[str, Any]:
             "head_dim": head_dim,
             "rope_theta": flags.get("rotary-base"),
             "rope_scaling": _rope_scaling(flags),
-        }
+        } | _experts(flags, warnings)
     else:
+        if flags.get("num-experts"):
+            raise UserError(f"--num-experts={flags['num-experts']}: experts are SwiGLU; nearest: --swiglu")
         if kv_heads not in (None, heads):
             raise UserError(f"--num-query-groups={kv_heads}: GPT has one kv head per head; nearest: leave it out")
         if head_dim and hidden and heads and head_dim * heads != hidden:
@@ -79,6 +81,37 @@ def model_section(flags: Flags) -> dict[str, Any]:
             "embedding_dropout": dropout["hidden"],
             "attention_dropout": dropout["attention"],
         }
+    return {name: value for name, value in section.items() if value is not None}
+
+
+def _experts(flags: Flags, warnings: list[str]) -> dict[str, Any]:
+    """Return what makes a Llama a Mixtral."""
+    if not (experts := flags.get("num-experts")):
+        return {}
+    top_k, coefficient = flags.get("moe-router-topk", 2), flags.get("moe-aux-loss-coeff", 0.0)
+    balance = flags.get("moe-router-load-balancing-type", "aux_loss")
+    check_choice("--moe-router-load-balancing-type", balance, ("aux_loss", "none"), "aux_loss")
+    coefficient = coefficient if balance == "aux_loss" else 0.0
+    section: dict[str, Any] = {
+        "family": "mixtral",
+        "experts": experts,
+        "top_k": top_k,
+        "normalize_top_k": not flags.get("moe-router-pre-softmax"),
+        "ffn": flags.get("moe-ffn-hidden-size") or flags.get("ffn-hidden-size"),
+        "balance_loss": coefficient * (flags.get("num-layers") or 1) / max(top_k, 1),
+        "z_loss": flags.get("moe-z-loss-coeff", 0.0),
+        "capacity_factor": flags.get("moe-expert-capacity-factor"),
+    }
+    if coefficient:
+        warnings.append(
+            f"--moe-aux-loss-coeff={coefficient:g}: model.balance_loss={section['balance_loss']:g}: Megatron-LM adds "
+            "the losses of all layers and divides them by top-k; here they are averaged over layers"
+        )
+    if factor := section["capacity_factor"]:
+        warnings.append(
+            f"--moe-expert-capacity-factor={factor:g}: limits the tokens of each sample; Megatron-LM limits those of a "
+            "micro batch"
+        )
     return {name: value for name, value in section.items() if value is not None}
 
 
@@ -143,7 +176,9 @@ def precision_keys(flags: Flags, xla_bf16: bool, warnings: list[str]) -> ConfigK
     fp8 = "hybrid" if flags.get("fp8-hybrid") else flags.get("fp8-format")
     if fp8 not in (None, "hybrid"):
         raise UserError(f"--fp8-format={format_value(fp8)}: our gradients are e5m2 or bf16; nearest: hybrid")
-    if fp8 or flags.get("bf16"):
+    if flags.get("fp16"):
+        warnings.append("--fp16: imported as bf16, which has the range of fp32 and needs no loss scaling")
+    if fp8 or flags.get("bf16") or flags.get("fp16"):
         reduce_dtype = {"precision.reduce_dtype": "bf16"} if flags.get("grad-reduce-in-bf16") else {}
         return {"precision.kind": "fp8" if fp8 else "bf16"} | reduce_dtype
     if xla_bf16:

@@ -2,9 +2,9 @@
 
 Supports the subset of bash found in launch scripts: quotes, comments, continued lines, arrays, `$X`, `${X:-default}`,
 `$((1 + 2))`. A value that depends on running the script (an unset variable, `$(command)`, `$1`) becomes its name
-between two UNKNOWN_MARKs, so that an error can show it if the value is needed. Assignments inside for, while, case and
-functions, and inside an if whose condition is not known, are skipped, because they may not happen; skipped flags are
-reported with the commands that follow.
+between two UNKNOWN_MARKs, so that an error can show it if the value is needed; so does a placeholder such as
+<Specify path>. Assignments inside for, while, case and functions, and inside an if whose condition is not known, are
+skipped, because they may not happen; skipped flags are reported with the commands that follow.
 """
 
 import ast
@@ -18,6 +18,14 @@ from trainyard.core.errors import UserError
 
 UNKNOWN_MARK = "\0"
 """Encloses the name of an unknown value inside a word."""
+UNKNOWN = re.compile(f"{UNKNOWN_MARK}[^{UNKNOWN_MARK}]*{UNKNOWN_MARK}")
+PLACEHOLDER = re.compile(r"(?<![<\w])<([A-Za-z][^<>\n\0]*[^<>\s\0])>")
+"""Text that a script leaves to its reader, such as <Specify path>; to a shell it would be two redirections."""
+SPECIAL_CHARACTERS = "<>$`()'\";&|{}#\\"
+PROTECTION = str.maketrans(
+    SPECIAL_CHARACTERS + " \t\n", "".join(map(chr, range(0xE000, 0xE000 + len(SPECIAL_CHARACTERS)))) + "\u00a0" * 3
+)
+"""Characters that keep the name of an unknown value one word when it is read again."""
 MAX_CHARS = 1_000_000
 MAX_DEFAULT_DEPTH = 20
 """Nesting of `${X:-${Y:-...}}`."""
@@ -44,13 +52,15 @@ class ShellCommand(NamedTuple):
 
 
 def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator[ShellCommand]:
-    """Yield every command of a script. Assignments in the script do not change `preset` variables."""
+    """Yield every command of a script, which may hold unknown values. Assignments do not change `preset` variables."""
     if len(text) > MAX_CHARS:
         raise UserError(f"{source}: {len(text)} characters; not a launch script")
+    text = UNKNOWN.sub(lambda match: match[0].translate(PROTECTION), text)
+    text = PLACEHOLDER.sub(lambda match: f"{UNKNOWN_MARK}{match[0].translate(PROTECTION)}{UNKNOWN_MARK}", text)
     variables = {name: [value] for name, value in preset.items()}
     open_blocks: list[OpenBlock] = []
     skipped_flags: list[str] = []
-    for operator, statement in _statements(split_words(text.replace(UNKNOWN_MARK, ""), source)):
+    for operator, statement in _statements(split_words(text, source)):
         negated = False
         while statement and (keyword := statement[0].raw) in KEYWORDS:
             if keyword in BLOCK_ENDS:
@@ -177,6 +187,11 @@ def expand_parameter(text: str, variables: Mapping[str, list[str]], depth: int =
     if value is not None or name in "@*":
         return [] if all_elements or name in "@*" else [""]
     return [_mark_unknown(name)]
+
+
+def name_in_script(text: str) -> str:
+    """The name of an unknown value as the script has it."""
+    return text.translate({new: old for old, new in PROTECTION.items() if chr(old) not in "\t\n"})
 
 
 def _mark_unknown(text: str) -> str:
