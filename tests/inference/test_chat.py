@@ -72,6 +72,32 @@ def test_templates_render_as_in_transformers(
     assert ChatTemplate(template, TOKENS).render(messages, add_generation_prompt) == expected
 
 
+TOOLS = """
+{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
+{%- for message in messages %}<{{ message.role }}>
+    {%- for call in message.tool_calls or [] %}
+        {{- call.function.name }}({{ call.function.arguments | tojson }})
+    {%- endfor %}
+    {{- message.content }}{{ message.tool_call_id }}
+{%- endfor %}"""
+
+
+def test_tools_render_as_in_transformers(reference: PreTrainedTokenizerFast) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "description": "é", "parameters": parameters}}]
+    call = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": {"city": "<Paris>"}}}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "no", "tool_call_id": "1"},
+    ]
+    expected = reference.apply_chat_template(messages, tools=tools, chat_template=TOOLS, tokenize=False)
+    assert ChatTemplate(TOOLS, TOKENS).render(messages, tools=tools) == expected
+    assert 'weather({"city": "<Paris>"})' in expected
+    assert ChatTemplate(TOOLS).renders_tools
+    assert not any(ChatTemplate(template).renders_tools for template in (None, LLAMA2, CHATML))
+
+
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "named"])
 def test_template_of_a_directory_that_transformers_saved(
     where: str, tmp_path: Path, reference: PreTrainedTokenizerFast

@@ -1,13 +1,16 @@
 """OpenAI's own client works unchanged: completions, chats, streams, stop strings, logprobs, errors."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
+import jsonschema_rs
 import openai
 import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.serve.conftest import RunningServer, StartServer
+from tests.serve.conftest import HTTP, RunningServer, StartServer, running_server
 from tests.serve.fake_scheduler import END, FakeScheduler, fake_text
 
 CHATML = (
@@ -104,6 +107,71 @@ def test_schemas_reach_the_scheduler(served: RunningServer) -> None:
     assert served.scheduler.options[-1].json_schema == '{"type": "object"}'
     client.chat.completions.create(model="tiny", messages=USER, max_tokens=1, response_format={"type": "text"})
     assert served.scheduler.options[-1].json_schema is None
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for message in messages %}"
+    "<{{ message.role }}>{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}?{% endfor %}"
+    "{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tool_server() -> Iterator[RunningServer]:
+    with running_server(template=TOOL_TEMPLATE) as running:
+        yield running
+
+
+def test_tool_calls(tool_server: RunningServer) -> None:
+    """A call in the format of the model becomes one of OpenAI's API, and its result goes back to the model."""
+    client, script = (
+        tool_server.client(),
+        'say:Let me see. <tool_call>{"name": "weather", "arguments": {"city": "Rom"}}',
+    )
+    asked: list[Any] = [{"role": "user", "content": script + "</tool_call>"}]
+    answer = client.chat.completions.create(model="tiny", messages=asked, tools=[WEATHER]).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content == "Let me see."
+    (call,) = answer.message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rom"})
+    result = {"role": "tool", "tool_call_id": call.id, "content": "say:sun"}
+    history = [*asked, answer.message.to_dict(), result]
+    following = client.chat.completions.create(model="tiny", messages=history, tools=[WEATHER]).choices[0]
+    assert (following.message.content, following.finish_reason) == ("sun", "stop")
+    assert following.message.tool_calls is None
+    url = tool_server.url.removesuffix("/v1") + "/tokenize"
+    tokens = HTTP.post(url, json={"messages": history, "tools": [WEATHER]}).json()["tokens"]
+    assert bytes(tokens).decode() == f"[weather]<user>{asked[0]['content']}<assistant>Rom?Let me see.<tool>say:sun"
+    ignored = client.chat.completions.create(model="tiny", messages=asked, tools=[WEATHER], tool_choice="none").choices[
+        0
+    ]
+    assert ignored.message.tool_calls is None
+    assert "<tool_call>" in str(ignored.message.content)
+
+
+def test_streamed_tool_calls(tool_server: RunningServer) -> None:
+    script: list[Any] = [{"role": "user", "content": 'say:{"name": "weather", "parameters": {"city": "Rom"}}'}]
+    with tool_server.client().chat.completions.stream(model="tiny", messages=script, tools=[WEATHER]) as stream:
+        answer = stream.get_final_completion().choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert not answer.message.content
+    (call,) = answer.message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rom"})
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_tool_that_must_be_called(tool_server: RunningServer, choice: Any) -> None:
+    tool_server.client().chat.completions.create(
+        model="tiny", messages=USER, tools=[WEATHER], tool_choice=choice, max_tokens=1
+    )
+    schema = json.loads(tool_server.scheduler.options[-1].json_schema or "")
+    jsonschema_rs.validate(schema, {"name": "weather", "arguments": {"city": "Rom"}})
+    assert not jsonschema_rs.is_valid(schema, {"name": "other", "arguments": {}})
 
 
 @pytest.mark.parametrize("stream", [False, True])

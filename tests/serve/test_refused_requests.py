@@ -16,6 +16,7 @@ from trainyard.web import signal_server
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 PROMPT = {"prompt": "x"}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 JSON = {"Content-Type": "application/json"}
 
 
@@ -31,8 +32,6 @@ def refusal(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     ("path", "field", "value"),
     [
         *(("/completions", name, value) for name, value in [("suffix", "y"), ("best_of", 3), ("logit_bias", {"5": 1})]),
-        ("/chat/completions", "tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("/chat/completions", "tool_choice", "auto"),
         ("/chat/completions", "functions", [{"name": "f"}]),
         ("/chat/completions", "modalities", ["text", "audio"]),
         ("/chat/completions", "reasoning_effort", "high"),
@@ -98,9 +97,25 @@ def test_their_neutral_values_are_accepted(served: RunningServer) -> None:
         ("/completions", {"messages": []}, "messages", "unknown field"),
         ("/completions", {"seed": 2**63}, "seed", "less than"),
         ("/chat/completions", {"messages": []}, "messages", "at least 1"),
-        ("/chat/completions", {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "system"),
+        ("/chat/completions", {"messages": [{"role": "robot", "content": ""}]}, "messages.0.role", "system"),
         ("/chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content", "required"),
-        ("/chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "parts of type"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "parts of type"),
+        ("/chat/completions", {"tools": [FUNCTION]}, "tools", "chat template of this checkpoint does not show them"),
+        ("/chat/completions", {"tools": [{"type": "web"}]}, "tools.0.type", "function"),
+        ("/chat/completions", {"tool_choice": "required"}, "tool_choice", "no such function"),
+        (
+            "/chat/completions",
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "no such function",
+        ),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+            "JSON object",
+        ),
         (
             "/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

@@ -3,19 +3,25 @@
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from trainyard.serve.api_types import ChatCompletionRequest, CompletionRequest
+from trainyard.inference.requests import FinishReason
+from trainyard.inference.text.tool_calls import parse_tool_calls
+from trainyard.serve.api_types import CompletionRequest
+from trainyard.serve.chat_types import ChatCompletionRequest
 from trainyard.serve.generation import ChoiceDelta
 from trainyard.serve.logprobs import chat_logprobs, completion_logprobs
 from trainyard.serve.response_types import (
+    AnswerToolCall,
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
     ChatCompletionResponse,
+    ChatFinishReason,
     CompletionChoice,
     CompletionResponse,
     Usage,
@@ -67,6 +73,10 @@ class ChatFormat:
     def __init__(self, model: ServedModel, fields: ChatCompletionRequest) -> None:
         self._texts, self._with_logprobs, self._count = model.token_texts, bool(fields.logprobs), fields.n or 1
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
+        self._tool_names = {tool["function"]["name"] for tool in fields.offered_tools}
+        self._max_calls = 1 if fields.parallel_tool_calls is False else None
+        self._unparsed = [""] * self._count
+        """Text of a stream in which there may be tool calls."""
 
     def first_chunks(self) -> Iterable[BaseModel]:
         for index in range(self._count):
@@ -75,25 +85,42 @@ class ChatFormat:
 
     def chunk(self, delta: ChoiceDelta) -> BaseModel:
         logprobs = chat_logprobs(delta.tokens, self._texts) if self._with_logprobs else None
-        choice = ChatChunkChoice(
-            index=delta.index,
-            delta={"content": delta.text} if delta.text else {},
-            logprobs=logprobs,
-            finish_reason=delta.finish_reason,
-        )
+        text = delta.text
+        if self._tool_names:  # calls are known when the text is complete
+            text = self._unparsed[delta.index] = self._unparsed[delta.index] + text
+        text, finish_reason, calls = self._parse(text, delta.finish_reason)
+        changed: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            changed["tool_calls"] = [{"index": index, **call.model_dump()} for index, call in enumerate(calls)]
+        choice = ChatChunkChoice(index=delta.index, delta=changed, logprobs=logprobs, finish_reason=finish_reason)
         return ChatCompletionChunk(**self._head, choices=[choice])
+
+    def _parse(
+        self, text: str, finish_reason: FinishReason | None
+    ) -> tuple[str, ChatFinishReason | None, list[AnswerToolCall]]:
+        """The content of a choice, why it ended, and its tool calls; nothing of them before its end."""
+        if not self._tool_names:
+            return text, finish_reason, []
+        if finish_reason is None:
+            return "", None, []
+        content, calls = parse_tool_calls(text, self._tool_names)
+        found = [
+            AnswerToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=CalledFunction(**call._asdict()))
+            for call in calls[: self._max_calls]
+        ]
+        return content, "tool_calls" if found else finish_reason, found
 
     def usage_chunk(self, usage: Usage) -> BaseModel:
         return ChatCompletionChunk(**self._head, choices=[], usage=usage)
 
     def complete(self, choices: Sequence[ChoiceDelta], usage: Usage) -> BaseModel:
-        found = [
-            ChatChoice(
-                index=choice.index,
-                message=AssistantMessage(content=choice.text),
-                logprobs=chat_logprobs(choice.tokens, self._texts) if self._with_logprobs else None,
-                finish_reason=choice.finish_reason or "length",
-            )
-            for choice in choices
-        ]
-        return ChatCompletionResponse(**self._head, choices=found, usage=usage)
+        return ChatCompletionResponse(**self._head, choices=[self._choice(choice) for choice in choices], usage=usage)
+
+    def _choice(self, choice: ChoiceDelta) -> ChatChoice:
+        text, finish_reason, calls = self._parse(choice.text, choice.finish_reason or "length")
+        return ChatChoice(
+            index=choice.index,
+            message=AssistantMessage(content=None if calls and not text else text, tool_calls=calls or None),
+            logprobs=chat_logprobs(choice.tokens, self._texts) if self._with_logprobs else None,
+            finish_reason=finish_reason or "length",
+        )

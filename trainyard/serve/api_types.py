@@ -123,6 +123,11 @@ class GenerationFields(ApiModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def answer_schema(self) -> tuple[str, str | None]:
+        """The JSON schema of the answer, after the field that asks for it; None: any text."""
+        return "response_format", self.response_format.schema_text if self.response_format else None
+
+    @property
     def requested_tokens(self) -> int | None:
         """New tokens per choice that the request asks for."""
         return self.max_tokens
@@ -155,80 +160,6 @@ class CompletionRequest(GenerationFields):
         return self.logprobs
 
 
-class TextPart(ApiModel):
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(ApiModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    name: Text | None = None
-    refusal: Annotated[Any, Neutral()] = None
-    annotations: Annotated[Any, Neutral([])] = None
-    audio: Annotated[Any, Neutral()] = None
-    tool_calls: Annotated[Any, Neutral([])] = None
-    tool_call_id: Annotated[Any, Neutral()] = None
-    function_call: Annotated[Any, Neutral()] = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it: a developer is what they call system, parts are one text."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
-
-
-class TokenizeRequest(ApiModel):
-    """vLLM's `prompt` or `messages`, or llama.cpp's `content`."""
-
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    content: Text | None = None
-    add_special: bool = False
-    """The same as add_special_tokens, for `content`."""
-    add_special_tokens: bool = True
-    """With the tokens that a completion's prompt gets, such as <s>. A chat template has them itself."""
-    add_generation_prompt: bool = True
-    """With what begins the answer to `messages`."""
-    return_token_strs: bool | None = None
-
-
 class DetokenizeRequest(ApiModel):
     model: str | None = None
     tokens: list[TokenId]
-
-
-class ChatCompletionRequest(GenerationFields):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: TokenCount | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Needs logprobs."""
-    tools: Annotated[Any, Neutral([])] = None
-    tool_choice: Annotated[Any, Neutral("none")] = None
-    parallel_tool_calls: Annotated[Any, Neutral(True, False)] = None
-    functions: Annotated[Any, Neutral([])] = None
-    function_call: Annotated[Any, Neutral("none")] = None
-    modalities: Annotated[Any, Neutral(["text"])] = None
-    audio: Annotated[Any, Neutral()] = None
-    prediction: Annotated[Any, Neutral()] = None
-    reasoning_effort: Annotated[Any, Neutral("none")] = None
-    verbosity: Annotated[Any, Neutral()] = None
-    web_search_options: Annotated[Any, Neutral()] = None
-    service_tier: Annotated[Any, Neutral("auto", "default")] = None
-    store: Annotated[Any, Neutral(False)] = None
-    metadata: dict[str, str] | None = None
-    """Ignored."""
-    prompt_cache_key: str | None = None
-    """Ignored."""
-    safety_identifier: str | None = None
-    """Ignored."""
-
-    @property
-    def requested_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None

@@ -9,14 +9,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from trainyard import __version__
 from trainyard.serve.answers import AnswerFormat, ChatFormat, CompletionFormat
-from trainyard.serve.api_types import (
-    DEFAULT_MAX_TOKENS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    TokenizeRequest,
-)
+from trainyard.serve.api_types import DEFAULT_MAX_TOKENS, CompletionRequest, DetokenizeRequest, GenerationFields
+from trainyard.serve.chat_types import ChatCompletionRequest, TokenizeRequest
 from trainyard.serve.errors import ApiError, add_error_handlers
 from trainyard.serve.generation import ChoiceDelta, Generation
 from trainyard.serve.middleware import RequireToken
@@ -130,7 +124,7 @@ def create_app(model: ServedModel, token: str | None = None, host: str = "127.0.
         model.require_name(fields.model)
         if fields.top_logprobs is not None and not fields.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
-        prompts = [await model.encode_chat(fields.messages)]
+        prompts = [await model.encode_chat(fields.messages, tools=fields.offered_tools)]
         schema = await model.response_schema(fields)
         sequences = model.sequences(fields, prompts, None, schema)
         stop = fields.stop_strings + model.chat_template.stop

@@ -6,6 +6,8 @@ from pydantic import BaseModel
 
 from trainyard.inference.requests import FinishReason
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
 
 class ErrorDetail(BaseModel):
     message: str
@@ -99,17 +101,29 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletionResponse(BaseModel):
@@ -124,9 +138,9 @@ class ChatCompletionResponse(BaseModel):
 class ChatChunkChoice(BaseModel):
     index: int
     delta: dict[str, Any]
-    """`role` in the first chunk of a choice, `content` in those with text."""
+    """`role` in the first chunk of a choice, `content` in those with text, `tool_calls` in the last one."""
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
 
 
 class ChatCompletionChunk(BaseModel):

@@ -5,13 +5,15 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.text.chat import ChatTemplate
-from trainyard.serve.api_types import MAX_CHOICES, ChatMessage, GenerationFields, TokenizeRequest
+from trainyard.serve.api_types import MAX_CHOICES, GenerationFields
+from trainyard.serve.chat_types import ChatMessage, TokenizeRequest
 from trainyard.serve.errors import ApiError
 from trainyard.serve.logprobs import TokenTexts
 from trainyard.serve.worker import SchedulerWorker
@@ -56,9 +58,18 @@ class ServedModel:
         """Tokens of a prompt. An empty one is the beginning of a document, which follows an end token."""
         return await self._encode(self._encode_prompt, text, "prompt") or self._document_start
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        if tools and not self.chat_template.renders_tools:
+            message = "tools: the chat template of this checkpoint does not show them to the model; leave them out"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        rendered = [message.for_template() for message in messages]
         try:
-            text = self.chat_template.render([message.for_template() for message in messages], add_generation_prompt)
+            text = self.chat_template.render(rendered, add_generation_prompt, list(tools) or None)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return await self._encode(self._encode_plain, text, "messages") or self._document_start
@@ -67,7 +78,8 @@ class ServedModel:
         if [fields.prompt, fields.messages, fields.content].count(None) != 2:
             raise ApiError(400, "prompt: give one of prompt, messages and content", "prompt", "invalid_value")
         if fields.messages:
-            return await self.encode_chat(fields.messages, fields.add_generation_prompt)
+            tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
+            return await self.encode_chat(fields.messages, fields.add_generation_prompt, tools)
         adds_special = fields.add_special if fields.prompt is None else fields.add_special_tokens
         encode = self._encode_prompt if adds_special else self._encode_plain
         return await self._encode(encode, fields.prompt or fields.content or "", "prompt")
@@ -96,14 +108,15 @@ class ServedModel:
     async def response_schema(self, fields: GenerationFields) -> str | None:
         """The JSON schema of the answers, compiled before the scheduler needs it: that can take long. Raises ApiError
         if it is refused."""
-        if fields.response_format is None or (schema := fields.response_format.schema_text) is None:
+        param, schema = fields.answer_schema
+        if schema is None:
             return None
         try:
             if self._schemas is None:
                 raise UserError("this server does not support it; leave it out")
             await asyncio.get_running_loop().run_in_executor(self._executor, self._schemas.start, schema)
         except UserError as error:
-            raise ApiError(400, f"response_format: {error}", "response_format", "invalid_value") from None
+            raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
         return schema
 
     def sequences(

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -30,8 +31,8 @@ DEFAULT_STOP = ("\nuser:", "\nsystem:")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Entries of tokenizer_config.json that templates can use."""
 
-Message = Mapping[str, str]
-"""`role`, `content` and optionally `name`."""
+Message = Mapping[str, Any]
+"""`role`, `content` and optionally `name`, `tool_calls` and `tool_call_id`."""
 
 
 class ChatTemplate:
@@ -41,8 +42,10 @@ class ChatTemplate:
         """Raises UserError if the template is not valid Jinja. None: DEFAULT_TEMPLATE."""
         self.is_default = template is None
         self.special_tokens = dict(special_tokens or {})
+        environment, text = _environment(), DEFAULT_TEMPLATE if template is None else template
         try:
-            self._template = _environment().from_string(DEFAULT_TEMPLATE if template is None else template)
+            self._template = environment.from_string(text)
+            self.renders_tools = "tools" in find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateError as error:
             raise UserError(f"chat template: not valid Jinja: {one_line(error)}") from None
 
@@ -64,12 +67,18 @@ class ChatTemplate:
         """Stop strings that every chat needs."""
         return DEFAULT_STOP if self.is_default else ()
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`. Raises UserError if the template refuses them."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt for `messages`. `tools`: functions that the model may call, as JSON schemas. Raises UserError if
+        the template refuses them."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
