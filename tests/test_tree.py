@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
@@ -187,6 +188,21 @@ def test_keys_callbacks_and_files_named_in_the_documentation_exist() -> None:
         )
     unknown |= {file.name: _missing_files(file.text) for file in FILES}
     assert {name: names for name, names in unknown.items() if names} == {}
+
+
+def test_messages_count_in_singular_and_plural() -> None:
+    """`1 files` is wrong: a length before a plural noun is written by core.counts.counted."""
+    plural = re.compile(r" (?!bytes|of)(?:[a-z]+ )?(?!bytes|its|this|was|has)[a-z]+s\b(?!/)")
+    found = [
+        f"{file.name}:{node.lineno}: {ast.unparse(value.value)}{text.value}"
+        for file in FILES
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.JoinedStr)
+        for value, text in pairwise(node.values)
+        if isinstance(value, ast.FormattedValue) and re.match(r"len\(", ast.unparse(value.value))
+        if isinstance(text, ast.Constant) and plural.match(str(text.value))
+    ]
+    assert found == []
 
 
 def _documentation_pages() -> Iterator[Path]:

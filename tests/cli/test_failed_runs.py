@@ -58,7 +58,7 @@ def test_nan_in_the_last_step_is_a_failed_run(call: Call, tmp_path: Path) -> Non
     code, out, err = call(*arguments)
     assert (code, err) == (1, "trainyard: step 3: the last step was skipped, so the run did not succeed\n")
     assert "Failed: 3 steps" in out
-    assert "1 steps skipped" in out
+    assert "1 step skipped" in out
     assert "step 3 skipped: loss nan, not finite: gradient of" in out
     assert call(*arguments)[0] == 1  # nothing is left to do, and it still has not succeeded
 
@@ -66,7 +66,7 @@ def test_nan_in_the_last_step_is_a_failed_run(call: Call, tmp_path: Path) -> Non
 def test_resumed_run_without_steps_left_succeeds(call: Call) -> None:
     arguments = ["train", "tiny-llama", *SMALL, "train.steps=1", "checkpoint.resume=auto", "checkpoint.every=1"]
     succeed(call(*arguments))
-    assert "Nothing to do: all 1 steps are already complete" in succeed(call(*arguments))
+    assert "Nothing to do: step 1 of 1 is complete" in succeed(call(*arguments))
 
 
 BROKEN_MODULES = {

@@ -46,7 +46,7 @@ def test_values_that_are_not_finite_are_named(call: Call, tmp_path: Path) -> Non
     weights.tensors["layers.1.mlp.up.weight"][0, 0] = float("inf")
     write_hf(tmp_path / "hf", weights)
     succeed(call("inspect", "hf"))
-    message = "hf: 1 tensors hold values that are not finite; the first is layers.1.mlp.up.weight"
+    message = "hf: values that are not finite in 1 tensor; the first is layers.1.mlp.up.weight"
     fail(call("inspect", "hf", "--check"), message, code=1)
 
 

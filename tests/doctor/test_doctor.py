@@ -87,9 +87,9 @@ def test_stale_compiler_locks_are_cured(tmp_path: Path) -> None:
     os.utime(lock, (0, 0))
     root = trainium(tmp_path / "root")
     finding = list(device_findings(root, {"NEURON_COMPILE_CACHE_URL": str(tmp_path / "cache")}))[-1]
-    assert "1 locks of compilers that no longer run" in finding.text
+    assert "1 lock of compilers that no longer run" in finding.text
     assert finding.repair
-    assert finding.repair() == "1 locks removed"
+    assert finding.repair() == "1 lock removed"
     assert not lock.exists()
 
 

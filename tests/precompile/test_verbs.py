@@ -62,7 +62,7 @@ def exit_code(result: Result) -> int:
 
 def test_ls_shows_names_and_compile_times(cache: Path) -> None:
     output = call("ls", "--device", "cpu").output
-    assert f"{cache}: 1 graphs" in output
+    assert f"{cache}: 1 graph," in output
     assert "12.5 s" in output
     assert "train: llama.forward, backward" in output
     assert "each host" not in output
@@ -108,7 +108,7 @@ def entry_states(root: Path) -> list[str]:
 
 def test_verbs_care_for_the_neuronx_cc_cache_in_use(neuron_cache: Path) -> None:
     """Without an option they find the cache that NEURON_COMPILE_CACHE_URL names, as neuronx-cc does."""
-    assert f"{neuron_cache}: 1 locks removed" in call("clear-locks", "--device", "cpu").output
+    assert f"{neuron_cache}: 1 lock removed" in call("clear-locks", "--device", "cpu").output
     assert entry_states(neuron_cache) == ["empty", "failed", "success"]
     result = call("verify", "--device", "cpu")
     assert exit_code(result) == 1
@@ -121,7 +121,7 @@ def test_verbs_care_for_the_neuronx_cc_cache_in_use(neuron_cache: Path) -> None:
 def test_clear_locks_and_verify_need_no_inductor_cache(neuron_cache: Path, cache: Path) -> None:
     """On trn1 nothing is compiled by inductor."""
     shutil.rmtree(cache)
-    assert "1 locks removed" in call("clear-locks", "--device", "cpu").output
+    assert "1 lock removed" in call("clear-locks", "--device", "cpu").output
     assert exit_code(call("verify", "--device", "cpu")) == 1
 
 

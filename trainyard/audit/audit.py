@@ -23,6 +23,7 @@ from trainyard.audit.rules import (
 )
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.prepare.worker_pool import map_ordered
 from trainyard.devices.neuron.meta import MetaTrainium
@@ -110,8 +111,10 @@ def audit(
         violations += _check_stage(stage_traces, generation, lnc, memory_limit)
     full, short = (next(job for job in jobs if job.full_step is full_step) for full_step in (True, False))
     traced = (
-        f"{layout.pp} stage{'s' * (layout.pp > 1)}, each with {full.steps} steps of {full.micro_batches} micro batches "
-        f"(of {layout.micro_batches}) on one rank, {short.steps} steps of {short.micro_batches} on the same rank and "
+        f"{counted(layout.pp, 'stage')}, each with {counted(full.steps, 'step')} of "
+        f"{counted(full.micro_batches, 'micro batch')} "
+        f"(of {layout.micro_batches}) on one rank, {counted(short.steps, 'step')} of "
+        f"{short.micro_batches} on the same rank and "
         f"1 step on {len(stage_audits[0].ranks) - 1} more"
     )
     return report(traced=traced, stages=stage_audits, violations=merge_violations(violations))

@@ -15,6 +15,7 @@ from trainyard.audit.unsupported_ops import (
     op_base_name,
 )
 from trainyard.core.constants import GIB
+from trainyard.core.counts import counted
 from trainyard.devices.neuron.topology import group_problem
 from trainyard.dryrun.op_trace import PRINT_OP, RankTrace, TracedOp
 
@@ -98,7 +99,7 @@ def check_groups(trace: RankTrace, generation: str, lnc: int) -> Iterator[Violat
         ranks = trace.groups[op.group]
         if problem := group_problem(generation, lnc, collective, ranks):
             first_ranks = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
-            description = f"{collective} of {op.group} ({len(ranks)} ranks: {first_ranks}): {problem}"
+            description = f"{collective} of {op.group} ({counted(len(ranks), 'rank')}: {first_ranks}): {problem}"
             fix = "another layout (tp, pp, cp, ranks)"
             yield Violation("groups", str(op.source), description, fix, (trace.stage,))
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainyard.core.counts import counted
 from trainyard.models import family_of
 from trainyard.plan.compare_measured import ComparisonRow
 from trainyard.plan.group_rules import PlanProblem
@@ -147,7 +148,7 @@ def _print_cost(plan: Plan, print_line: Callable[[str], None]) -> None:
         if cost.dollars is None
         else f"${cost.dollars:,.0f} at ${cost.price_per_hour:,.2f} per hour each"
     )
-    print_line(f"  total   {plan.config.train.steps:,} steps, {format_number(cost.days)} days, {dollars}")
+    print_line(f"  total   {counted(plan.config.train.steps, 'step', ',')}, {format_number(cost.days)} days, {dollars}")
     print_line(f"  limit   {plan.bottleneck}")
 
 
@@ -155,7 +156,10 @@ def print_search(plan: Plan, ranking: LayoutRanking) -> None:
     console = _console()
     hardware, file_layout = plan.hardware, ranking.file_layout
     console.print(
-        Text(f"{hardware.describe()}: {ranking.timed_count} layouts timed; the best of each tp, pp and cp that fits")
+        Text(
+            f"{hardware.describe()}: {counted(ranking.timed_count, 'layout')} timed; the best of "
+            "each tp, pp and cp that fits"
+        )
     )
     headings = [key.rpartition(".")[2] for key in SEARCHED_KEYS]
     columns = ["tp", "pp", "vpp", "cp", *["ep"] * bool(plan.config.model.num_experts), "dp", "zero"]

@@ -12,6 +12,7 @@ from rich.table import Column
 
 from trainyard.cli.console import print_line, terminal_safe
 from trainyard.core.constants import GIB
+from trainyard.core.counts import counted
 from trainyard.metrics.loggers.base import event_text
 from trainyard.train.callbacks import Callback, TrainerView
 
@@ -137,7 +138,7 @@ def screen_line(record: dict[str, Any], steps: int, width: int) -> str:
 def compile_summary(record: dict[str, Any]) -> str:
     """Compiled and cached graphs: of all ranks at the first logged step, later of unexpected recompilations."""
     count = record["graphs_compiled"]
-    graphs = f"{count} graph{'s' * (count != 1)}"
+    graphs = counted(count, "graph")
     if "graphs_cached" not in record:
         return f"Compiled {graphs} more until step {record['step']}"
     seconds = f" ({record['compile_seconds']:.1f} s in the compiler)" if count else ""

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard import devices
+from trainyard.core.counts import counted
 from trainyard.tune.search import TuneSearch
 from trainyard.tune.trial import Choice, Trial
 
@@ -92,7 +93,7 @@ def file_header(search: TuneSearch, arguments: list[str], nproc: int) -> str:
     lines = [
         f"{shlex.join(['trainyard', 'tune', *arguments])}: the complete configuration with the fastest settings tried",
         f"overrides: {' '.join(space.overrides(search.best_choice)) or 'none'}",
-        f"{datetime.now():%Y-%m-%d %H:%M}; {device}; {nproc} rank{'s' * (nproc > 1)}; torch {version('torch')}; "
+        f"{datetime.now():%Y-%m-%d %H:%M}; {device}; {counted(nproc, 'rank')}; torch {version('torch')}; "
         f"steps of {space.trial_batch} x {space.base_config.data.seq_len} tokens",
         *text.getvalue().splitlines(),
     ]

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
 from trainyard.cluster import slurm
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 REASON_INTERVAL_S = 3.0
@@ -65,7 +66,7 @@ def _check_usable_nodes(count: int, partition: str | None) -> None:
         states = [f"{name} is {state}" for name, state in useless.items()]
         why = f" ({', '.join(states)})" if states else ""
         nearest = f"; nearest: --nodes {left}" if left else ""
-        raise UserError(f"--nodes {count}: {left} of {len(fields)} nodes can be used{why}{nearest}")
+        raise UserError(f"--nodes {count}: {left} of {counted(len(fields), 'node')} can be used{why}{nearest}")
 
 
 def is_useless(state: str) -> bool:
@@ -76,7 +77,7 @@ def is_useless(state: str) -> bool:
 
 def _allocate(count: int, partition: str | None, options: Sequence[str], report: Callable[[str], None]) -> str:
     """Wait for a new allocation and return its job. Slurm cancels it if this process is interrupted meanwhile."""
-    report(f"waiting for {count} nodes of Slurm")
+    report(f"waiting for {counted(count, 'node')} of Slurm")
     command = ["salloc", "--no-shell", f"--nodes={count}", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--no-kill"]
     command += ["--wait-all-nodes=1", f"--time={TIME_LIMIT}", "--job-name=trainyard-doctor"]
     command += [f"--partition={partition}"] if partition else []
@@ -89,7 +90,10 @@ def _allocate(count: int, partition: str | None, options: Sequence[str], report:
                 _check_usable_nodes(count, partition)  # one may fail meanwhile
                 pending = re.search(r"Pending job allocation (\d+)", _read(messages))
                 if pending and (info := slurm.job_info(pending[1])):
-                    report(f"waiting for {count} nodes of Slurm (job {info.job_id} is {info.state}: {info.reason})")
+                    report(
+                        f"waiting for {counted(count, 'node')} of Slurm (job {info.job_id} is "
+                        f"{info.state}: {info.reason})"
+                    )
         except BaseException:
             process.terminate()  # salloc cancels the job then
             if _wait(process, CANCEL_LIMIT_S) is None:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.catalog import CatalogEntry
@@ -71,7 +72,8 @@ def layouts_by_nodes(
         found = _find_layout(config, hardware_of_nodes(config, nodes, nproc, measure), nodes)
         if found is None and nodes == low:
             raise UserError(
-                f"--nodes {low}-{high}: no layout trains this model on {low} nodes of {nproc} ranks; nearest: "
+                f"--nodes {low}-{high}: no layout trains this model on {counted(low, 'node')} of "
+                f"{counted(nproc, 'rank')}; nearest: "
                 "trainyard plan --search"
             )
         out[nodes] = found or out[nodes - 1]
@@ -96,7 +98,8 @@ def hardware_of_nodes(config: Config, nodes: int, nproc: int, measure: Callable[
     hardware = parse_hardware(needed_hardware(sized), measure=measure)
     if hardware.ranks != ranks:
         raise UserError(
-            f"--nproc {nproc}: a node of {config.hardware} has {hardware.ranks_per_node} ranks; the layouts of an "
+            f"--nproc {nproc}: a node of {config.hardware} has "
+            f"{counted(hardware.ranks_per_node, 'rank')}; the layouts of an "
             "elastic job need all of them"
         )
     return hardware

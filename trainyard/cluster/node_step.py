@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from trainyard.cluster import slurm
 from trainyard.cluster.allocation import Allocation
+from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
 from trainyard.doctor.messages import MessageReader
 from trainyard.doctor.node_findings import NodeFinding
@@ -147,7 +148,7 @@ def started_step(
     about nodes that are lost, which is complete after the block."""
     nodes, findings = list(allocation.nodes), list[NodeFinding]()
     for start in range(1, MAX_STARTS + 1):
-        report(f"starting on {len(nodes)} nodes")
+        report(f"starting on {counted(len(nodes), 'node')}")
         step = NodeStep(allocation.job_id, nodes)
         try:
             addresses = step.ask("hello", START_LIMIT_S)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 STEP_POLL_S = 1.0
@@ -158,7 +159,9 @@ def check_node_count(nodes: int, partition: str | None) -> None:
     largest = max((sizes.get(name, sizes.get(f"{name}*", 0)) for name in names), default=nodes)
     if nodes > largest:
         where = ", ".join(name.rstrip("*") for name in names)
-        raise UserError(f"--nodes {nodes}: partition {where} has {largest} nodes; nearest: --nodes {largest}")
+        raise UserError(
+            f"--nodes {nodes}: partition {where} has {counted(largest, 'node')}; nearest: --nodes {largest}"
+        )
 
 
 def check_script(script: str) -> None:

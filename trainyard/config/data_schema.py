@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
+from trainyard.core.counts import counted
 from trainyard.core.section import NameOrPath, Paths, PositiveInt, Section
 
 
@@ -69,7 +70,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if self.weights and len(self.weights) != len(self.paths):
-            found = f"{len(self.weights)} weights for {len(self.paths)} data.paths"
+            found = f"{counted(len(self.weights), 'weight')} for {len(self.paths)} data.paths"
             raise ValueError(f"weights={list(self.weights)}: {found}; give one per path")
         if self.source in ("tokens", "arrow", "hdf5") and not self.paths:
             raise ValueError(f"paths: missing; data.source={self.source} reads files")

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from trainyard import compat
+from trainyard.core.counts import counted
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import Device, PeakThroughput
 from trainyard.kernels import bf16_cpu
@@ -47,7 +48,7 @@ class CpuDevice(Device):
 
     def describe(self) -> str:
         threads = torch.get_num_threads()
-        return f"CPU, {threads} thread{'s' * (threads != 1)}"
+        return f"CPU, {counted(threads, 'thread')}"
 
     def peak_throughput(self, dtype: torch.dtype) -> PeakThroughput | None:
         if dtype == torch.bfloat16:

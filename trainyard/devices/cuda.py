@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
 from trainyard import compat
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import PeakThroughput, StreamDevice
@@ -69,7 +70,7 @@ def device_index(local_rank: int, visible: int, environ: Mapping[str, str]) -> i
         return local_rank
     on_node = environ.get("SLURM_GPUS_ON_NODE", "0")
     if not on_node.isdigit() or not 0 < visible < int(on_node):
-        raise UserError(f"local rank {local_rank}: this machine has {visible} GPUs, one per rank")
+        raise UserError(f"local rank {local_rank}: this machine has {counted(visible, 'GPU')}, one per rank")
     return 0
 
 

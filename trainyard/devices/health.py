@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainyard.core.constants import GIB, MIB
+from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
 from trainyard.devices.neuron import compile_cache
 from trainyard.devices.neuron.instance import detect_instance
@@ -45,11 +46,11 @@ def _neuron_findings(root: Path, chips: list[Path], environ: Mapping[str, str]) 
     else:
         holders = _open_files(root, "/dev/neuron")
         count = int(module[2])
-        yield Finding("neuron driver", "ok", f"loaded, {len(chips)} chips, in use by {count}")
+        yield Finding("neuron driver", "ok", f"loaded, {counted(len(chips), 'chip')}, in use by {count}")
         for pid, command in holders.items():
             yield Finding("neuron cores", "warning", f"process {pid} holds them: {command}", f"kill {pid}")
         if count and not holders:
-            text = f"the driver counts {count} users, but no process has a chip open"
+            text = f"the driver counts {counted(count, 'user')}, but no process has a chip open"
             yield Finding("neuron driver", "warning", text, "sudo rmmod neuron && sudo modprobe neuron")
     location = compile_cache.cache_location(environ)
     if "://" not in location and Path(location).is_dir():
@@ -59,9 +60,12 @@ def _neuron_findings(root: Path, chips: list[Path], environ: Mapping[str, str]) 
             yield Finding(
                 "neuron compile cache",
                 "warning",
-                f"{location}: {len(stale)} locks of compilers that no longer run, for which the next run would wait",
+                (
+                    f"{location}: {counted(len(stale), 'lock')} of compilers that no longer run, for "
+                    "which the next run would wait"
+                ),
                 f"trainyard cache clear-locks --neuron {location} --minutes {STALE_MINUTES}",
-                lambda: f"{len(compile_cache.clear_locks(entries, STALE_MINUTES))} locks removed",
+                lambda: f"{counted(len(compile_cache.clear_locks(entries, STALE_MINUTES)), 'lock')} removed",
             )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
 from trainyard.doctor.node_findings import compress_hosts
 
@@ -91,7 +92,7 @@ def link_findings(nodes: Sequence[str], rates: Rates) -> list[Finding]:
         text = f"{sender} sends to {receiver} at {figure}, where {format_rate(typical)} is typical"
         findings.append(Finding("bandwidth", "warning", text, "check the path between them (switches, cables, routes)"))
     if len(slow) > MAX_SLOW_LINKS:
-        text = f"{len(slow) - MAX_SLOW_LINKS} more links are slow"
+        text = f"and {counted(len(slow) - MAX_SLOW_LINKS, 'more slow link')}"
         findings.append(Finding("bandwidth", "warning", text, "--json lists all links"))
     return [_summary(rates), *findings]
 
@@ -124,7 +125,7 @@ def _summary(rates: Rates) -> Finding:
     good = {link: rate for link, rate in rates.items() if rate is not None}
     sender, receiver = slowest = min(good, key=lambda link: good[link])
     text = (
-        f"{len(good)} links (one TCP stream): median {format_rate(median(good.values()))}, "
+        f"{counted(len(good), 'link')} (one TCP stream): median {format_rate(median(good.values()))}, "
         f"slowest {format_rate(good[slowest])}, {sender} to {receiver}"
     )
     return Finding("bandwidth", "ok", text)

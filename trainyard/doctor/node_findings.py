@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
 
 FIGURES_DIFFER = re.compile(r"memory|disk|host name|gpu \d+")
@@ -92,7 +93,9 @@ def _missing_subjects(by_node: Mapping[str, Sequence[Finding]]) -> Iterator[Node
     for subject, count in counts.items():
         if subject in good and len(by_node) / 2 < count < len(by_node):
             nodes = tuple(node for node, found in subjects.items() if subject not in found)
-            text = f"not found on {compress_hosts(nodes)}; {count} nodes have it"
+            text = (
+                f"not found on {compress_hosts(nodes)}; {counted(count, 'node')} {'has' if count == 1 else 'have'} it"
+            )
             yield NodeFinding(
                 Finding(subject, "warning", text, f"compare `trainyard doctor` on {nodes[0]} with another node"), nodes
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, Protocol
 
+from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
 from trainyard.doctor.links import Link, hopeless_nodes, link_findings, slow_links, tournament
 from trainyard.doctor.network import CONNECT_S, STALL_S, TOKEN_BYTES, TRANSFER_LIMIT_S
@@ -56,7 +57,7 @@ class Survey:
 def survey_nodes(group: NodeGroup, addresses: dict[str, Any], directory: Path, report: Callable[[str], None]) -> Survey:
     """Check all nodes of a group. `addresses` are their answers to `hello`; `report` gets the current stage."""
     survey = Survey(list(group.nodes))
-    report(f"checking {len(group.nodes)} nodes")
+    report(f"checking {counted(len(group.nodes), 'node')}")
     answers = group.ask("check", CHECK_LIMIT_S, directory=str(directory))
     by_node = {
         node: [Finding(**record) for record in answer]
@@ -108,7 +109,7 @@ def _measure_links(
             rates |= _measure(group, [link for link in links if not left_out & set(link)], addresses)
     for repeat in range(1, REPEATS + 1):
         slow = set(slow_links(rates))
-        report(f"measuring {len(slow)} slow links again, {repeat} of {REPEATS}")
+        report(f"measuring {counted(len(slow), 'slow link')} again, {repeat} of {REPEATS}")
         for pairs in rounds:
             for links in (pairs, [(other, one) for one, other in pairs]):
                 again = _measure(group, [link for link in links if link in slow], addresses)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.download import fetch
 from trainyard.download.archive import ARCHIVE_SUFFIXES, DamagedArchive, is_archive, unpack
@@ -62,7 +63,7 @@ def list_source(sources: Sequence[str], options: GetOptions) -> Listing:
             raise UserError(f"--include {' '.join(options.include)}: matches no file of {listings[0].label}")
     if options.sha256:
         if len(files) != 1:
-            raise UserError(f"--sha256: {listings[0].label} has {len(files)} files; give it for one")
+            raise UserError(f"--sha256: {listings[0].label} has {counted(len(files), 'file')}; give it for one")
         files = [replace(files[0], reader=_CheckedReader(files[0].reader, options.sha256))]
     names = [file.name for file in files]
     if repeated := next((name for name in names if names.count(name) > 1), None):

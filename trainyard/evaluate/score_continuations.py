@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.models import Batch, ModelOutput, TransformerStage
 
@@ -47,7 +48,9 @@ def score_continuations(
         if not continuation or not context:
             raise UserError("a continuation and its context need at least one token each")
         if len(continuation) > max_length:
-            raise UserError(f"a continuation of {len(continuation)} tokens: the model's limit is {max_length}")
+            raise UserError(
+                f"a continuation of {counted(len(continuation), 'token')}: the model's limit is {max_length}"
+            )
         inputs = (context + continuation)[-(max_length + 1) : -1]
         rows.setdefault(tuple(inputs), _ScoringRow(inputs, [])).pair_indices.append(index)
     # Longest first: what does not fit into memory fails at once, and a batch has little padding.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.registry import open_weights, read_model_files
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
@@ -56,7 +57,9 @@ class MaskFiller:
         if len(parts) == 1:
             raise UserError(f"{text!r}: has no {MASK}")
         if len(tokens) > self.config.max_positions:
-            raise UserError(f"the text has {len(tokens)} tokens; the model's limit is {self.config.max_positions}")
+            raise UserError(
+                f"the text has {counted(len(tokens), 'token')}; the model's limit is {self.config.max_positions}"
+            )
         return tokens
 
     def _special(self, token: str) -> int:

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.inference.engine import Engine, StepNeeds
 from trainyard.inference.grammar import SchemaCompiler, SchemaMatcher
@@ -73,7 +74,7 @@ class RequestScheduler:
             raise UserError("the prompt is empty: it needs at least one token")
         if len(request.prompt) >= self.max_seq_len:
             limit = f"{self.max_seq_len} tokens, new ones included"
-            raise UserError(f"the prompt has {len(request.prompt)} tokens; the limit is {limit}")
+            raise UserError(f"the prompt has {counted(len(request.prompt), 'token')}; the limit is {limit}")
         if unknown := next((token for token in request.prompt if not 0 <= token < self.vocab_size), None):
             raise UserError(f"token {unknown} of the prompt is not in the vocabulary of {self.vocab_size}")
         if request.options.max_new_tokens < 1:

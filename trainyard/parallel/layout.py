@@ -12,6 +12,7 @@ from math import log2
 from typing import Literal, Self
 
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.section import nearest_multiples
 from trainyard.core.splits import ModelShard, replication_factor
@@ -57,11 +58,11 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     def describe(self) -> str:
-        stages = f" in {len(self.stages)} stages" if self.vpp > 1 else ""
+        stages = f" in {counted(len(self.stages), 'stage')}" if self.vpp > 1 else ""
         experts = f" (expert {self.ep})" if self.ep > 1 else ""
         return (
             f"tensor {self.tp} x pipeline {self.pp}{stages} x context {self.cp} x data {self.dp}{experts}, "
-            f"{self.micro_batches} micro batches each"
+            f"{counted(self.micro_batches, 'micro batch')} each"
         )
 
     def coords(self, rank: int) -> dict[AxisName, int]:
@@ -132,7 +133,7 @@ class Layout:
         layout = config.layout
         if violation := _first_violation(config, world_size, layout.tp, layout.pp, layout.cp):
             nearest = _nearest_layouts(config, world_size)
-            on = f"nearest on {world_size} rank{'s' * (world_size > 1)}"
+            on = f"nearest on {counted(world_size, 'rank')}"
             raise UserError(f"{violation}; {on}: {nearest}" if nearest else violation)
         dp = world_size // (layout.tp * layout.pp * layout.cp)
         return cls(
@@ -158,10 +159,10 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
     if model.ffn_size % tp:
         return f"layout.tp={tp}: does not divide model.ffn={model.ffn_size}"
     if stages > model.layers:
-        return f"layout.pp={pp}: pp x vpp = {stages} stages for {model.layers} layers"
+        return f"layout.pp={pp}: pp x vpp = {stages} stages for {counted(model.layers, 'layer')}"
     if layout.pipeline_cuts and pp == layout.pp and layout.pipeline_cuts[-1] >= model.layers - 1:
         cuts = list(layout.pipeline_cuts)
-        return f"layout.pipeline_cuts={cuts}: the model's {model.layers} layers are 0 to {model.layers - 1}"
+        return f"layout.pipeline_cuts={cuts}: the model has the layers 0 to {model.layers - 1}"
     if cp > 1 and seq_len % (2 * cp):
         return f"layout.cp={cp}: data.seq_len={seq_len} is not a multiple of 2 x cp = {2 * cp}"
     if layout.sequence_parallel and seq_len // cp % tp:

@@ -6,6 +6,7 @@ from pathlib import Path
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
 from trainyard.models import family_of
@@ -59,7 +60,7 @@ def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
         count = -(-config.train.steps // section.every) if section.every else 1
     if free is not None and size * count > free:
         nearest = f"checkpoint.keep={free // size - 1}" if free >= 2 * size else "another checkpoint.directory"
-        space = f"{count} checkpoints of {size / GIB:.1f} GiB, {directory} has {free / GIB:.1f} GiB free"
+        space = f"{counted(count, 'checkpoint')} of {size / GIB:.1f} GiB, {directory} has {free / GIB:.1f} GiB free"
         yield PlanProblem(f"disk: {space}; nearest: {nearest}", size > free)
 
 
@@ -93,6 +94,6 @@ def _data_problems(config: Config) -> Iterator[PlanProblem]:
         return
     needed = config.train.steps * config.train.global_batch
     if config.data.order == "shuffled" and not config.data.weights and needed > samples:
-        epochs = f"{needed:,} samples needed, data.paths has {samples:,}: {needed / samples:.1f} epochs"
+        epochs = f"{counted(needed, 'sample', ',')} needed, data.paths has {samples:,}: {needed / samples:.1f} epochs"
         steps = max(samples // config.train.global_batch, 1)
         yield PlanProblem(f"data: {epochs}; one epoch is train.steps={steps}", False)

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainyard.core.atomic_files import atomic_file
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 
 MANIFEST = "trainyard-pack.json"
@@ -142,7 +143,7 @@ def _extract(
         on_progress(done)
     if remaining:
         raise UserError(
-            f"{source}: {len(remaining)} files are missing, such as {min(remaining)}; copy the archive again"
+            f"{source}: lacks {counted(len(remaining), 'file')}, such as {min(remaining)}; copy the archive again"
         )
 
 

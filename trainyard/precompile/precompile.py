@@ -22,6 +22,7 @@ from trainyard import devices
 from trainyard.compile import inductor_cache
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.devices import CompileOptions, Device
 from trainyard.launch.launcher import threads_per_rank
@@ -98,7 +99,7 @@ def precompile(
     report, start = PrecompileReport(inductor_cache.prepare_cache(device)), time.monotonic()
     ranks = representative_ranks(config, layout, device, local_ranks)
     for number, rank in enumerate(ranks, 1):
-        on_status(f"tracing rank {rank} ({number} of {len(ranks)} kinds of ranks)")
+        on_status(f"tracing rank {rank} ({number} of {counted(len(ranks), 'kind')} of ranks)")
         request = CollectRequest(config.model_dump(mode="json"), rank, world_size, rank % local_ranks, workers)
         complete = False
         environment = _collector_environment(report.cache_dir, local_ranks, workers, device)

@@ -12,6 +12,7 @@ import yaml
 
 from trainyard import __version__
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.download.credentials import redact
 from trainyard.download.location import find_model_location
 from trainyard.families import ModelConfig, family_of
@@ -80,9 +81,9 @@ def _summary(facts: CardFacts) -> str:
     lines = [f"# {facts.name}", ""]
     about = f"A {facts.model.family} model with {facts.weights:,} weights"
     if facts.step:
-        about += f", trained for {facts.step:,} steps"
+        about += f", trained for {counted(facts.step, 'step', ',')}"
     if facts.tokens:
-        about += f" on {facts.tokens:,} tokens"
+        about += f" on {counted(facts.tokens, 'token', ',')}"
     return "\n".join([*lines, f"{about}. Written by trainyard {__version__}."])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.grammar import SchemaCompiler
@@ -129,9 +130,8 @@ class ServedModel:
         """What the scheduler continues: n sequences per prompt. `default_tokens` None: as many as the cache holds."""
         count = fields.n or 1
         if len(prompts) * count > MAX_CHOICES:
-            message = (
-                f"{len(prompts)} prompts with n={count} are {len(prompts) * count} choices; the limit is {MAX_CHOICES}"
-            )
+            total = counted(len(prompts) * count, "choice")
+            message = f"{counted(len(prompts), 'prompt')} with n={count}: {total}; the limit is {MAX_CHOICES}"
             raise ApiError(400, message, "n")
         return [
             (prompt, self._options(fields, self._new_tokens(fields, len(prompt), default_tokens), choice, json_schema))
@@ -143,7 +143,8 @@ class ServedModel:
         room, wanted = self.max_seq_len - prompt_length, fields.requested_tokens
         if room < 1:
             message = (
-                f"the prompt has {prompt_length} tokens; the longest sequence is {self.max_seq_len} tokens, prompt and "
+                f"the prompt has {counted(prompt_length, 'token')}; the longest sequence is "
+                f"{self.max_seq_len} tokens, prompt and "
                 f"new tokens together"
             )
             raise ApiError(400, message, "messages" if default_tokens is None else "prompt", "context_length_exceeded")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 from trainyard.inference.requests import Request, SamplingOptions, SchedulerLoad, TokenEvent
 from trainyard.serve.errors import ApiError
@@ -126,7 +127,7 @@ class SchedulerWorker:
         if self._draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if len(sequences) > self.max_pending:
-            raise ApiError(400, f"{len(sequences)} choices: the queue holds {self.max_pending}", "n")
+            raise ApiError(400, f"{counted(len(sequences), 'choice')}: the queue holds {self.max_pending}", "n")
         if self.num_pending + len(sequences) > self.max_pending:
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             message = f"the queue is full: {self.num_pending} of {self.max_pending} sequences wait or run"
@@ -200,7 +201,7 @@ class SchedulerWorker:
                 continue
             try:
                 if not self.scheduler.has_work:
-                    raise RuntimeError(f"the scheduler lost {len(self._active)} requests")
+                    raise RuntimeError(f"the scheduler lost {counted(len(self._active), 'request')}")
                 events = self.scheduler.step()
             except BaseException as error:  # also SystemExit, which would end this thread silently
                 self._on_fault(error)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped
 from trainyard.devices import Device
 from trainyard.models.moe import MoeMLP
@@ -110,12 +111,12 @@ def describe_skipped(result: StepResult, optimizer: Optimizer, mesh: Mesh) -> st
 
 def too_many_skipped(result: StepResult, config: Config, optimizer: Optimizer, mesh: Mesh) -> RunStopped:
     """The error that ends a run after train.max_skipped_steps skipped steps in a row."""
-    problem, advice = "were not finite and were skipped", "try a lower optimizer.lr or a longer schedule.warmup_steps"
+    problem, advice = "not finite and skipped", "try a lower optimizer.lr or a longer schedule.warmup_steps"
     if not result.label_count > 0:
-        problem, advice = "were skipped", "check the labels of the data, or the count that the loss returns"
+        problem, advice = "skipped", "check the labels of the data, or the count that the loss returns"
     in_a_row = result.read_status().skipped_in_a_row
     return RunStopped(
-        f"step {result.step}: {in_a_row} steps in a row {problem} "
+        f"step {result.step}: {counted(in_a_row, 'step')} in a row {'was' if in_a_row == 1 else 'were'} {problem} "
         f"(train.max_skipped_steps={config.train.max_skipped_steps}); "
         f"{describe_skipped(result, optimizer, mesh)}; {advice}"
     )

@@ -15,6 +15,7 @@ from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, batch_tensors
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counts import counted
 from trainyard.parallel.attention_blocks import to_natural_order
 from trainyard.parallel.layout import Layout
 from trainyard.train.callbacks import Callback
@@ -105,7 +106,7 @@ def compare_records(record: VerifyRecord, reference: VerifyRecord, precision: st
         VerifyFinding("loss", max(losses), f"step {losses.index(max(losses)) + 1}", loss_rtol),
         VerifyFinding("gradient norm", max(norms), f"step {norms.index(max(norms)) + 1}", rtol),
         VerifyFinding("gradients", *max(gradients), rtol),
-        VerifyFinding(f"weights after {len(losses)} steps", *final, rtol),
+        VerifyFinding(f"weights after {counted(len(losses), 'step')}", *final, rtol),
     ]
 
 

@@ -132,7 +132,7 @@ def test_state_dicts_of_transformers_go_in_and_out(variant: str, tmp_path: Path)
     state = {name: tensor for name, tensor in reference.state_dict().items() if tensor.is_floating_point()}
     for number, content in enumerate((state, {"model": state, "optim": {"exp_avg": torch.ones(3)}})):
         weights = open_dcp(save(content, tmp_path / f"in{number}"), model)
-        assert weights.notes == ((), ("not read: 1 tensors of optim",))[number]
+        assert weights.notes == ((), ("not read: 1 tensor of optim",))[number]
         assert all(torch.equal(tensor, state[name]) for name, tensor in hf_tensors(weights))
     write_dcp(tmp_path / "out", weights, max_file_bytes=10_000)
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 1
@@ -157,7 +157,7 @@ def _add_config(path: Path, weights: RandomWeights) -> None:
 def test_torchtitans_own_conversion_gives_the_same_weights() -> None:
     opened = open_dcp(GOLDEN / "torchtitan", TORCHTITAN_MODEL)
     assert_equal(dict(hf_tensors(opened)), load_file(GOLDEN / "torchtitan" / "hf.safetensors"))
-    assert opened.notes[1:] == ("not read: 2 tensors of optimizer", "not read: 1 tensors of train_state")
+    assert opened.notes[1:] == ("not read: 2 tensors of optimizer", "not read: 1 tensor of train_state")
     name = "layers.0.attention.q.weight"
     full = unfused_tensors(TORCHTITAN_MODEL)[name]
     assert torch.equal(opened.read(full.narrow(0, 3, 9).narrow(1, 2, 5)), opened.read(full)[3:9, 2:5])

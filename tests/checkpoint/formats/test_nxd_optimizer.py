@@ -521,7 +521,7 @@ INVALID_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     r"in the order of decay and no decay parameter 7 is \S+ \[32, 17\], but has shape \[17\]": swap,
     r"does not fit its model file: in the model's order parameter 1 is \S+weight_q \[32, 17\], but has shape "
     r"\[17\]; in the order of decay and no decay parameter 1 is": reverse,
-    r"exp_avg of model.embed_tokens.weight is \[1, 17\], expected \[36, 17\], for \[36, 17\] sharded over 1 files": (
+    r"exp_avg of model.embed_tokens.weight is \[1, 17\], expected \[36, 17\], for \[36, 17\] sharded over 1 file": (
         keep_one_row
     ),
     r"has 28 parameters, its model file 27; expected a run that trains all parameters": add_parameter,

@@ -416,7 +416,7 @@ def test_user_mistakes_are_one_line_errors(
     captured = capsys.readouterr()
     assert f"skipped: {source}: line 6: not JSON" in captured.err
     assert "5 documents" in captured.out
-    assert "1 lines skipped" in captured.out
+    assert "1 line skipped" in captured.out
     for flags, message in (
         (["--max-predictions", "62"], "--max-predictions 62: --seq-len 64 allows at most 61"),
         (["--tokenizer", "t.json"], "cannot be combined with --vocab-file"),

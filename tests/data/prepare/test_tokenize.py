@@ -359,7 +359,7 @@ def test_command_and_its_errors(cli: ForkServer, gpt2_files: Path, tmp_path: Pat
     done = subprocess.run([sys.executable, "-m", "trainyard", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "30 documents" in done.stdout
-    assert "1 lines skipped" in done.stdout
+    assert "1 line skipped" in done.stdout
     assert "a.jsonl: line 31: not JSON" in done.stderr
     repeated = cli.run(arguments)
     assert repeated.returncode == 2

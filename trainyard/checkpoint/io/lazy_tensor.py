@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorIndex
 
@@ -101,7 +102,7 @@ class StorageView(LazyTensor):
         self._storage, self.dtype = storage, dtype
         self.shape, self._stride, (self._offset,) = check_sizes(shape), check_sizes(stride), check_sizes((offset,))
         if len(self.shape) != len(self._stride) or len(self.shape) > _MAX_DIMS:
-            raise ValueError(f"tensor of {len(self.shape)} dims with {len(self._stride)} strides")
+            raise ValueError(f"tensor of {counted(len(self.shape), 'dim')} with {counted(len(self._stride), 'stride')}")
         storage_bytes, count = storage.numel * storage.dtype.itemsize, prod(self.shape)
         self._span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self._stride, strict=True))
         if count and (self._offset + self._span) * dtype.itemsize > storage_bytes:

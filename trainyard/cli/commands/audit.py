@@ -12,6 +12,7 @@ from typer import Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, ConfigSource, Overrides, Smoke, Workers, worker_count
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _named_ranks(overrides: list[str]) -> int:
 def print_report(report: "AuditReport") -> None:
     console = Console(highlight=False, soft_wrap=True)
     core = f"{report.generation}, LNC {report.lnc}, {report.memory_limit / GIB:.0f} GiB per rank"
-    console.print(f"{report.ranks} rank{'s' * (report.ranks > 1)} of {core}: {report.layout}")
+    console.print(f"{counted(report.ranks, 'rank')} of {core}: {report.layout}")
     console.print(f"traced {report.traced}")
     for stage in report.stages:
         memory = f"peak {stage.peak_bytes / GIB:.2f} GiB, {stage.steady_bytes / GIB:.2f} between steps"
@@ -93,7 +94,7 @@ def print_report(report: "AuditReport") -> None:
         )
         console.print(f"    try: {escape(violation.fix)}")
     count = len(report.violations)
-    console.print(f"[bold red]{count} violation{'s' * (count > 1)}[/]" if count else "[bold green]clean[/]")
+    console.print(f"[bold red]{counted(count, 'violation')}[/]" if count else "[bold green]clean[/]")
 
 
 def report_to_dict(report: "AuditReport") -> dict[str, object]:

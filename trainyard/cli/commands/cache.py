@@ -9,6 +9,7 @@ from typer import Argument, Option, Typer
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
 from trainyard.compile import inductor_cache
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.devices.neuron import compile_cache
 from trainyard.precompile import cache_entries
@@ -48,7 +49,9 @@ def ls(device: DeviceOption = "auto", neuron: NeuronOption = None) -> None:
     for directory in directories:
         graphs = cache_entries.list_graphs(directory)
         mark = "  (this machine)" if directory == own else ""
-        print(f"{directory}: {len(graphs)} graphs, {cache_entries.total_bytes(directory) / MIB:,.1f} MiB{mark}")
+        print(
+            f"{directory}: {counted(len(graphs), 'graph')}, {cache_entries.total_bytes(directory) / MIB:,.1f} MiB{mark}"
+        )
         for graph in graphs:
             seconds = f"{graph.compile_seconds:.1f} s" if graph.compile_seconds else "-"
             age, size = _format_age(graph.last_used), f"{graph.size_bytes / 1024:.1f} KiB"
@@ -85,7 +88,7 @@ def verify(
 
     def on_file(count: int) -> None:
         if time.monotonic() - start > VERIFY_QUIET_S and count % 1000 == 0:
-            print(f"{count} files ...", flush=True)
+            print(f"{counted(count, 'file')} ...", flush=True)
 
     def print_damage(where: Path, damaged: dict[Path, str]) -> None:
         for path, reason in damaged.items():
@@ -157,7 +160,7 @@ def _clean_neuron_cache(root: Path, force: bool) -> None:
         raise UserError(f"{root}: a compiler is running; wait for it, or use --force")
     removed = compile_cache.remove_entries(entries, force=force)
     size = sum(entry.size_bytes for entry in removed)
-    print(f"{root}: removed {len(removed)} graphs, {size / MIB:,.1f} MiB")
+    print(f"{root}: removed {counted(len(removed), 'graph')}, {size / MIB:,.1f} MiB")
 
 
 @app.command("clear-locks")
@@ -179,12 +182,12 @@ def clear_locks(
     root = _neuron_directory(neuron)
     if directory := _existing_cache_dir(device, required=root is None):
         removed, active = cache_entries.clear_locks(directory), cache_entries.active_locks(directory)
-        print(f"{directory}: {removed} locks removed" + (f", {len(active)} in use" if active else ""))
+        print(f"{directory}: {counted(removed, 'lock')} removed" + (f", {len(active)} in use" if active else ""))
     if root:
         cleared = compile_cache.clear_locks(compile_cache.list_entries(root), minutes)
         left = sum(len(entry.locks) for entry in compile_cache.list_entries(root))
         in_use = f", {left} in use or younger than {minutes:g} minutes" if left else ""
-        print(f"{root}: {len(cleared)} locks removed{in_use}")
+        print(f"{root}: {counted(len(cleared), 'lock')} removed{in_use}")
 
 
 @app.command("pack")
@@ -222,7 +225,7 @@ def pack(
         files = {name for name in files if not name.startswith(("locks/", "logs/", "."))}
         files.discard(inductor_cache.FINGERPRINT_FILE)
     contents = pack_cache(directory, target, sorted(files), inductor_cache.fingerprint(devices.select(device)))
-    print(f"{target}: {len(contents.files)} files, {contents.total_bytes / MIB:,.1f} MiB")
+    print(f"{target}: {counted(len(contents.files), 'file')}, {contents.total_bytes / MIB:,.1f} MiB")
 
 
 @app.command("unpack")
@@ -245,7 +248,7 @@ def unpack(
     with ProgressDisplay("unpack") as progress:
         contents = unpack_cache(source, directory, fingerprint, lambda done: progress.update(done, total))
     inductor_cache.prepare_cache(selected)
-    print(f"{directory}: {len(contents.files)} files, {contents.total_bytes / MIB:,.1f} MiB")
+    print(f"{directory}: {counted(len(contents.files), 'file')}, {contents.total_bytes / MIB:,.1f} MiB")
     _print_filesystem_note()
 
 

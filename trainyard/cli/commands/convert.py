@@ -27,6 +27,7 @@ from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint,
 from trainyard.checkpoint.transfer import check_new_target, check_space, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.download.location import is_url
 from trainyard.families.hf_config import from_hf
@@ -181,4 +182,4 @@ def check_equal_bits(
     if name := first_different_tensor(opened, converted, spec):
         raise RunStopped(f"{target}: {name} differs from the {opened.format} source; this is a bug")
     count = len(unfused_tensors(opened.weights.model))
-    print(f"all {count} tensors are equal bit for bit{' after rounding' if spec.dtype else ''}", flush=True)
+    print(f"equal bit for bit: {counted(count, 'tensor')}{' after rounding' if spec.dtype else ''}", flush=True)

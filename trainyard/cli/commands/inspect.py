@@ -19,6 +19,7 @@ from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped
 from trainyard.families.hf_config import from_hf
 
@@ -126,4 +127,4 @@ def check_values(opened: OpenedCheckpoint, label: str) -> None:
         weights.verify(weights.files)
     bad = [name for name, piece in unfused_tensors(weights.model).items() if not weights.read(piece).isfinite().all()]
     if bad:
-        raise RunStopped(f"{label}: {len(bad)} tensors hold values that are not finite; the first is {bad[0]}")
+        raise RunStopped(f"{label}: values that are not finite in {counted(len(bad), 'tensor')}; the first is {bad[0]}")

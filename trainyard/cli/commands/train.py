@@ -13,6 +13,7 @@ from trainyard.cli.console import print_line
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke, complete_source
 from trainyard.cli.run_config import load_run_config
 from trainyard.core.constants import EXIT_INTERRUPTED
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World, host_name
@@ -133,13 +134,15 @@ def print_run_header(console: Console, trainer: "Trainer") -> None:
     config, layout, peak = trainer.config, trainer.layout, trainer.throughput.peak
     weights, batch = trainer.blueprint.parameter_count(), f"{config.train.global_batch} x {config.data.seq_len}"
     header = f"{config.model.family} with {weights:,} weights on {trainer.device.describe()}; {config.precision.kind}, "
-    header += f"{config.train.steps} steps of {batch} tokens"
+    header += f"{counted(config.train.steps, 'step')} of {batch} tokens"
     header += f"; peak {peak.flops / 1e12:.2f} TFLOP/s ({peak.source})" if peak else ""
     print_line(console, header)
     if layout.world_size > 1:
         print_line(console, f"{layout.world_size} ranks: {layout.describe()}")
     if config.layout.ranks and config.layout.ranks != layout.world_size:
-        console.print(f"note: the file is meant for {config.layout.ranks} ranks; this run has {layout.world_size}")
+        console.print(
+            f"note: the file is meant for {counted(config.layout.ranks, 'rank')}; this run has {layout.world_size}"
+        )
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if layout.world_size == 1 and tasks != "1":
         print_line(console, f"note: SLURM_NTASKS={tasks}, but srun did not start this process: it trains alone")
@@ -150,10 +153,12 @@ def summary_lines(summary: "RunSummary") -> list[str]:
     trained = summary.last_loss is not None
     status = "Stopped early" if summary.interrupted else "Failed" if summary.last_step_skipped else "Done"
     losses = f", loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}" if trained else ""
-    skipped = f", {summary.skipped_steps} steps skipped" if summary.skipped_steps else ""
-    lines = [f"{status}: {summary.steps} steps in {summary.seconds:.1f} s{losses}{skipped}"]
+    skipped = f", {counted(summary.skipped_steps, 'step')} skipped" if summary.skipped_steps else ""
+    lines = [f"{status}: {counted(summary.steps, 'step')} in {summary.seconds:.1f} s{losses}{skipped}"]
     if not trained and status == "Done":
-        lines = [f"Nothing to do: all {summary.steps} steps are already complete. Increase train.steps to continue."]
+        lines = [
+            f"Nothing to do: step {summary.steps} of {summary.steps} is complete. Increase train.steps to continue."
+        ]
     if summary.evaluation:
         lines.append("  evaluation   " + ", ".join(f"{k} {v:.4f}" for k, v in summary.evaluation.items()))
     directory = summary.directory

@@ -20,6 +20,7 @@ from trainyard.cli.tune_console import TuneTable, file_header, trials_table
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
@@ -75,7 +76,7 @@ def tune(
     reduced = f" (train.global_batch={global_batch} is unchanged)" if space.trial_batch < global_batch else ""
     print_line(
         console,
-        f"trials of {steps} steps of {space.trial_batch} x {config.data.seq_len} tokens{reduced}; "
+        f"trials of {counted(steps, 'step')} of {space.trial_batch} x {config.data.seq_len} tokens{reduced}; "
         f"at most {budget:g} minutes",
     )
     search = TuneSearch(space)

@@ -19,6 +19,7 @@ from trainyard.cli.run_config import load_run_config
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import fit_to_ranks
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
@@ -88,14 +89,14 @@ def verify(
     console = Console(highlight=False)
     layout = Layout.from_config(config, ranks)
     _check_host_memory(config, steps, smoke)
-    console.print(f"{steps} steps on {ranks} ranks ({layout.describe()}) ...", soft_wrap=True)
+    console.print(f"{counted(steps, 'step')} on {counted(ranks, 'rank')} ({layout.describe()}) ...", soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="trainyard-") as directory:
         path = Path(directory) / "record"
         options = [*(["--smoke"] if smoke else []), "--steps", str(steps), "--result", str(path)]
         if code := launch(["verify", source, *override_list, *options], ranks):
             return code
         record = VerifyRecord(**torch.load(path, weights_only=True))
-    console.print(f"{steps} steps on one rank ...")
+    console.print(f"{counted(steps, 'step')} on one rank ...")
     findings = compare_records(record, record_training(single_rank_config(config), steps), config.precision.kind)
     console.print(findings_table(findings))
     passed = all(finding.ok for finding in findings)

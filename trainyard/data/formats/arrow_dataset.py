@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 from trainyard.data.remote.remote_file import CachedFile
 from trainyard.data.remote.remote_path import DataPath, RemotePath
@@ -142,7 +143,9 @@ def _validated_batches(
         yield batch
         count += 1
     if source.tell() != source.size():
-        raise UserError(f"{path}: the stream ends after {count} batches, {source.size() - source.tell()} bytes early")
+        raise UserError(
+            f"{path}: the stream ends after {counted(count, 'batch')}, {source.size() - source.tell()} bytes early"
+        )
 
 
 def require_int_lists(path: DataPath, schema: pa.Schema, name: str) -> None:

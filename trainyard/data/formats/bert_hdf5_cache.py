@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.user_cache import user_cache
 from trainyard.data.file_lock import file_lock
@@ -106,7 +107,7 @@ def _open_or_build_cache(paths: Sequence[Path], seq_len: int, max_predictions: i
         check_shape(path, shape, seq_len, max_predictions)
     num_samples = sum(shape.num_samples for shape in shapes)
     if not num_samples:
-        raise UserError(f"{paths[0]}: no samples in this set of {len(paths)} files")
+        raise UserError(f"{paths[0]}: no samples in this set of {counted(len(paths), 'file')}")
     most_predictions = max(shape.max_predictions for shape in shapes)
     cache_bytes = num_samples * record_dtype(seq_len, most_predictions, UINT16_VOCAB).itemsize
     for path in candidates:
@@ -170,7 +171,9 @@ def _write_cache(path: Path, paths: Sequence[Path], shapes: Sequence[BertShape],
     num_samples = sum(shape.num_samples for shape in shapes)
     max_predictions = max(shape.max_predictions for shape in shapes)
     dtype = record_dtype(shapes[0].seq_len, max_predictions, vocab_size)
-    logger.info("unpacking %d HDF5 files with %s samples, once, to %s", len(paths), f"{num_samples:,}", path)
+    logger.info(
+        "unpacking %s with %s, once, to %s", counted(len(paths), "HDF5 file"), counted(num_samples, "sample", ","), path
+    )
     started_at = logged_at = time.monotonic()
     done = largest = 0
     try:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats import bert_hdf5
 from trainyard.data.formats.bert_hdf5 import DATASETS, BertShape, check_shape, open_hdf5, record_dtype
@@ -50,7 +51,7 @@ class RemoteBertHdf5Dataset:
             blocks += [(number, start, min(start + rows, shape.num_samples)) for start in starts]
             self.shapes.append(shape)
         if not blocks:
-            raise UserError(f"{paths[0]}: no samples in this set of {len(paths)} files")
+            raise UserError(f"{paths[0]}: no samples in this set of {counted(len(paths), 'file')}")
         self.blocks = blocks
         """File, first sample and end of each block."""
         self.block_ends = np.cumsum([stop - start for _, start, stop in blocks], dtype=np.int64)

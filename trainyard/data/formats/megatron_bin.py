@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import fsync_directory
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.remote.remote_tokens import RemoteTokens
@@ -129,7 +130,8 @@ def _read_index(path: DataPath) -> tuple[np.dtype[Any], NDArray[np.int32], NDArr
     expected = INDEX_HEADER.size + 12 * num_sequences + 8 * num_entries
     if size not in (expected, expected + num_sequences):  # multimodal datasets have one more byte per sequence
         raise UserError(
-            f"{path}: {size} bytes, but {num_sequences} sequences and {num_entries} document entries take {expected}"
+            f"{path}: {size} bytes, but {counted(num_sequences, 'sequence')} and {num_entries} "
+            f"document entries take {expected}"
         )
     start = INDEX_HEADER.size
     lengths = content[start : start + 4 * num_sequences].view("<i4")
@@ -156,7 +158,8 @@ def _check_sequences(
             raise UserError(f"{index_path}: {problem}; the index is damaged")
     if bounds[-1] != num_tokens:
         raise UserError(
-            f"{token_path}: {num_tokens} tokens, but by the index {bounds[-1]}; truncated, or from another index"
+            f"{token_path}: {counted(num_tokens, 'token')}, but by the index {bounds[-1]}; "
+            "truncated, or from another index"
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.data.formats import documents
@@ -143,11 +144,13 @@ def _build_in_megatron_order(config: Config, remote: RemoteFiles | None) -> Trai
     prefixes = token_prefixes(data.paths, remote)
     if len(prefixes) != (len(data.weights) or 1):
         raise UserError(
-            f"data.paths: {len(prefixes)} datasets; data.order={data.order} needs exactly one, or data.weights for each"
+            f"data.paths: {counted(len(prefixes), 'dataset')}; data.order={data.order} needs "
+            "exactly one, or data.weights for each"
         )
     if len(prefixes) > (limit := MAX_DATASETS[data.order]):
         raise UserError(
-            f"data.paths: {len(prefixes)} datasets; Megatron blends at most {limit} with data.order={data.order}"
+            f"data.paths: {counted(len(prefixes), 'dataset')}; Megatron blends at most {limit} "
+            f"with data.order={data.order}"
         )
     total = train.steps * train.global_batch
     sizes = blend_sizes(data.weights, total, data.order) if data.weights else [total]
@@ -165,7 +168,8 @@ def _build_in_megatron_order(config: Config, remote: RemoteFiles | None) -> Trai
         for number, count in enumerate(np.bincount(dataset_indices).tolist()):
             if count > (available := trains[number].num_available):
                 raise UserError(
-                    f"data.weights: the blend needs {count} samples of {prefixes[number]}, Megatron has {available}"
+                    f"data.weights: the blend needs {counted(count, 'sample')} of "
+                    f"{prefixes[number]}, Megatron has {available}"
                 )
         dataset = CombinedDataset(trains, total, lambda i: (dataset_indices[i].astype(np.int64), sample_indices[i]))
     return TrainValidDatasets(dataset, concatenate(validations) if validations else None, False)

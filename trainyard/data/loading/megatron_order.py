@@ -16,6 +16,7 @@ from math import ceil, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats.megatron_bin import MegatronTokens
 from trainyard.data.loading.dataset import CombinedDataset
@@ -52,7 +53,8 @@ class MegatronOrderDataset(CombinedDataset):
         tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if tokens_per_epoch < 2:
             raise UserError(
-                f"{token_files.prefix}: {tokens_per_epoch} tokens in {len(documents)} documents; too few for a sample"
+                f"{token_files.prefix}: {counted(tokens_per_epoch, 'token')} in "
+                f"{counted(len(documents), 'document')}; too few for a sample"
             )
         epochs = max(-(-(num_samples * seq_len + 1) // tokens_per_epoch), 1)
         samples_before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_len

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import check_call, describe_object, import_function, nearest_name
 from trainyard.data.loading.dataset import Dataset, Indices
@@ -99,7 +100,8 @@ class CheckedDataset:
             raise UserError(f"{self.label}: {name} is {found}; expected a numpy array of int32")
         if spec and array.shape != (shape := (len(indices), *spec.shape)):
             raise UserError(
-                f"{self.label}: {name} of {len(indices)} samples has shape {list(array.shape)}; expected {list(shape)} "
+                f"{self.label}: {name} of {counted(len(indices), 'sample')} has shape "
+                f"{list(array.shape)}; expected {list(shape)} "
                 f"({spec.shape_keys})"
             )
         if spec and spec.limit is not None:

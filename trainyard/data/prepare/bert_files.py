@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import fsync_directory
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import documents
@@ -105,18 +106,26 @@ def build_bert_files(
                 done += result.input_bytes
                 chunk_samples.append(result.samples)
                 rate = f"{counts.samples / (time.monotonic() - start):,.0f}/s"
-                reporter.update(done, size, f"{counts.documents:,} documents, {counts.samples:,} samples, {rate}")
+                reporter.update(
+                    done,
+                    size,
+                    f"{counted(counts.documents, 'document', ',')}, {counted(counts.samples, 'sample', ',')}, {rate}",
+                )
         if not counts.samples:
-            raise UserError(f"{paths[0]}: {counts.documents} documents in all of the input give no sample")
+            raise UserError(
+                f"{paths[0]}: {counted(counts.documents, 'document')} in all of the input, too few for a sample"
+            )
         counts.files = num_files = target.num_files or -(-counts.samples // MAX_SAMPLES_PER_FILE)
         if num_files > counts.samples:
-            raise UserError(f"--files {num_files}: there are {counts.samples} samples; nearest: {counts.samples}")
+            raise UserError(
+                f"--files {num_files}: the input gives {counted(counts.samples, 'sample')}; nearest: {counts.samples}"
+            )
         size = counts.samples * record_dtype(options.seq_len, options.max_predictions, vocab.size).itemsize
         write = partial(write_hdf5_file, options, vocab.size, directory, chunk_samples, num_files)
         written = map_ordered(write, range(num_files), min(workers, num_files))
         with progress("write") as reporter, closing(written):
             for count, _ in enumerate(written, 1):
-                reporter.update(size * count // num_files, size, f"{count} of {num_files} files")
+                reporter.update(size * count // num_files, size, f"{count} of {counted(num_files, 'file')}")
         for path in target.existing():
             path.unlink()
         for index in range(num_files):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
@@ -219,7 +220,9 @@ def _inspect_hdf5(path: Path, file: Any, options: InspectOptions, on_progress: O
     (num_rows, width), file_bytes = input_ids.shape, path.stat().st_size
     for name, dataset in datasets.items():
         if not getattr(dataset, "shape", ()) or dataset.shape[0] != num_rows or dataset.dtype.kind not in "iu":
-            raise UserError(f"{path}: {name!r} does not have {num_rows} rows of integers, as 'input_ids' has")
+            raise UserError(
+                f"{path}: {name!r} does not have {counted(num_rows, 'row')} of integers, as 'input_ids' has"
+            )
         if name in ("input_mask", "segment_ids") and dataset.shape != input_ids.shape:
             raise UserError(f"{path}: {name!r} is {list(dataset.shape)}, but 'input_ids' {list(input_ids.shape)}")
         if dataset.nbytes > MAX_COMPRESSION_RATIO * file_bytes:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import IntArray
@@ -159,10 +160,13 @@ def write_blocks(
             counts.leftover_tokens = leftover
         if not counts.blocks:
             raise UserError(
-                f"the input has {counts.tokens} tokens, too few for a block of {seq_len}; use more text, or a "
+                f"the input has {counted(counts.tokens, 'token')}, too few for a block of "
+                f"{seq_len}; use more text, or a "
                 "shorter --seq-len"
             )
-        writer.description = f"{counts.documents} documents, {counts.tokens} tokens, in blocks of {seq_len}"
+        writer.description = (
+            f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}, in blocks of {seq_len}"
+        )
     return counts
 
 

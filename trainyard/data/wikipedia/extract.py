@@ -17,6 +17,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from trainyard.core.atomic_files import atomic_file
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.prepare.worker_pool import map_ordered
@@ -83,7 +84,7 @@ def extract_articles(
                     on_unreadable(page)
                 if batch.error:
                     path, count = dumps[batch.file_index].path, state.counts[ARTICLE_COUNT]
-                    raise UserError(f"{path}: {batch.error}; the {count:,} articles before that are complete")
+                    raise UserError(f"{path}: {batch.error}; complete before that: {counted(count, 'article', ',')}")
                 if result.json_lines:
                     if not shard_bytes:
                         file = shard.enter_context(atomic_file(output / shard_name(state.shards, options)))

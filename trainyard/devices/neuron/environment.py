@@ -5,6 +5,7 @@ The user's settings win (`merge_env`); contradictions are one-line errors. docs/
 
 from collections.abc import Mapping
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
 from trainyard.devices.neuron.topology import LNC_CHOICES, check_lnc
@@ -68,7 +69,10 @@ def visible_core(visible: str | None, local_rank: int, local_ranks: int) -> str:
     if len(cores) == 1:
         return visible
     if len(cores) < local_ranks:
-        raise UserError(f"{CORES_VARIABLE}={visible}: {len(cores)} cores for {local_ranks} ranks; each needs one")
+        raise UserError(
+            f"{CORES_VARIABLE}={visible}: {counted(len(cores), 'core')} for "
+            f"{counted(local_ranks, 'rank')}; each needs one"
+        )
     return str(cores[local_rank])
 
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.devices.neuron.compile_cache import cache_location, clear_locks, list_entries, remove_entries
 
@@ -107,9 +108,9 @@ def repair_cache(environ: Mapping[str, str], on_line: Callable[[str], None]) -> 
     if "://" in location:
         return
     if locks := clear_locks(list_entries(location)):
-        on_line(f"{location}: {len(locks)} stale locks removed")
+        on_line(f"{location}: {counted(len(locks), 'stale lock')} removed")
     if failed := remove_entries(entry for entry in list_entries(location) if entry.state == "failed"):
-        on_line(f"{location}: {len(failed)} failed graphs removed, to be compiled again")
+        on_line(f"{location}: {counted(len(failed), 'failed graph')} removed, to be compiled again")
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str], on_line: Callable[[str], None]) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
 from trainyard.devices.base import Device, PeakThroughput
@@ -69,4 +70,6 @@ class TrainiumDevice(TrainiumTopology):
             self.lnc = resolve_lnc(self.generation, lnc, os.environ)
             cores = self.max_local_ranks()
             if world.local_rank >= cores:
-                raise UserError(f"local rank {world.local_rank}: this machine has {cores} cores, one per rank")
+                raise UserError(
+                    f"local rank {world.local_rank}: this machine has {counted(cores, 'core')}, one per rank"
+                )

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from trainyard.core.counts import counted
 from trainyard.download.sources.remote_file import SourceUnavailable, TransferError
 
 MAX_ATTEMPTS = 6
@@ -36,6 +37,6 @@ def with_retries(request: Callable[[], T], attempts: int | None = None) -> T:
                 after = (
                     f", which asks to wait {error.retry_after:.0f} s" if (error.retry_after or 0) > MAX_WAIT_S else ""
                 )
-                raise SourceUnavailable(f"{error}{after}; gave up after {attempt} attempts") from None
+                raise SourceUnavailable(f"{error}{after}; gave up after {counted(attempt, 'attempt')}") from None
             time.sleep(delay)
     raise AssertionError

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainyard.core.counts import counted
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.record_numbers import as_number
 
@@ -118,6 +119,6 @@ def event_text(event: dict[str, Any], max_samples: int | None = None) -> str:
         return f"step {event['step']} skipped: {event['reason']}{batch}"
     if kind == "start":
         verb, ranks = (f"resumed after step {event['step']}" if event["resumed"] else "started"), event["ranks"]
-        return f"{verb} on {event['host']} (pid {event['pid']}), {ranks} rank{'s' * (ranks != 1)}"
+        return f"{verb} on {event['host']} (pid {event['pid']}), {counted(ranks, 'rank')}"
     error = f": {event['error']}" if "error" in event else ""
     return f"step {event['step']}: {event['outcome']}{error}"

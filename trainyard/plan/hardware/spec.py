@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.plan.hardware.catalog import CATALOG, CatalogEntry
 
@@ -68,7 +69,7 @@ class Hardware:
         return self.entry.link_bandwidth / self.ranks_per_device
 
     def describe(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        ranks = counted(self.ranks, "rank")
         if self.entry.kind == "cpu":
             return f"this machine's CPU, {ranks}"
         lnc = f" at LNC {self.lnc}" if len(self.entry.ranks_per_device) > 1 else ""

@@ -5,6 +5,7 @@ import logging
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
 from trainyard.data.remote.remote_path import has_urls
@@ -79,7 +80,10 @@ def _compare_moved_files(before: Fingerprints, data: DataSection) -> str:
     now = fingerprint_files(data, read_blocks=were_read, refresh=True)
     names = f"data.paths={', '.join(data.paths)}"
     if len(now) != len(before):
-        return f"{names}: {len(now)} files, and {len(before)} when the checkpoint was written: other samples follow"
+        return (
+            f"{names}: {counted(len(now), 'file')}, and {len(before)} when the checkpoint was "
+            "written: other samples follow"
+        )
     is_version = not were_read and all(isinstance(fingerprint[1], str) for fingerprint in now.values())
     for (old_name, old), (name, new) in zip(before.items(), now.items(), strict=True):
         if old[0] != new[0]:

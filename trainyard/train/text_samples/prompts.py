@@ -6,6 +6,7 @@ from tokenizers import Tokenizer as Fast
 
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, document_end_id, load_tokenizer
@@ -35,7 +36,8 @@ class TextPrompts:
         tokens: list[int] = self.tokenizer.encode([prompt])[0].tolist() or [document_end_id(self.tokenizer)]
         if len(tokens) >= (seq_len := self.config.data.seq_len):
             raise UserError(
-                f"samples.prompts: {prompt[:40]!r} has {len(tokens)} tokens, and data.seq_len={seq_len} leaves no room "
+                f"samples.prompts: {prompt[:40]!r} has {counted(len(tokens), 'token')}, and "
+                f"data.seq_len={seq_len} leaves no room "
                 f"for a new one; nearest: a prompt of {seq_len - 1} tokens"
             )
         return tokens

@@ -36,6 +36,7 @@ from trainyard.checkpoint.io.async_io import background_fsync, prefetch
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.compat.checkpoint import DcpPlace, encode_dcp_metadata
 from trainyard.core.atomic_files import atomic_directory, atomic_file
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
@@ -95,7 +96,7 @@ def _select_model(
         else:
             owner = ".".join(key.split(".")[: max(prefix.count("."), 1)])
             others[owner] = others.get(owner, 0) + 1
-    return selected, [f"not read: {count} tensors of {name}" for name, count in others.items()]
+    return selected, [f"not read: {counted(count, 'tensor')} of {name}" for name, count in others.items()]
 
 
 def _open_torchtitan(model: models.ModelConfig, tensors: Mapping[str, LazyTensor]) -> ShardedWeights:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainyard.checkpoint.formats.megatron.files import MegatronRankFile
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.families import Family, ModelConfig, all_families
 from trainyard.families.megatron_format import MegatronFormat, MegatronModel
@@ -40,7 +41,9 @@ def check_model(model: ModelConfig, first_file: MegatronRankFile, layers: int) -
         if args.get(key, expected) != expected:
             raise UserError(f"{first_file.path}: {key}={args[key]}, but the model has {attribute}={expected}")
     if layers != model.layers:
-        raise UserError(f"{first_file.path}: {layers} layers in all files, but the model has layers={model.layers}")
+        raise UserError(
+            f"{first_file.path}: {counted(layers, 'layer')} in all files, but the model has layers={model.layers}"
+        )
 
 
 def infer_model(

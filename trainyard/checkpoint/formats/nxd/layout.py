@@ -28,6 +28,7 @@ from trainyard.checkpoint.formats.nxd.names import (
     QkvKind,
 )
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, padded_shard, unfused_tensors
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.section import nearest_divisor
 from trainyard.core.tensor_slice import TensorSlice
@@ -239,7 +240,10 @@ def _check_stages(model: DecoderConfig, layout: NxdLayout) -> None:
     stages, cuts = layout.pp * layout.vpp, layout.pipeline_cuts
     if stages > model.layers:
         keys = f"pp_size={layout.pp} times virtual_pp_size={layout.vpp}"
-        raise UserError(f"{keys}: {stages} stages for {model.layers} layers; at most {model.layers} stages")
+        raise UserError(
+            f"{keys}: {counted(stages, 'stage')} for {counted(model.layers, 'layer')}; at most "
+            f"{counted(model.layers, 'stage')}"
+        )
     if cuts and (
         len(cuts) != stages - 1 or list(cuts) != sorted(set(cuts)) or cuts[0] < 0 or cuts[-1] > model.layers - 2
     ):

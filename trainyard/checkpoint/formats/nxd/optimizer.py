@@ -32,6 +32,7 @@ from trainyard.checkpoint.formats.nxd.optimizer_files import (
 )
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, TrainingState
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.decoder import DecoderConfig
@@ -121,7 +122,7 @@ def _name_tensors(
     for shard in shards:
         if len(shard.shapes) != len(weights):
             raise UserError(
-                f"{shard.path}: has {len(shard.shapes)} parameters, its model file {len(weights)}; "
+                f"{shard.path}: has {counted(len(shard.shapes), 'parameter')}, its model file {len(weights)}; "
                 "expected a run that trains all parameters"
             )
         if shard.shapes != first.shapes:
@@ -154,7 +155,7 @@ def _merge_shards(shards: Sequence[OptimizerShard], kind: str, names: list[str])
                 # first rank's master weights.
                 raise UserError(
                     f"{shard.path}: {MOMENT_KEYS.get(kind, MASTER_WEIGHTS_KEY)} of {name} is {list(shape)}, expected "
-                    f"{list(expected)}, for {list(full_shape)} sharded over {len(shards)} files; "
+                    f"{list(expected)}, for {list(full_shape)} sharded over {counted(len(shards), 'file')}; "
                     "rows are missing, or it belongs to another checkpoint"
                 )
         out[name] = RowShardedTensor([shard.tensors[kind][i] for shard in shards], full_shape)

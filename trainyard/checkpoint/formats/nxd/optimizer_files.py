@@ -24,6 +24,7 @@ from trainyard.checkpoint.formats.nxd.files import (
 )
 from trainyard.checkpoint.formats.nxd.layout import NxdRank
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 
@@ -76,7 +77,7 @@ def read_optimizer_shard(path: Path) -> OptimizerShard:
         missing = [param_id for param_id in ids if param_id not in states]
         if missing or not ids:
             raise UserError(
-                f"{path}: holds no state for {len(missing)} of its {len(ids)} parameters; "
+                f"{path}: holds no state for {len(missing)} of its {counted(len(ids), 'parameter')}; "
                 "it was saved before the first update, or some were frozen"
             )
         tensors = {kind: [states[param_id][key] for param_id in ids] for kind, key in MOMENT_KEYS.items()}

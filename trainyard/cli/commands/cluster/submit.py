@@ -28,6 +28,7 @@ from trainyard.cluster.submit import (
     submit_to_slurm,
 )
 from trainyard.config.load import load
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.devices.names import always_compiles
 from trainyard.parallel.layout import Layout
@@ -131,7 +132,7 @@ def submit(
     for count, layout in layouts.items():
         used = f"{layout.nodes} of {count}" if layout.nodes < count else str(count)
         origin = "the layout of the file" if layout.origin == "file" else "from plan --search"
-        print(f"{'# ' * dry_run}{used} nodes: {layout.layout} ({origin})")
+        print(f"{'# ' * dry_run}{counted(used, 'node')}: {layout.layout} ({origin})")
     if dry_run:
         print_scripts(submission)
         return 0

@@ -9,6 +9,7 @@ from typer import Option
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Inputs, Overwrite, Strict, Workers, split_keys, worker_count
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.prepare.bert_files import MAX_SAMPLES_PER_FILE, BertFileSet, build_bert_files
@@ -86,9 +87,10 @@ def bert(
     counts = build_bert_files(
         paths, split_keys(json_keys), options, file_set, worker_count(workers), SkipReporter(strict), ProgressDisplay
     )
-    skipped = f", {counts.skipped:,} lines skipped" if counts.skipped else ""
+    skipped = f", {counted(counts.skipped, 'line', ',')} skipped" if counts.skipped else ""
     print(
-        f"{counts.documents:,} documents, {counts.samples:,} samples, {counts.files:,} files "
+        f"{counted(counts.documents, 'document', ',')}, {counted(counts.samples, 'sample', ',')}, "
+        f"{counted(counts.files, 'file', ',')} "
         f"in {time.monotonic() - start:.1f} s{skipped}"
     )
     pattern = output / f"{name}_training_*.hdf5"

@@ -10,6 +10,7 @@ from typer import Argument, Option
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Strict, Workers, worker_count
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import expand_patterns
 from trainyard.data.wikipedia.dump import open_dump
@@ -57,11 +58,11 @@ def extract(
         else:
             if state.shards:
                 last = shard_name(state.shards - 1, options)
-                print(f"resuming after {last}: {state.counts[ARTICLE_COUNT]:,} articles done")
+                print(f"resuming after {last}: {counted(state.counts[ARTICLE_COUNT], 'article', ',')} done")
             with ProgressDisplay("extract") as progress:
 
                 def on_bytes(done: int) -> None:
-                    progress.update(done, total, f"{state.counts[ARTICLE_COUNT]:,} articles")
+                    progress.update(done, total, counted(state.counts[ARTICLE_COUNT], "article", ","))
 
                 extract_articles(dumps, output, options, state, worker_count(workers), SkipReporter(strict), on_bytes)
     print(f"{format_summary(state)}, {time.monotonic() - start:.1f} s")
@@ -74,7 +75,8 @@ def format_summary(state: ExtractState) -> str:
     counts = state.counts
     skipped = ", ".join(f"{counts[reason]:,} {label}" for reason, label in SKIP_REASONS.items() if counts[reason])
     return (
-        f"{counts[ARTICLE_COUNT]:,} articles, {counts[BYTE_COUNT]:,} bytes of JSON in {state.shards} shards"
+        f"{counted(counts[ARTICLE_COUNT], 'article', ',')}, {counts[BYTE_COUNT]:,} bytes of JSON "
+        f"in {counted(state.shards, 'shard')}"
         f"{'; skipped: ' + skipped if skipped else ''}"
     )
 

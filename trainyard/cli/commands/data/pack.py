@@ -23,6 +23,7 @@ from trainyard.cli.options import (
     worker_count,
 )
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file
@@ -110,11 +111,14 @@ def pack(
         counts = packing.write_blocks(chunks, output, pack_options, overwrite, SkipReporter(strict), on_progress)
     seconds = time.monotonic() - start
     skipped = f", {counts.skipped:,} skipped" if counts.skipped else ""
-    print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
+    print(
+        f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')} in "
+        f"{seconds:.1f} s{skipped}"
+    )
     left, remainder = counts.leftover_tokens, ""
     if left and keep_last:
-        remainder = f", the last one padded after {left:,} tokens"
+        remainder = f", the last one padded after {counted(left, 'token', ',')}"
     elif left:
         remainder = f"; the last {left:,} tokens fill no block and are dropped (--keep-last pads them)"
-    print(f"{counts.blocks:,} blocks of {seq_len:,}{remainder}")
+    print(f"{counted(counts.blocks, 'block', ',')} of {seq_len:,}{remainder}")
     print(f"  {output}   (data.source=arrow data.paths=[{output}] data.seq_len={seq_len}; datasets.load_from_disk)")

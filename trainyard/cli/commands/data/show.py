@@ -12,6 +12,7 @@ from trainyard.cli.console import print_line
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.metrics.json_lines import read_json_lines
@@ -67,7 +68,9 @@ def show(
     tokenizer = run_tokenizer(config, directory)
     console = Console(highlight=False)
     of_rank = f" of rank {rank}" if rank is not None else ""
-    print_line(console, f"step {step} of {config.train.steps}: {total} samples{of_rank}, {len(indices)} shown")
+    print_line(
+        console, f"step {step} of {config.train.steps}: {counted(total, 'sample')}{of_rank}, {len(indices)} shown"
+    )
     for row, index in enumerate(indices):
         print_line(console, f"sample {index}: {loader.dataset.source(index)}", "bold")
         for line in sample_lines(batch, row, tokenizer):

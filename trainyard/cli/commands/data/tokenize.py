@@ -21,6 +21,7 @@ from trainyard.cli.options import (
     worker_count,
 )
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
 from trainyard.data.prepare.tokenize import TokenizeCounts, TokenizeOptions, output_prefix, tokenize_files
@@ -99,12 +100,17 @@ def tokenize(
 
         def on_progress(done: int, counts: TokenizeCounts) -> None:
             rate = counts.tokens / (time.monotonic() - start)
-            progress.update(done, total, f"{counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s")
+            progress.update(
+                done, total, f"{counted(counts.documents, 'document', ',')}, {counts.tokens:,} tokens, {rate:,.0f}/s"
+            )
 
         counts = tokenize_files(paths, prefix, options, worker_count(workers), SkipReporter(strict), on_progress)
     seconds = time.monotonic() - start
-    skipped = f", {counts.skipped:,} lines skipped" if counts.skipped else ""
-    print(f"{counts.documents:,} documents, {counts.tokens:,} tokens in {seconds:.1f} s{skipped}")
+    skipped = f", {counted(counts.skipped, 'line', ',')} skipped" if counts.skipped else ""
+    print(
+        f"{counted(counts.documents, 'document', ',')}, {counted(counts.tokens, 'token', ',')} in "
+        f"{seconds:.1f} s{skipped}"
+    )
     for key in options.text_keys:
         name = output_prefix(prefix, key, options)
         print(f"  {name}.bin, .idx   (data.source=tokens data.paths=[{name}])")

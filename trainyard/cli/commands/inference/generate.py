@@ -13,6 +13,7 @@ from typer import Argument, Option
 from trainyard.cli.console import print_line, terminal_safe
 from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
 from trainyard.launch.launcher import launch
@@ -105,7 +106,7 @@ def generate(
         check_tensor_parallel(source, tp)
         return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
     if world.size != tp:
-        raise UserError(f"--tp {tp}: there are {world.size} ranks")
+        raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
     from trainyard.inference.generate import generate_texts
     from trainyard.inference.load import InferenceOptions, load_for_inference
     from trainyard.inference.requests import SamplingOptions
@@ -135,7 +136,9 @@ def generate(
         if world.rank == 0:
             _print_completion(completion, as_json, streams, chat)
     seconds = time.monotonic() - begin
-    print_line(console, f"{tokens} tokens in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s)", "dim")
+    print_line(
+        console, f"{counted(tokens, 'token')} in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s)", "dim"
+    )
     shutdown_distributed()
     return 0
 

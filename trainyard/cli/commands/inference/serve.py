@@ -18,6 +18,7 @@ from trainyard.cli.commands.inference.generate import (
 from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import World
 from trainyard.launch.launcher import launch
@@ -85,7 +86,7 @@ def serve(
             check_tensor_parallel(source, tp)
             return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
         if world.size != tp:
-            raise UserError(f"--tp {tp}: there are {world.size} ranks")
+            raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
         options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights)
         if world.rank > 0:
             return follow_first_rank(source, options, tokenizer, world)

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,14 +88,17 @@ def get(
         if dry_run:
             for file in listing.files:
                 print(f"{_size_text(file.size):>12}  {file.name}")
-            print(f"{_size_text(listing.size):>12}  in {len(listing.files)} files; nothing is downloaded")
+            print(f"{_size_text(listing.size):>12}  in {counted(len(listing.files), 'file')}; nothing is downloaded")
             return 0
         target = choose_target(listing, destination or (dataset.name if dataset else None), options)
         if os.path.lexists(target) and not overwrite and not (target.is_dir() and not any(target.iterdir())):
             if options.unpack:
                 raise UserError(f"{target}: already exists; --overwrite replaces it")
             check_existing(listing, target)
-            print(f"{_short(target)}: complete already, {_size_text(listing.size)} in {len(listing.files)} files")
+            print(
+                f"{_short(target)}: complete already, {_size_text(listing.size)} in "
+                f"{counted(len(listing.files), 'file')}"
+            )
             return 0
         start = time.monotonic()
         with ProgressDisplay("download") as progress:
@@ -108,7 +112,7 @@ def get(
             count = run_get(sources, listing, target, options, on_bytes, streams)
     seconds = max(time.monotonic() - start, 1e-9)
     rate = f" ({(listing.size or 0) / 2**20 / seconds:,.0f} MiB/s)" if listing.size else ""
-    print(f"{_short(target)}: {count} file{'s' * (count != 1)}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
+    print(f"{_short(target)}: {counted(count, 'file')}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
     if dataset:
         print(f"license: {dataset.license}")
         print(f"next: {dataset.next_command.format(dest=destination or dataset.name)}")
@@ -125,7 +129,7 @@ def write_sample(sample: "Sample", destination: str | None, dry_run: bool, overw
         return
     count = sample.write(target)
     size = sum(path.stat().st_size for path in target.iterdir())
-    print(f"{_short(target)}: {count:,} documents, {_size_text(size)}")
+    print(f"{_short(target)}: {counted(count, 'document', ',')}, {_size_text(size)}")
     print(f"license: {sample.license}")
     print(f"next: {sample.next_command.format(dest=destination or sample.name)}")
 

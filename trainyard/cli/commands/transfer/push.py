@@ -16,6 +16,7 @@ from trainyard.checkpoint.transfer import check_space, local_source
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.download.location import HubLocation, parse_hub_location
 from trainyard.families.hf_config import from_hf
@@ -144,11 +145,11 @@ def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) ->
     if dry_run:
         for name, path in files.items():
             print(f"{path.stat().st_size:>15,}  {name}")
-        print(f"{target}: {len(files)} files, {size / 2**20:,.1f} MiB; nothing is uploaded")
+        print(f"{target}: {counted(len(files), 'file')}, {size / 2**20:,.1f} MiB; nothing is uploaded")
         return 0
     start = time.monotonic()
     with ProgressDisplay("upload") as progress:
         done = upload_files(files, target, overwrite, progress.update)
     seconds, mib = max(time.monotonic() - start, 1e-9), done / 2**20
-    print(f"{target}: {len(files)} files, {mib:,.1f} MiB in {seconds:.1f} s ({mib / seconds:,.0f} MiB/s)")
+    print(f"{target}: {counted(len(files), 'file')}, {mib:,.1f} MiB in {seconds:.1f} s ({mib / seconds:,.0f} MiB/s)")
     return 0

@@ -10,6 +10,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from trainyard.cli.console import print_line, terminal_safe
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.metrics.span_trace import write_trace
 from trainyard.metrics.span_waits import WaitSummary, mean_parts, summarize_waits
@@ -50,7 +51,7 @@ def trace(
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     console = Console(highlight=False)
-    on = f"{_count(len(windows), 'rank')} on {_count(len({window.header.host for window in windows}), 'host')}"
+    on = f"{counted(len(windows), 'rank')} on {counted(len({window.header.host for window in windows}), 'host')}"
     print_line(console, f"{path}: {spans:,} spans of steps {first} to {last}, {on}; open it at https://ui.perfetto.dev")
     print_parts(console, windows)
     print_waits(console, summarize_waits(windows), windows)
@@ -104,7 +105,7 @@ def print_waits(console: Console, summary: WaitSummary, windows: Sequence[RankWi
         table.add_row(str(row.rank), host, f"{row.step_ms:.1f}", f"{row.wait_ms:.1f}", str(row.last_steps))
     console.print(table)
     if len(rows) > MAX_ROWS:
-        print_line(console, f"and {len(rows) - MAX_ROWS} more ranks")
+        print_line(console, f"and {counted(len(rows) - MAX_ROWS, 'more rank')}")
     last = summary.last
     if not last:
         print_line(console, "these ranks wait for each other in every layer, so none of them is named as the last")
@@ -114,10 +115,7 @@ def print_waits(console: Console, summary: WaitSummary, windows: Sequence[RankWi
     subject = f"rank {ranks[0]} ({hosts}) was" if len(ranks) == 1 else f"ranks {', '.join(ranks)} ({hosts}) were"
     print_line(
         console,
-        f"{subject} last in {last.steps} of {summary.steps} steps; the others waited {last.others_wait_ms:.1f} ms of "
+        f"{subject} last in {last.steps} of {counted(summary.steps, 'step')}; the others waited "
+        f"{last.others_wait_ms:.1f} ms of "
         f"{last.step_ms:.1f} ms",
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -33,6 +33,7 @@ from trainyard.config.importers.shell.script import (
     read_commands,
 )
 from trainyard.config.yaml_io import format_value
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 
 TRAINING_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+|train_\w+)\.py")
@@ -128,7 +129,9 @@ def _import_command(
         ranks = per_node * nodes or None
         if hardware := hardware_of_ranks(per_node, nodes, gpus=True):
             data["hardware"] = hardware
-            warnings.append(f"hardware: {hardware}, assumed from {per_node} ranks per node; change it where it is not")
+            warnings.append(
+                f"hardware: {hardware}, assumed from {counted(per_node, 'rank')} per node; change it where it is not"
+            )
         for keys in (
             copied_keys(flags, MEGATRON_FLAGS),
             sections.train_keys(flags, ranks),

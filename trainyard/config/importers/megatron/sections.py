@@ -17,6 +17,7 @@ from trainyard.config.importers.megatron_semantics import (
     vocab_size,
 )
 from trainyard.config.yaml_io import format_value
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 Flags = dict[str, Any]
@@ -199,7 +200,7 @@ def layout_keys(flags: Flags, ranks: int | None) -> ConfigKeys:
         layers = flags.get("num-layers") or 0
         if min(stage_layers, pp) < 1 or layers % pp or layers // pp % stage_layers:
             flag = f"--num-layers-per-virtual-pipeline-stage={stage_layers}"
-            raise UserError(f"{flag}: does not divide {layers} layers over pp={pp}")
+            raise UserError(f"{flag}: does not divide {counted(layers, 'layer')} over pp={pp}")
         keys["layout.vpp"] = layers // pp // stage_layers
     return keys | ({"layout.ranks": ranks} if ranks else {})
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from trainyard.config.importers.shell.conditions import OpenBlock, evaluate_test
 from trainyard.config.importers.shell.lexer import ShellWord, read_segment, split_words
+from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 
 UNKNOWN_MARK = "\0"
@@ -54,7 +55,7 @@ class ShellCommand(NamedTuple):
 def read_commands(text: str, preset: Mapping[str, str], source: str) -> Iterator[ShellCommand]:
     """Yield every command of a script, which may hold unknown values. Assignments do not change `preset` variables."""
     if len(text) > MAX_CHARS:
-        raise UserError(f"{source}: {len(text)} characters; not a launch script")
+        raise UserError(f"{source}: {counted(len(text), 'character')}; not a launch script")
     text = UNKNOWN.sub(lambda match: match[0].translate(PROTECTION), text)
     text = PLACEHOLDER.sub(lambda match: f"{UNKNOWN_MARK}{match[0].translate(PROTECTION)}{UNKNOWN_MARK}", text)
     variables = {name: [value] for name, value in preset.items()}
