@@ -221,16 +221,35 @@ def test_a_reader_follows_a_run_that_resumes_and_damaged_files(tmp_path: Path) -
         assert reader.read().steps is None
 
 
-@pytest.mark.parametrize("count", [1, 8, 16, 128])
-def test_devices_fit_80_by_24(count: int) -> None:
-    console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True, color_system=None)
+def drawn(count: int, columns: int, rows: int) -> list[str]:
+    """The screen of a host with `count` devices, in a terminal of this size."""
+    console = Console(width=columns, height=rows, file=io.StringIO(), force_terminal=True, color_system=None)
     devices = [
         DeviceReading(f"core {index}", 0.5, 120 * 2**30, 139 * 2**30 if index % 2 else None, 652.0)
         for index in range(count)
     ]
     snapshot = Snapshot(0.0, HostReading(1.0, 192, 2**40, 2**41), devices, ["a problem"], None)
     console.print(screen(snapshot, console))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(120, 24), (200, 50), (320, 70)])
+@pytest.mark.parametrize("count", [1, 8, 128])
+def test_large_terminal_is_used(count: int, columns: int, rows: int) -> None:
+    """Bars grow with the width; devices that do not fit below each other stand side by side."""
+    lines = drawn(count, columns, rows)
+    assert len(lines) <= rows
+    assert max(map(len, lines)) <= columns
+    for line in (line for line in lines if line.startswith(("host", "core 0 "))):
+        assert len(line.rstrip()) > 0.7 * columns, line
+    shown = len(re.findall(r"core \d+ ", "\n".join(lines)))
+    assert shown == count or (columns, rows) != (320, 70)
+    assert shown >= min(count, (columns // 80) * (rows - 8))
+
+
+@pytest.mark.parametrize("count", [1, 8, 16, 128])
+def test_devices_fit_80_by_24(count: int) -> None:
+    lines = drawn(count, 80, 24)
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     shown = [line for line in lines if line.startswith("core ")]
@@ -244,3 +263,4 @@ def test_sparkline() -> None:
     assert sparkline([3.0], 10) == BLOCKS[0]
     assert sparkline([0.0, 7.0, 1.0], 10) == "▁█▂"
     assert sparkline([float(value) for value in range(100)], 8) == BLOCKS
+    assert len(sparkline([float(value) for value in range(512)], 300)) == 300

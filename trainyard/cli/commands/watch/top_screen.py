@@ -1,8 +1,8 @@
 """What `trainyard top` shows: a snapshot of a run and of the machine as JSON, as one line, or as a screen."""
 
-import math
 import time
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -12,12 +12,15 @@ from rich.text import Text
 
 from trainyard.cli.console import terminal_safe
 from trainyard.core.constants import GIB
+from trainyard.core.counts import counted
 from trainyard.core.world import host_name
 from trainyard.devices.utilization import DeviceReading, HostReading
 from trainyard.metrics.run_status import RunStatus
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL_WIDTH = 7
+MIN_WIDTH = 80
+"""Columns of the terminal for which the rows are made. Bars grow with wider ones, and devices get more columns."""
 BAR_WIDTH = 12
 
 
@@ -67,8 +70,8 @@ def screen(snapshot: Snapshot, console: Console) -> RenderableType:
     heading = Text(title.ljust(width - len(clock) - len("   q: quit")), style="bold")
     rows: list[RenderableType] = [Text.assemble(heading, (clock, "dim"), ("   q: quit", "dim"))]
     rows += run_rows(run, width) if run else [Text("no run trains here; this is the machine", style="dim")]
-    rows += [Text(), host_row(snapshot.host)]
-    rows += device_rows(snapshot.devices, max(height - len(rows) - 2 - len(snapshot.problems), 1))
+    rows += [Text(), host_row(snapshot.host, width)]
+    rows += device_rows(snapshot.devices, max(height - len(rows) - 2 - len(snapshot.problems), 1), width)
     rows += [Text(terminal_safe(problem), style="yellow") for problem in snapshot.problems]
     for row in rows:
         if isinstance(row, Text):
@@ -124,35 +127,38 @@ def slowest(run: RunStatus) -> str:
     return "nothing to compare"
 
 
-def host_row(host: HostReading) -> Text:
+def host_row(host: HostReading, width: int) -> Text:
     """CPU and RAM."""
     return Text.assemble(
         _label("host"),
-        f"CPU {host.cpu:>4.0%} of {host.cores} cores ",
-        *bar(host.cpu),
+        f"CPU {host.cpu:>4.0%} of {counted(host.cores, 'core')} ",
+        *bar(host.cpu, width),
         f"  RAM {_gib(host.memory_used, host.memory_total)} ",
-        *bar(host.memory_used / max(host.memory_total, 1)),
+        *bar(host.memory_used / max(host.memory_total, 1), width),
     )
 
 
-def device_rows(devices: list[DeviceReading], room: int) -> list[RenderableType]:
-    """A row for each device, as many as there is room for, and how many are left out."""
-    shown = devices if len(devices) <= room else devices[: room - 1]
-    rows: list[RenderableType] = []
+def device_rows(devices: list[DeviceReading], room: int, width: int) -> list[RenderableType]:
+    """The devices in `room` rows, in several columns if they do not fit in one, and how many are left out."""
+    columns = max(min(-(-len(devices) // room), width // MIN_WIDTH), 1)
+    shown = devices if len(devices) <= room * columns else devices[: (room - 1) * columns]
+    cells: list[Text] = []
     label_width = max([LABEL_WIDTH, *(len(device.name) + 1 for device in shown)])
     for device in shown:
         memory = (device.memory_used or 0) / device.memory_total if device.memory_total else 0.0
         power = f"  {device.power_watts:.0f} W" if device.power_watts is not None else ""
-        rows.append(
-            Text.assemble(
-                f"{terminal_safe(device.name):<{label_width}}",
-                f"{_percent(device.utilization):>4} ",
-                *bar(device.utilization or 0.0),
-                f"  {_gib(device.memory_used, device.memory_total):>18} ",
-                *bar(memory),
-                power,
-            )
+        cell = Text.assemble(
+            f"{terminal_safe(device.name):<{label_width}}",
+            f"{_percent(device.utilization):>4} ",
+            *bar(device.utilization or 0.0, width // columns),
+            f"  {_gib(device.memory_used, device.memory_total):>18} ",
+            *bar(memory, width // columns),
+            power,
         )
+        cell.truncate(width // columns, pad=columns > 1)
+        cells.append(cell)
+    height = -(-len(cells) // columns)
+    rows: list[RenderableType] = [Text.assemble(*cells[row::height]) for row in range(height)]
     if len(shown) < len(devices):
         known = [device.utilization for device in devices if device.utilization is not None]
         mean = f", {sum(known) / len(known):.0%} busy on average" if known else ""
@@ -161,22 +167,23 @@ def device_rows(devices: list[DeviceReading], room: int) -> list[RenderableType]
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last values as blocks of different height. Values that do not fit are averaged."""
+    """The values as blocks of different height. If they do not fit, each block is the mean of some."""
     if not values:
         return ""
-    per_block = max(math.ceil(len(values) / max(width, 1)), 1)
-    groups = [values[index : index + per_block] for index in range(0, len(values), per_block)]
-    means = [sum(group) / len(group) for group in groups][-width:]
+    count = min(len(values), max(width, 1))
+    ends = [len(values) * block // count for block in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(ends)]
     low, high = min(means), max(means)
     if high == low:
         return BLOCKS[0] * len(means)
     return "".join(BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in means)
 
 
-def bar(fraction: float) -> list[tuple[str, str]]:
-    """A bar of BAR_WIDTH characters."""
-    filled = min(max(round(fraction * BAR_WIDTH), 0), BAR_WIDTH)
-    return [("█" * filled, "green"), ("░" * (BAR_WIDTH - filled), "dim")]
+def bar(fraction: float, width: int) -> list[tuple[str, str]]:
+    """One of two bars in a row of `width` columns."""
+    size = BAR_WIDTH + max(width - MIN_WIDTH, 0) // 2
+    filled = min(max(round(fraction * size), 0), size)
+    return [("█" * filled, "green"), ("░" * (size - filled), "dim")]
 
 
 def _title(run: RunStatus | None, width: int) -> str:
