@@ -55,8 +55,8 @@ class ScheduleSection(Section):
 
     kind: Annotated[str, NameOrPath("cosine", "linear", "constant", "wsd")] = "cosine"
     """cosine and linear decay from the peak to min_lr; constant keeps the peak; wsd keeps it, then decays linearly. A
-    user function takes (step, config), with 1 as the first step, and returns the factor on optimizer.lr; the other keys
-    of this section then have no effect besides what the function makes of them."""
+    user function takes (step, config), with 1 as the first step, and returns the factor on optimizer.lr; your function
+    decides how to use the other keys of this section."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0."""
     decay_steps: PositiveInt | None = None

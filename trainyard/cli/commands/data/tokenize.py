@@ -64,8 +64,8 @@ def tokenize(
     """Convert text to Megatron token files, byte for byte what Megatron's preprocess_data.py writes.
 
     Reads JSON lines (also .gz, .bz2 and .zst), .txt (one document per file), Parquet, directories of such files, and
-    directories saved by the datasets library. No file has its final name before it is complete; after a kill, run the
-    command again.
+    directories saved by the datasets library. Files are renamed into place only when complete; if the command is
+    killed, run it again.
 
     Examples:
 
