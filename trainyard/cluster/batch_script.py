@@ -45,9 +45,7 @@ class BatchOptions:
         extra = [split_option(text) for text in self.extra]
         given = {words[0].partition("=")[0] for words in extra}
         directives = [f"--job-name={name}", f"--nodes={self.nodes}"]
-        if (
-            self.nodes.isdigit()
-        ):  # with a range, Slurm would take this for the total of the fewest nodes, and give those
+        if self.nodes.isdigit():  # with a range, Slurm takes this for the total of the fewest nodes, and gives those
             directives.append("--ntasks-per-node=1")
         directives += [f"--{key}={value}" for key in named if (value := getattr(self, key))]
         directives += [f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []

@@ -130,9 +130,9 @@ def submit(
     compiles = config.compile.enabled or always_compiles(config.device.name, config.hardware)
     submission = Submission(config, options, nproc, max_restarts, hang_timeout, precompile and compiles, layouts)
     for count, layout in layouts.items():
-        used = f"{layout.nodes} of {count}" if layout.nodes < count else str(count)
+        used = f"{layout.nodes} of " if layout.nodes < count else ""
         origin = "the layout of the file" if layout.origin == "file" else "from plan --search"
-        print(f"{'# ' * dry_run}{counted(used, 'node')}: {layout.layout} ({origin})")
+        print(f"{'# ' * dry_run}{used}{counted(count, 'node')}: {layout.layout} ({origin})")
     if dry_run:
         print_scripts(submission)
         return 0
