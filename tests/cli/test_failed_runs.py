@@ -110,7 +110,7 @@ def test_full_disk_is_one_line_also_for_a_rank(call: Call, tmp_path: Path, monke
     os.set_inheritable(write_end, False)  # open until this process ends, like the one of a launcher
     assert (code, err) == (1, "")
     failure = json.loads(failure_file.read_text())
-    assert (failure["kind"], failure["text"]) == ("stopped", f"{tmp_path}/full: No space left on device")
+    assert (failure["kind"], failure["text"]) == ("not writable", f"{tmp_path}/full: No space left on device")
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from trainyard import __version__
 from trainyard.config.recipes import recipe_names
-from trainyard.core.errors import RunStopped, UserError, is_disk_full
+from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
 from trainyard.launch.rank_guard import rank_process_guard
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -238,7 +238,7 @@ def main() -> None:
 
 
 def _run_command() -> int:
-    """Run the command line and return its exit code. Translates the exceptions of click and of a full disk."""
+    """Run the command line and return its exit code. Translates exceptions of click and of disks."""
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="trainyard", standalone_mode=False)
     except USAGE_ERROR as error:
@@ -259,9 +259,9 @@ def _run_command() -> int:
     except OSError as error:
         if error.filename and error.errno in USER_ERRNOS:
             raise UserError(f"{error.filename}: {error.strerror}") from None
-        if not is_disk_full(error):
+        if not is_not_writable(error):
             raise
-        raise RunStopped(f"{error.filename or 'a file'}: {error.strerror}") from None
+        raise NotWritable(f"{error.filename or 'a file'}: {error.strerror}") from None
     return code if isinstance(code, int) else 0
 
 
@@ -286,7 +286,7 @@ def _key_of_option(error: Exception) -> str:
 def _on_thread_error(error: threading.ExceptHookArgs) -> None:
     """Print the traceback of a thread, unless the disk is full: TensorBoard's thread raises that in the main thread
     too, which then ends the command with one line."""
-    if not is_disk_full(error.exc_value):
+    if not is_not_writable(error.exc_value):
         threading.__excepthook__(error)
 
 

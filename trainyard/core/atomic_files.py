@@ -4,10 +4,14 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+RETRY_S = 1.0
+"""Seconds between two tries to write."""
 
 
 @contextmanager
@@ -27,10 +31,19 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` with one rename, so that neither a reader nor a crash sees a partial file."""
-    with atomic_file(path) as file:
-        file.write(text.encode())
+def atomic_write_text(path: Path, text: str, patience_s: float = 0.0) -> None:
+    """Write `text` to `path` with one rename, so that neither a reader nor a crash sees a partial file. Tries again for
+    `patience_s` if that fails, since a disk may be full, read-only or unreachable for a while."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            with atomic_file(path) as file:
+                file.write(text.encode())
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(RETRY_S)
 
 
 @contextmanager

@@ -15,6 +15,10 @@ class RunStopped(RuntimeError):
     """The run stopped itself, for example after too many non-finite steps in a row. Shown as one line; exit code 1."""
 
 
+class NotWritable(RunStopped):
+    """A file system is full or read-only. It may be so for a moment only: a job tries again."""
+
+
 def one_line(error: BaseException) -> str:
     """The message of another library's exception on one line, for use inside a UserError."""
     return " ".join(str(error).split())
@@ -22,3 +26,8 @@ def one_line(error: BaseException) -> str:
 
 def is_disk_full(error: object) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_not_writable(error: object) -> bool:
+    """True for an error of a full or read-only file system."""
+    return is_disk_full(error) or (isinstance(error, OSError) and error.errno == errno.EROFS)

@@ -17,15 +17,22 @@ from pathlib import Path
 from typing import Self
 
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.core.errors import DirectoryInUse, RunStopped, UserError
+from trainyard.core.errors import DirectoryInUse, NotWritable, RunStopped, UserError
 
 LAUNCHER_ENV = "TRAINYARD_LAUNCHER"
 """Environment variable of each rank, `FD:PATH`: the read end of the launcher's pipe, and the file for a failure."""
 
-EXIT_CODES = {"user": 2, "in use": 2, "stopped": 1, "crash": 1}
+RECORD_PATIENCE_S = 60.0
+"""How long a rank or launcher tries to record how it ended while the disk is full or read-only."""
+EXIT_CODES = {"user": 2, "in use": 2, "not writable": 1, "stopped": 1, "crash": 1}
 """Exit code by kind of failure, the same as without a launcher."""
-FAILURE_KINDS: dict[type[Exception], str] = {DirectoryInUse: "in use", UserError: "user", RunStopped: "stopped"}
-"""Kind of failure by exception; any other one is a crash."""
+FAILURE_KINDS: dict[type[Exception], str] = {
+    DirectoryInUse: "in use",
+    UserError: "user",
+    NotWritable: "not writable",
+    RunStopped: "stopped",
+}
+"""Kind of failure by exception, the first that fits; any other one is a crash."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def rank_process_guard() -> Iterator[None]:
         kind = next((name for kind, name in FAILURE_KINDS.items() if isinstance(error, kind)), "crash")
         text = traceback.format_exc() if kind == "crash" else str(error)
         failure = RankFailure(int(os.environ["RANK"]), now, kind, text)
-        atomic_write_text(Path(failure_path), json.dumps(asdict(failure)))
+        atomic_write_text(Path(failure_path), json.dumps(asdict(failure)), RECORD_PATIENCE_S)
         raise SystemExit(EXIT_CODES[kind]) from None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainyard.config.yaml_io import read_yaml
-from trainyard.core.errors import DirectoryInUse, UserError, is_disk_full, one_line
+from trainyard.core.errors import DirectoryInUse, NotWritable, UserError, is_not_writable, one_line
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"
@@ -69,7 +69,8 @@ class RunDirectory:
         try:
             handle = os.open(path / IDENTITY_FILE, os.O_RDWR)
         except OSError as error:
-            raise UserError(f"{path / IDENTITY_FILE}: {error.strerror}") from None
+            kind = NotWritable if error.errno == errno.EROFS else UserError
+            raise kind(f"{path / IDENTITY_FILE}: {error.strerror}") from None
         _lock_file(handle, path)
         return cls(path, identity.run_id, handle)
 
@@ -101,7 +102,7 @@ class RunDirectory:
         """Release the locks. An error that a full disk causes names the directory: writing a file, unlike opening one,
         does not name it."""
         self.close()
-        if isinstance(error, OSError) and is_disk_full(error) and not error.filename:
+        if isinstance(error, OSError) and is_not_writable(error) and not error.filename:
             error.filename = str(self.path)
 
     def __del__(self) -> None:

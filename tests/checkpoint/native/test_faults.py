@@ -18,7 +18,7 @@ from trainyard.checkpoint.io import storage
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.cli.main import main
-from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.errors import NotWritable, RunStopped, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
 
 MIB = 2**20
@@ -117,7 +117,7 @@ def test_too_little_space_is_reported_before_the_first_step(disk: Disk, tmp_path
     disk.fill(leave=MIB + 1000)
     config = checkpoint_config(tmp_path, directory=str(disk.path / "saved"))
     trainer = Trainer(config)
-    with pytest.raises(UserError, match=r"checkpoint.directory=.*needs 2 MiB, 1 MiB are free") as error:
+    with pytest.raises(NotWritable, match=r"checkpoint.directory=.*needs 2 MiB, 1 MiB are free") as error:
         trainer.run()
     assert "\n" not in str(error.value)
     assert trainer.completed_steps == 0
@@ -209,7 +209,7 @@ def test_a_disk_that_is_temporarily_read_only(mounted: Path, tmp_path: Path) -> 
     assert verified_steps(mounted / "saved") == [4, 1]
     remount("ro")
     again = checkpoint_config(tmp_path, directory=str(mounted / "saved"), resume="auto")
-    with pytest.raises(UserError, match=r"^checkpoint.directory=.*: cannot be written: .*Read-only file system$"):
+    with pytest.raises(NotWritable, match=r"^checkpoint.directory=.*: cannot be written: .*Read-only file system$"):
         Trainer(again).run()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainyard.checkpoint.io.storage import Storage
-from trainyard.core.errors import UserError, one_line
+from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.train.status import StepStatus
 
 
@@ -70,4 +70,6 @@ def error_line(error: Exception) -> str:
     """One line that names the file of an OSError, or the type of an unexpected exception."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}"
+    return (
+        one_line(error) if isinstance(error, UserError | RunStopped) else f"{type(error).__name__}: {one_line(error)}"
+    )

@@ -22,7 +22,7 @@ from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.schema import Config
-from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory
@@ -98,7 +98,7 @@ class Saver:
 
     def preflight(self) -> None:
         """Check before the first step that a checkpoint can be written."""
-        failure = ""
+        failure: UserError | NotWritable | None = None
         if self.mesh.layout_rank == 0:
             try:
                 self.storage.mkdir()
@@ -112,10 +112,11 @@ class Saver:
                 self.storage.remove(PROBE_FILE)
                 self._check_disk_space()
             except Exception as error:
-                failure = error_line(error)
-        for line in self.mesh.all_gather_object(failure):
-            if line:
-                raise UserError(f"checkpoint.directory={self.storage}: cannot be written: {line}")
+                kind = NotWritable if isinstance(error, NotWritable) or is_not_writable(error) else UserError
+                failure = kind(f"checkpoint.directory={self.storage}: cannot be written: {error_line(error)}")
+        for problem in self.mesh.all_gather_object(failure):
+            if problem:
+                raise problem
 
     def close(self) -> None:
         """Let other processes save in the directory."""
@@ -295,7 +296,7 @@ class Saver:
     def _check_disk_space(self) -> None:
         free, required = self.storage.free_bytes(), self.required_bytes
         if free is not None and free < required:
-            raise UserError(
+            raise NotWritable(
                 f"{self.storage}: a checkpoint needs {required / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free"
             )
 
