@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forkserver import ForkServer
-from trainyard.launch.heartbeat import Heartbeat, RankStack, StepTimes, find_suspect
+from trainyard.launch.heartbeat import Heartbeat, RankPlace, StepTimes, describe_hang, find_suspect
 
 USER_CODE = """
 import os
@@ -36,7 +36,7 @@ def test_rank_that_stops_is_named(cli: ForkServer, tmp_path: Path, monkeypatch: 
     done = cli.run(command, cwd=tmp_path)
     assert done.returncode == 1
     line = next(line for line in done.stderr.splitlines() if "no step for" in line)
-    assert "after step 6; rank 1 is not in a collective as the others are, but at" in line
+    assert "after step 6; rank 1 is outside of a collective, at" in line
     (log,) = (tmp_path / "logs").glob("*/rank-1.log")
     assert "mine.py" in log.read_text()
 
@@ -88,7 +88,17 @@ def test_suspect() -> None:
     )
     working = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/nn.py", line 9 in linear\n'
     working += '  File "/x/trainyard/models/llama.py", line 7 in forward\n'
-    stacks = [RankStack(0, 5, waiting), RankStack(1, 5, working)]
-    assert find_suspect(stacks).endswith("but at /x/trainyard/models/llama.py:7 forward")
-    assert find_suspect([RankStack(0, 5, waiting), RankStack(1, 4, waiting)]) == "rank 1 is at step 4, others at 5"
-    assert find_suspect([RankStack(0, 5, waiting), RankStack(1, 5, waiting)]) == ""
+    first, second = RankPlace.from_dump(0, 5, waiting), RankPlace.from_dump(1, 5, waiting)
+    outside, behind, silent = (RankPlace.from_dump(1, *args) for args in ((5, working), (4, waiting), (5, "")))
+    assert find_suspect([first, outside]) == outside
+    assert find_suspect([first, behind]) == behind
+    assert find_suspect([first, second]) is None
+    start = "no step for 9 s after step 5; "
+    blamed = "rank 1 is outside of a collective, at /x/trainyard/models/llama.py:7 forward"
+    assert describe_hang(9, [first, outside]) == describe_hang(9, [outside]) == start + blamed
+    assert describe_hang(9, [first, behind]) == start + "rank 1 is at step 4, others at 5"
+    assert describe_hang(9, [first, silent]).endswith("rank 1 does not answer: it is stopped, or blocked in the kernel")
+    assert describe_hang(9, [first, second]) == start + (
+        "every rank of this host waits for another host, or for its device"
+    )
+    assert describe_hang(9, [first]).endswith("rank 0 is in a collective, at /x/trainyard/compat/collectives.py:3 wait")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.launch.outcome import OUTCOME_FILE, LaunchOutcome
+
 PRELUDE = """
 import os, pathlib, signal, socket, subprocess, sys, time
 from trainyard.core.errors import RunStopped, UserError
@@ -257,6 +259,73 @@ raise ConnectionResetError("lost rank 1")
     ]
     assert_all_gone(tmp_path, 3)
     assert log_directory(tmp_path, err).is_dir()
+
+
+@pytest.mark.parametrize("error", ["lost rank 1", "[gloo/transport/tcp/pair.cc:538] Connection closed by peer"])
+def test_a_rank_that_crashes_is_named_and_not_its_victim(tmp_path: Path, error: str) -> None:
+    """A dying process closes its connections first, and looks alive for a while: longer than 2 s with a large core."""
+    seconds = 0.5 if "lost" in error else 2.5
+    body = f"""
+port = int(os.environ["MASTER_PORT"])
+if rank == 1:
+    server = socket.create_server(("", port))
+begin()
+if rank == 1:
+    server.accept()[0].close()
+    time.sleep({seconds})
+    os.kill(os.getpid(), signal.SIGSEGV)
+with socket.create_connection(("127.0.0.1", port)) as peer:
+    peer.recv(1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / "failed").touch()
+raise RuntimeError({error!r})
+"""
+    code, _, err = run(tmp_path, 2, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + body)
+    assert code == 1
+    assert err.splitlines()[0] == "trainyard: rank 1 was killed by signal 11 (SIGSEGV)"
+
+
+def test_a_lost_peer_after_a_signal_is_not_a_failure(tmp_path: Path) -> None:
+    """The signal ends a rank that is starting, which looks alive for a while; another one loses its peer."""
+    body = """
+def die(number, frame):
+    (here / "lost").touch()
+    time.sleep(0.5)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+signal.signal(signal.SIGUSR1, die if rank else signal.SIG_IGN)
+begin()
+while rank or not (here / "lost").exists():
+    time.sleep(0.01)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+"""
+    process = start(tmp_path, 2, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + body)
+    until(lambda: len(pids(tmp_path)) == 4)
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=240) == ("", "")
+    assert process.returncode == 130
+
+
+def test_the_outcome_is_recorded_although_nobody_reads_the_messages(tmp_path: Path) -> None:
+    """The output of a task of srun is a pipe that breaks when slurmstepd dies."""
+    driver = DRIVER.replace("sys.argv[1]]))", "sys.argv[1]], log_directory=Path(sys.argv[3])))")
+    (tmp_path / "script.py").write_text(PRELUDE + "    raise ValueError('the reason')\n")
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from pathlib import Path\n" + driver, str(tmp_path / "script.py"), "1", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    STARTED.append(process)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    process.stderr.close()
+    process.wait(timeout=240)
+    outcome = LaunchOutcome.read(tmp_path / OUTCOME_FILE)
+    assert outcome
+    assert (outcome.kind, outcome.text) == ("crash", "rank 0 failed: ValueError: the reason")
 
 
 def test_an_abort_caused_by_an_exception_is_not_the_reason(tmp_path: Path) -> None:

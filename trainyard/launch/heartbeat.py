@@ -15,7 +15,7 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from zlib import crc32
 
 HEARTBEAT_ENV = "TRAINYARD_HEARTBEAT"
@@ -91,30 +91,47 @@ class StepTimes:
         return max(HANG_FACTOR * median(self.durations), timeout)
 
 
-class RankStack(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank was when its launcher asked."""
 
     rank: int
     step: int
-    dump: str
-    """The stacks of all its threads, as faulthandler prints them."""
+    in_collective: bool
+    frame: str
+    """The innermost frame of the main thread in this package, else the innermost one; empty if the rank was silent."""
 
-    @property
-    def in_collective(self) -> bool:
-        return COLLECTIVE_FRAME.search(self.dump) is not None
-
-    def describe_place(self) -> str:
-        """The innermost frame of the main thread in this package; else the innermost one."""
-        _, _, main_thread = self.dump.partition("Current thread 0x")
+    @classmethod
+    def from_dump(cls, rank: int, step: int, dump: str) -> Self:
+        """`dump` has the stacks of all threads, as faulthandler prints them."""
+        _, _, main_thread = dump.partition("Current thread 0x")
         frames = [f"{match[1]}:{match[2]} {match[3]}" for match in FRAME.finditer(main_thread)]
-        return next((frame for frame in frames if "trainyard" in frame), frames[0] if frames else "an unknown place")
+        frame = next((frame for frame in frames if "trainyard" in frame), frames[0] if frames else "")
+        return cls(rank, step, COLLECTIVE_FRAME.search(dump) is not None, frame)
+
+    def describe(self) -> str:
+        if not self.frame:
+            return f"rank {self.rank} does not answer: it is stopped, or blocked in the kernel"
+        where = "in" if self.in_collective else "outside of"
+        return f"rank {self.rank} is {where} a collective, at {self.frame}"
 
 
-def find_suspect(stacks: list[RankStack]) -> str:
-    """Name the rank that the others probably wait for, and where it is; empty if no rank differs."""
-    latest = max((stack.step for stack in stacks), default=0)
-    behind = [stack for stack in stacks if stack.step < latest]
-    outside = [stack for stack in stacks if not stack.in_collective]
-    if outside and len(outside) < len(stacks):
-        return f"rank {outside[0].rank} is not in a collective as the others are, but at {outside[0].describe_place()}"
-    return f"rank {behind[0].rank} is at step {behind[0].step}, others at {latest}" if behind else ""
+def find_suspect(places: list[RankPlace]) -> RankPlace | None:
+    """The rank that the others probably wait for; None if no rank differs."""
+    latest = max((place.step for place in places), default=0)
+    behind = [place for place in places if place.step < latest]
+    outside = [place for place in places if not place.in_collective]
+    if outside and len(outside) < len(places):
+        return outside[0]
+    return behind[0] if behind else None
+
+
+def describe_hang(idle_s: float, places: list[RankPlace]) -> str:
+    """What the launcher of these ranks knows about a hang."""
+    latest, suspect = max(place.step for place in places), find_suspect(places)
+    if suspect and suspect.in_collective:
+        blamed = f"rank {suspect.rank} is at step {suspect.step}, others at {latest}"
+    elif suspect or len(places) == 1:
+        blamed = (suspect or places[0]).describe()
+    else:
+        blamed = "every rank of this host waits for another host, or for its device"
+    return f"no step for {idle_s:.0f} s after step {latest}; {blamed}"

@@ -25,9 +25,9 @@ from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import UserError
 from trainyard.core.world import LOOPBACK, ONE_RANK, World
 from trainyard.launch.flight_recorder import FlightRecorders, RecorderEnvironment, describe_dumps
-from trainyard.launch.heartbeat import HEARTBEAT_ENV, STACK_SIGNAL, RankStack, StepTimes, find_suspect
-from trainyard.launch.outcome import LaunchOutcome
-from trainyard.launch.rank_guard import EXIT_CODES, LAUNCHER_ENV, RankFailure
+from trainyard.launch.heartbeat import HEARTBEAT_ENV, STACK_SIGNAL, RankPlace, StepTimes, describe_hang
+from trainyard.launch.outcome import LaunchOutcome, is_peer_loss
+from trainyard.launch.rank_guard import EXIT_CODES, LAUNCHER_ENV, RECORD_PATIENCE_S, RankFailure
 
 POLL_S = 0.05
 """Seconds between two polls of the ranks."""
@@ -35,8 +35,10 @@ TERM_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL to the remaining ranks."""
 SAME_ERROR_WAIT_S = 2.0
 """Seconds during which the other ranks may report the same user error."""
-SIGKILL_VISIBLE_S = 2.0
-"""Seconds for which a killed process may still look alive although its connections are closed."""
+SUDDEN_DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals that end a rank because of what it did itself, never because it lost its peers."""
+DEATH_VISIBLE_S = 2.0
+"""Seconds for which such a rank may still look alive although its connections are closed."""
 STACK_DUMP_S = 2.0
 """Seconds in which the ranks of a hung run print their stacks."""
 MAX_INTERRUPTS = 2
@@ -113,15 +115,15 @@ class RankProcess:
             return failure.time, f"{name}: {failure.text}"
         if -code in self.sent_signals:
             return self.last_alive, None
+        died_at = self.last_alive - (DEATH_VISIBLE_S if -code in SUDDEN_DEATHS else 0)
         if code == -signal.SIGKILL:
-            text = f"{name} was killed by signal 9 (SIGKILL); often the machine ran out of memory"
-            return self.last_alive - SIGKILL_VISIBLE_S, text
+            return died_at, f"{name} was killed by signal 9 (SIGKILL); often the machine ran out of memory"
         names = {known.value: known.name for known in signal.Signals}
         cause = f"was killed by signal {-code} ({names.get(-code, '?')})" if code < 0 else f"exited with code {code}"
         shown = MAX_ERROR_LINES if self.local_rank else 0  # the log of the first rank was forwarded already
         with self.log_path.open(errors="replace") as log:
             last_lines = [line.rstrip("\n") for line in deque(log, shown)]
-        return self.last_alive, "\n".join([f"{name} {cause}", *last_lines])
+        return died_at, "\n".join([f"{name} {cause}", *last_lines])
 
 
 def launch(
@@ -143,7 +145,7 @@ def launch(
     """
     _check_rank_count(rank_count)
     ranks: list[RankProcess] = []
-    with _recorded_signals() as signals, _master(hosts) as (address, port):
+    with recorded_signals() as signals, _master(hosts) as (address, port):
         directory = log_directory or Path(tempfile.mkdtemp(prefix="trainyard-"))
         directory.mkdir(parents=True, exist_ok=True)
         recorders = FlightRecorders(directory, recorder_environment if hang_timeout else lambda directory: {})
@@ -169,7 +171,7 @@ def launch(
             recorders.close()
     outcome, keep_logs = _report_outcome(ranks, signal_times, directory, hang)
     if log_directory:
-        outcome.write(log_directory)
+        outcome.write(log_directory, RECORD_PATIENCE_S)
     elif not keep_logs:
         shutil.rmtree(directory, ignore_errors=True)
     return outcome.code
@@ -177,14 +179,14 @@ def launch(
 
 def _monitor(
     ranks: list[RankProcess], signals: list[int], hang_timeout: float, recorders: FlightRecorders
-) -> tuple[list[float], str]:
-    """Wait until every rank has ended. Return the times at which signals were forwarded to the ranks, and a description
-    of the hang if there was one."""
+) -> tuple[list[float], LaunchOutcome | None]:
+    """Wait until every rank has ended. Return the times at which signals were forwarded to the ranks, and the hang if
+    there was one."""
     done = threading.Event()
     forwarder = threading.Thread(target=_forward_log, args=(ranks[0].log_path, done), daemon=True)
     forwarder.start()
     signal_times: list[float] = []
-    hang = ""
+    hang: LaunchOutcome | None = None
     kill_plan: list[tuple[float, int]] | None = None  # after a failure: when the others get which signal
     while any(rank.exit_code is None for rank in ranks):
         time.sleep(POLL_S)
@@ -215,7 +217,7 @@ def _monitor(
     return signal_times, hang
 
 
-def _find_hang(ranks: list[RankProcess], timeout: float, recorders: FlightRecorders) -> str:
+def _find_hang(ranks: list[RankProcess], timeout: float, recorders: FlightRecorders) -> LaunchOutcome | None:
     """If no rank has made a step for too long, dump the stacks of all ranks to their logs and their last collectives to
     files, and say who is to blame."""
     for rank in ranks:
@@ -223,7 +225,7 @@ def _find_hang(ranks: list[RankProcess], timeout: float, recorders: FlightRecord
     limits = [rank.steps.hang_limit(timeout) for rank in ranks]
     idle = time.monotonic() - max(rank.steps.time for rank in ranks)
     if not all(limit is not None and idle > limit for limit in limits):
-        return ""
+        return None
     sizes = [rank.log_path.stat().st_size for rank in ranks]
     for rank in ranks:
         rank.process.send_signal(STACK_SIGNAL)
@@ -232,20 +234,18 @@ def _find_hang(ranks: list[RankProcess], timeout: float, recorders: FlightRecord
     dumps = [
         rank.log_path.read_bytes()[size:].decode(errors="replace") for rank, size in zip(ranks, sizes, strict=True)
     ]
-    stacks = [RankStack(rank.rank, rank.steps.step, dump) for rank, dump in zip(ranks, dumps, strict=True)]
-    suspect = find_suspect(stacks) or "every rank of this host waits for another host, or for its device"
-    collectives = describe_dumps(recorders.wait_for_dumps(requested))
-    hang = f"no step for {idle:.0f} s after step {max(stack.step for stack in stacks)}; {suspect}"
-    return f"{hang}; {collectives}" if collectives else hang
+    places = [RankPlace.from_dump(rank.rank, rank.steps.step, dump) for rank, dump in zip(ranks, dumps, strict=True)]
+    text, collectives = describe_hang(idle, places), describe_dumps(recorders.wait_for_dumps(requested))
+    return LaunchOutcome.now(1, "hang", f"{text}; {collectives}" if collectives else text, places=places)
 
 
 def _report_outcome(
-    ranks: list[RankProcess], signal_times: list[float], directory: Path, hang: str
+    ranks: list[RankProcess], signal_times: list[float], directory: Path, hang: LaunchOutcome | None
 ) -> tuple[LaunchOutcome, bool]:
     """Print the first error, if any. Return the outcome and whether to keep the logs."""
     if hang:
-        print(f"trainyard: {hang}\ntrainyard: stacks and logs of all ranks: {directory}", file=sys.stderr)
-        return LaunchOutcome.now(1, "hang", hang), True
+        _print_error(f"{hang.text}\ntrainyard: stacks and logs of all ranks: {directory}")
+        return hang, True
     failures = [rank.read_failure() for rank in ranks]
     codes = {rank.exit_code or 0 for rank in ranks}
     orderly_codes = {0, EXIT_INTERRUPTED} if signal_times or codes <= {0, EXIT_INTERRUPTED} else {0}
@@ -255,7 +255,7 @@ def _report_outcome(
     if sys.stdout.isatty():
         print("\x1b[?25h", flush=True)  # a killed progress bar leaves its line open and the cursor hidden
     outcomes = [(*rank.failure_time_and_text(), rank) for rank in failed]
-    failed_at, text, first = min(outcomes, key=lambda outcome: outcome[0])
+    failed_at, text, first = min(outcomes, key=lambda outcome: _blame_order(outcome[0], outcome[1], bool(signal_times)))
     if text is None or any(failed_at >= second_signal for second_signal in signal_times[1:2]):  # stopped on request
         return LaunchOutcome.now(EXIT_INTERRUPTED), False
     for rank, failure in zip(ranks, failures, strict=True):
@@ -266,14 +266,25 @@ def _report_outcome(
     same_on_all = failure is not None and all(other and other.text == failure.text for other in failures)
     if failure and failure.kind != "crash" and same_on_all:
         text = failure.text
-    print(f"trainyard: {text}", file=sys.stderr)
+    _print_error(text)
     code, kind = (EXIT_CODES[failure.kind], failure.kind) if failure else (max(first.exit_code or 0, 1), "crash")
     summary = text.splitlines()[0] if kind != "crash" else _crash_summary(text)
     outcome = LaunchOutcome.now(code, kind, summary, time.monotonic() - failed_at)
     if kind in ("user", "in use") and same_on_all:
         return outcome, False  # the logs contain nothing else
-    print(f"trainyard: logs of all ranks: {directory}", file=sys.stderr)
+    _print_error(f"logs of all ranks: {directory}")
     return outcome, True
+
+
+def _blame_order(failed_at: float, text: str | None, asked_to_stop: bool) -> tuple[bool, float]:
+    """Sorts failures: causes before consequences, each by time. A rank that lost a peer did not fail first, whatever
+    the clock says; nor did one without a text, which a signal of this launcher ended, unless it was asked to stop."""
+    return is_peer_loss(text) if text else not asked_to_stop, failed_at
+
+
+def _print_error(text: str) -> None:
+    with suppress(OSError):  # nobody reads, or the disk is full: the outcome must still be recorded
+        print(f"trainyard: {text}", file=sys.stderr)
 
 
 def _crash_summary(text: str) -> str:
@@ -334,8 +345,8 @@ def reserved_port() -> Iterator[int]:
 
 
 @contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
-    """Record signals in order of arrival; `_monitor` forwards them between two polls."""
+def recorded_signals() -> Iterator[list[int]]:
+    """Record the signals that ask for an end, in order of arrival; the caller forwards them between two polls."""
     received: list[int] = []
     previous = {
         number: signal.signal(number, lambda number, frame: received.append(number))
