@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.forkserver import ForkServer
+from trainyard.cluster.batch_script import BatchOptions, render_script
+from trainyard.cluster.job_record import JobRecord
+from trainyard.cluster.submit import parse_time
+from trainyard.metrics.run_directory import RunDirectory
 
 TRAIN = ["tiny-llama", "--smoke", "checkpoint.export_hf=false", "log.loggers=[]", "evaluate.every=0"]
 
@@ -235,3 +241,123 @@ def test_background_run_is_cancelled_with_a_checkpoint(
     assert "cancelled; the latest checkpoint is of step" in log
     assert list((run / "checkpoints").glob("step_*"))
     shutil.rmtree(run)
+
+
+FAKE_SLURM = {
+    # The check of a script, the last thing before the run directory is opened, waits for that of another submit. sbatch
+    # waits for another one's question about the job of the run.
+    "sbatch": """touch tests questions
+wait_for() { for _ in $(seq 20); do [ "$(wc -l < $1)" -ge 2 ] && return; sleep 0.05; done; }
+case "$*" in *--test-only*) echo x >> tests; wait_for tests; exit 0;; esac
+wait_for questions; echo x >> jobs; wc -l < jobs | tr -d ' '""",
+    "scontrol": """case "$*" in
+*"show job"*) for id; do :; done; echo x >> questions
+    [ "$id" -ge 1 ] && [ "$id" -le "$(wc -l < jobs)" ] || { echo 'Invalid job id specified' >&2; exit 1; }
+    echo "JobId=$id JobState=PENDING Reason=None NodeList=(null) Restarts=0";;
+esac""",
+    "squeue": "echo 1:00:00",
+    "sinfo": """case "$*" in *%R*) echo main;; *) echo 'main* 4';; esac""",
+}
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment with commands that answer as Slurm does."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, body in FAKE_SLURM.items():
+        (commands / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{body}\n")
+        (commands / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new run", "run to continue"])
+def test_two_submits_at_once_make_one_job(
+    cli: ForkServer, tmp_path: Path, fake_slurm: dict[str, str], exists: bool
+) -> None:
+    runs = tmp_path / "runs"
+    if exists:
+        with RunDirectory.create(runs, "tiny-llama-smoke") as run:
+            JobRecord("slurm", "0", "2", 1).write(run.path)  # a job that has ended
+    command = ["submit", *TRAIN, f"log.directory={runs}", "checkpoint.resume=auto", "--nodes", "2", "--nproc", "1"]
+    processes = [cli.start(command, env=fake_slurm) for _ in range(2)]
+    results = [(process.communicate(120)[1], process.returncode) for process in processes]
+    (refused, _), (_, _) = sorted(results, key=lambda result: -(result[1] or 0))
+    assert sorted(code for _, code in results) == [0, 2], results
+    assert refused.startswith(f"trainyard: {runs / 'tiny-llama-smoke'}: ")
+    assert "another process is training in this directory" in refused or "job 1 of this run is PENDING" in refused
+    assert (tmp_path / "jobs").read_text() == "x\n"
+    assert [path.name for path in runs.iterdir()] == ["tiny-llama-smoke"]
+    again = cli.run(command, env=fake_slurm)
+    assert again.stderr.endswith(f"job 1 of this run is PENDING; nearest: trainyard cancel {runs}/tiny-llama-smoke\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2", 120),
+        ("1:30", 120),
+        ("0:59", 60),
+        ("1:30:00", 5400),
+        ("1-0", 86400),
+        ("2-12:30", 217800),
+        ("1-00:00:01", 86460),
+        ("UNLIMITED", None),
+        ("0", 0),
+        ("soon", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(text: str, seconds: int | None) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("options", [["--time", "2"], ["--time", "1:00", "--notice", "60"]])
+def test_time_limit_that_leaves_no_time_to_train(cli: ForkServer, tmp_path: Path, options: list[str]) -> None:
+    command = ["submit", "tiny-llama", "--nodes", "2", "--nproc", "1", "--dry-run", *options]
+    done = cli.run(command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.match(r"trainyard: --time \S+: \d+ s, not longer than --notice \d+, at which the job is req", done.stderr)
+    assert cli.run([*command, "--notice", "15"], cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(("fault", "code", "starts"), [("kill -9 $$", 137, 3), ("exit 137", 137, 3), ("exit 3", 3, 1)])
+def test_killed_command_is_repeated_with_a_bound(tmp_path: Path, fault: str, code: int, starts: int) -> None:
+    command = ["sh", "-c", f"echo started >> {tmp_path}/starts; {fault}"]
+    script = render_script("name", tmp_path, BatchOptions("1"), [command], "", max_starts=3)
+    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "starts").read_text() == "started\n" * starts
+
+
+def test_notice_before_the_supervisor_is_ready(tmp_path: Path) -> None:
+    """A signal ends a Python that has not come to its handlers. The next one is told."""
+    command = ["sh", "-c", f'echo "$1" >> {tmp_path}/starts; [ "$1" = --noticed ] || sleep 600', "supervise"]
+    (tmp_path / "script").write_text(
+        render_script("name", tmp_path, BatchOptions("1"), [command], "", max_starts=100, on_notice="--noticed")
+    )
+    process = subprocess.Popen(["bash", str(tmp_path / "script")])
+    while not (tmp_path / "starts").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 0
+    assert (tmp_path / "starts").read_text() == "\n--noticed\n"
+
+
+def test_dead_munge_is_named(cli: ForkServer, tmp_path: Path, fake_slurm: dict[str, str]) -> None:
+    """The lines are those of Slurm 22.05."""
+    lines = [
+        "If munged is up, restart with --num-threads=10",
+        'Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file (Did you start munged?)',
+        "slurm_send_node_msg: auth_g_create: REQUEST_PARTITION_INFO has authentication error",
+    ]
+    body = "\n".join(f"echo 'sinfo: error: {line}' >&2" for line in lines)
+    (tmp_path / "bin/sinfo").write_text(
+        f"#!/bin/sh\n{body}\necho 'slurm_load_partitions: Protocol error' >&2\nexit 1\n"
+    )
+    done = cli.run(["submit", *TRAIN, f"log.directory={tmp_path}/runs", "--nodes", "2", "--nproc", "1"], env=fake_slurm)
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r'trainyard: sinfo: munge does not work on \S+: Failed to access "/run/munge/munge.socket.2": No such file; '
+        r"nearest: start munged\n",
+        done.stderr,
+    )

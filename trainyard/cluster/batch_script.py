@@ -74,16 +74,16 @@ type module > /dev/null 2>&1 || . /etc/profile  # a function of login shells
 module load {names} || exit"""
 
 RESTART_IF_KILLED = """\
-code=137
-while [ $code = 137 ]; do
-    {command} &
+child= noticed= code=137 starts=0
+trap 'kill -TERM $child 2>/dev/null || :' TERM
+trap 'noticed={on_notice}; kill -USR1 $child 2>/dev/null || :' USR1
+while [ $code = 137 -o $code = 138 ] && [ $((starts += 1)) -le {max_starts} ]; do
+    {command} $noticed &
     child=$!
-    trap 'kill -TERM $child' TERM
-    trap 'kill -USR1 $child' USR1
     while code=0; wait $child || code=$?; kill -0 $child 2>/dev/null; do :; done  # a signal ends wait, not the child
 done
 exit $code"""
-"""137: killed by SIGKILL."""
+"""137: killed by SIGKILL. 138: by the notice, before the command was ready for it."""
 
 
 def render_script(
@@ -92,9 +92,12 @@ def render_script(
     options: BatchOptions,
     commands: Iterable[Sequence[str]],
     purpose: str,
+    max_starts: int,
+    on_notice: str = "",
 ) -> str:
     """A script that runs commands on the first node of the job, one after the other. The last one gets the signals that
-    Slurm sends to the script, and is started again if something kills it, such as the kernel for lack of memory."""
+    Slurm sends to the script, and is started up to `max_starts` times if something kills it, such as the kernel for
+    lack of memory; with the option `on_notice` after the notice before the time limit."""
     *first, last = [shlex.join(command) for command in commands]
     lines = [
         "#!/bin/bash",
@@ -108,7 +111,7 @@ def render_script(
         "ulimit -S -l $(ulimit -H -l)  # locked memory: network adapters and devices map it",
         "",
         *first,
-        *RESTART_IF_KILLED.format(command=last).splitlines(),
+        *RESTART_IF_KILLED.format(command=last, max_starts=max_starts, on_notice=on_notice).splitlines(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -36,10 +36,15 @@ class JobRecord:
     """Starts of the ranks so far, over all restarts of the job."""
     attempt_nodes: str = ""
     """Host list of the attempt in progress; empty if none is. It remains if the supervisor dies with its node."""
+    supervisor: str = ""
+    """The process that supervises the job: only this one writes here. A node that lost its network may come back with
+    an older one."""
     failures_in_a_row: int = 0
     """Failed attempts since the last one that saved a checkpoint."""
+    idle_stops: int = 0
+    """Stops in a row, by a time limit or a preemption, without a new checkpoint in between."""
     last_checkpoint: int = 0
-    """Step of the latest checkpoint when the last attempt started."""
+    """Step of the latest checkpoint when the last attempt started, or was asked to stop."""
     events: tuple[Mapping[str, Any], ...] = field(default=())
     """What happened: time, text."""
 

@@ -49,7 +49,7 @@ def find_runs(directory: Path) -> list[Path]:
 def run_state(directory: Path, record: JobRecord) -> RunState:
     losses = [entry for entry in read_json_lines(directory / "metrics.jsonl").records if "loss" in entry]
     last = losses[-1] if losses else {}
-    state, active, left = _slurm_state(record) if record.scheduler == "slurm" else _local_state(record)
+    state, active, left = job_state(record)
     train = read_yaml(directory / "config.yaml").get("train", {})
     event = str(record.events[-1]["text"]) if record.events else ""
     step, loss = last.get("step", 0), last.get("loss")
@@ -64,6 +64,11 @@ def run_state(directory: Path, record: JobRecord) -> RunState:
         left,
         event,
     )
+
+
+def job_state(record: JobRecord) -> tuple[str, bool, str]:
+    """State of a job in Slurm's words, whether it waits or runs, and the time left until its limit."""
+    return _slurm_state(record) if record.scheduler == "slurm" else _local_state(record)
 
 
 def _slurm_state(record: JobRecord) -> tuple[str, bool, str]:

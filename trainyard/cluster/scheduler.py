@@ -29,8 +29,9 @@ class Scheduler(Protocol):
     def sees_on_all_nodes(self, file: Path) -> bool:
         """False if a node does not see a file; True also if that is not known."""
 
-    def end_earlier_attempt(self) -> None:
-        """End what a killed supervisor of this job has left running."""
+    def end_steps(self) -> None:
+        """End what runs on the nodes, such as what a killed supervisor of this job has left. Raises UserError if it
+        does not end."""
 
     def failed_nodes(self, nodes: str) -> dict[str, str]:
         """Nodes of a host list that cannot run another attempt, with their state."""
@@ -69,7 +70,7 @@ class SlurmJob:
         done = subprocess.run(probe, env=slurm.step_environment(os.environ), stderr=subprocess.DEVNULL, check=False)
         return done.returncode != NOT_SEEN
 
-    def end_earlier_attempt(self) -> None:
+    def end_steps(self) -> None:
         slurm.end_steps(self.job_id)
 
     def failed_nodes(self, nodes: str) -> dict[str, str]:
@@ -96,7 +97,7 @@ class LocalJob:
     def sees_on_all_nodes(self, file: Path) -> bool:
         return True
 
-    def end_earlier_attempt(self) -> None:
+    def end_steps(self) -> None:
         """Ranks end with their launcher, and the run directory is locked until then."""
 
     def failed_nodes(self, nodes: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.world import host_name
 
 STEP_POLL_S = 1.0
 TIMEOUT_S = 60
@@ -19,6 +20,9 @@ NODE_TROUBLE = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "UNKN
 """Parts of the state of a node that cannot run a step."""
 NO_CLUSTER = "Could not establish a configuration source"
 """Error of Slurm's commands on a machine that has neither slurm.conf nor a controller in the DNS."""
+
+MUNGE_FAILURE = re.compile(r"Munge (?:encode|decode) failed: (.*?)(?: \(Did you start munged\?\))?$", re.MULTILINE)
+"""One of the lines of Slurm's commands on a host without munged, which name the command that failed last."""
 
 
 class JobInfo(NamedTuple):
@@ -62,6 +66,8 @@ def run_command(command: Sequence[str]) -> str:
         raise UserError(f"{command[0]}: no answer from Slurm's controller within {TIMEOUT_S} s") from None
     if done.returncode:
         text = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        if munge := MUNGE_FAILURE.search(text):
+            raise UserError(f"{command[0]}: munge does not work on {host_name()}: {munge[1]}; nearest: start munged")
         # Such as "sbatch: error: Batch job submission failed: Invalid partition name specified"
         lines = [re.sub(rf"^{command[0]}: (error: |fatal: )?", "", line) for line in text.splitlines()]
         raise UserError(f"{command[0]}: {'; '.join(dict.fromkeys(lines))}")
@@ -120,7 +126,7 @@ def end_steps(job_id: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while steps := [step for step in run_command(query).split() if step.partition(".")[2].isdigit()]:
         if time.monotonic() > deadline:
-            raise UserError(f"steps {', '.join(steps)} of an earlier attempt do not end")
+            raise UserError(f"steps {', '.join(steps)} of job {job_id} do not end")
         run_command(["scancel", *steps])
         time.sleep(STEP_POLL_S)
 

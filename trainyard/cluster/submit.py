@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from trainyard.cluster import slurm
 from trainyard.cluster.batch_script import BatchOptions, render_script
 from trainyard.cluster.job_record import LOG_DIRECTORY, JobRecord, job_log
+from trainyard.cluster.jobs import job_state
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
@@ -24,7 +26,13 @@ if TYPE_CHECKING:  # imports torch
     from trainyard.cluster.elastic import NodeLayout
 
 TRAIN_SCRIPT, PRECOMPILE_SCRIPT = "train.sbatch", "precompile.sbatch"
+PRECOMPILE_STARTS = 3
+"""Compiled graphs are kept, so that another start may succeed."""
+SUPERVISOR_STARTS = 100
+"""The supervisor counts its failures itself; this ends a job in which it never comes that far."""
 NODE_COUNT = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+TIME_LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+"""Such as 30 (minutes), 30:00, 1:30:00, 2-12 (days and hours) or 2-12:30:00."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,29 @@ def parse_node_count(nodes: str) -> tuple[int, int]:
     return low, high
 
 
+def check_time(time: str | None, notice_s: int) -> None:
+    """Refuse a time limit that leaves no time before the notice: the job would be requeued for ever."""
+    limit_s = parse_time(time or "")
+    if limit_s and limit_s <= notice_s:
+        raise UserError(
+            f"--time {time}: {limit_s} s, not longer than --notice {notice_s}, at which the job is requeued; nearest: "
+            f"--notice {max(1, limit_s // 4)}"
+        )
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds of a time limit as sbatch reads it, in whole minutes; None if there is no limit, or sbatch refuses it."""
+    match = TIME_LIMIT.fullmatch(text)
+    if not match:
+        return None
+    numbers = [int(word) for word in match["clock"].split(":")]
+    if match["days"] or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, minutes, seconds = 0, *[*numbers, 0][:2]
+    return -(-(((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds) // 60) * 60
+
+
 def ranks_per_node(config: Config, nodes: int, gpus_per_node: int | None) -> int:
     """The number of ranks to start on each node if the user does not say."""
     if gpus_per_node:
@@ -101,6 +132,7 @@ def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
             replace(options, nodes="1", notice_s=0),
             [[*compiler, "precompile", str(directory), *nproc, *part] for part in submission.precompile_options()],
             "Compiles all graphs of the run; the training job starts when it has succeeded.",
+            PRECOMPILE_STARTS,
         )
     scripts[TRAIN_SCRIPT] = render_script(
         name,
@@ -108,6 +140,8 @@ def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
         options,
         [[*python, *supervise_command(submission, directory)]],
         "Starts the ranks on every node with srun, and again from the latest checkpoint if they fail.",
+        SUPERVISOR_STARTS,
+        "--noticed",
     )
     return scripts
 
@@ -128,10 +162,21 @@ def existing_run(config: Config) -> Path | None:
 
 def open_run(config: Config) -> RunDirectory:
     """The locked directory of the run to continue, or of a new run."""
+    parent = Path(config.log.directory).expanduser().absolute()
     if path := existing_run(config):
-        check_no_job(path)
-        return RunDirectory.open(path, config.log.name)
-    return RunDirectory.create(Path(config.log.directory).expanduser().absolute(), config.log.name)
+        run = RunDirectory.open(path, config.log.name)
+        try:
+            check_no_job(path)  # with the lock: another submit of the run may have just made one
+        except BaseException:
+            run.close()
+            raise
+        return run
+    run = RunDirectory.create(parent, config.log.name)
+    if config.checkpoint.resume == "auto" and find_run_directories(parent, config.log.name)[-1] != run.path:
+        run.close()  # another submit of the run has created its directory meanwhile
+        shutil.rmtree(run.path)
+        return open_run(config)
+    return run
 
 
 def submit_to_slurm(submission: Submission) -> SubmittedRun:
@@ -166,20 +211,20 @@ def submit_locally(submission: Submission) -> SubmittedRun:
         raise UserError("--module, --setup and Pyxis: need a job of Slurm, which this machine does not have")
     with open_run(submission.config) as run:
         _write_run(submission, run.path)
-    command = [sys.executable, "-m", "trainyard", *supervise_command(submission, run.path), "--local"]
-    log_path = run.path / LOG_DIRECTORY / "local.log"
-    reader, writer = os.pipe()  # the supervisor waits until its record is written
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=reader,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    log_path.rename(job_log(run.path, str(process.pid)))
-    record = JobRecord("local", str(process.pid), "1", submission.nproc, max_restarts=submission.max_restarts)
-    record.write(run.path)
+        command = [sys.executable, "-m", "trainyard", *supervise_command(submission, run.path), "--local"]
+        log_path = run.path / LOG_DIRECTORY / "local.log"
+        reader, writer = os.pipe()  # the supervisor waits until its record is written
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=reader,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        log_path.rename(job_log(run.path, str(process.pid)))
+        record = JobRecord("local", str(process.pid), "1", submission.nproc, max_restarts=submission.max_restarts)
+        record.write(run.path)
     os.close(reader)
     os.close(writer)
     return SubmittedRun(run.path, record)
@@ -201,11 +246,11 @@ def check_options(submission: Submission) -> None:
 def check_no_job(directory: Path) -> None:
     """Refuse a run that has a job which waits or runs."""
     record = JobRecord.read(directory)
-    if record and record.scheduler == "slurm" and slurm.available():
-        info = slurm.job_info(record.job_id)
-        if info and (info.pending or info.running):
+    if record and (record.scheduler == "local" or slurm.available()):
+        state, active, _ = job_state(record)
+        if active:
             raise UserError(
-                f"{directory}: job {info.job_id} of this run is {info.state}; nearest: trainyard cancel {directory}"
+                f"{directory}: job {record.job_id} of this run is {state}; nearest: trainyard cancel {directory}"
             )
 
 

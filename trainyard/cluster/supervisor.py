@@ -4,32 +4,51 @@ An attempt ends in one of four ways. The run is complete, or made a mistake that
 signal asked it to stop (time limit, preemption): the job is requeued, unless a user cancelled it. A node is lost: the
 job is requeued, and Slurm chooses other nodes. A rank died: the ranks are started again on the same nodes. Restarts
 without a new checkpoint in between are bounded.
+
+The supervisor outlives what it depends on: it waits while the run directory cannot be written or Slurm does not answer,
+ends a step that does not end itself, and leaves the job to a newer supervisor if there is one.
 """
 
+import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import TypeVar
 
+from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
 from trainyard.cluster.job_record import RECORD_FILE, JobRecord, attempt_directory
 from trainyard.cluster.scheduler import Scheduler
 from trainyard.core.constants import EXIT_INTERRUPTED
-from trainyard.core.errors import RunStopped
-from trainyard.launch.outcome import OUTCOME_FILE, LaunchOutcome
+from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.world import host_name
+from trainyard.launch.launcher import recorded_signals
+from trainyard.launch.outcome import OUTCOME_FILE, LaunchOutcome, first_failure, is_peer_loss, read_outcomes
 from trainyard.metrics.json_lines import read_json_lines
 
 POLL_S = 0.2
+WATCH_S = 2.0
+"""Seconds between two looks at the files of an attempt."""
+STEP_GRACE_S = 60.0
+"""How long srun may run on after a launcher has recorded a failure, or all have recorded their end. srun waits for ever
+for a node whose slurmstepd is gone."""
 REQUEUE_WAIT_S = 120
 """Time that Slurm has to end this process after it requeued the job."""
-LOCK_RETRY_S = 10.0
-LOCK_LIMIT_S = 1800.0
-"""How long another process may still hold the run directory."""
+RETRY_S = 10.0
+"""Seconds before something that the run waits for is tried again."""
+WAIT_LIMIT_S = 1800.0
+"""How long another process may still hold the run directory, the directory may not be writable, or Slurm may not
+answer."""
+MAX_IDLE_STOPS = 5
+"""Stops in a row without a new checkpoint; a job whose start takes longer than its time would be requeued for ever."""
 EXIT_USER_ERROR = 2
 FINAL_KINDS = ("user", "stopped")
 """Failures that a restart would repeat."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,8 +56,21 @@ class AttemptEnd:
     """How one attempt ended."""
 
     code: int
-    failure: LaunchOutcome | None
+    failure: LaunchOutcome | None = None
     """The first failure of all nodes."""
+    cause: str = ""
+    """What is known if no launcher recorded a failure."""
+    asked_to_stop: bool = False
+    step_remains: bool = False
+    """The step could not be ended, so that its nodes cannot run another one."""
+
+
+class Superseded(Exception):
+    """The job has another supervisor now."""
+
+
+class NotWritableForLong(Exception):
+    """The run directory could not be written for too long, or until a signal came."""
 
 
 class Supervisor:
@@ -50,18 +82,36 @@ class Supervisor:
         record = JobRecord.read(directory)
         if record is None:
             raise RunStopped(f"{directory}: the record of its job is gone")
-        self.record = record
+        self.record = replace(record, supervisor=f"{host_name()} {os.getpid()} {time.time()}")
+        self.signals: list[int] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        """The step of the attempt in progress."""
         self.waiting_since = 0.0
         """When another process was first found in the run directory."""
 
-    def run(self) -> int:
-        """Run attempts until the run is complete or cannot continue. Returns the exit code of the job."""
-        with recorded_signals() as signals:
-            return self._run_attempts(signals)
+    def run(self, asked_to_stop: bool = False) -> int:
+        """Run attempts until the run is complete or cannot continue. Returns the exit code of the job. `asked_to_stop`
+        says that the notice before the time limit has come already."""
+        with recorded_signals() as self.signals:
+            if asked_to_stop:
+                self.signals.append(signal.SIGUSR1)
+            try:
+                self._patiently(partial(self.record.write, self.directory))
+                return self._run_attempts()
+            except Superseded:
+                print_line(f"job {self.scheduler.job_id} has another supervisor; this one ends")
+                return EXIT_INTERRUPTED
+            except NotWritableForLong:
+                print_line(f"{self.directory} cannot be written; requeueing the job")
+                return self._requeue()
+            finally:
+                if self.process and self.process.poll() is None:
+                    self.process.kill()
 
-    def _run_attempts(self, signals: list[int]) -> int:
+    def _run_attempts(self) -> int:
         if self.record.attempt_nodes:
-            self.scheduler.end_earlier_attempt()
+            if not self._end_steps():
+                return self._requeue()
             if code := self._count_failure(self._lost_attempt_cause(), 1):
                 return code
         if not self.scheduler.sees_on_all_nodes(self.directory / RECORD_FILE):
@@ -71,53 +121,85 @@ class Supervisor:
             )
             return EXIT_USER_ERROR
         while True:
-            end = self._attempt(signals)
+            end = self._attempt()
             if end.code == 0:
                 return 0
             if end.failure and end.failure.kind in FINAL_KINDS:
                 self._report(f"stopped: {end.failure.text}")
                 return end.failure.code
-            if end.failure and end.failure.kind == "in use" and self._wait_for_directory(signals):
+            if end.failure and end.failure.kind == "in use" and self._wait_for_directory():
                 continue
-            if self.record.cancelled or self.scheduler.is_cancelled():
-                self._report(f"cancelled; the latest checkpoint is of step {self._last_checkpoint()}")
+            if self._is_cancelled():
+                self._report(f"cancelled; {describe_checkpoint(self._last_checkpoint())}")
                 return EXIT_INTERRUPTED
-            if end.code == EXIT_INTERRUPTED and not end.failure:
-                self._report(f"asked to stop; the latest checkpoint is of step {self._last_checkpoint()}")
-                return self._requeue()
-            failed_nodes = self.scheduler.failed_nodes(self.scheduler.nodes)
-            cause = end.failure.text if end.failure else f"the ranks ended with code {end.code}"
+            if end.asked_to_stop:
+                return self._stop()
+            failed_nodes = self._ask(partial(self.scheduler.failed_nodes, self.scheduler.nodes))
+            cause = end.failure.text if end.failure else end.cause
             if code := self._count_failure(describe_nodes(failed_nodes) or cause, end.code):
                 return code
-            if failed_nodes:
+            if failed_nodes or end.step_remains:
                 return self._requeue()
+            if end.failure and end.failure.kind == "not writable":
+                self._sleep(RETRY_S)
 
-    def _attempt(self, signals: list[int]) -> AttemptEnd:
+    def _attempt(self) -> AttemptEnd:
         """Start the ranks on all nodes, forward signals to them and wait for their end."""
-        if signals:  # since the last attempt
-            return AttemptEnd(EXIT_INTERRUPTED, None)
+        logs = attempt_directory(self.directory, replace(self.record, attempts=self.record.attempts + 1))
+        self._patiently(partial(logs.mkdir, parents=True, exist_ok=True))
+        if self.signals:  # since the last attempt
+            return AttemptEnd(EXIT_INTERRUPTED, asked_to_stop=True)
         step, nodes = self._last_checkpoint(), self.scheduler.nodes
         attempts = self.record.attempts + 1
         self.record = replace(self.record, attempts=attempts, last_checkpoint=step, attempt_nodes=nodes)
-        logs = attempt_directory(self.directory, self.record)
-        logs.mkdir(parents=True, exist_ok=True)
-        origin = f"from step {step}" if step else "from the start"
         count, overrides, layout = self._node_layout()
-        self._report(f"attempt {attempts}: job {self.scheduler.job_id} on {nodes}, {origin}{layout}")
-        process = self.scheduler.start([*self.train_command, *overrides, "--logs", str(logs)], count)
-        sent = 0
-        while (code := process.poll()) is None:
-            for signum in signals[sent:]:
+        self._report(f"attempt {attempts}: job {self.scheduler.job_id} on {nodes}{layout}; {describe_checkpoint(step)}")
+        process = self.process = self.scheduler.start([*self.train_command, *overrides, "--logs", str(logs)], count)
+        was_ended, remains = self._wait_for_step(process, logs, count)
+        self.record = replace(self.record, attempt_nodes="")
+        self._write()
+        outcomes, code = read_outcomes(logs), abs(process.returncode)
+        failure, all_recorded = first_failure(outcomes), len(outcomes) >= count
+        if all_recorded and not any(outcome.code for outcome in outcomes):
+            return AttemptEnd(0)
+        # A preemption is a signal to the ranks only. srun, which ends all launchers when one has failed, sends one too.
+        asked = bool(self.signals) or (all_recorded and any(outcome.code == EXIT_INTERRUPTED for outcome in outcomes))
+        if asked and (failure is None or is_peer_loss(failure.text)):
+            return AttemptEnd(EXIT_INTERRUPTED, asked_to_stop=True)
+        if failure and was_ended:
+            failure = replace(failure, text=f"{failure.text}; srun did not end, and was ended after {STEP_GRACE_S:g} s")
+        return AttemptEnd(code or 1, failure, describe_silence(logs, code), step_remains=remains)
+
+    def _wait_for_step(self, process: subprocess.Popen[bytes], logs: Path, launchers: int) -> tuple[bool, bool]:
+        """Forward signals until the step ends. Returns whether it had to be ended, and whether that was in vain."""
+        sent, over_since, next_look = 0, float("inf"), 0.0
+        while process.poll() is None:
+            for signum in self.signals[sent:]:
                 process.send_signal(signum)
                 sent += 1
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + WATCH_S
+                self._read_changes()
+                outcomes = read_outcomes(logs)
+                if len(outcomes) >= launchers or first_failure(outcomes):
+                    over_since = min(over_since, now)
+            if now > over_since + STEP_GRACE_S:
+                ended = self._end_steps()
+                process.kill()
+                process.wait()
+                return True, not ended
             time.sleep(POLL_S)
-        self.record = JobRecord.read(self.directory) or self.record  # `trainyard cancel` may have changed it
-        self.record = replace(self.record, attempt_nodes="")
-        self.record.write(self.directory)
-        failure, interrupted = read_outcomes(logs)
-        if code and not failure and (sent or interrupted):  # any code: srun ends all launchers when the first has ended
-            return AttemptEnd(EXIT_INTERRUPTED, None)
-        return AttemptEnd(abs(code), failure)
+        return False, False
+
+    def _end_steps(self) -> bool:
+        """End what runs on the nodes of this job. Returns False if that is not possible."""
+        try:
+            self.scheduler.end_steps()
+        except UserError as error:
+            self._report(str(error))
+            return False
+        return True
 
     def _node_layout(self) -> tuple[int, list[str], str]:
         """The number of nodes to use, overrides of the configuration, and a description for the log."""
@@ -127,19 +209,24 @@ class Supervisor:
         used = entry["nodes"]
         return used, entry["overrides"], f", {entry['layout']}" + (f" on {used} of them" if used < count else "")
 
-    def _wait_for_directory(self, signals: list[int]) -> bool:
+    def _wait_for_directory(self) -> bool:
         """A lost node may run on without its network, and hold the lock of the run until its ranks notice. Returns
         False if that has taken too long."""
         now = time.monotonic()
         self.waiting_since = self.waiting_since or now
         self._report("another process still trains in the run directory; waiting for its end")
-        while time.monotonic() < now + LOCK_RETRY_S and not signals:
+        self._sleep(RETRY_S)
+        return now < self.waiting_since + WAIT_LIMIT_S
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait, or until a signal comes."""
+        deadline, received = time.monotonic() + seconds, len(self.signals)
+        while time.monotonic() < deadline and len(self.signals) == received:
             time.sleep(POLL_S)
-        return now < self.waiting_since + LOCK_LIMIT_S
 
     def _lost_attempt_cause(self) -> str:
         """Why an attempt ended together with its supervisor."""
-        nodes = describe_nodes(self.scheduler.failed_nodes(self.record.attempt_nodes))
+        nodes = describe_nodes(self._ask(partial(self.scheduler.failed_nodes, self.record.attempt_nodes)))
         return nodes or f"the job or its supervisor was ended on {self.record.attempt_nodes} and started again"
 
     def _count_failure(self, cause: str, code: int) -> int:
@@ -156,51 +243,106 @@ class Supervisor:
         self._report(f"{cause}; restart {failures} of {self.record.max_restarts}")
         return 0
 
+    def _stop(self) -> int:
+        """Requeue a job that was asked to stop, unless that has happened too often without a new checkpoint."""
+        step = self._last_checkpoint()
+        idle = 0 if step > self.record.last_checkpoint else self.record.idle_stops + 1
+        self.record = replace(self.record, idle_stops=idle, last_checkpoint=step)
+        if idle > MAX_IDLE_STOPS:
+            self._report(
+                f"asked to stop {idle} times in a row before a new checkpoint; giving up: the start of the run takes "
+                "longer than --time minus --notice, or the job is preempted too early"
+            )
+            return 1
+        self._report(f"asked to stop; {describe_checkpoint(step)}")
+        return self._requeue()
+
     def _requeue(self) -> int:
-        """Requeue the job and wait to be ended."""
-        if not self.scheduler.requeue():
-            return EXIT_INTERRUPTED
-        time.sleep(REQUEUE_WAIT_S)
+        """Requeue the job, unless a user cancelled it, and wait to be ended."""
+        if not self._is_cancelled() and self._ask(self.scheduler.requeue):
+            self._sleep(REQUEUE_WAIT_S)
         return EXIT_INTERRUPTED
 
+    def _is_cancelled(self) -> bool:
+        return self.record.cancelled or self._ask(self.scheduler.is_cancelled)
+
     def _last_checkpoint(self) -> int:
-        """The step of the latest checkpoint that the run recorded in its metrics; 0 if there is none."""
+        """The step of the latest checkpoint that is known; 0 if there is none. The metrics name every checkpoint, but a
+        kill may come before; and they may be unreadable for a moment."""
         records = read_json_lines(self.directory / "metrics.jsonl").records
-        return max((record["step"] for record in records if "checkpoint" in record), default=0)
+        steps = [record["step"] for record in records if "checkpoint" in record]
+        committed = self.directory.glob(f"checkpoints/step_*/{COMMIT_FILE}")
+        steps += [int(match[1]) for path in committed if (match := STEP_DIRECTORY.fullmatch(path.parent.name))]
+        return max(steps, default=0) or self.record.last_checkpoint
 
     def _report(self, text: str) -> None:
         """Add one line to the log of the job and to its record."""
+        self._note(text)
+        self._write()
+
+    def _note(self, text: str) -> None:
+        """Add one line to the log of the job now, and to its record when that is next written; not twice in a row."""
+        if not self.record.events or self.record.events[-1]["text"] != text:
+            print_line(text)
+            self.record = self.record.with_event(text)
+
+    def _write(self) -> None:
+        """Write the record, unless the job has another supervisor."""
+        self._read_changes()
+        self._patiently(partial(self.record.write, self.directory))
+
+    def _read_changes(self) -> None:
+        """Look at what others write to the record: `trainyard cancel`, and another supervisor of the job."""
+        try:
+            stored = JobRecord.read(self.directory)
+        except UserError:  # the file system does not answer
+            return
+        if stored and stored.supervisor not in ("", self.record.supervisor):
+            raise Superseded
+        self.record = replace(self.record, cancelled=self.record.cancelled or bool(stored and stored.cancelled))
+
+    def _patiently(self, write: Callable[[], None]) -> None:
+        """Write something to the run directory, and wait while that is not possible."""
+        start = time.monotonic()
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                self._note(f"{self.directory}: {error.strerror}; waiting until it can be written")
+            if self.signals or time.monotonic() > start + WAIT_LIMIT_S:
+                raise NotWritableForLong
+            self._sleep(RETRY_S)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Ask the scheduler, and wait while it does not answer."""
+        start = time.monotonic()
+        while True:
+            try:
+                return question()
+            except UserError as error:
+                if time.monotonic() > start + WAIT_LIMIT_S:
+                    raise
+                self._note(f"{error}; waiting for an answer")
+            self._sleep(RETRY_S)
+
+
+def print_line(text: str) -> None:
+    with suppress(OSError):  # the log is in the run directory
         print(f"trainyard: {text}", flush=True)
-        self.record = self.record.with_event(text)
-        self.record.write(self.directory)
+
+
+def describe_checkpoint(step: int) -> str:
+    return f"the latest checkpoint is of step {step}" if step else "no checkpoint yet"
 
 
 def describe_nodes(states: dict[str, str]) -> str:
     return ", ".join(f"node {name} is {state}" for name, state in states.items())
 
 
-def read_outcomes(logs: Path) -> tuple[LaunchOutcome | None, bool]:
-    """The first failure that the launchers of an attempt recorded, each in the directory of its node, and whether a
-    signal asked one of them to stop: Slurm preempts the ranks, and does not tell their supervisor."""
-    outcomes = [LaunchOutcome.read(path) for path in logs.glob(f"*/{OUTCOME_FILE}")]
-    failures = [outcome for outcome in outcomes if outcome and outcome.kind]
-    # A host on which one rank differs from the others knows more about a hang than one where all wait.
-    first = min(failures, key=lambda failure: ("waits for another host" in failure.text, failure.time), default=None)
-    return first, any(outcome and outcome.code == EXIT_INTERRUPTED for outcome in outcomes)
-
-
-@contextmanager
-def recorded_signals() -> Iterator[list[int]]:
-    """Record the signals that ask a job to stop, in order of arrival."""
-    received: list[int] = []
-
-    def record(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    previous = {number: signal.signal(number, record) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def describe_silence(logs: Path, code: int) -> str:
+    """Why an attempt may have failed although no launcher recorded a failure."""
+    hosts = sorted(logs.glob("*/"))
+    silent = [path.name for path in hosts if not (path / OUTCOME_FILE).exists()]
+    if silent:
+        return f"the launcher on {', '.join(silent)} was killed, or could not write to {logs}"
+    return f"the ranks ended with code {code}" if hosts else f"no launcher has started; srun ended with code {code}"

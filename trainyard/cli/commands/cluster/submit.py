@@ -21,6 +21,7 @@ from trainyard.cluster.container import Container
 from trainyard.cluster.job_record import job_log
 from trainyard.cluster.submit import (
     Submission,
+    check_time,
     parse_node_count,
     ranks_per_node,
     render_scripts,
@@ -96,6 +97,7 @@ def submit(
     """
     override_list = list(overrides or [])
     low, high = parse_node_count(nodes)
+    check_time(time, notice)
     on_slurm = not dry_run and slurm.available()
     if high > 1 and not dry_run and not on_slurm:
         raise UserError(f"--nodes {nodes}: this machine has no Slurm; nearest: --nodes 1, or --dry-run")

@@ -22,6 +22,9 @@ def supervise(
     container_mounts: ContainerMounts = None,
     container_runtime: ContainerRuntime = None,
     local: Annotated[bool, Option("--local", help="Run on this machine, without Slurm.")] = False,
+    noticed: Annotated[
+        bool, Option("--noticed", help="The notice before the time limit has come already: requeue the job.")
+    ] = False,
 ) -> int:
     """Start the ranks of a run on every node of this job, and again from the latest checkpoint if they fail.
 
@@ -38,4 +41,4 @@ def supervise(
     python = container.python(directory) if container else [sys.executable]
     command = [*python, "-m", "trainyard", "train", str(directory), "--continue", "--nproc", str(nproc)]
     options = ["--hang-timeout", str(hang_timeout)]
-    return Supervisor(directory, scheduler, [*command, *options]).run()
+    return Supervisor(directory, scheduler, [*command, *options]).run(asked_to_stop=noticed)
