@@ -403,3 +403,19 @@ def test_impossible_layout_is_one_line() -> None:
     ):
         with pytest.raises(UserError, match=message):
             Trainer(configs.tiny_config(layout=layout))
+
+
+def test_copies_in_memory_are_gone_with_the_run(tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    seen: set[str] = set()
+
+    class Look(Callback):
+        def on_step(self, trainer, step) -> None:
+            seen.update(path.name for path in memory.rglob("*") if path.is_file())
+
+    copies = {"every": 100, "memory_every": 1, "memory_directory": str(memory)}
+    config = configs.tiny_config(train={"steps": 8}, log={"directory": str(tmp_path)}, checkpoint=copies)
+    Trainer(config, callbacks=[Look()]).run()
+    assert {"host", "rank_00000.safetensors"} <= seen
+    assert [path for path in memory.rglob("*") if path.is_file()] == []

@@ -42,8 +42,9 @@ def run_storage(directory: str, run_id: str) -> LocalStorage:
 
 
 def host_identity(storage: LocalStorage) -> str:
-    """A name of this host that its processes share, and no other host has."""
-    path = storage.path.parent / HOST_FILE
+    """A name of this host that the ranks of a run share, and no other host has. It is removed with the run's copies."""
+    storage.path.mkdir(mode=0o700, exist_ok=True)
+    path = storage.path / HOST_FILE
     draft = path.with_name(f".{HOST_FILE}.{uuid4().hex}")
     draft.write_text(draft.name)
     with suppress(FileExistsError):  # another rank was first
