@@ -35,6 +35,14 @@ def test_command(cli: ForkServer, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_fix_needs_somebody_to_ask(cli: ForkServer, tmp_path: Path) -> None:
+    done = cli.run(["doctor", "--fix", "--directory", tmp_path])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "trainyard: --fix: asks before each repair, but its input is not a terminal; nearest: run it in a terminal\n"
+    )
+
+
 def test_few_open_files_are_a_warning(tmp_path: Path) -> None:
     code = "from trainyard.doctor.host import host_findings\nprint([f for f in host_findings() if f.level != 'ok'])"
     done = subprocess.run(

@@ -57,6 +57,10 @@ def doctor(
     directory = directory.expanduser()
     if nodes is not None:
         return doctor_nodes(directory, nodes, partition, sbatch_option or [], fix, as_json)
+    if fix and not sys.stdin.isatty():
+        raise UserError(
+            "--fix: asks before each repair, but its input is not a terminal; nearest: run it in a terminal"
+        )
     if partition or sbatch_option:
         raise UserError(f"{'--partition' if partition else '--sbatch'}: works with --nodes N only")
     findings = local_findings(directory)
@@ -130,5 +134,5 @@ def repair(findings: list[Finding]) -> None:
     for finding in repairable:
         assert finding.repair
         print(f"{finding.subject}: {finding.text}")
-        if sys.stdin.isatty() and input(f"  {finding.cure}? [y/N] ").strip().lower() in ("y", "yes"):
+        if input(f"  {finding.cure}? [y/N] ").strip().lower() in ("y", "yes"):
             print(f"  {finding.repair()}")
