@@ -1,13 +1,19 @@
 """A run that hangs: the launcher notices, prints the stacks of all ranks, names the rank that the others wait for."""
 
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
+from trainyard.cli.heartbeat_callback import HeartbeatCallback
 from trainyard.launch.heartbeat import Heartbeat, RankPlace, StepTimes, describe_hang, find_suspect
+from trainyard.launch.launcher import launch
+from trainyard.train.callbacks import Callback, TrainerView
+from trainyard.train.trainer import Trainer
 
 USER_CODE = """
 import os
@@ -56,6 +62,53 @@ def test_limit_follows_the_median_step(tmp_path: Path) -> None:
     heartbeat.beat(-1)
     times.poll()
     assert times.hang_limit(1) is None
+
+
+SLOW_END = """
+# Rank 0 writes the last checkpoint for a while; rank 1 waits for it, and has not come to its own end.
+import os, time
+from trainyard.launch.heartbeat import heartbeat_from_environment
+
+heartbeat = heartbeat_from_environment()
+for step in range(1, 21):
+    heartbeat.beat(step)
+    time.sleep(0.1)
+if os.environ["RANK"] == "0":
+    heartbeat.beat(-1)
+time.sleep(2)
+"""
+
+
+def test_rank_past_its_last_step_does_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(SLOW_END)
+    command = [sys.executable, str(tmp_path / "rank.py")]
+    assert launch([], 2, command=command, log_directory=tmp_path / "logs", hang_timeout=1) == 0
+
+
+class StepWatch(Callback):
+    """What the launcher sees of a rank while it trains."""
+
+    def __init__(self, path: Path) -> None:
+        self.times, self.limits = StepTimes(path), list[float | None]()
+
+    def look(self) -> None:
+        self.times.poll()
+        self.limits.append(self.times.hang_limit(1))
+
+    def on_step(self, trainer: TrainerView, step: int) -> None:
+        self.look()
+
+    def on_last_step(self, trainer: TrainerView) -> None:
+        self.look()
+
+
+def test_run_says_that_no_step_follows(tmp_path: Path) -> None:
+    """Its last checkpoint and its export may take longer than any step."""
+    path = tmp_path / "rank-0.step"
+    watch, heartbeat = StepWatch(path), HeartbeatCallback(Heartbeat(path))
+    Trainer(tiny_config(train={"steps": 6}, log={"directory": str(tmp_path)}), callbacks=[heartbeat, watch]).run()
+    assert watch.limits[5] == 1
+    assert (watch.times.step, watch.limits[6:]) == (-1, [None])
 
 
 def beat_forever(path: Path) -> None:
