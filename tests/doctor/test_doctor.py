@@ -1,4 +1,4 @@
-"""`trainyard doctor`: what it finds on machines with and without trouble, and what it cures."""
+"""`trainyard doctor`: what it finds on machines with and without trouble, and what it fixes."""
 
 import json
 import os
@@ -30,8 +30,8 @@ def test_command(cli: ForkServer, tmp_path: Path) -> None:
     for subject in ("versions", "open files", "memory", "host name", "disk", "locks", "renames", "leftovers"):
         assert f"{subject}: " in done.stdout
     findings = json.loads(cli.run(["doctor", "--json", "--directory", tmp_path]).stdout)
-    assert {"subject", "level", "text", "cure"} == set(findings[0])
-    assert all(finding["cure"] for finding in findings if finding["level"] != "ok")
+    assert {"subject", "level", "text", "fix"} == set(findings[0])
+    assert all(finding["fix"] for finding in findings if finding["level"] != "ok")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -71,7 +71,7 @@ def test_neuron_driver(tmp_path: Path) -> None:
 
     assert driver(trainium(tmp_path / "good")).text == "loaded, 2 chips, in use by 0"
     absent = driver(trainium(tmp_path / "absent", module=""))
-    assert (absent.level, absent.cure.startswith("sudo modprobe neuron")) == ("error", True)
+    assert (absent.level, absent.fix.startswith("sudo modprobe neuron")) == ("error", True)
     assert driver(trainium(tmp_path / "chips", chips=0)).level == "error"
     held = driver(trainium(tmp_path / "held", module="neuron 385024 3 - Live 0x0"))
     assert held.text == "the driver counts 3 users, but no process has a chip open"
@@ -84,7 +84,7 @@ def test_process_that_holds_a_chip_is_named(tmp_path: Path) -> None:
     (process / "fd/3").symlink_to("/dev/neuron0")
     (process / "cmdline").write_bytes(b"python\0train.py\0")
     finding = by_subject(list(device_findings(root, {})))["neuron cores"]
-    assert (finding.text, finding.cure) == ("process 4711 holds them: python train.py", "kill 4711")
+    assert (finding.text, finding.fix) == ("process 4711 holds them: python train.py", "kill 4711")
 
 
 def test_stale_compiler_locks_are_cured(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_abandoned_copies_in_memory_are_found_and_removed(tmp_path: Path) -> Non
         file.write_bytes(b"x" * 100)
         os.utime(file, (time.time() - age,) * 2)
     (finding,) = (finding for finding in leftover_findings(tmp_path) if "copies" in finding.text)
-    assert finding.cure == f"rm -r {runs / 'old'}"
+    assert finding.fix == f"rm -r {runs / 'old'}"
     assert finding.repair
     finding.repair()
     assert [path.name for path in runs.iterdir()] == ["new"]

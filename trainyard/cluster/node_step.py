@@ -167,5 +167,5 @@ def started_step(
 
 
 def _lost_node(node: str, reason: str) -> NodeFinding:
-    cure = f"check {node} (scontrol show node {node}, its cable, slurmd); run without it: --sbatch=--exclude={node}"
-    return NodeFinding(Finding("node", "error", f"{node} does not answer: {reason}", cure), (node,))
+    fix = f"check {node} (scontrol show node {node}, its cable, slurmd); run without it: --sbatch=--exclude={node}"
+    return NodeFinding(Finding("node", "error", f"{node} does not answer: {reason}", fix), (node,))

@@ -1,4 +1,4 @@
-"""A finding of `trainyard doctor`: something that works, or that will stop a run, and its cure."""
+"""A finding of `trainyard doctor`: something that works, or that will stop a run, and its fix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class Finding:
     subject: str
     level: Level
     text: str
-    cure: str = ""
+    fix: str = ""
     """The command or change that helps, exactly."""
     repair: Callable[[], str] | None = field(default=None, compare=False)
-    """Cures it and returns what was done. Only for what this project left behind."""
+    """Fixes it and returns what was done. Only for what this project left behind."""

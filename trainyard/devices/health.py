@@ -38,11 +38,11 @@ def _neuron_findings(root: Path, chips: list[Path], environ: Mapping[str, str]) 
     modules = (root / "proc/modules").read_text() if (root / "proc/modules").exists() else ""
     module = re.search(r"^neuron (\d+) (\d+)", modules, re.MULTILINE)
     if not module:
-        cure = "sudo modprobe neuron; if that fails: reinstall the package aws-neuronx-dkms"
-        yield Finding("neuron driver", "error", "the kernel module neuron is not loaded", cure)
+        fix = "sudo modprobe neuron; if that fails: reinstall the package aws-neuronx-dkms"
+        yield Finding("neuron driver", "error", "the kernel module neuron is not loaded", fix)
     elif not chips:
-        cure = "sudo rmmod neuron && sudo modprobe neuron"
-        yield Finding("neuron driver", "error", "loaded, but there is no /dev/neuron*", cure)
+        fix = "sudo rmmod neuron && sudo modprobe neuron"
+        yield Finding("neuron driver", "error", "loaded, but there is no /dev/neuron*", fix)
     else:
         holders = _open_files(root, "/dev/neuron")
         count = int(module[2])
@@ -90,8 +90,8 @@ def _command(process: Path) -> str:
 def _gpu_findings() -> Iterator[Finding]:
     tool = shutil.which("nvidia-smi")
     if not tool:
-        cure = "install the NVIDIA driver's utilities"
-        yield Finding("gpu", "warning", "nvidia-smi is not found, so nothing is known about the GPUs", cure)
+        fix = "install the NVIDIA driver's utilities"
+        yield Finding("gpu", "warning", "nvidia-smi is not found, so nothing is known about the GPUs", fix)
         return
     fields = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
     gpus, problem = _query([tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"])

@@ -32,8 +32,8 @@ def file_system_findings(directory: Path) -> Iterator[Finding]:
     """Findings about the directory in which runs are created, or the nearest one that exists."""
     existing = nearest_directory(directory)
     free = shutil.disk_usage(existing).free
-    level, cure = ("ok", "") if free >= MIN_FREE_DISK else ("warning", "remove files, or set log.directory elsewhere")
-    yield Finding("disk", level, f"{existing}: {free / GIB:.1f} GiB free", cure)  # type: ignore[arg-type]
+    level, fix = ("ok", "") if free >= MIN_FREE_DISK else ("warning", "remove files, or set log.directory elsewhere")
+    yield Finding("disk", level, f"{existing}: {free / GIB:.1f} GiB free", fix)  # type: ignore[arg-type]
     if not os.access(existing, os.W_OK):
         yield Finding("disk", "error", f"{existing}: cannot be written", "set log.directory to a directory of yours")
         return

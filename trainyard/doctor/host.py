@@ -48,8 +48,8 @@ def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
         text = f"{soft}; ranks open a socket for every other rank, and files of the data"
-        cure = f"ulimit -n {hard}" if hard >= MIN_OPEN_FILES else "set nofile 65536 in /etc/security/limits.conf"
-        yield Finding("open files", "warning", text, cure)
+        fix = f"ulimit -n {hard}" if hard >= MIN_OPEN_FILES else "set nofile 65536 in /etc/security/limits.conf"
+        yield Finding("open files", "warning", text, fix)
     else:
         yield Finding("open files", "ok", f"{soft}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -126,7 +126,7 @@ def _ports() -> Iterator[Finding]:
         return
     if high >= FIRST_DERIVED_PORT:
         text = f"outgoing connections use {low} to {high}, and may take the port where the ranks of a job meet"
-        cure = f"sudo sysctl -w net.ipv4.ip_local_port_range='{low} {FIRST_DERIVED_PORT - 1}', or set MASTER_PORT"
-        yield Finding("ports", "warning", text, cure)
+        fix = f"sudo sysctl -w net.ipv4.ip_local_port_range='{low} {FIRST_DERIVED_PORT - 1}', or set MASTER_PORT"
+        yield Finding("ports", "warning", text, fix)
     else:
         yield Finding("ports", "ok", f"jobs meet on {FIRST_DERIVED_PORT} to {MAX_PORT}")

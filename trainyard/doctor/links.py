@@ -72,17 +72,17 @@ def link_findings(nodes: Sequence[str], rates: Rates) -> list[Finding]:
     if not rates:
         return []
     connected = connected_nodes(rates)
-    cure = "open all TCP ports between the nodes (firewall, security group); check GLOO_SOCKET_IFNAME and /etc/hosts"
+    fix = "open all TCP ports between the nodes (firewall, security group); check GLOO_SOCKET_IFNAME and /etc/hosts"
     if not connected:
-        return [Finding("network", "error", f"none of {compress_hosts(nodes)} reaches another one", cure)]
+        return [Finding("network", "error", f"none of {compress_hosts(nodes)} reaches another one", fix)]
     findings = [
-        Finding("network", "error", f"{node} reaches no other node, and none reaches it", cure)
+        Finding("network", "error", f"{node} reaches no other node, and none reaches it", fix)
         for node in nodes
         if node not in connected
     ]
     failed = [link for link, rate in rates.items() if rate is None and set(link) <= connected]
     findings += [
-        Finding("network", "error", f"{sender} does not reach {receiver}", cure) for sender, receiver in failed
+        Finding("network", "error", f"{sender} does not reach {receiver}", fix) for sender, receiver in failed
     ]
     named, slow = _slow_nodes(nodes, rates)
     findings += named
@@ -116,8 +116,8 @@ def _slow_nodes(nodes: Sequence[str], rates: Rates) -> tuple[list[Finding], list
             figure = " to ".join(dict.fromkeys(map(format_rate, (figures[0], figures[-1]))))
             typical = format_rate(typical_rate(rates))
             text = f"{node} {' and '.join(verbs)} at {figure} on all its links, where {typical} is typical"
-            cure = f"check its cable, port and adapter (ethtool); run without it: --sbatch=--exclude={node}"
-            findings.append(Finding("bandwidth", "warning", text, cure))
+            fix = f"check its cable, port and adapter (ethtool); run without it: --sbatch=--exclude={node}"
+            findings.append(Finding("bandwidth", "warning", text, fix))
     return findings, [link for link in slow if link not in explained]
 
 

@@ -40,7 +40,7 @@ def _merge_key(node: str, finding: Finding) -> tuple[str, ...]:
     text = finding.text
     if finding.level == "ok" and FIGURES_DIFFER.fullmatch(finding.subject):
         text = NUMBER.sub("#", _without_name(node, text))
-    return finding.subject, finding.level, text, finding.cure
+    return finding.subject, finding.level, text, finding.fix
 
 
 def _without_name(node: str, text: str) -> str:
@@ -81,8 +81,8 @@ def _different_versions(by_node: Mapping[str, Sequence[Finding]]) -> Iterator[No
         nodes = tuple(node for node, found in versions.items() if found == unusual)
         here, there = (", ".join(sorted(found)) or "nothing" for found in (unusual - usual, usual - unusual))
         text = f"{compress_hosts(nodes)} has {here}, where most nodes have {there}"
-        cure = "install the same environment on all nodes, or share one file system with it"
-        yield NodeFinding(Finding("versions", "warning", text, cure), nodes)
+        fix = "install the same environment on all nodes, or share one file system with it"
+        yield NodeFinding(Finding("versions", "warning", text, fix), nodes)
 
 
 def _missing_subjects(by_node: Mapping[str, Sequence[Finding]]) -> Iterator[NodeFinding]:

@@ -72,17 +72,17 @@ def _is_refused(file: IO[str]) -> bool:
 def shared_directory_finding(directory: str, nodes: list[str], looks: dict[str, Any], first_sees_last: bool) -> Finding:
     """What the nodes saw. `looks` has the answers of all nodes but the first."""
     blind = [node for node in nodes[1:] if not looks[node]["seen"]]
-    cure = "set log.directory to a file system that all nodes mount (NFS, Lustre, EFS)"
+    fix = "set log.directory to a file system that all nodes mount (NFS, Lustre, EFS)"
     if blind:
         see = "does not see" if len(blind) == 1 else "do not see"
         text = f"{directory}: {compress_hosts(blind)} {see} a file that {nodes[0]} created"
-        return Finding("shared directory", "error", text, cure)
+        return Finding("shared directory", "error", text, fix)
     if not first_sees_last:
         text = f"{directory}: {nodes[0]} does not see a file that {nodes[-1]} created"
-        return Finding("shared directory", "error", text, cure)
+        return Finding("shared directory", "error", text, fix)
     granted = [node for node in nodes[1:] if not looks[node]["refused"]]
     if granted:
         text = f"{directory}: {compress_hosts(granted)} can lock a file that {nodes[0]} has locked"
-        cure = "mount it with locks (Lustre: -o flock; NFS: without nolock), or start no run twice"
-        return Finding("shared directory", "warning", text, cure)
+        fix = "mount it with locks (Lustre: -o flock; NFS: without nolock), or start no run twice"
+        return Finding("shared directory", "warning", text, fix)
     return Finding("shared directory", "ok", f"{directory}: all nodes see the same files and locks")

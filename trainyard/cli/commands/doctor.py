@@ -37,12 +37,12 @@ def doctor(
             "--sbatch", metavar="OPTION", help="With --nodes: an option of the allocation, as for sbatch; repeatable."
         ),
     ] = None,
-    fix: Annotated[bool, Option("--fix", help="Offer to cure what earlier runs of this project left behind.")] = False,
+    fix: Annotated[bool, Option("--fix", help="Offer to fix what earlier runs of this project left behind.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Check devices and who holds them, limits, memory, disk, clock, ports, locks and leftovers of earlier runs.
 
-    Every problem comes with its cure. Exit code 1 if something would stop a run. With --nodes, all nodes of a Slurm
+    Every problem comes with its fix. Exit code 1 if something would stop a run. With --nodes, all nodes of a Slurm
     allocation (the one around the command, or a new one) run these checks, and between them: a directory and locks that
     all share, the bandwidth of every link (TCP), and the difference of the clocks. Slow nodes are named.
 
@@ -115,8 +115,8 @@ def print_findings(findings: Sequence[NodeFinding], num_nodes: int = 0) -> None:
         console.print(f"[{color}]{mark:<5}[/]", end="")
         console.print(f"{finding.subject}{describe_nodes(item.nodes, num_nodes)}: ", end="", markup=False)
         console.print(finding.text, markup=False, soft_wrap=True)
-        if finding.cure:
-            console.print(f"     cure: {finding.cure}", markup=False, soft_wrap=True)
+        if finding.fix:
+            console.print(f"     fix: {finding.fix}", markup=False, soft_wrap=True)
 
 
 def describe_nodes(nodes: Sequence[str], num_nodes: int) -> str:
@@ -127,12 +127,12 @@ def describe_nodes(nodes: Sequence[str], num_nodes: int) -> str:
 
 
 def repair(findings: list[Finding]) -> None:
-    """Ask about each finding that this project may cure itself."""
+    """Ask about each finding that this project may fix itself."""
     repairable = [finding for finding in findings if finding.repair]
     if not repairable:
-        print("nothing to fix here: the other cures are yours to apply")
+        print("nothing to fix here: the other fixes are yours to apply")
     for finding in repairable:
         assert finding.repair
         print(f"{finding.subject}: {finding.text}")
-        if input(f"  {finding.cure}? [y/N] ").strip().lower() in ("y", "yes"):
+        if input(f"  {finding.fix}? [y/N] ").strip().lower() in ("y", "yes"):
             print(f"  {finding.repair()}")
