@@ -4,6 +4,7 @@ kill; loggers of the user; loggers that fail."""
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,8 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(int((directory / "pid").read_text())).wait(120)
         assert list(losses(directory / "run")) == [*range(1, KILLED_AT + 1)]
+        for name in ("run", "mlruns"):
+            shutil.copytree(directory / name, directory / "killed" / name, symlinks=True)
         _, warnings = train(config)
         assert warnings == []
         yield directory / "run"
@@ -201,17 +204,29 @@ def test_tensorboard_of_a_resumed_run(resumed_run: Path) -> None:
     assert [event.step for event in board.Tensors("events/start")] == [0, 4]
 
 
-def wandb_history(run_directory: Path) -> list[dict[str, Any]]:
-    """The rows in all W&B files of a run, read by W&B."""
-    rows: list[dict[str, Any]] = []
+def wandb_records(run_directory: Path) -> list[dict[str, Any]]:
+    """The records in all W&B files of a run, read by W&B."""
+    found: list[dict[str, Any]] = []
     for path in sorted(run_directory.glob("wandb/offline-run-*/*.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         records = [json.loads(line) for line in lines]
         run_id = json.loads((run_directory / "run.json").read_text())["id"]
         assert [record["run"]["run_id"] for record in records if record["type"] == "run"] == [run_id]
-        rows += [record["history"]["item"] for record in records if record["type"] == "history"]
-    return rows
+        found += records
+    return found
+
+
+def wandb_history(run_directory: Path) -> list[dict[str, Any]]:
+    return [record["history"]["item"] for record in wandb_records(run_directory) if record["type"] == "history"]
+
+
+def test_killed_run_is_failed_until_it_resumes(resumed_run: Path) -> None:
+    """Nothing in the killed process could report it: its loggers do."""
+    killed = resumed_run.parent / "killed" / "run"
+    (exit_record,) = (record["exit"] for record in wandb_records(killed) if record["type"] == "exit")
+    assert exit_record["exit_code"] == 1
+    assert [run.info.status for run in mlflow_runs(killed)[1]] == ["FAILED"]
 
 
 def test_wandb_of_a_resumed_run(resumed_run: Path) -> None:

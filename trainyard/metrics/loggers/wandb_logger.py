@@ -47,6 +47,9 @@ class WandbLogger(Logger):
     def start(self, run: LoggedRun) -> None:
         import wandb
 
+        # `check` starts a service in the process of the run. It ends with that process, so that nobody could report
+        # the end of a killed run; without the variable, this process starts its own.
+        os.environ.pop("WANDB_SERVICE", None)
         directory = Path(os.environ.get("WANDB_DIR") or run.directory)
         self.run = wandb.init(
             id=run.run_id,
