@@ -1,6 +1,7 @@
 """Evaluation of run directories, with the tokenizer that a run saves."""
 
 import os
+import sys
 from math import exp
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from tests.support import user_code
 from tests.support.configs import tiny_config
 from tests.support.forkserver import ForkServer
 from tests.support.hf_folders import TEXTS, hf_stream_loss
+from trainyard.checkpoint.formats.hf import InMemoryWeights
 from trainyard.checkpoint.registry import open_weights
+from trainyard.core.errors import UserError
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.train.trainer import Trainer
 
@@ -50,6 +53,22 @@ def test_run_is_evaluated_with_its_own_loss_metrics_and_masks(tmp_path: Path, cl
     metric = f"evaluate.metrics={{'accuracy': '{user_code.__name__}:accuracy'}}"
     note = f"note: as in the run: {metric}, data.document_mask=True, data.mask_eod_loss=True"
     assert " ".join(done.stdout.split()).startswith(note), done
+
+
+def test_functions_of_a_run_are_not_imported_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that somebody else wrote could name any file that lies there."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    weights = InMemoryWeights(tiny_config().model, torch.zeros)
+    with pytest.raises(UserError) as error:
+        evaluation_config(weights, [], 1, {"train.loss": "planted:loss"})
+    assert str(error.value) == (
+        "train.loss=planted:loss: of the run, but not in installed packages or PYTHONPATH: cannot import planted: No "
+        "module named 'planted'; nearest: give train.loss=planted:loss again, or train.loss=null"
+    )
 
 
 def test_run_and_its_exported_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.load import apply_overrides, parse
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
+from trainyard.core.user_code import load_object
 from trainyard.families import family_of
 
 MAX_DEFAULT_SEQ_LEN = 2048
@@ -41,9 +42,12 @@ def evaluation_config(
     }
     if is_masked:
         data["data"]["max_predictions"] = max(1, min(20, data["data"]["seq_len"] - 3))
+    given = {override.partition("=")[0] for override in overrides}
     for key, value in (keys_of_run(weights) if run_keys is None else run_keys).items():
-        section, _, name = key.partition(".")
-        data.setdefault(section, {})[name] = value
+        if key not in given:
+            _check_imports(key, value)
+            section, _, name = key.partition(".")
+            data.setdefault(section, {})[name] = value
     keys = apply_overrides(data, overrides)
     if "train.global_batch" not in keys:
         tp, pp, cp = (_positive(data.get("layout", {}).get(axis)) for axis in ("tp", "pp", "cp"))
@@ -106,6 +110,22 @@ def _check_key(override: str) -> None:
                 f"{override}: an evaluation reads all of DATA in order; of the section {name} it takes "
                 f"{', '.join(allowed)}"
             )
+
+
+def _check_imports(key: str, value: Any) -> None:
+    """Import the functions that a run names, from installed packages and PYTHONPATH only: in the current directory, a
+    checkpoint that somebody else wrote could name any file."""
+    paths = value if isinstance(value, dict) else {"": value} if isinstance(value, str) else {}
+    for name, path in paths.items():
+        assignment = f"{key}{'.' * bool(name)}{name}={path}"
+        try:
+            load_object(path, "a function")
+        except UserError as error:
+            reset = f"{key}={'{}' if name else 'null'}"
+            raise UserError(
+                f"{assignment}: of the run, but not in installed packages or PYTHONPATH: "
+                f"{str(error).partition(';')[0]}; nearest: give {assignment} again, or {reset}"
+            ) from None
 
 
 def _positive(value: Any) -> int:
