@@ -81,9 +81,7 @@ def link_findings(nodes: Sequence[str], rates: Rates) -> list[Finding]:
         if node not in connected
     ]
     failed = [link for link, rate in rates.items() if rate is None and set(link) <= connected]
-    findings += [
-        Finding("network", "error", f"{sender} does not reach {receiver}", fix) for sender, receiver in failed
-    ]
+    findings += [Finding("network", "error", f"{sender} does not reach {receiver}", fix) for sender, receiver in failed]
     named, slow = _slow_nodes(nodes, rates)
     findings += named
     typical = typical_rate(rates)
