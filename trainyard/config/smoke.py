@@ -83,7 +83,7 @@ def smoke_config(
         micro_batch = gcd(micro_batch, max(train["global_batch"] // dp, 1))
     shrink("train", steps=SMOKE_STEPS, micro_batch=micro_batch)
     shrink("train", global_batch=train["micro_batch"] * micro_batches * dp)
-    shrink("schedule", warmup_steps=min(config.schedule.warmup_steps, 2), decay_steps=None)
+    shrink("schedule", warmup_steps=min(config.schedule.warmup_steps, 2, train["steps"]), decay_steps=None)
     half = max(train["steps"] // 2, 1)
     if data["evaluate"]["every"]:
         shrink("evaluate", every=half, batches=2)
