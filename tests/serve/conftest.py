@@ -12,8 +12,8 @@ import pytest
 
 from tests.serve.fake_scheduler import FakeScheduler
 from trainyard.data.text.tokenizer import ByteTokenizer, Tokenizer
-from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.text.chat import ChatTemplate
+from trainyard.inference.text.json_schema import SchemaCompiler
 from trainyard.serve.app import create_app
 from trainyard.serve.served_model import ServedModel
 from trainyard.serve.server import ModelServer

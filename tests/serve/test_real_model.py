@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import torch
@@ -94,6 +95,15 @@ def test_completions_are_those_of_transformers(cli: ForkServer, tmp_path: Path, 
         for seed in (1, 1, 2)
     ]
     assert chats[0].message.content == chats[1].message.content != chats[2].message.content
+    long = "Once upon a time there was a model. " * 3
+    first, second, other = (
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0, n=2)
+        for prompt in (long, long, long[:-1] + "x")
+    )
+    assert [choice.text for choice in first.choices] == [choice.text for choice in second.choices]
+    cached = [found.usage and found.usage.prompt_tokens_details for found in (first, second, other)]
+    assert [found and found.cached_tokens for found in cached] == [0, 64, 64]
+    assert "trainyard_prompt_tokens_cached_total 320\n" in httpx.get(url.removesuffix("/v1") + "/metrics").text
     animal = {"type": "object", "properties": {"legs": {"enum": [0, 2, 4]}}, "required": ["legs"]}
     animal |= {"additionalProperties": False}
     answers = [

@@ -5,6 +5,7 @@ Results stay on the device, where the next step finds them; the host reads them 
 static shapes, so that it can be compiled and captured as a graph of the device.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +133,36 @@ class Engine:
         """The tokens that a slot may choose next, as a bit mask. All steps before must have been read."""
         assert self.masks
         self.masks.set(slot, words)
+
+    @functools.cached_property
+    def _caches(self) -> list[tuple[Tensor, Tensor]]:
+        """The caches of all layers, each with a copy of the first position of free slots: a decode step leaves its
+        token there."""
+        modules = [module for module in self.model.modules() if isinstance(module, CachedAttention)]
+        caches = [cache for module in modules for cache in (module.k_cache, module.v_cache)]
+        return [(cache, torch.zeros_like(cache[:, :, 0])) for cache in caches]
+
+    @torch.inference_mode()
+    def keep_prefix(self, slot: int) -> None:
+        """Let the cache of a slot survive its release."""
+        for cache, first in self._caches:
+            first[slot] = cache[slot, :, 0]
+
+    @torch.inference_mode()
+    def move_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of one free slot to another."""
+        for cache, first in self._caches:
+            cache[target, :, :length], first[target] = cache[source, :, :length], first[source]
+
+    @torch.inference_mode()
+    def reuse_prefix(self, source: int, target: int, length: int, source_is_free: bool) -> None:
+        """Begin a sequence in `target` with the first positions of `source`, which may be the same slot."""
+        for cache, first in self._caches:
+            if source != target:
+                cache[target, :, :length] = cache[source, :, :length]
+            if source_is_free:
+                cache[target, :, 0] = first[source]
+        self.lengths[target] = length
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:

@@ -13,9 +13,9 @@ from trainyard.core.world import ONE_RANK, World
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
 from trainyard.inference.build import EngineShape, build_engine
-from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate
+from trainyard.inference.text.json_schema import SchemaCompiler
 from trainyard.inference.text.tokenizer_files import load_model_tokenizer, model_end_ids, read_json
 from trainyard.models import ModelConfig, ParameterValues, TransformerStage, family_of
 from trainyard.models.sharding import local_tensor

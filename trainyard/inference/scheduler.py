@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.inference.engine import Engine, StepNeeds
-from trainyard.inference.grammar import SchemaCompiler, SchemaMatcher
+from trainyard.inference.prefix_cache import PrefixCache
 from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, SchedulerLoad, TokenEvent
 from trainyard.inference.step_results import ReadLater
+from trainyard.inference.text.json_schema import SchemaCompiler, SchemaMatcher
 
 PREFILL_CHUNK = 1024
 """Tokens of a long prompt that are computed at a time, so that other requests do not wait for all of it."""
+CPU_PREFILL_CHUNK = 64
+"""The same on a CPU, where few tokens are computed as quickly as many: what prompts share is reused in these units."""
 PREFILL_TOKENS = 8192
 """Tokens of several short prompts, padding included, that are computed together."""
 
@@ -24,6 +27,8 @@ class Sequence:
     slot: int
     prefilled: int = 0
     """Tokens of the prompt that are in the cache."""
+    reused: int = 0
+    """Of these, tokens that another prompt had computed."""
     queued: int = 0
     """New tokens that were queued on the device."""
     reported: int = 0
@@ -57,6 +62,8 @@ class RequestScheduler:
         self.engine, self.vocab_size, self.schemas = engine, vocab_size, schemas
         self.max_seq_len = engine.max_seq_len
         """Longest prompt plus new tokens that a request can have."""
+        chunk = min(CPU_PREFILL_CHUNK, PREFILL_CHUNK) if engine.device.synchronous else PREFILL_CHUNK
+        self.prefixes = PrefixCache(engine.num_slots, chunk)
         self.waiting: deque[Request] = deque()
         self.slots: list[Sequence | None] = [None] * engine.num_slots
         self.queued_steps: deque[QueuedStep] = deque()
@@ -128,15 +135,39 @@ class RequestScheduler:
         for slot, sequence in enumerate(self.slots):
             if sequence is None and self.waiting:
                 request = self.waiting.popleft()
+                self._move_prefix(slot, request.prompt)
                 sequence = self.slots[slot] = Sequence(request, slot, matcher=self._start_matcher(request))
                 self.engine.start(slot, request.options, request.prompt)
                 if sequence.matcher:
                     self.engine.allow_tokens(slot, sequence.matcher.next_tokens())
 
+    def _move_prefix(self, slot: int, prompt: list[int]) -> None:
+        """Move what a slot holds to another free one, unless the prompt that gets the slot begins with it."""
+        source, length = self.prefixes.longest(prompt, slot)
+        if source == slot and length:
+            return
+        needed = (slot, source) if length else (slot,)
+        free = [other for other, sequence in enumerate(self.slots) if sequence is None and other not in needed]
+        place = self.prefixes.place_for(slot, free)
+        if place is not None:
+            self.engine.move_prefix(slot, place, len(self.prefixes.held[slot]))
+            self.prefixes.move(slot, place)
+
+    def _reuse_prefix(self, sequence: Sequence) -> None:
+        prompt, slot = sequence.request.prompt, sequence.slot
+        source, length = self.prefixes.longest(prompt, slot)
+        if length > sequence.prefilled:
+            self.engine.reuse_prefix(source, slot, length, source in self.prefixes.released)
+            self.prefixes.touch(source)
+            self.prefixes.hold(slot, prompt, length)
+            sequence.reused += length - sequence.prefilled
+            sequence.prefilled = length
+
     def _prefill(self) -> None:
-        """Queue one chunk of every prompt that is not in the cache. Prompts that fit a chunk are computed together."""
+        """Queue PREFILL_CHUNK tokens of every prompt that is not in the cache. Prompts that fit a unit of the prefix
+        cache are computed together."""
         pending = [s for s in self.slots if s and s.prefilled < len(s.request.prompt)]
-        short = [s for s in pending if len(s.request.prompt) <= PREFILL_CHUNK]
+        short = [s for s in pending if len(s.request.prompt) <= self.prefixes.unit]
         short.sort(key=lambda sequence: len(sequence.request.prompt))  # little padding
         while short:
             group = [short.pop()]
@@ -145,16 +176,20 @@ class RequestScheduler:
                 group.append(short.pop())
             self._prefill_chunk(group)
         for sequence in pending:
-            if len(sequence.request.prompt) > PREFILL_CHUNK:
-                self._prefill_chunk([sequence])
+            if len(sequence.request.prompt) > self.prefixes.unit:
+                self._reuse_prefix(sequence)
+                end = min(sequence.prefilled + PREFILL_CHUNK, len(sequence.request.prompt))
+                while sequence.prefilled < end:
+                    self._prefill_chunk([sequence])
 
     def _prefill_chunk(self, group: list[Sequence]) -> None:
         start = group[0].prefilled
-        chunks = [sequence.request.prompt[start : start + PREFILL_CHUNK] for sequence in group]
+        chunks = [sequence.request.prompt[start : start + self.prefixes.unit] for sequence in group]
         is_last = start + len(chunks[0]) == len(group[0].request.prompt)
         read = self.engine.prefill([s.slot for s in group], chunks, start, is_last, _needs(group))
         for sequence, chunk in zip(group, chunks, strict=True):
             sequence.prefilled += len(chunk)
+            self.prefixes.hold(sequence.slot, sequence.request.prompt, sequence.prefilled)
             sequence.queued = int(is_last)
         if read:
             self.queued_steps.append(QueuedStep(list(enumerate(group)), read))
@@ -192,7 +227,8 @@ class RequestScheduler:
             top: tuple[tuple[int, float], ...] = ()
             if options.num_logprobs is not None and result.logprobs and result.top_logprobs:
                 logprob, top = result.logprobs[row], tuple(result.top_logprobs[row][: options.num_logprobs])
-            events.append(TokenEvent(sequence.request.request_id, token, finish_reason, logprob, top))
+            identity = sequence.request.request_id
+            events.append(TokenEvent(identity, token, finish_reason, logprob, top, sequence.reused))
             if finish_reason:
                 self._end(sequence)
         return events
@@ -207,6 +243,9 @@ class RequestScheduler:
     def _end(self, sequence: Sequence) -> None:
         sequence.done = True
         self.slots[sequence.slot] = None
+        if self.prefixes.held[sequence.slot]:
+            self.engine.keep_prefix(sequence.slot)
+            self.prefixes.released.add(sequence.slot)
         self.engine.release(sequence.slot)
 
 

@@ -22,6 +22,7 @@ from trainyard.serve.response_types import (
     Health,
     ModelCard,
     ModelList,
+    PromptTokensDetails,
     TokenizeResponse,
     Usage,
 )
@@ -143,7 +144,12 @@ async def _answer(
 ) -> Response:
     def usage() -> Usage:
         before, new = sum(map(len, prompts)), generation.num_tokens
-        return Usage(prompt_tokens=before, completion_tokens=new, total_tokens=before + new)
+        # Choices of one prompt share it: it counts once.
+        cached = sum(choice.cached_tokens for choice in generation.choices[:: fields.n or 1])
+        details = PromptTokensDetails(cached_tokens=cached)
+        return Usage(
+            prompt_tokens=before, completion_tokens=new, total_tokens=before + new, prompt_tokens_details=details
+        )
 
     async def events() -> AsyncIterator[str]:
         for chunk in answer.first_chunks():

@@ -34,7 +34,7 @@ class Choice:
 
     def __init__(self, index: int, stream: TextStream, end_ids: frozenset[int]) -> None:
         self.index = index
-        self.num_tokens = 0
+        self.num_tokens = self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._end_ids = end_ids
@@ -42,6 +42,7 @@ class Choice:
 
     def push(self, event: TokenEvent) -> ChoiceDelta:
         self.num_tokens += 1
+        self.cached_tokens = event.cached_tokens
         text = ""
         if not (event.finish_reason == "stop" and event.token in self._end_ids):
             self._waiting.append(TextToken(event, self._stream.decoded_length))

@@ -55,10 +55,16 @@ class DetokenizeResponse(BaseModel):
     """The same, for clients of llama.cpp."""
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+    """Tokens at the beginning of prompts that were in the cache."""
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(BaseModel):

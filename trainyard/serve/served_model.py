@@ -10,9 +10,9 @@ from typing import Any
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import Tokenizer
-from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.text.chat import ChatTemplate
+from trainyard.inference.text.json_schema import SchemaCompiler
 from trainyard.serve.api_types import MAX_CHOICES, GenerationFields
 from trainyard.serve.chat_types import ChatMessage, TokenizeRequest
 from trainyard.serve.errors import ApiError

@@ -1,4 +1,4 @@
-"""Grammars: which tokens can come next in a text that is JSON of a given schema."""
+"""JSON schemas: which tokens can come next in a text that is JSON of a given schema."""
 
 import functools
 from typing import Any

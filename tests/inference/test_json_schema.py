@@ -13,8 +13,8 @@ from tests.support.hf_folders import VOCAB, save_hf_folder
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.devices.cpu import CpuDevice
-from trainyard.inference.grammar import SchemaCompiler
 from trainyard.inference.requests import Request, SamplingOptions
+from trainyard.inference.text.json_schema import SchemaCompiler
 
 PERSON = {
     "type": "object",

@@ -1,0 +1,60 @@
+"""Which slots hold the keys and values of which beginnings of prompts, so that prompts with the same one share them.
+
+Only whole units of a prompt that were computed by themselves are reused: they have the same bits in every prompt, so a
+text is the same with and without this cache. It needs no memory of its own: a slot keeps its prompt after its sequence
+has ended, until another one needs the slot.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+
+class Prefix(NamedTuple):
+    slot: int
+    length: int
+
+
+class PrefixCache:
+    def __init__(self, slots: int, unit: int) -> None:
+        """`unit`: tokens of a long prompt that are computed at a time."""
+        self.unit = unit
+        self.held: list[Sequence[int]] = [()] * slots
+        """The tokens of each slot that can be reused, a multiple of `unit`."""
+        self.released: set[int] = set()
+        """Slots whose sequence has ended: their first position is in a copy."""
+        self._last_used = [0] * slots
+        self._clock = itertools.count(1)
+
+    def hold(self, slot: int, prompt: Sequence[int], computed: int) -> None:
+        """A slot has the first `computed` tokens of a prompt."""
+        whole = computed - computed % self.unit
+        self.held[slot] = prompt[:whole] if len(prompt) > self.unit else ()  # short ones are computed with others
+        self.released.discard(slot)
+        self.touch(slot)
+
+    def touch(self, slot: int) -> None:
+        self._last_used[slot] = next(self._clock)
+
+    def longest(self, prompt: Sequence[int], own_slot: int) -> Prefix:
+        """The slot with the longest beginning of a prompt, of which the last token must always be computed. Of several
+        slots, it is that of the prompt itself."""
+        found = [Prefix(slot, self._common(held, prompt)) for slot, held in enumerate(self.held)]
+        return max(found, key=lambda prefix: (prefix.length, prefix.slot == own_slot))
+
+    def _common(self, held: Sequence[int], prompt: Sequence[int]) -> int:
+        end = min(len(held), (len(prompt) - 1) // self.unit * self.unit)
+        units = range(0, end, self.unit)
+        return next((at for at in units if held[at : at + self.unit] != prompt[at : at + self.unit]), end)
+
+    def place_for(self, slot: int, free_slots: Collection[int]) -> int | None:
+        """The free slot to which the tokens of `slot` should move before they are overwritten: the one that was used
+        least recently; None if they are not worth it."""
+        oldest = min(free_slots, key=self._last_used.__getitem__, default=None)
+        is_newer = oldest is not None and self._last_used[oldest] < self._last_used[slot]
+        return oldest if self.held[slot] and is_newer else None
+
+    def move(self, source: int, target: int) -> None:
+        self.held[target], self._last_used[target] = self.held[source], self._last_used[source]
+        self.held[source] = ()
+        self.released.add(target)
