@@ -78,9 +78,10 @@ def is_useless(state: str) -> bool:
 def _allocate(count: int, partition: str | None, options: Sequence[str], report: Callable[[str], None]) -> str:
     """Wait for a new allocation and return its job. Slurm cancels it if this process is interrupted meanwhile."""
     report(f"waiting for {counted(count, 'node')} of Slurm")
-    command = ["salloc", "--no-shell", f"--nodes={count}", "--ntasks-per-node=1", "--exclusive", "--mem=0", "--no-kill"]
+    command = ["salloc", "--no-shell", f"--nodes={count}", "--ntasks-per-node=1", "--exclusive", "--no-kill"]
     command += ["--wait-all-nodes=1", f"--time={TIME_LIMIT}", "--job-name=trainyard-doctor"]
     command += [f"--partition={partition}"] if partition else []
+    command += ["--mem=0"] if not any(option.startswith("--mem") for option in options) else []
     with tempfile.TemporaryFile("a+") as messages:
         process = subprocess.Popen(
             [*command, *options], stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, start_new_session=True

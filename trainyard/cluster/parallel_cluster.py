@@ -61,7 +61,8 @@ REASONS = {
     "Image.Os": "an image with Python 3.12 for which AWS builds the Neuron driver and EFA",
     "HeadNode.InstanceType": "runs Slurm's controller and conversions; no accelerator needed",
     "HeadNode.Networking": "a subnet that you reach with ssh",
-    "Scheduling.SlurmQueues": "one queue; nodes start when a job needs them and stop when idle",
+    "Scheduling.SlurmQueues": "one queue; nodes start when a job needs them and stop when idle; those of a Capacity "
+    "Block run until its end",
     "Scheduling.SlurmQueues.CapacityType": "nodes of this type are rarely available without a reservation",
     "Scheduling.SlurmQueues.Networking.SubnetIds": "private, with a NAT gateway: instances with several network "
     "cards get no public address",
@@ -239,7 +240,9 @@ def explain(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _short(value: Any) -> str:
-    return value if isinstance(value, str) else ", ".join(f"{key} {_short(item)}" for key, item in _items(value))
+    return (
+        value if isinstance(value, str) else ", ".join(f"{key} {_short(item)}".strip() for key, item in _items(value))
+    )
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

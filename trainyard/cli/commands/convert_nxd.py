@@ -175,7 +175,8 @@ def _download_model(flags: argparse.Namespace, direction: str) -> None:
         raise UserError(f"--hf_model_name {flags.hf_model_name}: not with {other}; only with --convert_from_full_state")
     prefetch_weights(flags.hf_model_name, ONE_RANK)
     flags.input_dir = local_weights(flags.hf_model_name)
-    flags.config = flags.config or flags.input_dir / "config.json"
+    config = flags.input_dir / "config.json"
+    flags.config = flags.config or (config if config.is_file() else None)
 
 
 def _write_full_state(opened: OpenedCheckpoint, directory: Path) -> None:
