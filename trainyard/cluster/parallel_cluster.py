@@ -201,7 +201,7 @@ sudo apt-get -o DPkg::Lock::Timeout=600 update -qq
 sudo apt-get -o DPkg::Lock::Timeout=600 install -y python3-venv g++
 sudo install -d -o "$(id -un)" /shared/venv
 python3 -m venv /shared/venv
-/shared/venv/bin/pip install --extra-index-url {NEURON_INDEX} {preset.neuron_packages} "$wheel[{preset.extra}]"
+/shared/venv/bin/pip install --extra-index-url {NEURON_INDEX} {preset.neuron_packages} "${{wheel}}[{preset.extra}]"
 echo 'export PATH=/shared/venv/bin:$PATH NEURON_COMPILE_CACHE_URL=/fsx/neuron-cache' |
     sudo tee /etc/profile.d/trainyard.sh > /dev/null
 echo "Installed. Log in again, or: . /etc/profile.d/trainyard.sh"
