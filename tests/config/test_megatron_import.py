@@ -173,6 +173,7 @@ def test_script_that_gives_its_command_to_srun() -> None:
         'srun sh -c "export A=1; python -u $(pwd)/pretrain_gpt.py ${FLAGS}"',
         "srun --ntasks-per-node=4 bash -lc \"python pretrain_gpt.py $FLAGS --save '/a b/c'\"",
         'RUN="python pretrain_gpt.py ${FLAGS}"\neval $RUN',
+        'RUN="\n  torchrun --nproc_per_node 4 pretrain_gpt.py \\\n  ${FLAGS}\n"\nRUN="$RUN |& tee $LOG"\neval $RUN',
     ],
 )
 def test_commands_of_a_shell_inside_a_command(command: str, tmp_path: Path) -> None:
@@ -180,6 +181,11 @@ def test_commands_of_a_shell_inside_a_command(command: str, tmp_path: Path) -> N
     assert (config.model.layers, config.train.seed) == (2, 7)
     assert config.layout.ranks == (4 if "4" in command else None)
     assert config.checkpoint.directory == ("/a b/c" if "/a b/c" in command else None)
+
+
+def test_shell_text_that_cannot_be_read_is_no_training_command(tmp_path: Path) -> None:
+    text = f"srun bash -c 'echo \"'\npython pretrain_gpt.py {SMALL}\n"
+    assert config_from_script(tmp_path / "x.sh", text).model.layers == 2
 
 
 def test_mixtral() -> None:
@@ -193,6 +199,7 @@ def test_mixtral() -> None:
     assert (config.layout.ep, config.data.paths, config.data.tokenizer) == (8, ("$3",), "$2")
     assert "model.vocab: 32000, that of Mixtral 8x7B, which has these sizes" in imported.warnings
     flags = f"{LLAMA} --num-experts 4 --moe-router-pre-softmax --moe-z-loss-coeff 1e-3 --moe-ffn-hidden-size 96 "
+    flags += "--moe-layer-freq 1 --expert-tensor-parallel-size 1 "
     other = config_from_flags(flags + "--moe-router-load-balancing-type none --moe-expert-capacity-factor 1.5").model
     assert isinstance(other, MixtralConfig)
     assert (other.ffn, other.z_loss, other.capacity_factor, other.balance_loss) == (96, 1e-3, 1.5, 0.0)
@@ -291,6 +298,10 @@ MISTAKES = [
     (
         f"{LLAMA} --num-experts 8 --moe-router-load-balancing-type sinkhorn",
         ["--moe-router-load-balancing-type=sinkhorn", "nearest: aux_loss"],
+    ),
+    (
+        "--moe-layer-freq ([0]+[1]*3) --expert-tensor-parallel-size 2",
+        ["--moe-layer-freq", "--expert-tensor", "to leave them"],
     ),
     ("--squared-relu --qk-layernorm", ["--drop-flag squared-relu --drop-flag qk-layernorm)"]),
     ("--num-layers $N", ["$N"]),

@@ -103,12 +103,19 @@ def _find_training_command(text: str, variables: Mapping[str, str], path: Path) 
 
 def _shell_commands(command: ShellCommand, source: str) -> list[ShellCommand]:
     """The command, or those that it gives to a shell, such as `srun sh -c "$run_cmd"`, with srun as their launcher."""
-    for index, word in enumerate(command.words[:-2]):
-        if PurePath(word).name in SHELLS and command.words[index + 1] in ("-c", "-lc"):
-            variables = {name: " ".join(value) for name, value in command.variables.items()}
-            inner = read_commands(command.words[index + 2], variables, source)
-            return [command._replace(words=[*command.words[:index], *part.words]) for part in inner]
-    return [command]
+    words = command.words
+    starts = (i for i, word in enumerate(words[:-2]) if PurePath(word).name in SHELLS and words[i + 1] in ("-c", "-lc"))
+    if words[0] == "eval":
+        launcher, text = [], " ".join(words[1:])
+    elif (index := next(starts, None)) is not None:
+        launcher, text = words[:index], words[index + 2]
+    else:
+        return [command]
+    variables = {name: " ".join(value) for name, value in command.variables.items()}
+    try:
+        return [command._replace(words=[*launcher, *part.words]) for part in read_commands(text, variables, source)]
+    except UserError:  # such as a quote that only execution would close
+        return [command]
 
 
 def _import_command(

@@ -105,8 +105,9 @@ MAPPED: dict[str, KeyRule] = {
 }
 REFUSED: dict[str, KeyRule] = {
     "moe-router-score-function": refuse("text", MOE, "softmax"),
-    "moe-shared-expert-intermediate-size expert-tensor-parallel-size": refuse("int", MOE),
-    "moe-layer-freq": refuse("words", MOE),
+    "moe-shared-expert-intermediate-size": refuse("int", MOE),
+    "expert-tensor-parallel-size": refuse("int", "experts are not tensor parallel; nearest: 1", 1),
+    "moe-layer-freq": refuse("text", MOE, "1"),
     "rotary-percent": refuse("number", "RoPE rotates full heads; nearest: 1.0", 1, 1.0),
     "init-method-xavier-uniform": refuse("switch", "initial weights are normally distributed" + LEAVE_OUT),
     "apply-residual-connection-post-layernorm": refuse("switch", "blocks are pre-norm" + LEAVE_OUT),

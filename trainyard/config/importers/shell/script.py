@@ -32,7 +32,7 @@ MAX_DEFAULT_DEPTH = 20
 """Nesting of `${X:-${Y:-...}}`."""
 BLOCK_ENDS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 BLOCK_ENDS |= {"{": "}", "(": ")"}
-KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "eval", "sudo", "env", *BLOCK_ENDS, *BLOCK_ENDS.values()}
+KEYWORDS = {"then", "else", "elif", "do", "!", "time", "exec", "sudo", "env", *BLOCK_ENDS, *BLOCK_ENDS.values()}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?:(:?[-=])(.*))?", re.S)
 ARITHMETIC_OPS = {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod}
