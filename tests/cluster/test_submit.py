@@ -109,6 +109,36 @@ def test_site_options_hold_for_every_job(
             assert "srun" not in calls
 
 
+FAKE_SLURM = {
+    "sbatch": 'case "$*" in *--test-only*) ;; *) echo x >> jobs; wc -l < jobs ;; esac',
+    "scontrol": 'case "$*" in *show*) echo "JobId=$4 JobState=COMPLETED Reason=None" ;; esac',
+    "squeue": "",
+    "sinfo": 'case "$*" in *%R*) echo main ;; *) echo "main* 4" ;; esac',
+}
+
+
+def test_resubmission_has_the_site_options_of_its_command(cli: ForkServer, tmp_path: Path) -> None:
+    for name, text in FAKE_SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "site.sh").write_text("export SITE=1\n")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["submit", *TRAIN, "--nproc", "1", "compile.enabled=true", f"log.directory={tmp_path / 'runs'}"]
+    command += ["--container-image", "my.sif", "--module", "gcc/12", "--setup", "site.sh"]
+    scripts = []
+    for resume in ("none", "auto"):
+        done = cli.run([*command, f"checkpoint.resume={resume}"], cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stderr
+        run = tmp_path / "runs/tiny-llama-smoke"
+        scripts.append([(run / name).read_text() for name in ("precompile.sbatch", "train.sbatch")])
+    assert scripts[0] == scripts[1]
+    for script in scripts[1]:
+        assert "\nmodule load gcc/12 || exit\nexport SITE=1\n" in script
+        assert "my.sif" in script
+        assert "\n#SBATCH --mem=0\n" in script
+    assert json.loads((run / "job.json").read_text())["job_id"] == "4"
+
+
 @pytest.mark.parametrize(
     ("options", "expected", "missing"),
     [

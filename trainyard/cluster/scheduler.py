@@ -61,7 +61,7 @@ class SlurmJob:
         # Not --unbuffered: it gives the tasks a terminal, and the log would fill with progress bars.
         environment = slurm.step_environment(os.environ) | {"PYTHONUNBUFFERED": "1"}
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-        srun += ["--cpu-bind=none", *self.step_options]  # srun would bind the one task, with all its ranks, to one CPU
+        srun += ["--cpu-bind=none", *self.step_options]  # srun may bind a task, here all ranks of a node, to one CPU
         return subprocess.Popen([*srun, *command], env=environment, start_new_session=True)
 
     def sees_on_all_nodes(self, file: Path) -> bool:
