@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,48 @@ def test_killed_supervisor_starts_again(
     assert_same_curve(job, expected)
     assert "the job or its supervisor was ended on n[1-2] and started again; restart 1 of 3" in job.log()
     assert not slurm.processes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("number", "line"),
+    [
+        (signal.SIGSEGV, "rank 1 was killed by signal 11 (SIGSEGV); restart 1 of 3"),
+        (signal.SIGSTOP, "rank 1 does not answer: it is stopped, or blocked in the kernel; restart 1 of 3"),
+    ],
+    ids=["crash", "hang"],
+)
+def test_one_rank_on_each_node_is_blamed_rightly(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float], number: int, line: str
+) -> None:
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1", "--hang-timeout", "8")
+    job.wait_for_step(1)
+    ranks = [pid for pid in slurm.processes() if environment_of(pid).get("RANK") == "1"]
+    job.wait_for_step(5)
+    os.kill(ranks[0], number)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert line in job.log()
+    assert not slurm.processes()
+
+
+@pytest.mark.nightly
+def test_step_without_slurmstepd_is_ended(
+    cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, expected: dict[int, float]
+) -> None:
+    """The output of rank 0 breaks, and srun waits for ever for the end of its task."""
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "2", "--nproc", "1")
+    job.wait_for_step(4)
+    namespace = os.readlink(f"/proc/{slurm.inits[job.nodes()[0]]}/ns/pid")
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            name = (path / "cmdline").read_text().split("\0")[0]
+            step = name.startswith("slurmstepd") and ".batch" not in name
+            if step and os.readlink(path / "ns/pid") == namespace:
+                os.kill(int(path.name), signal.SIGKILL)
+    job.wait_for_state("COMPLETED")
+    assert_same_curve(job, expected)
+    assert "srun did not end, and was ended after 60 s; restart 1 of 3" in job.log()
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from trainyard.cluster import supervisor
+from trainyard.cluster import attempt, supervisor
 from trainyard.cluster.job_record import JobRecord
 from trainyard.cluster.supervisor import MAX_IDLE_STOPS, Supervisor
 from trainyard.core import atomic_files
@@ -26,7 +26,7 @@ PEER_LOST = (
 )
 INTERRUPTED = dict.fromkeys(NODES, LaunchOutcome.now(130))
 COMPLETE = dict.fromkeys(NODES, LaunchOutcome.now(0))
-NEVER = 10**9
+NEVER = 3000
 
 
 def crash(text: str = "rank 1 was killed by signal 9 (SIGKILL)", kind: str = "crash", code: int = 1) -> LaunchOutcome:
@@ -67,10 +67,12 @@ class FakeProcess:
         self.signals.append(signum)
 
     def kill(self) -> None:
-        self.returncode = -signal.SIGKILL
+        if self.returncode is None:
+            self.returncode = -signal.SIGKILL
 
-    def wait(self) -> None:
+    def wait(self) -> int:
         assert self.returncode is not None
+        return self.returncode
 
 
 class FakeJob:
@@ -89,18 +91,18 @@ class FakeJob:
         """Questions that the controller does not answer."""
 
     def start(self, command: Sequence[str], nodes: int) -> subprocess.Popen[bytes]:
-        attempt = self.attempts.pop(0)
+        script = self.attempts.pop(0)
         self.commands.append(list(command))
         logs = Path(command[list(command).index("--logs") + 1])
-        for host, outcome in attempt.outcomes.items():
+        for host, outcome in script.outcomes.items():
             (logs / host).mkdir()
             if outcome:
                 outcome.write(logs / host)
-        if attempt.checkpoint:
+        if script.checkpoint:
             with (self.run / "metrics.jsonl").open("a") as file:
-                print(json.dumps({"step": attempt.checkpoint, "checkpoint": "x"}), file=file)
-        attempt.event()
-        self.processes.append(FakeProcess(attempt))
+                print(json.dumps({"step": script.checkpoint, "checkpoint": "x"}), file=file)
+        script.event()
+        self.processes.append(FakeProcess(script))
         return cast(subprocess.Popen[bytes], self.processes[-1])
 
     def _answer(self) -> None:
@@ -358,6 +360,15 @@ def test_step_that_cannot_be_ended_requeues(tmp_path: Path) -> None:
     assert harness.job.requeues == 1
 
 
+def test_step_that_starts_no_launcher_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun waits for resources that another step never gives back."""
+    monkeypatch.setattr(attempt, "START_LIMIT_S", 0.05)
+    harness = Harness(tmp_path, Attempt(0, {}, polls=NEVER), max_restarts=0)
+    assert harness.supervise() == 9
+    assert harness.events[-1].startswith("no launcher has started; srun ended with code 9; srun did not end, and was ")
+    assert harness.job.ended_steps == 1
+
+
 def test_running_step_is_left_alone(tmp_path: Path) -> None:
     """One launcher has ended without a failure: others may still write."""
     harness = Harness(tmp_path, Attempt(0, COMPLETE | {"n2": None}, polls=200), Attempt(0))
@@ -412,11 +423,11 @@ def test_directory_that_stays_full_requeues(tmp_path: Path, disk: list[int], mon
 
 
 def test_notice_on_a_full_disk_requeues_at_once(tmp_path: Path, disk: list[int]) -> None:
-    harness = Harness(
-        tmp_path, Attempt(130, INTERRUPTED, event=lambda: (disk.extend([errno.ENOSPC] * 100), ask_to_stop()))
-    )
+    harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
+    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100), ask_to_stop())
     assert harness.supervise() == 130
     assert harness.job.requeues == 1
+    assert len(disk) > 95
 
 
 def test_cancelled_job_is_not_requeued_because_of_its_disk(tmp_path: Path, disk: list[int]) -> None:

@@ -15,19 +15,19 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
+from trainyard.cluster.attempt import AttemptEnd, is_over, judge_attempt
 from trainyard.cluster.job_record import RECORD_FILE, JobRecord, attempt_directory
 from trainyard.cluster.scheduler import Scheduler
 from trainyard.core.constants import EXIT_INTERRUPTED
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import host_name
 from trainyard.launch.launcher import recorded_signals
-from trainyard.launch.outcome import OUTCOME_FILE, LaunchOutcome, first_failure, is_peer_loss, read_outcomes
 from trainyard.metrics.json_lines import read_json_lines
 
 POLL_S = 0.2
@@ -49,20 +49,6 @@ EXIT_USER_ERROR = 2
 FINAL_KINDS = ("user", "stopped")
 """Failures that a restart would repeat."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AttemptEnd:
-    """How one attempt ended."""
-
-    code: int
-    failure: LaunchOutcome | None = None
-    """The first failure of all nodes."""
-    cause: str = ""
-    """What is known if no launcher recorded a failure."""
-    asked_to_stop: bool = False
-    step_remains: bool = False
-    """The step could not be ended, so that its nodes cannot run another one."""
 
 
 class Superseded(Exception):
@@ -135,8 +121,7 @@ class Supervisor:
             if end.asked_to_stop:
                 return self._stop()
             failed_nodes = self._ask(partial(self.scheduler.failed_nodes, self.scheduler.nodes))
-            cause = end.failure.text if end.failure else end.cause
-            if code := self._count_failure(describe_nodes(failed_nodes) or cause, end.code):
+            if code := self._count_failure(describe_nodes(failed_nodes) or end.cause, end.code):
                 return code
             if failed_nodes or end.step_remains:
                 return self._requeue()
@@ -155,23 +140,17 @@ class Supervisor:
         count, overrides, layout = self._node_layout()
         self._report(f"attempt {attempts}: job {self.scheduler.job_id} on {nodes}{layout}; {describe_checkpoint(step)}")
         process = self.process = self.scheduler.start([*self.train_command, *overrides, "--logs", str(logs)], count)
-        was_ended, remains = self._wait_for_step(process, logs, count)
+        in_time = self._wait_for_step(process, partial(is_over, logs, count))
+        remains = not in_time and not self._end_steps()
+        process.kill()
+        end = judge_attempt(logs, count, abs(process.wait()), self.signals)
         self.record = replace(self.record, attempt_nodes="")
         self._write()
-        outcomes, code = read_outcomes(logs), abs(process.returncode)
-        failure, all_recorded = first_failure(outcomes), len(outcomes) >= count
-        if all_recorded and not any(outcome.code for outcome in outcomes):
-            return AttemptEnd(0)
-        # A preemption is a signal to the ranks only. srun, which ends all launchers when one has failed, sends one too.
-        asked = bool(self.signals) or (all_recorded and any(outcome.code == EXIT_INTERRUPTED for outcome in outcomes))
-        if asked and (failure is None or is_peer_loss(failure.text)):
-            return AttemptEnd(EXIT_INTERRUPTED, asked_to_stop=True)
-        if failure and was_ended:
-            failure = replace(failure, text=f"{failure.text}; srun did not end, and was ended after {STEP_GRACE_S:g} s")
-        return AttemptEnd(code or 1, failure, describe_silence(logs, code), step_remains=remains)
+        late = "" if in_time else f"; srun did not end, and was ended after {STEP_GRACE_S:g} s"
+        return replace(end, cause=f"{end.cause}{late}", step_remains=remains)
 
-    def _wait_for_step(self, process: subprocess.Popen[bytes], logs: Path, launchers: int) -> tuple[bool, bool]:
-        """Forward signals until the step ends. Returns whether it had to be ended, and whether that was in vain."""
+    def _wait_for_step(self, process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> bool:
+        """Forward signals until the step ends. Returns False if it does not end although it is over."""
         sent, over_since, next_look = 0, float("inf"), 0.0
         while process.poll() is None:
             for signum in self.signals[sent:]:
@@ -181,16 +160,11 @@ class Supervisor:
             if now >= next_look:
                 next_look = now + WATCH_S
                 self._read_changes()
-                outcomes = read_outcomes(logs)
-                if len(outcomes) >= launchers or first_failure(outcomes):
-                    over_since = min(over_since, now)
+                over_since = min(over_since, now if is_over() else float("inf"))
             if now > over_since + STEP_GRACE_S:
-                ended = self._end_steps()
-                process.kill()
-                process.wait()
-                return True, not ended
+                return False
             time.sleep(POLL_S)
-        return False, False
+        return True
 
     def _end_steps(self) -> bool:
         """End what runs on the nodes of this job. Returns False if that is not possible."""
@@ -271,8 +245,9 @@ class Supervisor:
         kill may come before; and they may be unreadable for a moment."""
         records = read_json_lines(self.directory / "metrics.jsonl").records
         steps = [record["step"] for record in records if "checkpoint" in record]
-        committed = self.directory.glob(f"checkpoints/step_*/{COMMIT_FILE}")
-        steps += [int(match[1]) for path in committed if (match := STEP_DIRECTORY.fullmatch(path.parent.name))]
+        with suppress(OSError):
+            committed = self.directory.glob(f"checkpoints/step_*/{COMMIT_FILE}")
+            steps += [int(match[1]) for path in committed if (match := STEP_DIRECTORY.fullmatch(path.parent.name))]
         return max(steps, default=0) or self.record.last_checkpoint
 
     def _report(self, text: str) -> None:
@@ -337,12 +312,3 @@ def describe_checkpoint(step: int) -> str:
 
 def describe_nodes(states: dict[str, str]) -> str:
     return ", ".join(f"node {name} is {state}" for name, state in states.items())
-
-
-def describe_silence(logs: Path, code: int) -> str:
-    """Why an attempt may have failed although no launcher recorded a failure."""
-    hosts = sorted(logs.glob("*/"))
-    silent = [path.name for path in hosts if not (path / OUTCOME_FILE).exists()]
-    if silent:
-        return f"the launcher on {', '.join(silent)} was killed, or could not write to {logs}"
-    return f"the ranks ended with code {code}" if hosts else f"no launcher has started; srun ended with code {code}"

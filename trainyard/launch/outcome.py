@@ -67,9 +67,9 @@ def is_peer_loss(text: str) -> bool:
     return PEER_LOSS.search(text) is not None
 
 
-def read_outcomes(logs: Path) -> list[LaunchOutcome]:
-    """What the launchers of an attempt recorded, each in the directory of its node."""
-    return [outcome for path in logs.glob(f"*/{OUTCOME_FILE}") if (outcome := LaunchOutcome.read(path))]
+def read_outcomes(directories: Sequence[Path]) -> list[LaunchOutcome]:
+    """What the launchers of an attempt recorded, each in the log directory of its host."""
+    return [outcome for path in directories if (outcome := LaunchOutcome.read(path / OUTCOME_FILE))]
 
 
 def first_failure(outcomes: Sequence[LaunchOutcome]) -> LaunchOutcome | None:
