@@ -361,16 +361,14 @@ def test_killed_command_is_repeated_with_a_bound(tmp_path: Path, fault: str, cod
 
 def test_notice_before_the_supervisor_is_ready(tmp_path: Path) -> None:
     """A signal ends a Python that has not come to its handlers. The next one is told."""
-    command = ["sh", "-c", f'echo "$1" >> {tmp_path}/starts; [ "$1" = --noticed ] || sleep 600', "supervise"]
-    (tmp_path / "script").write_text(
-        render_script("name", tmp_path, BatchOptions("1"), [command], "", max_starts=100, on_notice="--noticed")
-    )
+    command = ["sh", "-c", f'echo "$TRAINYARD_NOTICED" >> {tmp_path}/starts; [ "$TRAINYARD_NOTICED" ] || sleep 600']
+    (tmp_path / "script").write_text(render_script("name", tmp_path, BatchOptions("1"), [command], "", max_starts=100))
     process = subprocess.Popen(["bash", str(tmp_path / "script")])
     while not (tmp_path / "starts").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 0
-    assert (tmp_path / "starts").read_text() == "\n--noticed\n"
+    assert (tmp_path / "starts").read_text() == "\n1\n"
 
 
 def test_dead_munge_is_named(cli: ForkServer, tmp_path: Path, fake_slurm: dict[str, str]) -> None:

@@ -74,16 +74,18 @@ type module > /dev/null 2>&1 || . /etc/profile  # a function of login shells
 module load {names} || exit"""
 
 RESTART_IF_KILLED = """\
-child= noticed= code=137 starts=0
+child= code=137 starts=0
 trap 'kill -TERM $child 2>/dev/null || :' TERM
-trap 'noticed={on_notice}; kill -USR1 $child 2>/dev/null || :' USR1
+trap 'export {noticed}=1; kill -USR1 $child 2>/dev/null || :' USR1
 while [ $code = 137 -o $code = 138 ] && [ $((starts += 1)) -le {max_starts} ]; do
-    {command} $noticed &
+    {command} &
     child=$!
     while code=0; wait $child || code=$?; kill -0 $child 2>/dev/null; do :; done  # a signal ends wait, not the child
 done
 exit $code"""
 """137: killed by SIGKILL. 138: by the notice, before the command was ready for it."""
+NOTICED_VARIABLE = "TRAINYARD_NOTICED"
+"""Environment variable of the supervisor: the notice before the time limit has come."""
 
 
 def render_script(
@@ -93,11 +95,10 @@ def render_script(
     commands: Iterable[Sequence[str]],
     purpose: str,
     max_starts: int,
-    on_notice: str = "",
 ) -> str:
     """A script that runs commands on the first node of the job, one after the other. The last one gets the signals that
     Slurm sends to the script, and is started up to `max_starts` times if something kills it, such as the kernel for
-    lack of memory; with the option `on_notice` after the notice before the time limit."""
+    lack of memory."""
     *first, last = [shlex.join(command) for command in commands]
     lines = [
         "#!/bin/bash",
@@ -111,7 +112,7 @@ def render_script(
         "ulimit -S -l $(ulimit -H -l)  # locked memory: network adapters and devices map it",
         "",
         *first,
-        *RESTART_IF_KILLED.format(command=last, max_starts=max_starts, on_notice=on_notice).splitlines(),
+        *RESTART_IF_KILLED.format(command=last, max_starts=max_starts, noticed=NOTICED_VARIABLE).splitlines(),
     ]
     return "\n".join(lines) + "\n"
 

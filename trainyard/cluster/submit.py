@@ -141,7 +141,6 @@ def render_scripts(submission: Submission, directory: Path) -> dict[str, str]:
         [[*python, *supervise_command(submission, directory)]],
         "Starts the ranks on every node with srun, and again from the latest checkpoint if they fail.",
         SUPERVISOR_STARTS,
-        "--noticed",
     )
     return scripts
 

@@ -1,5 +1,6 @@
 """`trainyard supervise`: run inside a job, start the ranks of a run, and start them again if they fail."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from trainyard.cli.options import ContainerImage, ContainerMounts, ContainerRuntime
+from trainyard.cluster.batch_script import NOTICED_VARIABLE
 from trainyard.cluster.container import Container
 from trainyard.cluster.scheduler import LocalJob, Scheduler, SlurmJob
 from trainyard.cluster.supervisor import Supervisor
@@ -22,9 +24,6 @@ def supervise(
     container_mounts: ContainerMounts = None,
     container_runtime: ContainerRuntime = None,
     local: Annotated[bool, Option("--local", help="Run on this machine, without Slurm.")] = False,
-    noticed: Annotated[
-        bool, Option("--noticed", help="The notice before the time limit has come already: requeue the job.")
-    ] = False,
 ) -> int:
     """Start the ranks of a run on every node of this job, and again from the latest checkpoint if they fail.
 
@@ -34,6 +33,7 @@ def supervise(
 
       trainyard supervise runs/llama3-70b --nproc 32
     """
+    noticed = os.environ.pop(NOTICED_VARIABLE, "") != ""  # its ranks must not inherit that
     if local:
         sys.stdin.read()  # until trainyard submit has written the record of this job
     container = Container.from_options(container_image, container_mounts, container_runtime)
