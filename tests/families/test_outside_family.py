@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from pydantic import create_model
 from torch import Tensor, nn
 
 from tests.inference.test_generate import load, run_prompts
@@ -30,6 +31,7 @@ from trainyard.core.errors import UserError
 from trainyard.families import Family, ParamSpec, find_family, registry
 from trainyard.families.hf_config import from_hf, to_hf
 from trainyard.train.losses import CausalLoss
+from trainyard.train.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gemma"
 NAME = "gemma:FAMILY"
@@ -136,6 +138,44 @@ def test_module_and_blueprint_that_disagree_are_one_line(monkeypatch: pytest.Mon
     ):
         with pytest.raises(UserError, match=re.escape(f"model.family=broken_family:FAMILY: {message}")):
             models.build_model(family_with(monkeypatch, **changes))
+
+
+def test_checkpoint_of_a_family_that_has_changed_is_not_called_corrupt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A key of another type, or a tensor of another name: every file is as it was written."""
+    family: Family = find_family(NAME)
+    before, after = (
+        create_model("Changed", __base__=family.config_class, gain=(kind, value))
+        for kind, value in ((float, 1.5), (int, 1))
+    )
+
+    def renamed(c: Any) -> Any:
+        table = family.blueprint(c)
+        specs = [replace(spec, name=spec.name.replace("mlp_norm", "second_norm")) for spec in table.specs]
+        return replace(table, specs=tuple(specs))
+
+    model = family_with(monkeypatch, config_class=before).model_dump(mode="json")
+    section = {"every": 1, "export_hf": False}
+    config = configs.tiny_config(model, train={"steps": 1}, checkpoint=section, log={"directory": str(tmp_path)})
+    Trainer(config).run()
+    step = tmp_path / "run" / "checkpoints" / "step_00000001"
+
+    for changes, gain, problem in (
+        ({"config_class": after}, 1, "model.gain=1.5: not a whole number"),
+        (
+            {"config_class": before, "blueprint": renamed},
+            1.5,
+            "model.family=broken_family:FAMILY: has no tensor layers.0.mlp_norm.weight, which the checkpoint has",
+        ),
+    ):
+        family_with(monkeypatch, **changes)
+        resume = {**section, "resume": "auto"}
+        again = configs.tiny_config({**model, "gain": gain}, checkpoint=resume, log={"directory": str(tmp_path)})
+        for act in (lambda config=again: Trainer(config), lambda: open_weights(step)):
+            with pytest.raises(UserError) as error:
+                act()
+            assert str(error.value) == f"{step}: does not fit the installed code: {problem}"
 
 
 @pytest.mark.parametrize(

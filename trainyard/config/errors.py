@@ -86,7 +86,7 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
     names: list[str] = []
     section: type[Section] | None = Config
     for item in loc:
-        if names == ["model"] and section in (Config, None):
+        if names == ["model"] and (section in (Config, None) or ":" in str(item)):  # the tag of a family
             section = find_family(str(item)).config_class
             continue
         classes = tagged_unions().get(".".join(names), {})

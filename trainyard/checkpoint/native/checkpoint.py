@@ -154,6 +154,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self.dtypes = {kind: DTYPE_BY_CODE[code] for kind, code in self.manifest["kinds"].items()}
             self.config: Config = parse(upgrade_keys(self.manifest["config"]))
             self.saved_slices = self._read_slices()
+        except UserError as error:  # the file is as it was written: since then, a family or a version has changed
+            problem = str(error).partition("; nearest")[0]
+            raise UserError(f"{storage}: does not fit the installed code: {problem}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{storage}/{COMMIT_FILE}: corrupt: {one_line(error)}") from None
         self.bytes_read = 0
@@ -251,6 +254,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         out: dict[str, list[tuple[str, TensorSlice]]] = {}
         for file, entry in self.manifest["files"].items():
             for name, offsets, sizes in entry["boxes"]:
+                if name not in tensors:
+                    raise UserError(f"model.family={self.model.family}: has no tensor {name}, which the checkpoint has")
                 piece = TensorSlice(name, tensors[name].global_shape, tuple(offsets), tuple(sizes))
                 out.setdefault(name, []).append((file, piece))
         return out

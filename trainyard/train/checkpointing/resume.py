@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from trainyard.checkpoint.io.storage import LocalStorage, Storage, StorageUnavailable, open_storage
+from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage
 from trainyard.checkpoint.native import checkpoint as native
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, shard_name, step_directory
@@ -244,6 +244,6 @@ def _open_verified(storage: Storage, mesh: Mesh) -> tuple[Checkpoint | None, str
     if checkpoint:
         checkpoint.close()
     for problem in problems:
-        if isinstance(problem, StorageUnavailable):
+        if not isinstance(problem, CorruptCheckpoint):
             raise problem  # it may be valid: do not resume from an older one
     return None, str(problems[0])
