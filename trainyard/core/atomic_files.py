@@ -1,5 +1,6 @@
 """Atomic files and directories: nothing half-written ever appears under a final name."""
 
+import ctypes
 import errno
 import os
 import shutil
@@ -12,6 +13,8 @@ from typing import BinaryIO
 
 RETRY_S = 1.0
 """Seconds between two tries to write."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux: paths are relative to the current directory; the two names are exchanged."""
 
 
 @contextmanager
@@ -50,8 +53,8 @@ def atomic_write_text(path: Path, text: str, patience_s: float = 0.0) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Create a temporary directory that replaces `path` if the block succeeds; delete it otherwise.
 
-    The block itself must fsync the files it writes there. An existing `path` is renamed, and removed only after the new
-    directory has its name; after a crash in between, the next call gives it its name back.
+    The block itself must fsync the files it writes there. If replace_directory was killed between two renames, the next
+    call gives the old directory its name back.
     """
     path = path.absolute()
     temporary, old = (path.with_name(f".{path.name}.{suffix}") for suffix in ("part", "old"))
@@ -63,19 +66,43 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         fsync_directory(temporary)
-        if path.exists():
-            path.rename(old)
-        try:
-            temporary.rename(path)
-        except BaseException:
-            if old.exists():
-                old.rename(path)
-            raise
+        replace_directory(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Give `new` the name `path`, and remove the directory that had it.
+
+    The two exchange their names in one step, so that one of them has it whenever the process ends. Some file systems
+    (NFS, Lustre) cannot do that: there, the old directory is `.NAME.old` between two renames.
+    """
+    replaced = new
+    if not path.exists():
+        new.rename(path)
+    elif not _exchange(new, path):
+        replaced = path.with_name(f".{path.name}.old")
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+        try:
+            new.rename(path)
+        except BaseException:
+            replaced.rename(path)
+            raise
     fsync_directory(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names. False if the file system, or this platform, cannot."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if not function or function(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        if function and code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            raise OSError(code, os.strerror(code), str(second))
+        return False
+    return True
 
 
 def fsync_directory(path: Path) -> None:

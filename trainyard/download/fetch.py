@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainyard.core.atomic_files import fsync_directory
+from trainyard.core.atomic_files import fsync_directory, replace_directory
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, is_disk_full
 from trainyard.download.sources import retry
@@ -101,13 +101,11 @@ def _rename(complete: Path, target: Path, replace: bool) -> None:
     """Give the complete file or directory its name."""
     if os.path.lexists(target) and not replace:
         raise UserError(f"{target}: appeared during the download; it is left as it is")
-    old = target.with_name(f".{target.name}.old")
     if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    os.replace(complete, target)
-    fsync_directory(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        replace_directory(complete, target)
+    else:
+        os.replace(complete, target)
+        fsync_directory(target.parent)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,10 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.support.kill_points import killed_before_change
 from trainyard.cli.commands.data import app
 from trainyard.cli.console import ProgressDisplay
 from trainyard.core.errors import UserError
-from trainyard.data.formats import documents
+from trainyard.data.formats import bert_hdf5, documents
 from trainyard.data.formats.bert_hdf5_cache import BertHdf5Dataset
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.prepare.bert_files import BertCounts, BertFileSet, build_bert_files, document_chunks
@@ -386,6 +389,40 @@ def test_killed_run_leaves_no_files_and_can_be_repeated(
     assert len(paths) == 20
     count = len(BertHdf5Dataset(paths, 64, 10))
     assert f"160 documents, {count:,} samples, 20 files in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_part_of_a_set_is_never_read(vocab: TokenizerSpec, tmp_path: Path, existing: bool) -> None:
+    """A kill before each change of the file system while files get their names: the set is complete, absent, or refused
+    until the command runs again."""
+    source, out = write_json_lines(tmp_path / "a.jsonl", 20), tmp_path / "out"
+    target = BertFileSet(out, "x", 3, overwrite=existing)
+    write = partial(build_bert_files, [source], ["text"], BertOptions(vocab, 64, 10), target, 1, print, ProgressDisplay)
+    (old := tmp_path / "old").mkdir()
+    if existing:
+        build_bert_files(
+            [source], ["text"], BertOptions(vocab, 64, 10), BertFileSet(old, "x", 3), 1, print, ProgressDisplay
+        )
+    refused = 0
+    for change in range(1, 100):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(old, out)
+        if not killed_before_change(write, change):
+            break
+        paths = sorted(out.glob("x_training_*.hdf5"))
+        if (out / ".x_training.part" / "unnamed").exists():
+            for path in paths:
+                refused += 1
+                with pytest.raises(UserError, match=r"its set is not complete: `trainyard data bert` was interrupted"):
+                    bert_hdf5.read_shape(path)
+        else:
+            assert len(paths) == 3 or not (paths or existing)
+            assert all(bert_hdf5.read_shape(path).num_samples for path in paths)
+        if change % 5 == 0:
+            write()
+            assert len(list(out.iterdir())) == 3
+            assert all(bert_hdf5.read_shape(path).num_samples for path in sorted(out.iterdir()))
+    assert refused >= 2
 
 
 def test_second_run_with_the_same_output_is_refused(vocab: TokenizerSpec, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from trainyard.core.atomic_files import fsync_directory
+from trainyard.core.atomic_files import fsync_directory, replace_directory
 from trainyard.core.errors import UserError
 from trainyard.data.formats.arrow_dataset import INFO_FILE, STATE_FILE, IntArray
 
@@ -97,12 +97,7 @@ class ArrowDatasetWriter:
                 os.fsync(file.fileno())
         self.temporary_directory.chmod(0o755)
         fsync_directory(self.temporary_directory)
-        old = self.temporary_directory.with_suffix(".old")
-        if self.directory.exists():
-            self.directory.rename(old)
-        self.temporary_directory.rename(self.directory)
-        fsync_directory(self.directory.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_directory(self.temporary_directory, self.directory)
 
 
 def _check_target(directory: Path, overwrite: bool) -> Path:

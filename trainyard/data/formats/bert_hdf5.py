@@ -42,6 +42,8 @@ CHUNK_CACHE_BYTES = 64 << 20
 """Decompressed chunks that HDF5 caches, so that no chunk is decompressed twice where a read ends inside it."""
 UINT16_VOCAB = 1 << 16
 """Largest vocabulary whose tokens fit in 16 bits."""
+UNNAMED = "unnamed"
+"""File in the staging directory of a set while some of its files do not have their names yet."""
 MAX_VOCAB = 1 << 24
 """A token id from here on means a damaged file, not a large vocabulary."""
 
@@ -207,10 +209,17 @@ def unpack_records(records: Records, seq_len: int, max_predictions: int) -> Samp
     }
 
 
+def staging_directory(path: Path) -> Path:
+    """Where the files of a set (NAME_training_00000.hdf5, ...) are written before they get their names."""
+    return path.with_name(f".{path.name.rpartition('_')[0]}.part")
+
+
 @contextmanager
 def open_hdf5(path: DataPath) -> Iterator[Any]:
     import h5py
 
+    if isinstance(path, Path) and (staging_directory(path) / UNNAMED).exists():
+        raise UserError(f"{path}: its set is not complete: `trainyard data bert` was interrupted; run it again")
     try:
         with (
             _file_argument(path) as argument,

@@ -23,7 +23,7 @@ from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
 from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import documents
-from trainyard.data.formats.bert_hdf5 import BertShape, record_dtype, write_samples
+from trainyard.data.formats.bert_hdf5 import UNNAMED, BertShape, record_dtype, staging_directory, write_samples
 from trainyard.data.formats.documents import InputSlice, UnreadableRecord
 from trainyard.data.prepare.bert_samples import BertOptions, load_bert_tokenizer, make_samples, tokenize_documents
 from trainyard.data.prepare.worker_pool import map_ordered
@@ -126,11 +126,13 @@ def build_bert_files(
         with progress("write") as reporter, closing(written):
             for count, _ in enumerate(written, 1):
                 reporter.update(size * count // num_files, size, f"{count} of {counted(num_files, 'file')}")
+        (directory / UNNAMED).touch()  # until all files have their names, none of them is read
         for path in target.existing():
             path.unlink()
         for index in range(num_files):
             os.replace(directory / f"{index}.hdf5", target.path(index))
         fsync_directory(target.directory)
+        (directory / UNNAMED).unlink()
     return counts
 
 
@@ -146,7 +148,7 @@ def _report_os_errors(target: BertFileSet) -> Iterator[None]:
 @contextmanager
 def work_directory(target: BertFileSet) -> Iterator[Path]:
     """An empty directory for incomplete files, for one process at a time. One left by a killed run is emptied."""
-    directory = target.directory / f".{target.name}_training.part"
+    directory = staging_directory(target.path(0))
     existing = target.existing()
     if existing and not target.overwrite and not directory.exists():
         raise UserError(f"{existing[0]}: already exists; --overwrite replaces it, --name NAME writes other files")
@@ -156,13 +158,19 @@ def work_directory(target: BertFileSet) -> Iterator[Path]:
         raise UserError(f"{directory}: another run is writing there; wait for it to end, or use another --name")
 
     with file_lock(directory / "lock", busy):
-        for path in directory.iterdir():
-            if path.name != "lock":
-                path.unlink()
+        _empty(directory)
         try:
             yield directory
         finally:
-            shutil.rmtree(directory)
+            _empty(directory)
+            if not (directory / UNNAMED).exists():
+                shutil.rmtree(directory)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.name not in ("lock", UNNAMED):
+            path.unlink()
 
 
 def document_chunks(paths: Sequence[Path]) -> Iterator[list[InputSlice]]:
