@@ -280,7 +280,7 @@ def test_transformers_gives_the_same_logits(variant: str, file_format: str, tmp_
     with torch.no_grad():
         assert torch.equal(hf_forward(family, converted, batch)[0], hf_forward(family, model, batch)[0])
     files = contents(out)
-    assert set(files) == {"config.json", "model.safetensors", *TOKENIZER}
+    assert set(files) == {"config.json", "model.safetensors", "trainyard.sha256", *TOKENIZER}
     assert all(files[name].decode() == text for name, text in TOKENIZER.items())
 
 

@@ -50,7 +50,7 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokenizer_of(directory: Path) -> dict[str, bytes]:
-    weights = ("model.safetensors", "config.json")
+    weights = ("model.safetensors", "config.json", hf.CHECKSUM_FILE)
     return {name: data for name, data in contents(directory).items() if name not in weights}
 
 
@@ -87,6 +87,21 @@ def test_a_run_exports_the_tokenizer_of_the_model_it_started_from(hf_model: Path
     summary, _ = run_training(configs.tiny_config(model, **sections, train={"steps": 2}))
     assert tokenizer_of(summary.directory / "model") == tokenizer_of(hf_model)
     assert tokenizer_of(convert(summary.directory, tmp_path / "converted", "hf")) == tokenizer_of(hf_model)
+
+
+def test_a_resumed_run_names_a_damaged_tokenizer_file(hf_model: Path, tmp_path: Path) -> None:
+    """The weights are intact and are used; the tokenizer comes from the model that the run started from."""
+    model = json.loads(llama(**GQA, vocab=512).model_dump_json())
+    checkpoint = {"init_from": str(hf_model), "every": 1, "export_hf": True}
+    sections = {"checkpoint": checkpoint, "log": {"directory": str(tmp_path)}}
+    Trainer(configs.tiny_config(model, **sections, train={"steps": 1})).run()
+    path = tmp_path / "run" / "checkpoints" / "step_00000001" / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+    checkpoint["resume"] = "auto"
+    summary, messages = run_training(configs.tiny_config(model, **sections, train={"steps": 2}))
+    assert any(f"{path}: corrupt: its checksum differs" in message for message in messages)
+    assert any("resuming from step 1" in message for message in messages)
+    assert tokenizer_of(summary.directory / "model") == tokenizer_of(hf_model)
 
 
 def write_tokenizer(kind: str, directory: Path) -> dict[str, str]:

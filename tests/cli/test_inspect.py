@@ -17,7 +17,13 @@ def test_a_run(call: Call, tmp_path: Path) -> None:
     sections = {"checkpoint": {"every": 2, "export_hf": False}, "log": {"directory": str(tmp_path)}}
     Trainer(configs.tiny_config("gpt", train={"steps": 2}, **sections)).run()
     out = succeed(call("inspect", "run", "--check"))
-    for line in ("run: a trainyard checkpoint", "  step: 2", "  optimizer state: yes", "run: all values are finite"):
+    checked = "run: all values are finite; all checksums agree"
+    for line in (
+        "run: a trainyard checkpoint",
+        "  step: 2",
+        "  optimizer state: yes",
+        checked,
+    ):
         assert f"{line}\n" in out
     facts = json.loads(succeed(call("inspect", "run", "--json", "--tensors")))
     assert (facts["step"], facts["model"]["family"], facts["layout"]["tp"]) == (2, "gpt", 1)

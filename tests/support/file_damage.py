@@ -1,6 +1,11 @@
 """Generated damage to the bytes of a file, and the form of the error that it must cause."""
 
+import zlib
+from pathlib import Path
+
 from hypothesis import strategies as st
+
+from trainyard.checkpoint.io.safetensors_file import TensorSpec, encode_checked_header, parse_header
 
 VALUES = (0, 1, -1, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63), 7, 255)
 EDITS = st.lists(
@@ -38,3 +43,13 @@ def mutate(data: bytes, edits: list[tuple[str, int, int]]) -> bytes:
 def assert_one_line(error: Exception) -> None:
     assert "\n" not in str(error)
     assert str(error)
+
+
+def renew_checksums(path: Path) -> None:
+    """Make the checksums of a changed safetensors file agree with it, as if its writer had made the mistake."""
+    data = path.read_bytes()
+    entries, _ = parse_header(lambda start, stop: data[start:stop], len(data))
+    specs = [TensorSpec(name, entry.dtype, entry.shape) for name, entry in entries.items()]
+    checksums = {name: zlib.crc32(data[entry.start : entry.stop]) for name, entry in entries.items()}
+    start = min(entry.start for entry in entries.values())
+    path.write_bytes(encode_checked_header(specs, checksums, {}) + data[start:])

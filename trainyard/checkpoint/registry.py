@@ -16,7 +16,7 @@ from trainyard.checkpoint.formats.nxd.optimizer import open_nxd_state
 from trainyard.checkpoint.formats.nxd.optimizer_files import find_optimizer
 from trainyard.checkpoint.formats.optimum import find_optimum, open_optimum
 from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource, ZeroRouterBias
-from trainyard.checkpoint.io.storage import Storage, open_storage
+from trainyard.checkpoint.io.storage import LocalStorage, Storage, open_storage
 from trainyard.checkpoint.io.torch_file import named_tensors, open_torch_file
 from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
@@ -110,6 +110,18 @@ def open_weights(
     if not path.exists():
         raise UserError(f"{path}: no such file or directory")
     raise UserError(f"{path}: not a known checkpoint format; known: {', '.join(FORMAT_DESCRIPTIONS.values())}")
+
+
+def verify_checksums(location: str | Path) -> bool:
+    """Compare all files of a checkpoint with their checksums. Returns False if it has none: native checkpoints and
+    exported models have them."""
+    storage = open_storage(location)
+    if latest := latest_checkpoint(storage):
+        with Checkpoint(latest) as checkpoint:
+            checkpoint.verify(checkpoint.files)
+            checkpoint.read_model_files()
+        return True
+    return isinstance(storage, LocalStorage) and hf.verify_export(storage.path)
 
 
 def latest_checkpoint(storage: Storage) -> Storage | None:

@@ -4,11 +4,13 @@ It reads safetensors and the older .bin files, and writes safetensors that trans
 directions stream one tensor at a time from mapped memory.
 """
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,12 @@ from trainyard.checkpoint.formats.tensor_map import (
     unfused_tensors,
 )
 from trainyard.checkpoint.io.async_io import background_fsync, prefetch
-from trainyard.checkpoint.io.safetensors_file import TensorSpec, encode_header, open_safetensors, write_tensor
+from trainyard.checkpoint.io.safetensors_file import (
+    CheckedTensor,
+    TensorSpec,
+    open_safetensors,
+    stream_tensors,
+)
 from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_torch_file
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
@@ -42,6 +49,10 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of a weight file. Larger models are written to several files; a tensor is never split."""
 ModelFiles = Mapping[str, bytes]
 """Contents of such files by name."""
+CHECKSUM_FILE = "trainyard.sha256"
+"""SHA-256 of the files that are exported with the weights, as sha256sum writes and checks them. The weights have
+checksums in their own headers, so that they do not change if only a tokenizer does."""
+CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\n]+)")
 IGNORED_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|embeddings\.position_ids|attn\.(masked_)?bias)$")
 """Buffers that older versions of transformers saved and no model needs."""
 
@@ -114,9 +125,13 @@ def open_hf(directory: str | Path, model: models.ModelConfig | None = None) -> S
     model = model or config_from_hf(root)
     for file, opener in ((SAFETENSORS_FILE, open_safetensors), (BIN_FILE, _open_bin)):
         if (root / f"{file}.index.json").is_file():
-            return weights_from_tensors(model, _open_sharded(root, f"{file}.index.json", opener))
-        if (root / file).is_file():
-            return weights_from_tensors(model, opener(root / file))
+            weights = weights_from_tensors(model, _open_sharded(root, f"{file}.index.json", opener))
+        elif (root / file).is_file():
+            weights = weights_from_tensors(model, opener(root / file))
+        else:
+            continue
+        weights.notes = tuple(changed_files(root))
+        return weights
     raise UserError(f"{root / SAFETENSORS_FILE}: no such file; expected a Hugging Face directory with safetensors")
 
 
@@ -146,28 +161,64 @@ def write_hf(
     files = _group_into_files(specs, max_shard_bytes)
     producers = (partial(assemble, stored, weights, kind) for stored, kind in zip(tensors, dtypes, strict=True))
     host_tensors = prefetch(producers) if prefetch_reads else (produce() for produce in producers)
+    other_files = dict(model_files or {})
+    if len(files) > 1:
+        file_of = {spec.name: name for name, specs_in_file in files.items() for spec in specs_in_file}
+        index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": file_of}
+        other_files[f"{SAFETENSORS_FILE}.index.json"] = _json_bytes(index)
+
+    def count_bytes(tensor: Tensor) -> Tensor:
+        progress(tensor.nbytes)
+        return tensor
+
     with atomic_directory(directory) as temporary:
+        write_model_files(temporary, weights.model, dtypes[0], other_files)
         with background_fsync() as close:
             for name, specs_in_file in files.items():
                 file = (temporary / name).open("wb")
-                file.write(encode_header(specs_in_file, {"format": "pt"}))
-                for _ in specs_in_file:
-                    progress(write_tensor(file, next(host_tensors)))
+                in_file = map(count_bytes, islice(host_tensors, len(specs_in_file)))
+                stream_tensors(file, specs_in_file, in_file)
                 close(file)
-        if len(files) > 1:
-            file_of = {spec.name: name for name, specs_in_file in files.items() for spec in specs_in_file}
-            index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": file_of}
-            _write_file(temporary / f"{SAFETENSORS_FILE}.index.json", _json_bytes(index))
-        write_model_files(temporary, weights.model, dtypes[0], model_files)
 
 
 def write_model_files(
     directory: Path, model: models.ModelConfig, dtype: torch.dtype, model_files: ModelFiles | None = None
 ) -> None:
-    """Write config.json and `model_files`."""
+    """Write config.json, `model_files` and their checksums."""
     config = config_to_hf(model, str(dtype).removeprefix("torch."))
-    for name, data in {**(model_files or {}), "config.json": _json_bytes(config)}.items():
+    files = {**(model_files or {}), "config.json": _json_bytes(config)}
+    lines = (f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()))
+    for name, data in {**files, CHECKSUM_FILE: "".join(lines).encode()}.items():
         _write_file(directory / name, data)
+
+
+def verify_export(directory: Path) -> bool:
+    """Compare all files of an exported model with their checksums. Returns False if there are none, as in a directory
+    that others wrote; then only the headers of the weights are checked."""
+    has_checksums = (directory / CHECKSUM_FILE).is_file()
+    for problem in changed_files(directory):
+        raise UserError(f"{problem}; if you edited it, remove its line there")
+    for path in sorted(directory.glob("*.safetensors")):
+        for tensor in open_safetensors(path).values():
+            has_checksums = has_checksums or isinstance(tensor, CheckedTensor)
+            tensor.read()
+    return has_checksums
+
+
+def changed_files(directory: Path) -> Iterator[str]:
+    """A line for each file that CHECKSUM_FILE names and that is not as it was exported."""
+    path = directory / CHECKSUM_FILE
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        match = CHECKSUM_LINE.fullmatch(line)
+        if not match:
+            yield f"{path}: has a line that sha256sum did not write: {line[:80]!r}"
+            continue
+        file = directory / match[2]
+        if not file.is_file():
+            yield f"{file}: missing, although {CHECKSUM_FILE} names it"
+        elif hashlib.sha256(file.read_bytes()).hexdigest() != match[1]:
+            yield f"{file}: its checksum differs from the one in {CHECKSUM_FILE}"
 
 
 def read_model_files(directory: Path) -> dict[str, bytes]:

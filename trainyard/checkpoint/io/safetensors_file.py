@@ -1,12 +1,14 @@
 """Reads safetensors files lazily and writes them one tensor at a time.
 
 The safetensors library reads into newly allocated memory and writes from a dict of all tensors. Here, a tensor is a
-view of the mapped file, and a file larger than memory can be written.
+view of the mapped file, and a file larger than memory can be written. The header of a file written here has a checksum
+of every tensor and one of itself, so that every changed bit is detected. Other readers ignore them.
 """
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor, MappedFile, StorageView, TensorStorage
 from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.tensor_slice import TensorIndex
 
 DTYPE_BY_CODE = {
     "F64": torch.float64,
@@ -41,8 +44,10 @@ DTYPE_BY_CODE = {
 }
 CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
 MAX_HEADER_BYTES = 100_000_000
-WRITE_CHUNK_BYTES = 2**24
-"""Bytes written at a time."""
+WRITE_CHUNK_BYTES = 2**22
+"""Bytes checksummed and written at a time: small enough to stay in the CPU cache."""
+CRC_PLACEHOLDER = "0" * 8
+"""Stands for the header's checksum while that is computed."""
 
 
 class TensorSpec(NamedTuple):
@@ -78,6 +83,35 @@ def encode_header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) ->
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def encode_checked_header(
+    tensors: Sequence[TensorSpec], checksums: Mapping[str, int], metadata: Mapping[str, str] | None
+) -> bytes:
+    """A header with the checksums of the tensors and its own. Its length does not depend on them."""
+    crcs = json.dumps({spec.name: f"{checksums[spec.name]:08x}" for spec in tensors})
+    # HEADER_CRC32 is first, so that no earlier text can equal the placeholder
+    own = {"HEADER_CRC32": CRC_PLACEHOLDER, "format": "pt", "CRC32": crcs}
+    return _with_header_crc(encode_header(tensors, {**own, **(metadata or {})}))
+
+
+def _with_header_crc(header: bytes) -> bytes:
+    """Replace the placeholder in a header by the header's checksum."""
+    return header.replace(CRC_PLACEHOLDER.encode(), f"{zlib.crc32(header):08x}".encode(), 1)
+
+
+def read_checksums(header: bytes, metadata: Mapping[str, str]) -> dict[str, str]:
+    """The checksums of the tensors in a header. Raises ValueError if the header has changed or has none."""
+    crc = metadata.get("HEADER_CRC32", "")
+    if _with_header_crc(header.replace(crc.encode(), CRC_PLACEHOLDER.encode(), 1)) != header:
+        raise ValueError("the checksum of its header differs")
+    try:
+        checksums = json.loads(metadata.get("CRC32", "{}"))
+    except RecursionError:
+        checksums = None
+    if not isinstance(checksums, dict):
+        raise ValueError("its checksums are not a table")
+    return checksums
 
 
 def parse_header(read: Callable[[int, int], Any], size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -142,12 +176,18 @@ def _refuse_constant(name: str) -> None:
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """All tensors of a file by name. No tensor is read yet."""
+    """All tensors of a file by name. No tensor is read yet; if the file has checksums, they are CheckedTensors."""
+    checksums: dict[str, str] = {}
     try:
         file = MappedFile(path)
         with LocalStorage(path.parent).open(path.name) as opened:
-            entries, _ = parse_header(opened.read, file.size)
-        return {name: _lazy_tensor(file, entry) for name, entry in entries.items()}
+            entries, metadata = parse_header(opened.read, file.size)
+            if {"HEADER_CRC32", "CRC32"} & metadata.keys():
+                end = min((entry.start for entry in entries.values()), default=file.size)
+                checksums = read_checksums(bytes(opened.read(0, end)), metadata)
+                if checksums.keys() != entries.keys():
+                    raise ValueError("it has no checksum of some of its tensors")
+        tensors = {name: _lazy_tensor(file, entry) for name, entry in entries.items()}
     except UserError:
         raise
     except FileNotFoundError:
@@ -156,12 +196,46 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         raise UserError(f"{path}: not a readable safetensors file: file is truncated") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
+    for name, crc in checksums.items():
+        tensors[name] = CheckedTensor(tensors[name], crc, f"{path}: corrupt: the checksum of {name} differs")
+    return tensors
 
 
 def _lazy_tensor(file: MappedFile, entry: TensorEntry) -> LazyTensor:
     storage = TensorStorage(file, entry.dtype, prod(entry.shape), entry.start)
     strides = [prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
     return StorageView(storage, entry.dtype, 0, entry.shape, strides)
+
+
+class CheckedTensor(LazyTensor):
+    """A contiguous tensor that is compared with its checksum when it is first read."""
+
+    def __init__(self, tensor: LazyTensor, crc: str, problem: str) -> None:
+        self.tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+        self.crc, self.problem, self.is_verified = crc, problem, False
+
+    def read(self, index: TensorIndex | None = None) -> Tensor:
+        if not self.is_verified:
+            if f"{zlib.crc32(tensor_bytes(self.tensor.read())):08x}" != self.crc:
+                raise UserError(self.problem)
+            self.is_verified = True
+        return self.tensor.read(index)
+
+
+def stream_tensors(
+    file: BinaryIO, specs: Sequence[TensorSpec], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file with checksums, with one tensor in memory at a time. The file must be seekable."""
+    checksums = {spec.name: 0 for spec in specs}
+    file.write(encode_checked_header(specs, checksums, metadata))
+    for spec, tensor in zip(specs, tensors, strict=True):
+        view = tensor_bytes(tensor)
+        for start in range(0, len(view), WRITE_CHUNK_BYTES):
+            chunk = view[start : start + WRITE_CHUNK_BYTES]
+            checksums[spec.name] = zlib.crc32(chunk, checksums[spec.name])
+            file.write(chunk)
+    file.seek(0)
+    file.write(encode_checked_header(specs, checksums, metadata))
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> int:

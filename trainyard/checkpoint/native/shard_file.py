@@ -16,8 +16,10 @@ from torch import Tensor
 from trainyard.checkpoint.io.safetensors_file import (
     TensorEntry,
     TensorSpec,
-    encode_header,
+    encode_checked_header,
     parse_header,
+    read_checksums,
+    stream_tensors,
     tensor_bytes,
     write_tensor,
 )
@@ -27,10 +29,6 @@ from trainyard.core.tensor_slice import TensorIndex
 
 VERIFY_CHUNK_BYTES = 2**24
 """Bytes read at a time to verify checksums."""
-WRITE_CHUNK_BYTES = 2**22
-"""Bytes checksummed and written at a time."""
-CRC_PLACEHOLDER = "0" * 8
-"""Stands for the header's checksum while that is computed."""
 
 
 class CorruptCheckpoint(UserError):
@@ -47,42 +45,22 @@ def write_shard(
     """Write a file of (name, offsets, contiguous host tensor), with `metadata` in its header."""
     slices = [(TensorSpec(key, tensor.dtype, tuple(tensor.shape)), offsets) for key, offsets, tensor in tensors]
     checksums = {key: zlib.crc32(tensor_bytes(tensor)) for key, _, tensor in tensors}
+    specs, metadata = [spec for spec, _ in slices], {**_shard_metadata(slices), **metadata}
     with storage.write(name) as file:
-        file.write(_encode_header(slices, checksums, metadata))
+        file.write(encode_checked_header(specs, checksums, metadata))
         for _, _, tensor in tensors:
             write_tensor(file, tensor)
 
 
 def stream_shard(storage: Storage, name: str, slices: Sequence[SliceSpec], tensors: Iterable[Tensor]) -> None:
     """Write a file with only one tensor in memory at a time. The storage's files must be seekable."""
-    checksums = {spec.name: 0 for spec, _ in slices}
     with storage.write(name) as file:
-        file.write(_encode_header(slices, checksums, {}))
-        for (spec, _), tensor in zip(slices, tensors, strict=True):
-            view = tensor_bytes(tensor)
-            for start in range(0, len(view), WRITE_CHUNK_BYTES):  # small enough to stay in the CPU cache
-                chunk = view[start : start + WRITE_CHUNK_BYTES]
-                checksums[spec.name] = zlib.crc32(chunk, checksums[spec.name])
-                file.write(chunk)
-        file.seek(0)
-        file.write(_encode_header(slices, checksums, {}))
+        stream_tensors(file, [spec for spec, _ in slices], tensors, _shard_metadata(slices))
 
 
-def _encode_header(slices: Sequence[SliceSpec], checksums: Mapping[str, int], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file. Its length does not depend on the checksums."""
-    shard_metadata = {
-        "HEADER_CRC32": CRC_PLACEHOLDER,  # first, so that no earlier text can equal the placeholder
-        "format": "pt",
-        "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps({spec.name: {"saved_offsets": list(offsets)} for spec, offsets in slices}),
-        "CRC32": json.dumps({key: f"{crc:08x}" for key, crc in checksums.items()}),
-    }
-    return _with_header_crc(encode_header([spec for spec, _ in slices], {**shard_metadata, **metadata}))
-
-
-def _with_header_crc(header: bytes) -> bytes:
-    """Replace the placeholder in a header by the header's checksum."""
-    return header.replace(CRC_PLACEHOLDER.encode(), f"{zlib.crc32(header):08x}".encode(), 1)
+def _shard_metadata(slices: Sequence[SliceSpec]) -> dict[str, str]:
+    offsets = {spec.name: {"saved_offsets": list(offsets)} for spec, offsets in slices}
+    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
 class ShardFile:
@@ -94,11 +72,7 @@ class ShardFile:
         try:
             self.entries, self.metadata = parse_header(file.read, file.size)
             header_end = min((entry.start for entry in self.entries.values()), default=file.size)
-            header = bytes(file.read(0, header_end))
-            header_crc = self.metadata.get("HEADER_CRC32", "")
-            if _with_header_crc(header.replace(header_crc.encode(), CRC_PLACEHOLDER.encode(), 1)) != header:
-                raise ValueError("the checksum of its header differs")
-            self.checksums: dict[str, str] = json.loads(self.metadata.get("CRC32", "{}"))
+            self.checksums = read_checksums(bytes(file.read(0, header_end)), self.metadata)
         except EOFError:
             raise self._corrupt("file is truncated") from None
         except (ValueError, TypeError, AttributeError) as error:
