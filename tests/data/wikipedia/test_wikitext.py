@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from trainyard.data.wikipedia.date_templates import DATE_RULES
+from trainyard.data.wikipedia.date_templates import DATE_RULES, page_variables
+from trainyard.data.wikipedia.language_templates import LANGUAGE_RULES
 from trainyard.data.wikipedia.wikitext import wikitext_to_text
 
 INLINE = [
@@ -22,7 +23,7 @@ INLINE = [
     ("[[doi:10.1|a paper]]", "a paper"),
     ("[http://a.org a ''site''] [https://b.org] [//c.org [[c]]]", "a site c"),
     ("bare https://a.org stays [1] [sic]", "bare https://a.org stays [1] [sic]"),
-    ("a{{cite web|url=http://x|title={{a|{{b}}}}}}b{{#if:x|y}}{{DEFAULTSORT:x}}{{{1|}}}", "ab"),
+    ("a{{cite web|url=http://x|title={{a|{{b}}}}}}b{{#if:{{{2|}}}|y}}{{DEFAULTSORT:x}}{{{1|}}}", "ab"),
     ("{{lang|fr|''mot''}} {{nowrap|5 [[km]]}} {{convert|5|km|mi|abbr=on}}", "mot 5 km 5 km"),
     ("{{convert|5|to|6|km2}} {{convert|5|ft|6|in|m}} {{cvt|3|-|4|C|F}}", "5 to 6 km² 5 ft 6 in 3–4 °C"),
     ("{{frac|1|2}} {{Frac|3}} {{frac|2|3|4}} {{val|1.5|e=6|u=km}}", "1/2 1/3 2 3/4 1.5×10^6 km"),
@@ -37,14 +38,26 @@ INLINE = [
     ("if A<B and B>C or a < 3", "if A<B and B>C or a < 3"),
     ("AT&amp;T &lt;b&gt; &amp;lt; &nbsp;&#65;&#x42; &copy &unknown; R&D", "AT&T <b> &lt; AB &copy &unknown; R&D"),
     ("__NOTOC__a __init__ __KEIN_INHALTSVERZEICHNIS__", "a __init__"),
-    ("Paris ({{IPA|x}}) is", "Paris is"),
-    ("Paris ({{IPA|x}}; born {{IPA|y}}, 1900), is", "Paris (1900), is"),
-    ("Rome (Latin: {{IPA|x}}; {{lang|la|Roma}}) {{x}}, f() and ( )", "Rome (Roma), f() and ( )"),
+    ("Paris ({{sound|x}}) is", "Paris is"),
+    ("Paris ({{sound|x}}; born {{sound|y}}, 1900), is", "Paris (1900), is"),
+    ("Rome (Latin: {{sound|x}}; {{lang|la|Roma}}) {{x}}, f() and ( )", "Rome (Roma), f() and ( )"),
     ("up to 1,000 (or 2,000{{x}})", "up to 1,000 (or 2,000)"),
     ("{{!}} and {{=}}", "| and ="),
     ("{{HMS|Victory}} and {{ship|MV|Aurora}}, {{height|ft=6|in=1}}", "HMS Victory and MV Aurora, 6 ft 1 in"),
 ]
 HOLES = [
+    ("{{CURRENTYEAR}}, {{CURRENTDAY}} {{CURRENTMONTHNAME}}: {{PAGENAME}} is", "2024, 5 March: Some Page is"),
+    ("It is {{#if: yes | large | small }}, {{#if:|a|b}} and {{#ifeq:x| x|same|other}}.", "It is large, b and same."),
+    ("{{#if:{{nowrap|x}}|[[City|cities]]|}} {{#switch: b | a | b = two | c = three | no}}", "cities two"),
+    ("{{#switch:q|a=one|none}} {{#switch:q|a=one|#default=rest}} {{uc:abc}} {{ucfirst:def}}", "none rest ABC Def"),
+    ("The mass is {{gaps|1.672|621|923|69}} kg", "The mass is 1.67262192369 kg"),
+    ("China ({{zh|s=中国|t=中國|p=Zhōngguó}})",
+     "China (simplified Chinese: 中国; traditional Chinese: 中國; pinyin: Zhōngguó)"),
+    ("Dao ({{zh|c=道|p=dào|l=way|labels=no}}) {{zh|c=道|l=way}}", "Dao (道; dào; 'way') Chinese: 道; lit. 'way'"),
+    ("Paris (French: {{IPA|fr|paʁi|Paris1.ogg}}, {{IPA-fr|paʁi}}, {{IPA|[paʁi]}}) is",
+     "Paris (French: [paʁi], [paʁi], [paʁi]) is"),
+    ("London ({{IPAc-en|lang|ˈ|l|ʌ|n|d|ən|audio=London.ogg}} {{respell|LUN|dən}}) is",
+     "London (English: /ˈlʌndən/ LUN-dən) is"),
     ("Albert (born {{birth date|1879|3|14}})", "Albert (born March 14, 1879)"),
     ("Albert (born {{birth date|df=yes|1879|03|14}})", "Albert (born 14 March 1879)"),
     ("Barack (born {{birth date and age|1961|08|4|mf=y}})", "Barack (born August 4, 1961)"),
@@ -73,12 +86,16 @@ HOLES = [
 @pytest.mark.parametrize(("source", "expected"), HOLES)
 def test_dates_coordinates_and_powers_leave_no_holes(source: str, expected: str) -> None:
     """Guards against `born)` and `lies at near`, which are wrong language in the training data."""
-    assert wikitext_to_text(f"Then {source}") == f"Then {expected}"
+    variables = page_variables("Some Page", "2024-03-05T12:00:00Z")
+    assert wikitext_to_text(f"Then {source}", variables=variables) == f"Then {expected}"
 
 
 @examples(100)
-@given(st.sampled_from(sorted(DATE_RULES)), st.lists(st.text("0123456789-.NESW=df|y ", max_size=8), max_size=9))
-def test_date_templates_take_any_arguments(name: str, arguments: list[str]) -> None:
+@given(
+    st.sampled_from(sorted(DATE_RULES | LANGUAGE_RULES)),
+    st.lists(st.text("0123456789-.NESW=df|y ", max_size=8), max_size=9),
+)
+def test_templates_take_any_arguments(name: str, arguments: list[str]) -> None:
     assert "\n" not in wikitext_to_text(f"a {{{{{name}|{'|'.join(arguments)}}}}} b")
 
 

@@ -12,6 +12,7 @@ MONTHS = [
     "December",
 ]  # fmt: skip
 DECIMAL = re.compile(r"[-−+]?\d+(?:\.\d+)?")
+TIMESTAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)T")
 HEMISPHERES = ("N", "S", "E", "W", "O")  # O: east or west in other languages, as written there
 
 
@@ -27,6 +28,16 @@ def format_date(year: str, month: str, day: str, day_first: bool) -> str:
     if day_first or not day:
         return " ".join(filter(None, (day, month, year)))
     return f"{month} {day}, {year}".rstrip(", ")
+
+
+def page_variables(title: str, timestamp: str) -> dict[str, str]:
+    """MediaWiki's variables, in lowercase. Today is the day of the revision: a page shows the day when it is read."""
+    out = {"pagename": title, "fullpagename": title}
+    if match := TIMESTAMP.match(timestamp):
+        year, month, day = match.groups()
+        values = {"year": year, "month": month, "monthname": month_name(month), "day": str(int(day)), "day2": day}
+        out |= {prefix + name: value for prefix in ("current", "local") for name, value in values.items()}
+    return out
 
 
 def first_date(arguments: TemplateArguments) -> str:

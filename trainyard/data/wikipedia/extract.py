@@ -21,6 +21,7 @@ from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.prepare.worker_pool import map_ordered
+from trainyard.data.wikipedia.date_templates import page_variables
 from trainyard.data.wikipedia.dump import PAGE_END, DumpPosition, PageBatch, WikiDump, page_batches
 from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, save_state, shard_name
 from trainyard.data.wikipedia.wikitext import wikitext_to_text
@@ -159,7 +160,8 @@ def parse_page(xml: bytes, dump: WikiDump, options: ExtractOptions) -> tuple[str
     source = newest.findtext("text") or ""
     if source[:20].lstrip()[:9].lower() == "#redirect":
         return "redirect", ""
-    text = wikitext_to_text(source, dump.hidden_namespaces)
+    variables = page_variables(title, newest.findtext("timestamp") or "")
+    text = wikitext_to_text(source, dump.hidden_namespaces, variables)
     if len(text) < max(options.min_text, 1):
         return "short", ""
     article = {"id": page_id, "url": f"{dump.base_url}?curid={page_id}", "title": title, "text": text}

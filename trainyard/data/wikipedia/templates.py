@@ -5,10 +5,12 @@ here, above all citations and infoboxes, are dropped with their arguments.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from trainyard.data.wikipedia.date_templates import DATE_RULES, month_name
+from trainyard.data.wikipedia.language_templates import LANGUAGE_RULES, pronunciation
 from trainyard.data.wikipedia.template_arguments import TemplateArguments, TemplateRule
+from trainyard.data.wikipedia.text_layout import BLANK_CHARACTERS
 
 TEXT_PATTERNS = {
     # readable text: the templates that show it, in lowercase; {1} is the first argument
@@ -141,17 +143,50 @@ TEMPLATE_RULES: dict[str, TemplateRule] = {
     "as of": as_of, "nihongo": nihongo, "height": height, "e": power_of_ten,
     **dict.fromkeys(("sup", "superscript"), lambda arguments: superscript(arguments[1])),
     **dict.fromkeys(("transl", "transliteration"), lambda arguments: arguments[arguments.count]),
-    **dict.fromkeys(("chem", "linktext"), lambda arguments: "".join(arguments.positional())),
+    **dict.fromkeys(("chem", "linktext", "gaps"), lambda arguments: "".join(arguments.positional())),
     **dict.fromkeys(("hlist", "unbulleted list"), lambda arguments: ", ".join(filter(None, arguments.positional()))),
-} | DATE_RULES  # fmt: skip
+} | DATE_RULES | LANGUAGE_RULES  # fmt: skip
 
 
-def expand_template(name: str, arguments: Sequence[str]) -> str:
-    """The readable text of a template; empty for unknown templates."""
+def switch(words: Sequence[str]) -> str:
+    """{{#switch: b | a | b = x | c = y | default}}: "x"."""
+    is_chosen, default = False, ""
+    for word in words[1:]:
+        case, equals, text = word.partition("=")
+        is_chosen = is_chosen or case.strip() == words[0]
+        if equals and is_chosen:
+            return text.strip()
+        if equals and case.strip() == "#default":
+            default = text.strip()
+        elif not equals:
+            default = word.strip()  # the last case without a text is the default
+    return default
+
+
+PARSER_FUNCTIONS: dict[str, Callable[[list[str]], str]] = {
+    "#if": lambda words: (words[1] if words[0] else words[2]).strip(),
+    "#ifeq": lambda words: (words[2] if words[0] == words[1].strip() else words[3]).strip(),
+    "#switch": switch,
+    "formatnum": lambda words: words[0],
+    "lc": lambda words: words[0].lower(),
+    "uc": lambda words: words[0].upper(),
+    "lcfirst": lambda words: words[0][:1].lower() + words[0][1:],
+    "ucfirst": lambda words: words[0][:1].upper() + words[0][1:],
+}
+"""Functions of MediaWiki's parser by name, called with the words after the colon."""
+
+
+def expand_template(name: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The readable text of a template, of a parser function, or of a variable such as CURRENTYEAR; empty for others."""
     key = name.strip().replace("_", " ").lower()
-    rule = TEMPLATE_RULES.get(key)
-    if rule:
+    if rule := TEMPLATE_RULES.get(key):
         return rule(TemplateArguments(arguments))
     if key.startswith("lang-"):
         return TemplateArguments(arguments)[1]
-    return key.removeprefix("formatnum:").strip() if key.startswith("formatnum:") else ""
+    if key.startswith(("ipa-", "ipac-")):
+        return pronunciation(TemplateArguments([key.partition("-")[2], *arguments]))
+    function, colon, first = name.strip().partition(":")
+    if colon and (call := PARSER_FUNCTIONS.get(function.lower())):
+        first = first.strip(BLANK_CHARACTERS)
+        return call([first, *arguments] if call is switch else [first, *arguments, "", "", ""])
+    return variables.get(key, "")

@@ -7,6 +7,7 @@ and no missing brace loses the rest of an article.
 """
 
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,15 +68,18 @@ class OpenElement(NamedTuple):
     """Indices in the output of the bars between the arguments."""
 
 
-def wikitext_to_text(text: str, hidden_namespaces: frozenset[str] = frozenset()) -> str:
-    """Plain text of a page: paragraphs, headings and list items."""
-    return layout_text(WikitextParser(text.replace(DROPPED_MARK, ""), hidden_namespaces).parse())
+def wikitext_to_text(
+    text: str, hidden_namespaces: frozenset[str] = frozenset(), variables: Mapping[str, str] | None = None
+) -> str:
+    """Plain text of a page: paragraphs, headings and list items. `variables` are those of MediaWiki, in lowercase."""
+    return layout_text(WikitextParser(text.replace(DROPPED_MARK, ""), hidden_namespaces, variables or {}).parse())
 
 
 class WikitextParser:
     """One pass over the wikitext of a page."""
 
-    def __init__(self, text: str, hidden_namespaces: frozenset[str]) -> None:
+    def __init__(self, text: str, hidden_namespaces: frozenset[str], variables: Mapping[str, str]) -> None:
+        self.variables = variables
         self.text, self.hidden_namespaces = text, HIDDEN_NAMESPACES | hidden_namespaces
         self.output: list[str] = []
         self.stack: list[OpenElement] = []
@@ -111,7 +115,8 @@ class WikitextParser:
             elif first == "}":
                 self.on_close_braces(len(token))
             elif match[3]:
-                output.append(expand_template(match[3], (match[4] or "").split("|")[1:]) or DROPPED_MARK)
+                arguments = (match[4] or "").split("|")[1:]
+                output.append(expand_template(match[3], arguments, self.variables) or DROPPED_MARK)
             elif token == "{|":
                 if self.begins_line(start, " \t:*#;"):
                     self.open_element(TABLE, token)
@@ -216,7 +221,7 @@ class WikitextParser:
         text = ""
         if len(self.stack) < MAX_DEPTH:
             name, *arguments = self.element_arguments(element)
-            text = expand_template(name, arguments)
+            text = expand_template(name, arguments, self.variables)
         self.drop_element(element)
         if text:
             self.output[-1] = text
