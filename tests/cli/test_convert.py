@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama
 from tests.cli.conftest import Call, fail, succeed
 from tests.support import configs
+from tests.support.file_damage import renew_checksums
 from trainyard.checkpoint.formats.hf import write_hf
 from trainyard.cli.commands import convert as command
 from trainyard.train.trainer import Trainer
@@ -30,7 +31,7 @@ def test_a_round_trip_through_all_formats_passes_the_check(call: Call, hf: Path,
     layout = "tp=4,pp=2,pipeline_cuts=0,qkv=qkv_linear,kv_multiplier=2,kv_order=trn2,vocab=64"
     out = succeed(call("convert", "hf", "nxd", "--to", "nxd", "--layout", layout, "--xser", "--check"))
     assert re.search(r"^hf: a Hugging Face directory, llama with [\d,]+ weights$", out, re.M)
-    assert re.search(r"^nxd: [\d.]+ MiB in [\d.]+ s \([\d,]+ MiB/s\)$", out, re.M)
+    assert re.search(r"^nxd: [\d.]+ KiB in [\d.]+ s \([\d.,]+ [KM]iB/s\)$", out, re.M)
     assert ZERO.search(out)
     out = succeed(call("convert", "nxd", "ours", "--to", "native", "--layout", "tp=2,dp=2", "--check"))
     assert "nxd: an NxD checkpoint" in out
@@ -85,7 +86,7 @@ def test_a_checkpoint_at_a_url(call: Call, tmp_path: Path) -> None:
     assert summary.exported_weights
     one, two = (load_file(path / "model.safetensors") for path in (summary.exported_weights, tmp_path / "out"))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: no such file or directory")
+    fail(call("convert", "memory://nowhere", "out2"), "memory://nowhere: no such file, directory or bucket")
 
 
 def test_rounding_is_reported_and_is_not_an_error(call: Call, hf: Path) -> None:
@@ -100,11 +101,13 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2] ^= 0x40  # exponent of the last weight of the norm or the head
     path.write_bytes(data)
+    renew_checksums(path)
 
 
 def poison(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:-4] + b"\x00\x00\xc0\x7f")  # not a number
+    renew_checksums(path)
 
 
 @pytest.mark.parametrize("harm", [flip, poison])
@@ -163,6 +166,7 @@ def test_check_bits_finds_what_logits_do_not_show(
         real(opened, source, directory, *rest)
         data = (directory / "model.safetensors").read_bytes()
         (directory / "model.safetensors").write_bytes(data[:-4] + value)
+        renew_checksums(directory / "model.safetensors")
 
     assert "equal bit for bit" in succeed(call("convert", "hf", "good", "--check-bits"))
     monkeypatch.setattr(command, "convert_checkpoint", wrong)
@@ -182,7 +186,7 @@ def test_check_bits_allows_rounding_and_compares_optimizer_state(call: Call, hf:
 def test_a_dry_run_writes_nothing(form: str, call: Call, hf: Path, tmp_path: Path) -> None:
     out = succeed(call("convert", "hf", "new/out", "--to", form, "--dry-run"))
     assert re.search(r"^hf: a Hugging Face directory, llama with [\d,]+ weights$", out, re.M)
-    assert re.search(r"^new/out: would be an? .*, [\d.]+ MiB; nothing is written$", out, re.M)
+    assert re.search(r"^new/out: would be an? .*, [\d.]+ KiB; nothing is written$", out, re.M)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -192,7 +196,7 @@ def test_a_conversion_that_does_not_fit_the_disk_is_refused_first(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     for option in ([], ["--dry-run"]):
-        fail(call("convert", "hf", "out", *option), r"out: needs 0\.0 GiB, but only 0\.0 GiB are free")
+        fail(call("convert", "hf", "out", *option), r"out: needs .* [KM]iB, but only 1,000 B are free in ")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from tests.support.forkserver import ForkServer
 from tests.support.terminal import run_in_terminal
 from trainyard.cli.commands.verify import findings_table
+from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.train_console import screen_line
 from trainyard.config.load import load
 from trainyard.config.recipes import recipe_names
@@ -85,3 +86,22 @@ def test_verify_never_cuts_the_name_of_a_tensor() -> None:
     Console(file=output, width=80).print(findings_table([VerifyFinding("new weights", 3e-4, name, 1e-5)]))
     cells = [line.split("│")[4].strip() for line in output.getvalue().splitlines() if line.count("│") == 6]
     assert "".join(cells) == name
+
+
+def test_no_time_left_is_promised_while_nothing_comes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that answers 429 after the first megabyte of 100 GiB; then it sends 100 MiB per second."""
+    clock = [0.0]
+    monkeypatch.setattr("trainyard.cli.console.time.monotonic", lambda: clock[0])
+    with ProgressDisplay("download") as progress:
+        done, total = 2**20, 100 * 2**30
+        progress.update(0, total)
+        for clock[0] in (1.0, 11.0, 21.0):
+            progress.update(done, total)
+        for clock[0] in (22.0, 32.0, 42.0, 52.0, 62.0):
+            done += 1000 * 2**20
+            progress.update(done, total)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(", ")[1] for line in lines[:2]] == ["no progress for 10 s", "no progress for 20 s"]
+    assert lines[-1].split(", ")[1:] == ["0:16:14 left", "100.0 MiB/s"]

@@ -224,6 +224,24 @@ def test_nxd_converter_takes_names_of_the_hub(call: Call, hub: HubServer, repo: 
     fail(call("convert-nxd", "--hf_model_name", "own/none", *flags[2:], "--convert_from_full_state"), "own/none")
 
 
+def test_get_takes_data_sets_of_the_hub(call: Call, hub: HubServer, tmp_path: Path) -> None:  # noqa: F811
+    hub.add("own/text", {"data/a.jsonl": b"a" * 3000, "data/b.jsonl": b"b", "README.md": b"c"}, "datasets")
+    assert call("get", "hf://datasets/own/text")[0] == 0
+    assert (tmp_path / "text" / "data" / "a.jsonl").read_bytes() == b"a" * 3000
+    assert call("get", "hf://datasets/own/text/data/b.jsonl", "one")[0] == 0
+    assert (tmp_path / "one").read_bytes() == b"b"
+
+
+@pytest.mark.parametrize("source", ["hf://own/small", "hf://own/small@v2", "hf://datasets/own/small"])
+def test_a_server_that_does_not_say_what_is_missing(call: Call, hub: HubServer, source: str) -> None:  # noqa: F811
+    """HF_ENDPOINT is some other server. The client's own text has two URLs and none of the user's words."""
+    hub.always = status(404)
+    _, _, error = result = call("get", source, "x")
+    fail(result, f"{source}: no such repository, revision or file at {hub.url} .HTTP 404")
+    assert "developer.mozilla.org" not in error
+    assert "/api/" not in error
+
+
 def test_commands_take_names_of_the_hub(call: Call, hub: HubServer, repo: Repo, tmp_path: Path) -> None:  # noqa: F811
     out = call("generate", "own/model", "-p", "ab", "-n", "2", "--device", "cpu", "--json")
     assert out[0] == 0, out

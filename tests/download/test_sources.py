@@ -4,18 +4,25 @@ import hashlib
 import io
 import json
 import os
+import ssl
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from tests.checkpoint.formats.test_nxd import RandomWeights, llama
 from tests.cli.conftest import Call, call, fail, succeed  # noqa: F401 (a fixture)
+from tests.support.logs import captured_log
 from tests.support.s3_server import s3_server
 from tests.support.web_server import ServedFile, WebServer, running, status
 from trainyard.checkpoint.formats.hf import write_hf
@@ -196,6 +203,89 @@ def test_a_redirect_to_another_host_gets_no_password(call: Call, web: WebServer,
     assert all("Authorization" not in headers for _, _, headers in other.requests)
     assert len(web.requests) < len(other.requests)  # the address that the redirect gave is asked directly
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_netrc_credentials_stay_with_their_host(
+    call: Call,  # noqa: F811
+    web: WebServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every range: the address that the redirect gave is asked directly, and asked for again once it has expired."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login user password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    other, content = WebServer(), os.urandom(90_000)
+    other.files["/file"] = ServedFile(content)
+    other.faults.extend([lambda handler: False] * 3 + [status(403)])
+    with running(other):
+        web.always = status(302, Location=f"{other.url}/file?X-Amz-Signature=abc")
+        succeed(call("get", f"{web.url}/file", "file", "--streams", "1"))
+    assert (tmp_path / "file").read_bytes() == content
+    assert len(other.requests) > 4
+    assert all("Authorization" in headers for _, _, headers in web.requests)
+    assert all("Authorization" not in headers for _, _, headers in other.requests)
+    assert len([request for request in web.requests if request[0] == "GET"]) == 2
+
+
+@pytest.fixture
+def https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WebServer, str]]:
+    """A server with a certificate that this process trusts, and its URL."""
+    server = WebServer()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(make_certificate(tmp_path / "certificate.pem"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+    with running(server):
+        yield server, f"https://localhost:{server.server_address[1]}"
+
+
+def make_certificate(path: Path) -> Path:
+    """A key and a certificate for localhost that is signed with it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    certificate = builder.sign(key, hashes.SHA256())
+    pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    path.write_bytes(key.private_bytes(pem, pkcs8, plain) + certificate.public_bytes(pem))
+    return path
+
+
+def test_https_never_becomes_http(call: Call, web: WebServer, https: tuple[WebServer, str], tmp_path: Path) -> None:  # noqa: F811
+    """A redirect to http is refused, in the first answer and in one of a later range; to https it is followed."""
+    server, url = https
+    content = os.urandom(90_000)
+    server.files["/file"] = server.files["/moved"] = web.files["/file"] = ServedFile(content)
+    to_http, to_https = (status(302, Location=f"{base}/file") for base in (web.url, url))
+    server.faults.append(to_https)
+    succeed(call("get", f"{url}/moved", "good"))
+    assert (tmp_path / "good").read_bytes() == content
+    message = f"{url}/file: redirects to {web.url}/file, which is not https"
+    server.faults.append(to_http)
+    fail(call("get", f"{url}/file", "bad"), message)
+    server.faults.extend([lambda handler: False] * 3 + [to_http])
+    fail(call("get", f"{url}/file", "bad", "--streams", "1"), message)
+    assert not web.requests
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_busy_server_is_named_while_it_is_waited_for(
+    call: Call,  # noqa: F811
+    web: WebServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainyard.download.sources.retry.REPORTED_WAIT_S", 0.5)
+    web.files["/file"] = ServedFile(os.urandom(90_000))
+    web.faults.extend([lambda handler: False] + [status(429, Retry_After="1")] * 6)
+    messages: list[str] = []
+    with captured_log(messages.append):
+        succeed(call("get", f"{web.url}/file", "file"))
+    assert messages == [f"{web.url}/file: HTTP 429 Too Many Requests; next attempt in 1 s"]
 
 
 def test_named_data_sets(call: Call, web: WebServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import deque
 from datetime import timedelta
 from textwrap import TextWrapper
 from typing import Self
@@ -20,9 +21,15 @@ from rich.progress import (
 )
 
 from trainyard.core.errors import UserError
+from trainyard.core.sizes import size_text
 
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between plain progress lines."""
+RATE_WINDOW_S = 30.0
+"""Seconds of progress from which the time left is computed."""
+SAMPLE_INTERVAL_S = 0.5
+STALL_S = 5.0
+"""Seconds without progress after which no time left is shown."""
 MAX_SKIPS_SHOWN = 20
 """Skipped records that are printed; further ones are only counted."""
 
@@ -66,8 +73,10 @@ class ProgressDisplay:
 
     def __init__(self, label: str, items: bool = False) -> None:
         self.label, self.items = label, items
-        self.started_at = self.last_printed = time.monotonic()
-        self.initial: int | None = None
+        self.last_printed = self.last_change = time.monotonic()
+        self.done = -1
+        self.samples: deque[tuple[float, int]] = deque()
+        """Time and progress, of the last RATE_WINDOW_S seconds."""
         amounts: list[ProgressColumn] = [MofNCompleteColumn(), TimeElapsedColumn()]
         if not items:
             details = TextColumn("{task.fields[details]}")
@@ -82,20 +91,29 @@ class ProgressDisplay:
 
     def update(self, done: int, total: int, details: str = "") -> None:
         """Show `done` of `total`."""
+        now = time.monotonic()
+        if done != self.done:
+            self.done, self.last_change = done, now
+        if not self.samples or now - self.samples[-1][0] >= SAMPLE_INTERVAL_S:
+            self.samples.append((now, done))
+        while len(self.samples) > 1 and now - self.samples[1][0] >= RATE_WINDOW_S:
+            self.samples.popleft()
+        start, first = self.samples[0]
+        rate = (done - first) / max(now - start, 1e-9)
+        stalled = f"no progress for {now - self.last_change:.0f} s" if now - self.last_change >= STALL_S else ""
         if self.bar:
             if done or not self.items:
                 self.bar.start()
+            details = stalled or details or (f"{size_text(rate)}/s" if rate else "")
             self.bar.update(self.task, completed=done, total=total, details=details)
             return
-        self.initial = done if self.initial is None else self.initial
-        now = time.monotonic()
         if now - self.last_printed >= PROGRESS_INTERVAL_S:
             self.last_printed = now
             line = f"{done} of {total} {self.label}"
             if not self.items:
-                rate = (done - self.initial) / (now - self.started_at)
-                left = timedelta(seconds=round((total - done) / rate)) if rate else "?"
-                line = f"{self.label}: {done / max(total, 1):.1%}, {left} left, {details}"
+                left = f"{timedelta(seconds=round((total - done) / rate))} left" if rate else "? left"
+                parts = f"{self.label}: {done / max(total, 1):.1%}", stalled or left, details or f"{size_text(rate)}/s"
+                line = ", ".join(parts)
             print(line, file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:

@@ -10,8 +10,8 @@ from lzma import LZMAError
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.sizes import size_text
 from trainyard.download.fetch import check_space
 
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
@@ -19,8 +19,8 @@ COPY_BYTES = 2**22
 MAX_MEMBERS = 10**6
 
 
-class DamagedArchive(UserError):
-    """The archive is not complete, or is none."""
+class RefusedArchive(UserError):
+    """The archive is damaged, or has content that is never unpacked: downloading the same bytes again does not help."""
 
 
 class _Member(NamedTuple):
@@ -42,23 +42,23 @@ def unpack(archive: Path, directory: Path, max_bytes: int, label: str) -> int:
         for member in _members(archive):
             count += 1
             if count > MAX_MEMBERS:
-                raise UserError(f"{label}: has more than {MAX_MEMBERS:,} members")
+                raise RefusedArchive(f"{label}: has more than {MAX_MEMBERS:,} members")
             path = directory / _safe_name(member.name, label)
             if member.is_directory:
                 path.mkdir(parents=True, exist_ok=True)
                 continue
             if member.file is None:
-                raise UserError(f"{label}: {member.name!r} is a link, a device or another special file")
+                raise RefusedArchive(f"{label}: {member.name!r} is a link, a device or another special file")
             if written + member.size > max_bytes:
                 raise _too_large(label, max_bytes)
             check_space(directory, member.size, label)
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                raise UserError(f"{label}: has {member.name!r} twice")
+                raise RefusedArchive(f"{label}: has {member.name!r} twice")
             written += _copy(member, path, max_bytes - written, label, max_bytes)
             files += 1
     if not files:
-        raise DamagedArchive(f"{label}: an archive without files")
+        raise RefusedArchive(f"{label}: an archive without files")
     return files
 
 
@@ -89,7 +89,7 @@ def _safe_name(name: str, label: str) -> Path:
     """The relative path of a member. Names that lead out of the directory are refused, not repaired."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or (name[1:2] == ":"):
-        raise UserError(f"{label}: {name!r} leads out of the target directory; nothing is unpacked")
+        raise RefusedArchive(f"{label}: {name!r} leads out of the target directory; nothing is unpacked")
     return Path(*path.parts)
 
 
@@ -106,12 +106,12 @@ def _copy(member: _Member, path: Path, limit: int, label: str, max_bytes: int) -
         target.flush()
         os.fsync(target.fileno())
     if count != member.size:
-        raise DamagedArchive(f"{label}: damaged: {member.name!r} has {count:,} bytes instead of {member.size:,}")
+        raise RefusedArchive(f"{label}: damaged: {member.name!r} has {count:,} bytes instead of {member.size:,}")
     return count
 
 
-def _too_large(label: str, max_bytes: int) -> UserError:
-    return UserError(f"{label}: unpacks to more than {max_bytes / GIB:,.1f} GiB; if that is right, raise --max-size")
+def _too_large(label: str, max_bytes: int) -> RefusedArchive:
+    return RefusedArchive(f"{label}: unpacks to more than {size_text(max_bytes)}; if that is right, raise --max-size")
 
 
 @contextmanager
@@ -119,8 +119,8 @@ def _archive_errors(label: str) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, LZMAError, NotImplementedError) as error:
-        raise DamagedArchive(f"{label}: not a complete archive: {one_line(error) or type(error).__name__}") from None
+        raise RefusedArchive(f"{label}: not a complete archive: {one_line(error) or type(error).__name__}") from None
     except OSError as error:
         if error.errno is not None:  # of the disk; the decompressors' errors have none
             raise
-        raise DamagedArchive(f"{label}: not a complete archive: {one_line(error)}") from None
+        raise RefusedArchive(f"{label}: not a complete archive: {one_line(error)}") from None

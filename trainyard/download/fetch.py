@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -22,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainyard.core.atomic_files import fsync_directory, replace_directory
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, is_disk_full
+from trainyard.core.sizes import shortage_text
 from trainyard.download.sources import retry
 from trainyard.download.sources.remote_file import RemoteFile, SourceChanged, TransferError
 
@@ -65,17 +66,23 @@ def download(
             if os.path.lexists(target) and not (replace and _identity(target) == before):
                 shutil.rmtree(staging, ignore_errors=True)
                 return
-            for change in range(MAX_CHANGES):
-                try:
-                    _fetch(list_files(), staging, on_bytes, streams)
-                    break
-                except SourceChanged as error:
-                    if change == MAX_CHANGES - 1:
-                        raise UserError(f"{error}, again and again; try later") from None
-                    logger.warning("%s; starting again", error)
-            complete = finish(staging / "files") if finish else staging / "files"
-            if complete:
-                _rename(complete, target, replace)
+            try:
+                for change in range(MAX_CHANGES):
+                    try:
+                        _fetch(list_files(), staging, on_bytes, streams)
+                        break
+                    except SourceChanged as error:
+                        if change == MAX_CHANGES - 1:
+                            raise UserError(f"{error}, again and again; try later") from None
+                        logger.warning("%s; starting again", error)
+                complete = finish(staging / "files") if finish else staging / "files"
+                if complete:
+                    _rename(complete, target, replace)
+            except UserError:
+                if any(path.is_file() and path.stat().st_size for path in (staging / "files").rglob("*")):
+                    raise  # the next attempt needs it
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
             shutil.rmtree(staging, ignore_errors=True)
     except TransferError as error:
         raise UserError(f"{error}; gave up after {retry.MAX_ATTEMPTS} attempts; the same command continues") from None
@@ -87,14 +94,13 @@ def staging_directory(target: Path) -> Path:
     return target.with_name(f".{target.name}.part")
 
 
-def check_space(directory: Path, needed: int, what: str) -> None:
-    """Refuse to write more bytes than are free on the file system of `directory`, or of its closest parent."""
+def check_space(directory: Path, needed: int, what: str | None = None) -> None:
+    """Refuse to write more bytes than are free on the file system of `directory`, or of its closest parent. The message
+    names `what`, or the directory."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise UserError(
-            f"{what}: needs {needed / GIB:,.1f} GiB more, but only {free / GIB:,.1f} GiB are free in {existing}"
-        )
+        raise UserError(f"{what or directory}: {shortage_text(needed, free)} in {existing}")
 
 
 def _rename(complete: Path, target: Path, replace: bool) -> None:
@@ -145,6 +151,8 @@ class _Transfer:
         self.stopped = threading.Event()
         self.lock = threading.Lock()
         self.new_bytes = 0
+        self.reported_until = 0.0
+        """When a wait that was reported ends, in seconds of the monotonic clock."""
         self.journal = self.journal_path.open("a", encoding="utf-8")
 
     def record(self, entry: dict[str, object]) -> None:
@@ -221,7 +229,11 @@ class _Transfer:
                         self.new_bytes -= position - start
                     position = start
                     os.ftruncate(handle, 0)
-                logger.debug("%s; attempt %s", error, attempt + 1)
+                with self.lock:  # the other streams wait for the same server
+                    is_reported = time.monotonic() < self.reported_until
+                    self.reported_until = max(self.reported_until, time.monotonic() + delay)
+                if not is_reported:
+                    retry.report_wait(error, delay)
                 if self.stopped.wait(delay):
                     raise _Stopped from None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
 from trainyard.download import fetch
-from trainyard.download.archive import ARCHIVE_SUFFIXES, DamagedArchive, is_archive, unpack
+from trainyard.download.archive import ARCHIVE_SUFFIXES, RefusedArchive, is_archive, unpack
 from trainyard.download.credentials import redact
 from trainyard.download.location import find_model_location, is_url, is_web_url, parse_hub_location
 from trainyard.download.model_files import Wanted, needed_files
@@ -73,7 +73,7 @@ def list_source(sources: Sequence[str], options: GetOptions) -> Listing:
 
 def _list_one(source: str, options: GetOptions) -> Listing:
     label = redact(source)
-    if location := find_model_location(source) or parse_hub_location(source):
+    if location := parse_hub_location(source) or find_model_location(source):
         listing = list_repository(location)
         paths = select_paths(location, [file.path for file in listing.files])
         if location.kind == "model" and not (location.path or options.all_files or options.include):
@@ -141,7 +141,7 @@ def choose_target(listing: Listing, destination: str | None, options: GetOptions
 
 
 def _directory_name(label: str) -> str:
-    location = find_model_location(label) or parse_hub_location(label)
+    location = parse_hub_location(label) or find_model_location(label)
     return (location.repo if location else label.rstrip("/")).rpartition("/")[2]
 
 
@@ -172,8 +172,8 @@ def get(
         shutil.rmtree(unpacked, ignore_errors=True)
         try:
             count = unpack(files[0], unpacked, options.max_size, listing.label)
-        except DamagedArchive:
-            files[0].unlink()  # the next attempt downloads it again
+        except RefusedArchive:
+            files[0].unlink()
             raise
         finally:
             if not count:

@@ -8,6 +8,7 @@ from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.sizes import size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.models import family_of
 from trainyard.plan.group_rules import PlanProblem, group_problems
@@ -60,7 +61,7 @@ def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
         count = -(-config.train.steps // section.every) if section.every else 1
     if free is not None and size * count > free:
         nearest = f"checkpoint.keep={free // size - 1}" if free >= 2 * size else "another checkpoint.directory"
-        space = f"{counted(count, 'checkpoint')} of {size / GIB:.1f} GiB, {directory} has {free / GIB:.1f} GiB free"
+        space = f"{counted(count, 'checkpoint')} of {size_text(size)}, {directory} has {size_text(free)} free"
         yield PlanProblem(f"disk: {space}; nearest: {nearest}", size > free)
 
 

@@ -24,11 +24,13 @@ from trainyard.checkpoint.convert import (
 )
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
-from trainyard.checkpoint.transfer import check_new_target, check_space, local_source, local_target
+from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.sizes import size_text
+from trainyard.download.fetch import check_space
 from trainyard.download.location import is_url
 from trainyard.families.hf_config import from_hf
 
@@ -128,7 +130,7 @@ def print_plan(opened: OpenedCheckpoint, source: str, target: str, spec: Convers
     check_new_target(target)
     check_space(Path(gettempdir() if is_url(target) else target), size)
     layout = "".join(f" {key}={value}" for key, value in spec.layout.items())
-    print(f"{target}: would be {FORMAT_DESCRIPTIONS[spec.format]}{layout}, {size / 2**20:,.1f} MiB; nothing is written")
+    print(f"{target}: would be {FORMAT_DESCRIPTIONS[spec.format]}{layout}, {size_text(size)}; nothing is written")
 
 
 def run_conversion(
@@ -156,7 +158,7 @@ def run_conversion(
         check_space(target, total)
         convert_checkpoint(opened, Path(source), target, spec, on_bytes, config)
     seconds = max(time.monotonic() - start, 1e-9)
-    print(f"{target_label}: {done / 2**20:,.1f} MiB in {seconds:.1f} s ({done / 2**20 / seconds:,.0f} MiB/s)")
+    print(f"{target_label}: {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
 
 
 def check_logits(opened: OpenedCheckpoint, converted: OpenedCheckpoint, target: str, spec: ConversionTarget) -> None:

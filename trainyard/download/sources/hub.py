@@ -183,8 +183,11 @@ def translate_error(error: Exception, location: HubLocation) -> Exception:
     if status is not None and status in BUSY:
         after = response.headers.get("Retry-After", "") if response is not None else ""
         return TransferError(f"{repo}: HTTP {status}", float(after) if after.isdigit() else None)
+    if status == 404:
+        return UserError(f"{repo}: no such repository, revision or file at {endpoint()} (HTTP 404)")
     if status is not None:
-        return UserError(f"{repo}: HTTP {status}: {redact(one_line(error))}")
+        reason = getattr(error, "server_message", None) or getattr(response, "reason_phrase", "")
+        return UserError(f"{repo}: HTTP {status} {redact(' '.join(str(reason).split()))}".rstrip())
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3"):
         return TransferError(
             f"{repo}: {endpoint()} cannot be reached: {redact(one_line(error)) or type(error).__name__}"

@@ -1,5 +1,6 @@
 """When to try a transfer again."""
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -14,7 +15,10 @@ FIRST_WAIT_S = 0.5
 """Seconds before the second attempt; they double with each one."""
 MAX_WAIT_S = 120.0
 """Most seconds to wait because a server asks for it."""
+REPORTED_WAIT_S = 5.0
+"""Waits of this many seconds are reported."""
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def delay_before(attempt: int, error: TransferError) -> float | None:
@@ -24,6 +28,12 @@ def delay_before(attempt: int, error: TransferError) -> float | None:
     if error.retry_after is not None:
         return error.retry_after
     return float(FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+
+
+def report_wait(error: TransferError, delay: float) -> None:
+    """Tell the user why nothing happens, if it takes long."""
+    level = logging.WARNING if delay >= REPORTED_WAIT_S else logging.DEBUG
+    logger.log(level, "%s; next attempt in %.0f s", error, delay)
 
 
 def with_retries(request: Callable[[], T], attempts: int | None = None) -> T:
@@ -38,5 +48,6 @@ def with_retries(request: Callable[[], T], attempts: int | None = None) -> T:
                     f", which asks to wait {error.retry_after:.0f} s" if (error.retry_after or 0) > MAX_WAIT_S else ""
                 )
                 raise SourceUnavailable(f"{error}{after}; gave up after {counted(attempt, 'attempt')}") from None
+            report_wait(error, delay)
             time.sleep(delay)
     raise AssertionError

@@ -21,8 +21,8 @@ from trainyard.checkpoint.io.storage import LocalStorage
 from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import shard_name, step_directory
 from trainyard.config.schema import Config
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
+from trainyard.core.sizes import shortage_text
 from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
@@ -97,7 +97,7 @@ class MemoryCopies:
         problem = ""
         if free < need:
             where = self.config.checkpoint.memory_directory
-            problem = f"{where} needs {need / GIB:.1f} GiB for copies of the state, {free / GIB:.1f} GiB are free"
+            problem = f"{where}: copies of the state: {shortage_text(need, free)}"
         for line in self.mesh.all_gather_object(problem):
             if line:
                 raise UserError(f"checkpoint.memory_every={self.config.checkpoint.memory_every}: {line}")

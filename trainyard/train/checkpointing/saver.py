@@ -23,6 +23,7 @@ from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
+from trainyard.core.sizes import shortage_text
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory
@@ -296,9 +297,7 @@ class Saver:
     def _check_disk_space(self) -> None:
         free, required = self.storage.free_bytes(), self.required_bytes
         if free is not None and free < required:
-            raise NotWritable(
-                f"{self.storage}: a checkpoint needs {required / 2**20:,.0f} MiB, {free / 2**20:,.0f} MiB are free"
-            )
+            raise NotWritable(f"{self.storage}: a checkpoint {shortage_text(required, free)}")
 
     def _abort(self, save: PendingSave) -> None:
         self.current = None

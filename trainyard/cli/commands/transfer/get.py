@@ -14,6 +14,7 @@ from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.sizes import size_text
 
 if TYPE_CHECKING:
     from trainyard.download.samples import Sample
@@ -102,16 +103,9 @@ def get(
             return 0
         start = time.monotonic()
         with ProgressDisplay("download") as progress:
-            first: list[int] = []
-
-            def on_bytes(done: int, total: int) -> None:
-                first.append(done) if not first else None
-                rate = (done - first[0]) / max(time.monotonic() - start, 1e-9)
-                progress.update(done, total, f"{rate / 2**20:,.1f} MiB/s")
-
-            count = run_get(sources, listing, target, options, on_bytes, streams)
+            count = run_get(sources, listing, target, options, progress.update, streams)
     seconds = max(time.monotonic() - start, 1e-9)
-    rate = f" ({(listing.size or 0) / 2**20 / seconds:,.0f} MiB/s)" if listing.size else ""
+    rate = f" ({size_text(listing.size / seconds)}/s)" if listing.size else ""
     print(f"{_short(target)}: {counted(count, 'file')}, {_size_text(listing.size)} in {seconds:.1f} s{rate}")
     if dataset:
         print(f"license: {dataset.license}")
@@ -174,10 +168,4 @@ def _short(path: Path) -> str:
 
 
 def _size_text(size: int | None) -> str:
-    if size is None:
-        return "unknown size"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.1f} {unit}" if unit != "B" else f"{size} B"
-        size /= 1024  # type: ignore[assignment]
-    raise AssertionError
+    return "unknown size" if size is None else size_text(size)
