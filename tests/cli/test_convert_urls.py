@@ -67,7 +67,7 @@ def test_every_format_goes_to_s3_and_back(call: Call, s3: Any, hf: Path, tmp_pat
 def test_tokenizer_files_travel_and_inspect_reads_a_url(call: Call, s3: Any, hf: Path, tmp_path: Path) -> None:
     url = f"s3://yard/{tmp_path.name}/out"
     succeed(call("convert", "hf", url))
-    assert names(s3, url) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert names(s3, url) == ["config.json", "model.safetensors", "tokenizer.json", "trainyard.sha256"]
     assert json.loads(succeed(call("inspect", url, "--json")))["format"] == "hf"
     out = succeed(call("convert", url, f"s3://yard/{tmp_path.name}/other", "--dry-run"))
     assert "nothing is written" in out
@@ -132,7 +132,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_large_file() -> None:
 
 def test_mistakes_are_one_line(call: Call, s3: Any, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(call("convert", "hf", "s3://no-such-bucket/x"), "s3://no-such-bucket/x: cannot be written: ")
-    fail(call("convert", "s3://yard/nothing", "out"), "s3://yard/nothing: no such file or directory")
+    fail(call("convert", "s3://yard/nothing", "out"), "s3://yard/nothing: no such file, directory or bucket")
     fail(call("convert", "hf", "nosuch://a/b"), "nosuch://a/b: ")
     s3.pipe(f"yard/{tmp_path.name}/evil/../../x", b"")
     fail(call("convert", f"s3://yard/{tmp_path.name}/evil", "out"), ".*cannot be the name of a local file")
@@ -140,5 +140,5 @@ def test_mistakes_are_one_line(call: Call, s3: Any, hf: Path, tmp_path: Path, mo
     succeed(call("convert", "hf", url))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=9))
-    fail(call("convert", url, "out"), rf"{url}: 0\.0 GiB, but only 0\.0 GiB are free in .*; set TMPDIR")
+    fail(call("convert", url, "out"), rf"{url}: needs .* [KM]iB, but only 9 B are free in .*; set TMPDIR")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

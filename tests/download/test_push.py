@@ -1,6 +1,9 @@
 """`trainyard push`: real clients, a Hub and an S3 server on the loopback."""
 
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from tests.cli.conftest import Call, call, fail, succeed  # noqa: F401 (a fixtur
 from tests.support.hub_server import HubServer, hub_server, use_hub
 from tests.support.s3_server import s3_server
 from tests.support.web_server import status
+from trainyard.checkpoint.formats.hf import CHECKSUM_FILE
 from trainyard.checkpoint.registry import first_model_difference, open_weights
 from trainyard.cli import main
 from trainyard.download.local_copies import forget_sources
@@ -167,11 +171,106 @@ def test_half_an_upload_is_not_complete(
         fail(call("push", run, url), f"{url}: cannot be written: .*; it is not complete; run the command again")
     s3.invalidate_cache()
     names = {path.partition("/half/")[2] for path in s3.find(url.removeprefix("s3://"))}
-    assert names
-    assert MANIFEST_FILE not in names
+    assert len(names) > 1
     assert not any(name.endswith("complete.json") for name in names)
-    assert call("push", run, url)[0] == 0  # continues without --overwrite
-    assert s3.exists(f"{url}/{MANIFEST_FILE}")
+    fail(call("get", url, "copy"), f"{url}: an upload that did not finish: {len(names) - 1} of .* files are there; ")
+    fail(call("get", f"{url}/checkpoints", "copy"), ".*/half/checkpoints: an upload that did not finish: ")
+    fail(call("convert", f"{url}/checkpoints", "copy"), ".*/half/checkpoints: an upload that did not finish: ")
+    assert not (tmp_path / "copy").exists()
+    succeed(call("push", run, url))  # continues without --overwrite
+    succeed(call("get", url, "copy"))
+    succeed(call("get", f"{url}/model", "copy-of-model"))
+    fail(call("push", run, url), ".*already exists and is not empty; --overwrite replaces it")
+
+
+STEP = "checkpoints/step_00000004"
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        (f"{STEP}/rank_00000.safetensors", -1),  # a weight
+        (f"{STEP}/rank_00000.safetensors", 100),  # the header
+        (f"{STEP}/complete.json", 50),
+        (f"{STEP}/tokenizer.json", 50),
+        ("model/model.safetensors", -1),
+        ("model/model.safetensors", 100),
+        ("model/config.json", b"1e-05"),
+        ("model/tokenizer.json", 50),
+    ],
+)
+def test_a_damaged_file_is_not_uploaded(
+    call: Call,  # noqa: F811
+    hub: HubServer,
+    s3: Any,
+    run: Path,
+    tmp_path: Path,
+    file: str,
+    place: int | bytes,
+) -> None:
+    """One flipped bit: no command that reads the file, uploads it or says that it is good, succeeds."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    directory = (copy / file).parent
+    data = bytearray((copy / file).read_bytes())
+    data[place if isinstance(place, int) else data.index(place)] ^= 2
+    (copy / file).write_bytes(data)
+    url = f"s3://yard/{tmp_path.name}/damaged"
+    message = f".*{file}: .*(checksum|not a readable)"
+    for source, target in ((copy, url), (directory, url), (directory, "hf://me/damaged")):
+        for option in ([], ["--dry-run"]):
+            fail(call("push", source, target, "--no-plan", *option), message)
+    code, _, error = call("inspect", directory, "--check")
+    assert code == 2
+    assert re.search(message, error)
+    assert not s3.exists(url)
+    assert "models/me/damaged" not in hub.repos
+
+
+def test_an_edited_export_is_uploaded_without_its_old_checksum(call: Call, s3: Any, run: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A user may change what text generation uses; the message says how. The file is one that sha256sum checks."""
+    shutil.copytree(run / "model", tmp_path / "model")
+    sha256sum = ["sha256sum", "--check", "--strict", CHECKSUM_FILE]
+    checked = subprocess.run(sha256sum, cwd=tmp_path / "model", check=True, capture_output=True, text=True).stdout
+    others = {path.name for path in run.joinpath("model").iterdir()} - {"model.safetensors", CHECKSUM_FILE}
+    assert {line.removesuffix(": OK") for line in checked.splitlines()} == others
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.5}')
+    url = f"s3://yard/{tmp_path.name}/edited"
+    fail(call("push", "model", url), "model/generation_config.json: .*; if you edited it, remove its line there")
+    assert "note: model/generation_config.json: its checksum differs" in succeed(call("convert", "model", "new"))
+    lines = (tmp_path / "model" / CHECKSUM_FILE).read_text().splitlines(keepends=True)
+    kept = "".join(line for line in lines if "generation_config.json" not in line)
+    (tmp_path / "model" / CHECKSUM_FILE).write_text(kept)
+    succeed(call("push", "model", url))
+    succeed(call("get", url, "back"))
+    assert "all values are finite; all checksums agree" in succeed(call("inspect", "back", "--check"))
+
+
+def test_a_reader_never_takes_a_replaced_upload_for_complete(
+    call: Call,  # noqa: F811
+    s3: Any,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While --overwrite replaces files, the store has no manifest that calls them complete."""
+    from moto.s3.models import S3Backend
+
+    url, put = f"s3://yard/{tmp_path.name}/twice", S3Backend.put_object
+    succeed(call("push", run, url))
+    seen: list[bool] = []
+
+    def look(self: Any, bucket: str, name: str, *arguments: Any, **options: Any) -> Any:
+        if not name.endswith(MANIFEST_FILE):
+            key = self.buckets[bucket].keys.get(f"{tmp_path.name}/twice/{MANIFEST_FILE}")
+            seen.append(bool(key) and json.loads(key.value)["complete"])
+        return put(self, bucket, name, *arguments, **options)
+
+    monkeypatch.setattr(S3Backend, "put_object", look)
+    succeed(call("push", run, url, "--overwrite"))
+    assert seen
+    assert not any(seen)
+    assert json.loads(s3.cat(f"{url}/{MANIFEST_FILE}"))["complete"]
 
 
 def test_the_hub_is_busy_for_a_moment(call: Call, hub: HubServer, run: Path) -> None:  # noqa: F811

@@ -5,22 +5,22 @@ are in their caches. A target at a URL is written to
 a temporary directory first and then uploaded; the file that makes a checkpoint complete comes last.
 """
 
-import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from threading import Event
 
-from trainyard.checkpoint.io.storage import FsspecStorage, StorageUnavailable, open_storage
+from trainyard.checkpoint.io.storage import FsspecStorage, open_storage
 from trainyard.checkpoint.registry import detect_format, latest_checkpoint
-from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError, one_line
+from trainyard.download.credentials import redact
+from trainyard.download.fetch import check_space, download
 from trainyard.download.local_copies import is_remote_model, local_weights
 from trainyard.download.location import is_url
+from trainyard.download.sources.object_store import list_stored_files
 
 FINAL_FILES = ("config.json", "model.safetensors.index.json", ".metadata", "done", "complete.json")
 """Files that readers look for first. They are uploaded last, in this order."""
@@ -48,7 +48,15 @@ def local_source(source: str, on_bytes: OnBytes) -> Iterator[str | Path]:
         yield source
         return
     with TemporaryDirectory(prefix="trainyard-") as temporary:
-        yield _download(storage, Path(temporary), on_bytes)
+        copy = Path(temporary) / (PurePosixPath(storage.path).name or "checkpoint")
+        files = list_stored_files(source)
+        is_file = len(files) == 1 and files[0].label == redact(source)
+        try:
+            check_space(copy, sum(file.size or 0 for file in files), source)
+        except UserError as error:
+            raise UserError(f"{error}; set TMPDIR, or name the directory of one checkpoint") from None
+        download(lambda: list_stored_files(source), copy, on_bytes, lambda path: path / copy.name if is_file else path)
+        yield copy
 
 
 @contextmanager
@@ -72,14 +80,6 @@ def check_new_target(target: str) -> None:
         raise UserError(f"{target}: already exists and is not empty; choose a new directory")
 
 
-def check_space(target: Path, needed: int) -> None:
-    """Refuse to write more bytes than are free."""
-    existing = next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise UserError(f"{target}: needs {needed / GIB:,.1f} GiB, but only {free / GIB:,.1f} GiB are free")
-
-
 def check_links(source: Path) -> None:
     """Refuse symbolic links in a directory that lead out of it, except those of the Hugging Face cache to its blobs."""
     root = source.resolve()
@@ -99,46 +99,6 @@ def check_link(path: Path, root: Path) -> None:
     allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(directory) for directory in allowed):
         raise UserError(f"{path}: a link to {target}, outside the checkpoint; nearest: a copy in its place")
-
-
-def _download(storage: FsspecStorage, directory: Path, on_bytes: OnBytes) -> Path:
-    """Copy a directory, or a single file, to a local directory. Returns the path of the copy."""
-    try:
-        found = storage.filesystem.find(storage.path, detail=True)
-    except Exception as error:
-        raise StorageUnavailable(f"{storage}: {type(error).__name__}: {one_line(error)}") from None
-    root = storage.path.strip("/")
-    sizes = {path.strip("/").removeprefix(root).strip("/"): int(info["size"] or 0) for path, info in found.items()}
-    if not sizes:
-        raise UserError(f"{storage}: no such file or directory")
-    if list(sizes) == [""]:  # a file
-        name = PurePosixPath(root).name
-        copy_all({name: sizes[""]}, lambda name, report: _fetch(storage, "", directory / name, report), on_bytes)
-        return directory / name
-    if unsafe := next((name for name in sizes if {"", ".", ".."} & set(name.split("/"))), None):
-        raise UserError(f"{storage}: {unsafe!r} cannot be the name of a local file")
-    if (total := sum(sizes.values())) > (free := shutil.disk_usage(directory).free):
-        raise UserError(
-            f"{storage}: {total / GIB:,.1f} GiB, but only {free / GIB:,.1f} GiB are free in {gettempdir()}; set TMPDIR,"
-            " or name the directory of one checkpoint"
-        )
-    for name in sizes:
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-    copy_all(sizes, lambda name, report: _fetch(storage, name, directory / name, report), on_bytes)
-    return directory
-
-
-def _fetch(storage: FsspecStorage, name: str, path: Path, report: Callable[[int], None]) -> None:
-    remote = f"{storage.path}/{name}" if name else storage.path
-    try:
-        with storage.filesystem.open(remote, "rb") as source, path.open("wb") as file:
-            while data := source.read(COPY_CHUNK_BYTES):
-                file.write(data)
-                report(len(data))
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise
-        raise StorageUnavailable(f"{storage}/{name}: cannot be copied: {one_line(error)}") from None
 
 
 def _writable_storage(target: str) -> FsspecStorage:

@@ -1,23 +1,30 @@
-"""Uploads a run or checkpoint as it is to an object store, with a manifest of sizes and hashes as its last file."""
+"""Uploads a run or checkpoint as it is to an object store, with a manifest of sizes and hashes.
+
+The manifest is the first file, with the names of all files and the mark that the upload is not complete, and the last,
+with their hashes. So a reader can tell half an upload from a directory that others wrote.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+from trainyard.checkpoint.formats.hf import is_hf
 from trainyard.checkpoint.io.storage import FsspecStorage, open_storage
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, STEP_DIRECTORY
+from trainyard.checkpoint.registry import verify_checksums
 from trainyard.checkpoint.transfer import COPY_CHUNK_BYTES, FINAL_FILES, OnBytes, check_links, copy_all
 from trainyard.core.errors import UserError, one_line
 from trainyard.download.credentials import redact
-from trainyard.download.sources.object_store import MANIFEST_FILE
+from trainyard.download.sources.object_store import MANIFEST_FILE, read_manifest
 
 SKIPPED_NAMES = (".lock", "lock")
 SKIPPED_SUFFIXES = (".part", ".tmp")
 
 
 def files_to_upload(source: Path) -> dict[str, Path]:
-    """The files of a run or checkpoint by relative name. Checkpoints that are not complete are left out."""
+    """The files of a run or checkpoint by relative name, after a comparison with the checksums that its checkpoints and
+    exported models have. Checkpoints that are not complete are left out."""
     if source.is_file():
         return {source.name: source}
     check_links(source)
@@ -37,17 +44,22 @@ def files_to_upload(source: Path) -> dict[str, Path]:
     }
     if not files:
         raise UserError(f"{source}: no such run or checkpoint, or it has no files")
+    for directory in sorted({path.parent for path in files.values()}):
+        if (directory / COMMIT_FILE).is_file() or is_hf(directory):
+            verify_checksums(directory)  # the manifest must not vouch for a file that is damaged already
     return files
 
 
 def upload_files(files: dict[str, Path], target: str, overwrite: bool, on_bytes: OnBytes) -> int:
-    """Upload files and then their manifest; returns the bytes. Without a manifest, an upload is not complete."""
+    """Upload files and then their manifest; returns the bytes."""
     storage = open_storage(target)
     if not isinstance(storage, FsspecStorage):
         raise UserError(f"{target}: expected hf://OWNER/NAME or a URL such as s3://bucket/name")
     present = _present(storage)
-    stale = present - files.keys()
-    if not overwrite and (MANIFEST_FILE in present or stale):
+    manifest = read_manifest(storage.filesystem, storage.path, redact(target)) if MANIFEST_FILE in present else None
+    stale = present - files.keys() - {MANIFEST_FILE}
+    begun = set(manifest.files) if manifest and not manifest.is_complete else set()  # by an upload that did not finish
+    if not overwrite and (stale - begun or (manifest and manifest.is_complete)):
         raise UserError(f"{redact(target)}: already exists and is not empty; --overwrite replaces it")
     entries: dict[str, dict[str, object]] = {}
 
@@ -64,19 +76,22 @@ def upload_files(files: dict[str, Path], target: str, overwrite: bool, on_bytes:
                 report(len(data))
         entries[name] = {"size": size, "sha256": digest.hexdigest()}
 
+    def write_manifest(entries: dict[str, dict[str, object]], is_complete: bool) -> None:
+        with storage.write(MANIFEST_FILE) as file:
+            file.write(json.dumps({"complete": is_complete, "files": dict(sorted(entries.items()))}, indent=1).encode())
+
     sizes = {name: path.stat().st_size for name, path in files.items()}
     final = sorted((name for name in sizes if _final_rank(name) is not None), key=lambda name: _final_rank(name) or 0)
     try:
-        for name in (MANIFEST_FILE, *reversed(final), *sorted(stale)):  # readers must not see old and new files mixed
+        storage.mkdir()
+        write_manifest({name: {"size": size} for name, size in sizes.items()}, is_complete=False)
+        for name in (*reversed(final), *sorted(stale)):  # readers must not see old and new files mixed
             if name in present:
                 storage.remove(name)
-        storage.mkdir()
         done = copy_all({name: size for name, size in sizes.items() if name not in final}, send, on_bytes)
         for name in final:
             done = copy_all({name: sizes[name]}, send, on_bytes, done)
-        manifest = json.dumps({"files": dict(sorted(entries.items()))}, indent=1)
-        with storage.write(MANIFEST_FILE) as file:
-            file.write(manifest.encode())
+        write_manifest(entries, is_complete=True)
     except UserError:
         raise
     except Exception as error:

@@ -94,8 +94,8 @@ class ServedModel:
     async def _encode(self, encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
         if len(text) > self.max_characters:  # known without encoding it, which takes seconds
             message = (
-                f"the prompt has {counted(len(text), 'character')}; the longest sequence is {self.max_seq_len} tokens, which have "
-                f"at most {self.max_characters}"
+                f"the prompt has {counted(len(text), 'character')}; the longest sequence is {self.max_seq_len} tokens, "
+                f"which have at most {self.max_characters}"
             )
             raise ApiError(400, message, param, "context_length_exceeded")
         if len(text) <= SHORT_TEXT:

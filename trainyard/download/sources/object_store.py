@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainyard.core.errors import UserError, one_line
 from trainyard.download.credentials import redact
@@ -18,7 +18,7 @@ from trainyard.download.sources.web import etag_checksum
 PIP_EXTRAS = {"s3": "s3", "s3a": "s3"}
 """The extra of the trainyard package that a protocol needs."""
 MANIFEST_FILE = "trainyard-manifest.json"
-"""Written last by `trainyard push`: size and SHA-256 of all files. Without it, an upload is not complete."""
+"""Of `trainyard push`: size and SHA-256 of all files, and whether the upload is complete."""
 CREDENTIAL_ERRORS = ("NoCredentialsError", "ProfileNotFound", "InvalidConfigError", "PartialCredentialsError")
 """Of botocore, which is not always installed."""
 
@@ -105,11 +105,13 @@ def _list_stored_files(url: str) -> list[RemoteFile]:
         names = {key: name for key, name in names.items() if fnmatchcase(name, pattern)}
     if not names:
         raise UserError(f"{label}: no such file or directory")
-    if list(names.values()) == [""]:
+    is_file = list(names.values()) == [""]
+    if is_file:
         names = dict.fromkeys(names, PurePosixPath(root).name)
     if unsafe := next((name for name in names.values() if {"", ".", ".."} & set(name.split("/"))), None):
         raise UserError(f"{label}: {unsafe!r} cannot be the name of a local file")
-    digests = _read_manifest(filesystem, path, {name: found[key] for key, name in names.items()}, label)
+    sizes = {name: int(found[key].get("size") or 0) for key, name in names.items()}
+    digests = {} if is_file else _check_manifest(filesystem, path, pattern or "*", sizes, label)
     base = label.rpartition("/")[0] if pattern else label
     out = []
     for key, name in sorted(names.items(), key=lambda item: item[1]):
@@ -131,17 +133,46 @@ def _find(filesystem: Any, path: str) -> dict[str, dict[str, Any]]:
     return {key: info for key, info in found.items() if info.get("type") != "directory" and not key.endswith("/")}
 
 
-def _read_manifest(filesystem: Any, path: str, found: dict[str, dict[str, Any]], label: str) -> dict[str, str]:
-    """The SHA-256 of each file of an upload of `trainyard push`. Raises UserError if it is not complete."""
-    if MANIFEST_FILE not in found:
-        return {}
+class Manifest(NamedTuple):
+    files: dict[str, tuple[int, str]]
+    """Size in bytes and SHA-256 of each file of an upload; without the latter while the upload is not complete."""
+    is_complete: bool
+
+
+def read_manifest(filesystem: Any, path: str, label: str) -> Manifest | None:
+    """The manifest of the upload at a path, if there is one. Raises UserError if it cannot be understood."""
     try:
-        files = json.loads(filesystem.cat_file(f"{path}/{MANIFEST_FILE}"))["files"]
-        expected = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
+        content = filesystem.cat_file(f"{path}/{MANIFEST_FILE}")
+    except (FileNotFoundError, PermissionError):  # S3 without the right to list answers 403 for a missing object
+        return None
     except Exception as error:
-        raise UserError(f"{label}/{MANIFEST_FILE}: not a manifest: {redact(one_line(error))}") from None
+        raise _translate(error, label) from None
+    try:
+        data = json.loads(content)
+        files = {str(name): (int(file["size"]), str(file.get("sha256", ""))) for name, file in data["files"].items()}
+        return Manifest(files, data.get("complete", True) is True)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{label}/{MANIFEST_FILE}: not a manifest: {one_line(error)}") from None
+
+
+def _check_manifest(filesystem: Any, path: str, pattern: str, sizes: dict[str, int], label: str) -> dict[str, str]:
+    """The SHA-256 of the files that match a glob below a path, from the manifest there or in a directory above. Raises
+    UserError unless the upload is complete and has these sizes."""
+    parts = path.split("/")
+    roots = ("/".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+    found = ((root, manifest) for root in roots if (manifest := read_manifest(filesystem, root, label)))
+    root, manifest = next(found, (path, Manifest({}, True)))
+    prefix = path[len(root) + 1 :] + "/" if path != root else ""
+    named = {name.removeprefix(prefix): entry for name, entry in manifest.files.items() if name.startswith(prefix)}
+    expected = {name: entry for name, entry in named.items() if fnmatchcase(name, pattern)}
+    if expected and not manifest.is_complete:
+        there = sum(sizes.get(name) == size for name, (size, _) in expected.items())
+        raise UserError(
+            f"{label}: an upload that did not finish: {there} of {len(expected)} files are there; "
+            "the same `trainyard push` completes it"
+        )
     for name, (size, _) in expected.items():
-        if name not in found or int(found[name].get("size") or 0) != size:
+        if sizes.get(name) != size:
             raise UserError(f"{label}/{name}: missing or of another size than {MANIFEST_FILE} says; upload it again")
     return {name: digest for name, (_, digest) in expected.items()}
 

@@ -11,13 +11,15 @@ from typer import Argument, Option
 from trainyard import models
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, total_bytes
 from trainyard.checkpoint.native.checkpoint import Checkpoint
-from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
-from trainyard.checkpoint.transfer import check_space, local_source
+from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify_checksums
+from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
 from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.sizes import size_text
+from trainyard.download.fetch import check_space
 from trainyard.download.location import HubLocation, parse_hub_location
 from trainyard.families.hf_config import from_hf
 from trainyard.page.plan_process import compare
@@ -52,7 +54,7 @@ def push(
     or `hf auth login`.
 
     To a store, files are copied as they are; trainyard-manifest.json with sizes and hashes comes last, and `trainyard
-    get` checks them.
+    get` checks them. All files of checkpoints and exported models are compared with their checksums first.
 
     Examples:
 
@@ -70,6 +72,7 @@ def push(
         with ExitStack() as stack:
             download = stack.enter_context(ProgressDisplay("download"))
             path = stack.enter_context(local_source(_weights_of(source), download.update))
+            verify_checksums(path)
             opened = open_weights(path, from_hf(config) if config else None)
             directory = Path(stack.enter_context(TemporaryDirectory(prefix="trainyard-"))) / "model"
             facts = _facts(source, opened, location, plan)
@@ -85,7 +88,7 @@ def push(
             size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     if not wrote_card:
         print(f"note: {location} has a {CARD} of its own, which stays")
-    print(f"{location}: {size / 2**20:,.1f} MiB in {time.monotonic() - start:.1f} s; {url}")
+    print(f"{location}: {size_text(size)} in {time.monotonic() - start:.1f} s; {url}")
     return 0
 
 
@@ -145,11 +148,11 @@ def _push_to_store(source: Path, target: str, overwrite: bool, dry_run: bool) ->
     if dry_run:
         for name, path in files.items():
             print(f"{path.stat().st_size:>15,}  {name}")
-        print(f"{target}: {counted(len(files), 'file')}, {size / 2**20:,.1f} MiB; nothing is uploaded")
+        print(f"{target}: {counted(len(files), 'file')}, {size_text(size)}; nothing is uploaded")
         return 0
     start = time.monotonic()
     with ProgressDisplay("upload") as progress:
         done = upload_files(files, target, overwrite, progress.update)
-    seconds, mib = max(time.monotonic() - start, 1e-9), done / 2**20
-    print(f"{target}: {counted(len(files), 'file')}, {mib:,.1f} MiB in {seconds:.1f} s ({mib / seconds:,.0f} MiB/s)")
+    seconds, count = max(time.monotonic() - start, 1e-9), counted(len(files), "file")
+    print(f"{target}: {count}, {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
     return 0
