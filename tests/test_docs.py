@@ -129,6 +129,21 @@ def test_headings_are_at_most_two_screens_apart(page: Path) -> None:
     assert max(gaps)[0] <= MAX_LINES_WITHOUT_HEADING, f"line {max(gaps)[1]}"
 
 
+UNIDIOMATIC = re.compile(
+    r"\b(?:[Cc]ures?|goes on|(?:is|are) told|thus not|of ours|so many|[Aa] kill\b|[Aa]fter a kill|makes? of (?:it|them)"
+    r"|time for complete|final name before|(?:is|are) one line (?:and|before|that)|[Ll]osses are those of|Most new"
+    r"|counts nothing|(?:serve|serves) samples|[Aa]s it says|commands of this machine)\b"
+)
+"""Phrases that native readers stumble over, each replaced once already."""
+
+
+def test_pages_and_help_have_no_phrase_that_was_replaced() -> None:
+    texts = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if "lab" not in page.parts}
+    del texts["CHANGELOG.md"]
+    found = {name: UNIDIOMATIC.findall(" ".join(text.split())) for name, text in texts.items()}
+    assert {name: phrases for name, phrases in found.items() if phrases} == {}
+
+
 def test_readme_fits_one_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 

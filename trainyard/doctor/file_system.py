@@ -35,7 +35,9 @@ def file_system_findings(directory: Path) -> Iterator[Finding]:
     level, fix = ("ok", "") if free >= MIN_FREE_DISK else ("warning", "remove files, or set log.directory elsewhere")
     yield Finding("disk", level, f"{existing}: {free / GIB:.1f} GiB free", fix)  # type: ignore[arg-type]
     if not os.access(existing, os.W_OK):
-        yield Finding("disk", "error", f"{existing}: cannot be written", "set log.directory to a directory of yours")
+        yield Finding(
+            "disk", "error", f"{existing}: cannot be written", "set log.directory to a directory that you own"
+        )
         return
     try:
         with tempfile.TemporaryDirectory(prefix=".trainyard-doctor-", dir=existing) as temporary:

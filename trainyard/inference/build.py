@@ -25,7 +25,7 @@ class EngineShape:
     """Sizes and numbers of an engine."""
 
     slots: int
-    """Sequences that are computed together."""
+    """Maximum number of sequences per batch."""
     max_seq_len: int
     """Longest prompt plus new tokens."""
     dtype: torch.dtype

@@ -35,7 +35,7 @@ class InferenceOptions:
     dtype: str | None = None
     """A key of DTYPES; None: bf16 on accelerators, fp32 on the CPU."""
     max_batch: int = 8
-    """Sequences that are computed together."""
+    """Maximum number of sequences per batch."""
     max_seq_len: int | None = None
     """Longest prompt plus new tokens; None: the model's limit."""
     compiled: bool = False

@@ -162,7 +162,7 @@ def _first_violation(config: Config, world_size: int, tp: int, pp: int, cp: int)
         return f"layout.pp={pp}: pp x vpp = {stages} stages for {counted(model.layers, 'layer')}"
     if layout.pipeline_cuts and pp == layout.pp and layout.pipeline_cuts[-1] >= model.layers - 1:
         cuts = list(layout.pipeline_cuts)
-        return f"layout.pipeline_cuts={cuts}: the model has the layers 0 to {model.layers - 1}"
+        return f"layout.pipeline_cuts={cuts}: the model's {model.layers} layers are 0 to {model.layers - 1}"
     if cp > 1 and seq_len % (2 * cp):
         return f"layout.cp={cp}: data.seq_len={seq_len} is not a multiple of 2 x cp = {2 * cp}"
     if layout.sequence_parallel and seq_len // cp % tp:

@@ -341,13 +341,13 @@ def test_text_files_and_unreadable_lines(vocab: TokenizerSpec, tmp_path: Path) -
 
 def test_impossible_requests_are_refused(vocab: TokenizerSpec, tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", 3)
-    with pytest.raises(UserError, match=r"--files 5000: there are \d+ samples; nearest"):
+    with pytest.raises(UserError, match=r"--files 5000: the input gives \d+ samples; nearest"):
         build([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=5000)
     assert not list((tmp_path / "out").iterdir())
     with pytest.raises(UserError, match=r"no \[PAD\]"):
         build([source], BertOptions(TokenizerSpec("bytes"), 64, 10), tmp_path / "out")
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
-    with pytest.raises(UserError, match="give no sample"):
+    with pytest.raises(UserError, match="too few for a sample"):
         build([tmp_path / "empty.jsonl"], BertOptions(vocab, 64, 10), tmp_path / "out")
     build([source], BertOptions(vocab, 64, 10), tmp_path / "out", files=3)
     with pytest.raises(UserError, match=r"x_training_00000\.hdf5: already exists; --overwrite"):

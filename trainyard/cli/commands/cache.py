@@ -168,7 +168,7 @@ def clear_locks(
     device: DeviceOption = "auto",
     neuron: NeuronOption = None,
     minutes: Annotated[
-        float, Option("--minutes", min=0, help="Least age of a neuronx-cc lock: other hosts may hold it unseen.")
+        float, Option("--minutes", min=0, help="Minimum age of a neuronx-cc lock; another host may hold it.")
     ] = 60,
 ) -> None:
     """Remove locks that no process holds.

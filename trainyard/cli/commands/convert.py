@@ -54,7 +54,9 @@ def convert(
     ] = None,
     source_layout: Annotated[
         str,
-        Option("--source-layout", metavar="KEY=VALUE,...", help="What NxD files may not reveal: kv_order, by_head."),
+        Option(
+            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
+        ),
     ] = "",
     weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
     check: Annotated[bool, Option("--check", help="Run both models and print the largest logit difference.")] = False,
@@ -184,4 +186,4 @@ def check_equal_bits(
     if name := first_different_tensor(opened, converted, spec):
         raise RunStopped(f"{target}: {name} differs from the {opened.format} source; this is a bug")
     count = len(unfused_tensors(opened.weights.model))
-    print(f"equal bit for bit: {counted(count, 'tensor')}{' after rounding' if spec.dtype else ''}", flush=True)
+    print(f"all {counted(count, 'tensor')} are equal bit for bit{' after rounding' if spec.dtype else ''}", flush=True)

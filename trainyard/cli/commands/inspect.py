@@ -33,7 +33,9 @@ def inspect(
     ] = None,
     source_layout: Annotated[
         str,
-        Option("--source-layout", metavar="KEY=VALUE,...", help="What NxD files may not reveal: kv_order, by_head."),
+        Option(
+            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> int:

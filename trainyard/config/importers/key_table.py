@@ -71,7 +71,7 @@ def copies_to(value_type: str, target: str, default: object = None) -> KeyRule:
 
 
 def maps_to(value_type: str, target: str) -> KeyRule:
-    """A key that sets the listed keys of ours, by code."""
+    """A key that code converts to the listed trainyard keys."""
     return KeyRule(value_type, "maps", target)
 
 

@@ -48,7 +48,9 @@ def init(
     ],
     key_name: Annotated[str, Option("--key-name", help="EC2 key pair for the head node.")],
     bucket: Annotated[str, Option("--bucket", help="s3://bucket/prefix to which you upload the files.")],
-    nodes: Annotated[int | None, Option("--nodes", min=1, help="Most nodes. Default: those of the guide.")] = None,
+    nodes: Annotated[
+        int | None, Option("--nodes", min=1, help="Maximum number of nodes. Default: as in the guide.")
+    ] = None,
     reservation: Annotated[str | None, Option("--reservation", help="EC2 capacity reservation, such as cr-01.")] = None,
     capacity_block: Annotated[
         str | None, Option("--capacity-block", help="EC2 Capacity Block, such as cr-01; --nodes is its size.")

@@ -39,13 +39,13 @@ def submit(
     source: ConfigSource,
     overrides: Overrides = None,
     nodes: Annotated[
-        str, Option("--nodes", metavar="N", help="Number of nodes, or a range such as 2-4: the job takes what it gets.")
+        str, Option("--nodes", metavar="N", help="Number of nodes, or a range such as 2-4: the job uses what it gets.")
     ] = "1",
     nproc: Annotated[
         int | None, Option("--nproc", min=1, help="Ranks on each node. Default: from the file or --gpus-per-node.")
     ] = None,
     partition: Annotated[str | None, Option("--partition", help="Partition of the job.")] = None,
-    time: Annotated[str | None, Option("--time", help="Time limit, as for sbatch; the job is requeued there.")] = None,
+    time: Annotated[str | None, Option("--time", help="Time limit, as for sbatch; the job is then requeued.")] = None,
     account: Annotated[str | None, Option("--account", help="Account to charge.")] = None,
     qos: Annotated[str | None, Option("--qos", help="Quality of service.")] = None,
     constraint: Annotated[str | None, Option("--constraint", help="Features that the nodes must have.")] = None,
@@ -77,7 +77,7 @@ def submit(
         float, Option("--hang-timeout", min=0, help="Restart a run that makes no step for this many seconds; 0: never.")
     ] = 600,
     precompile: Annotated[
-        bool, Option("--precompile/--no-precompile", help="Compile in a job of its own first, if the run compiles.")
+        bool, Option("--precompile/--no-precompile", help="Compile in a separate job first, if the run compiles.")
     ] = True,
     smoke: Smoke = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the batch scripts; write and submit nothing.")] = False,

@@ -33,7 +33,7 @@ def bert(
     phase: Annotated[int, Option(min=1, max=2, help="1: --seq-len 128, --max-predictions 20; 2: 512 and 80.")] = 1,
     seq_len: Annotated[int | None, Option(min=8, max=65535, help="Maximum tokens per sample.")] = None,
     max_predictions: Annotated[int | None, Option(min=1, help="Maximum masked positions per sample.")] = None,
-    duplicate: Annotated[int, Option(min=1, help="Passes over each document, with new pairs and masks each.")] = 1,
+    duplicate: Annotated[int, Option(min=1, help="Passes over each document, each with new pairs and masks.")] = 1,
     short: Annotated[float, Option(min=0, max=1, help="Fraction of the documents that give shorter samples.")] = 0.1,
     whole_word: Annotated[bool, Option("--whole-word", help="Mask all pieces of a word or none.")] = False,
     json_keys: Annotated[
@@ -58,8 +58,8 @@ def bert(
     """Create BERT samples: sentence pairs, half of them unrelated, with 15 % of the tokens masked.
 
     Reads JSON lines (also .gz, .bz2 and .zst), .txt (one document per file), Parquet, and directories saved by the
-    datasets library. The output does not depend on --workers. Files get their names when all are complete; after a
-    kill, run the command again.
+    datasets library. The output does not depend on --workers. Files are renamed into place when all are complete; if
+    the command is killed, run it again.
 
     Examples:
 

@@ -38,8 +38,8 @@ def extract(
 ) -> None:
     """Convert a MediaWiki dump to plain text: JSON lines with id, url, title and text.
 
-    Articles stay in the order of the dump. Redirects, most templates, tables, images and references are dropped. After
-    a kill, the same command resumes after the last complete file.
+    Articles stay in the order of the dump. Redirects, most templates, tables, images and references are dropped. If it
+    is killed, the same command resumes after the last complete file.
 
     Examples:
 

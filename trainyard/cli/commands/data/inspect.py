@@ -41,9 +41,9 @@ def inspect(
 ) -> None:
     """Report format, counts and lengths of prepared data; show samples; with --check, verify every value.
 
-    --check verifies tokens against the vocabulary, sequences and documents without gaps, the token that ends
-    documents, labels and positions of packed blocks, masks of BERT samples, and each JSON line. The first error is one
-    line with exit code 2. With a tokenizer, samples are shown as text.
+    --check verifies tokens against the vocabulary, sequences and documents without gaps, the token that ends documents,
+    labels and positions of packed blocks, masks of BERT samples, and each JSON line. The first error is reported in one
+    line, with exit code 2. With a tokenizer, samples are shown as text.
 
     Examples:
 

@@ -35,7 +35,7 @@ from trainyard.data.text.tokenizer import load_tokenizer
 
 def pack(
     inputs: Annotated[list[str], Argument(metavar="INPUT", help="PREFIX of .bin and .idx, or text files.")],
-    output: Annotated[Path, Option(metavar="DIR", help="Output directory; gets its name when complete.")],
+    output: Annotated[Path, Option(metavar="DIR", help="Output directory; renamed into place when complete.")],
     seq_len: Annotated[int, Option(min=1, max=1 << 24, help="Tokens per block.")] = 4096,
     tokenizer: TokenizerName = None,
     vocab_file: VocabFile = None,

@@ -32,7 +32,7 @@ MaxSeqLen = Annotated[
     int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
 ]
 Fp8Weights = Annotated[
-    bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, other roundings.")
+    bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, results differ slightly.")
 ]
 TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]
 DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
@@ -56,19 +56,20 @@ def generate(
     ] = 128,
     temperature: Annotated[float, Option("--temperature", min=0, help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[
-        float, Option("--top-p", min=0, max=1, help="Sample among the likeliest tokens of this mass.")
+        float,
+        Option("--top-p", min=0, max=1, help="Sample among the most likely tokens whose probabilities sum to this."),
     ] = 1.0,
     top_k: Annotated[int, Option("--top-k", min=0, help="Sample among the K most likely tokens; 0: all.")] = 0,
     seed: Annotated[int, Option("--seed", help="The same seed, prompt and options give the same text.")] = 0,
     stop: Annotated[list[str] | None, Option("--stop", help="Text that ends a completion; repeatable.")] = None,
     ignore_end: Annotated[bool, Option("--ignore-end", help="Continue after the end-of-text token.")] = False,
     tp: TensorParallel = 1,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Texts that are computed together.")] = 8,
+    max_batch: Annotated[int, Option("--max-batch", min=1, help="Maximum number of prompts per batch.")] = 8,
     max_seq_len: MaxSeqLen = None,
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,
     fp8_weights: Fp8Weights = False,
-    compiled: Annotated[bool, Option("--compile", help="Compile the model first; for many tokens.")] = False,
+    compiled: Annotated[bool, Option("--compile", help="Compile the model first; pays off for many tokens.")] = False,
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
 ) -> int:

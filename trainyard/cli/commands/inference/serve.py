@@ -36,7 +36,7 @@ PENDING_PER_SLOT = 4
 def serve(
     source: CheckpointArgument,
     host: Annotated[
-        str, Option("--host", help="Address to listen on. Others than loopback need a token.")
+        str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")
     ] = "127.0.0.1",
     port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     model_name: Annotated[
@@ -46,7 +46,7 @@ def serve(
         Path | None,
         Option("--token-file", metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set."),
     ] = None,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Sequences that are computed together.")] = 64,
+    max_batch: Annotated[int, Option("--max-batch", min=1, help="Maximum number of sequences per batch.")] = 64,
     max_seq_len: MaxSeqLen = None,
     tp: TensorParallel = 1,
     device: DeviceName = "auto",

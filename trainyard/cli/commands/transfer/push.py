@@ -43,7 +43,7 @@ def push(
     config: Annotated[
         Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
     ] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Stores: replace what is there.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Object stores: replace existing files.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the files, and the card; upload nothing.")] = False,
 ) -> int:
     """Upload a run or checkpoint.

@@ -17,7 +17,7 @@ def page(
         Path, Argument(metavar="RUNS_DIR", help="Directory of runs.", show_default=False)
     ] = DEFAULT_DIRECTORY,
     host: Annotated[
-        str, Option("--host", help="Address to listen on. Others than loopback need a token.")
+        str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")
     ] = "127.0.0.1",
     port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8265,
     token_file: Annotated[
@@ -25,7 +25,7 @@ def page(
         Option(
             "--token-file",
             metavar="FILE",
-            help=f"File with the token. Default: ${TOKEN_VARIABLE}; without it, one is made if others can connect.",
+            help=f"File with the token. Default: ${TOKEN_VARIABLE}; else one is generated if others can connect.",
         ),
     ] = None,
 ) -> int:
