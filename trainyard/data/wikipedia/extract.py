@@ -85,7 +85,7 @@ def extract_articles(
                     on_unreadable(page)
                 if batch.error:
                     path, count = dumps[batch.file_index].path, state.counts[ARTICLE_COUNT]
-                    raise UserError(f"{path}: {batch.error}; complete before that: {counted(count, 'article', ',')}")
+                    raise UserError(f"{path}: {batch.error}; {counted(count, 'article', ',')} complete before that")
                 if result.json_lines:
                     if not shard_bytes:
                         file = shard.enter_context(atomic_file(output / shard_name(state.shards, options)))
