@@ -23,8 +23,8 @@ from trainyard.audit.rules import (
 )
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.prepare.worker_pool import map_ordered
 from trainyard.devices.neuron.meta import MetaTrainium
 from trainyard.devices.neuron.topology import rank_memory_bytes

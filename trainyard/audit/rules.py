@@ -15,7 +15,7 @@ from trainyard.audit.unsupported_ops import (
     op_base_name,
 )
 from trainyard.core.constants import GIB
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.devices.neuron.topology import group_problem
 from trainyard.dryrun.op_trace import PRINT_OP, RankTrace, TracedOp
 

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from trainyard.core.errors import UserError
-from trainyard.core.sizes import size_text
+from trainyard.core.quantities import size_text
 
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between plain progress lines."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.models import family_of
 from trainyard.plan.compare_measured import ComparisonRow
 from trainyard.plan.group_rules import PlanProblem

@@ -12,7 +12,7 @@ from rich.table import Column
 
 from trainyard.cli.console import print_line, terminal_safe
 from trainyard.core.constants import GIB
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.metrics.loggers.base import event_text
 from trainyard.train.callbacks import Callback, TrainerView
 

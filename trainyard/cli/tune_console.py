@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainyard import devices
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.tune.search import TuneSearch
 from trainyard.tune.trial import Choice, Trial
 

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
 from trainyard.cluster import slurm
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 
 REASON_INTERVAL_S = 3.0
 CANCEL_LIMIT_S = 10.0

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from trainyard.config.schema import Config
 from trainyard.config.yaml_io import format_value
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.parallel.layout import Layout
 from trainyard.plan.hardware.catalog import CatalogEntry
 from trainyard.plan.hardware.microbenchmark import measure_cpu

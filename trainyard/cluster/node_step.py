@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from trainyard.cluster import slurm
 from trainyard.cluster.allocation import Allocation
-from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
+from trainyard.core.quantities import counted
 from trainyard.doctor.messages import MessageReader
 from trainyard.doctor.node_findings import NodeFinding
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.world import host_name
 
 STEP_POLL_S = 1.0

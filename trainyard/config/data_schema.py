@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.core.section import NameOrPath, Paths, PositiveInt, Section
 
 

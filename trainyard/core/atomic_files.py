@@ -99,7 +99,7 @@ def _exchange(first: Path, second: Path) -> bool:
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if not function or function(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
         code = ctypes.get_errno()
-        if function and code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        if function and code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
             raise OSError(code, os.strerror(code), str(second))
         return False
     return True

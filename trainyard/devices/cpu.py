@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from trainyard import compat
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import Device, PeakThroughput
 from trainyard.kernels import bf16_cpu

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
 from trainyard import compat
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.world import ONE_RANK, World
 from trainyard.devices.base import PeakThroughput, StreamDevice
 from trainyard.devices.stopwatch import EventStopwatch

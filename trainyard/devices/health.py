@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainyard.core.constants import GIB, MIB
-from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
+from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
 from trainyard.devices.neuron.instance import detect_instance
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
+from trainyard.core.quantities import counted
 from trainyard.doctor.node_findings import compress_hosts
 
 Link = tuple[str, str]

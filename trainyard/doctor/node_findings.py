@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
+from trainyard.core.quantities import counted
 
 FIGURES_DIFFER = re.compile(r"memory|disk|host name|gpu \d+")
 """Subjects whose figures differ between healthy nodes. Their lines are merged, with a range of figures."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, Protocol
 
-from trainyard.core.counts import counted
 from trainyard.core.finding import Finding
+from trainyard.core.quantities import counted
 from trainyard.doctor.links import Link, hopeless_nodes, link_findings, slow_links, tournament
 from trainyard.doctor.network import CONNECT_S, STALL_S, TOKEN_BYTES, TRANSFER_LIMIT_S
 from trainyard.doctor.node_findings import NodeFinding, merge_findings

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.core.sizes import size_text
+from trainyard.core.quantities import size_text
 from trainyard.download.fetch import check_space
 
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")

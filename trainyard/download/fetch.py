@@ -24,7 +24,7 @@ from pathlib import Path
 
 from trainyard.core.atomic_files import fsync_directory, replace_directory
 from trainyard.core.errors import UserError, is_disk_full
-from trainyard.core.sizes import shortage_text
+from trainyard.core.quantities import shortage_text
 from trainyard.download.sources import retry
 from trainyard.download.sources.remote_file import RemoteFile, SourceChanged, TransferError
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.download import fetch
 from trainyard.download.archive import ARCHIVE_SUFFIXES, RefusedArchive, is_archive, unpack
 from trainyard.download.credentials import redact

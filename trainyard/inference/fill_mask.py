@@ -7,8 +7,8 @@ from torch import Tensor
 
 from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.registry import open_weights, read_model_files
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.text.tokenizer import Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
 from trainyard.inference.text.tokenizer_files import load_model_tokenizer

@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.inference.engine import Engine, StepNeeds
 from trainyard.inference.prefix_cache import PrefixCache
 from trainyard.inference.requests import MAX_LOGPROBS, FinishReason, Request, SchedulerLoad, TokenEvent

@@ -12,8 +12,8 @@ from math import log2
 from typing import Literal, Self
 
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.section import nearest_multiples
 from trainyard.core.splits import ModelShard, replication_factor
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from trainyard.checkpoint.io.storage import open_storage
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
-from trainyard.core.sizes import size_text
+from trainyard.core.quantities import counted, size_text
 from trainyard.data.loading.build import build_datasets
 from trainyard.models import family_of
 from trainyard.plan.group_rules import PlanProblem, group_problems

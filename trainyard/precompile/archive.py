@@ -21,8 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainyard.core.atomic_files import atomic_file
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 
 MANIFEST = "trainyard-pack.json"
 FORMAT_VERSION = 1

@@ -22,8 +22,8 @@ from trainyard import devices
 from trainyard.compile import inductor_cache
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.devices import CompileOptions, Device
 from trainyard.launch.launcher import threads_per_rank
 from trainyard.parallel.layout import Layout

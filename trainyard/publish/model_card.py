@@ -12,7 +12,7 @@ import yaml
 
 from trainyard import __version__
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.download.credentials import redact
 from trainyard.download.location import find_model_location
 from trainyard.families import ModelConfig, family_of

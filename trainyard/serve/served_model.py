@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.text.tokenizer import Tokenizer
 from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.text.chat import ChatTemplate

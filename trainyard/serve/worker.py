@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 from trainyard.inference.requests import Request, SamplingOptions, SchedulerLoad, TokenEvent
 from trainyard.serve.errors import ApiError
 from trainyard.serve.metrics import ServerMetrics

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped
+from trainyard.core.quantities import counted
 from trainyard.devices import Device
 from trainyard.models.moe import MoeMLP
 from trainyard.parallel.mesh import Mesh

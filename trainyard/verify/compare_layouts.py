@@ -15,7 +15,7 @@ from trainyard.config.layout_schema import LayoutSection
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch, batch_tensors
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.parallel.attention_blocks import to_natural_order
 from trainyard.parallel.layout import Layout
 from trainyard.train.callbacks import Callback

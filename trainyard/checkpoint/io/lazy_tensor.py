@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.tensor_slice import TensorIndex
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0

@@ -12,8 +12,8 @@ from typer import Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, ConfigSource, Overrides, Smoke, Workers, worker_count
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 
 if TYPE_CHECKING:
     from trainyard.audit.audit import AuditReport

@@ -9,8 +9,8 @@ from typer import Argument, Option, Typer
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
 from trainyard.compile import inductor_cache
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
 from trainyard.precompile import cache_entries
 from trainyard.precompile.archive import pack_cache, unpack_cache

@@ -27,9 +27,8 @@ from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint,
 from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.core.sizes import size_text
+from trainyard.core.quantities import counted, size_text
 from trainyard.download.fetch import check_space
 from trainyard.download.location import is_url
 from trainyard.families.hf_config import from_hf

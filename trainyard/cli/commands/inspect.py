@@ -19,8 +19,8 @@ from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped
+from trainyard.core.quantities import counted
 from trainyard.families.hf_config import from_hf
 
 

@@ -13,8 +13,8 @@ from trainyard.cli.console import print_line
 from trainyard.cli.options import CONFIG_SOURCE_HELP, Overrides, Smoke, complete_source
 from trainyard.cli.run_config import load_run_config
 from trainyard.core.constants import EXIT_INTERRUPTED
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.quantities import counted
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World, host_name
 from trainyard.launch.heartbeat import heartbeat_from_environment

@@ -20,8 +20,8 @@ from trainyard.cli.tune_console import TuneTable, file_header, trials_table
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.quantities import counted
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
 from trainyard.download.location import find_model_location, is_url

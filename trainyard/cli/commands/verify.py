@@ -19,8 +19,8 @@ from trainyard.cli.run_config import load_run_config
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import fit_to_ranks
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 from trainyard.data.remote.remote_file import CachedFile
 from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.samples import Sample, document_ids

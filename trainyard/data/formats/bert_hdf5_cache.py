@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import atomic_file
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.user_cache import user_cache
 from trainyard.data.file_lock import file_lock
 from trainyard.data.formats import bert_hdf5

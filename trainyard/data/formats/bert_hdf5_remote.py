@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats import bert_hdf5
 from trainyard.data.formats.bert_hdf5 import DATASETS, BertShape, check_shape, open_hdf5, record_dtype
 from trainyard.data.formats.bert_hdf5_cache import TOKEN_DATASETS, BertHdf5Dataset

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.atomic_files import fsync_directory
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.remote.remote_path import DataPath, RemotePath
 from trainyard.data.remote.remote_tokens import RemoteTokens
 

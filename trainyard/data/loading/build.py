@@ -8,8 +8,8 @@ import numpy as np
 
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.user_code import is_user_path
 from trainyard.data.formats import documents
 from trainyard.data.formats.documents import InputSlice

@@ -16,8 +16,8 @@ from math import ceil, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats.megatron_bin import MegatronTokens
 from trainyard.data.loading.dataset import CombinedDataset
 from trainyard.data.loading.token_samples import ReorderedTokens, TokenSamples

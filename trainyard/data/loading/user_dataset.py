@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.user_code import check_call, describe_object, import_function, nearest_name
 from trainyard.data.loading.dataset import Dataset, Indices
 from trainyard.data.samples import Sample

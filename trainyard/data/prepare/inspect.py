@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
 from trainyard.data.formats.bert_hdf5 import open_hdf5

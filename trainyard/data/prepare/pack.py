@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.formats.arrow_dataset import IntArray
 from trainyard.data.formats.arrow_writer import ArrowDatasetWriter

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from trainyard.core.atomic_files import atomic_file
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats.documents import UnreadableRecord
 from trainyard.data.prepare.worker_pool import map_ordered
 from trainyard.data.wikipedia.date_templates import page_variables

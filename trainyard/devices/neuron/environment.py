@@ -5,8 +5,8 @@ The user's settings win (`merge_env`); contradictions are one-line errors. docs/
 
 from collections.abc import Mapping
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.devices.neuron.topology import LNC_CHOICES, check_lnc
 

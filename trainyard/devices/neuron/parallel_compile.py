@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.quantities import counted
 from trainyard.devices.neuron.compile_cache import cache_location, clear_locks, list_entries, remove_entries
 
 TOOL = "neuron_parallel_compile"

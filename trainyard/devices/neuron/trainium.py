@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.devices.base import Device, PeakThroughput
 from trainyard.devices.neuron.environment import PROCESS_START_ENV, check_precision, merge_env, resolve_lnc

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.download.sources.remote_file import SourceUnavailable, TransferError
 
 MAX_ATTEMPTS = 6

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.core.counts import counted
+from trainyard.core.quantities import counted
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.record_numbers import as_number
 

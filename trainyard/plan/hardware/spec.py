@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.plan.hardware.catalog import CATALOG, CatalogEntry
 
 HARDWARE_FORM = "NAME:COUNT, such as trn1.32xlarge:16, h200:8 or cpu:4; trn2.48xlarge:8:lnc1 for another LNC"

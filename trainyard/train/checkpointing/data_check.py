@@ -5,8 +5,8 @@ import logging
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.data_schema import DataSection
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.loading.fingerprint import Fingerprints, fingerprint_files
 from trainyard.data.remote.remote_path import has_urls
 from trainyard.data.text.tokenizer import NAMED_TOKENIZERS

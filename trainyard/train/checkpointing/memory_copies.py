@@ -22,7 +22,7 @@ from trainyard.checkpoint.native import checkpoint
 from trainyard.checkpoint.native.file_names import shard_name, step_directory
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
-from trainyard.core.sizes import shortage_text
+from trainyard.core.quantities import shortage_text
 from trainyard.core.world import World
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint

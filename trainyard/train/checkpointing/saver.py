@@ -23,7 +23,7 @@ from trainyard.checkpoint.native.file_names import step_directory
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.schema import Config
 from trainyard.core.errors import NotWritable, RunStopped, UserError, is_not_writable
-from trainyard.core.sizes import shortage_text
+from trainyard.core.quantities import shortage_text
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer as Fast
 
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.config.schema import Config
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, document_end_id, load_tokenizer
 from trainyard.devices import Device

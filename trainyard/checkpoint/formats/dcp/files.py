@@ -36,8 +36,8 @@ from trainyard.checkpoint.io.async_io import background_fsync, prefetch
 from trainyard.checkpoint.io.lazy_tensor import LazyTensor
 from trainyard.compat.checkpoint import DcpPlace, encode_dcp_metadata
 from trainyard.core.atomic_files import atomic_directory, atomic_file
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 
 STEP_DIRECTORY = re.compile(r"step-(\d+)")
 MAX_FILE_BYTES = 5 * 10**9

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainyard.checkpoint.formats.megatron.files import MegatronRankFile
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.families import Family, ModelConfig, all_families
 from trainyard.families.megatron_format import MegatronFormat, MegatronModel
 

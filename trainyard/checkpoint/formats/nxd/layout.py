@@ -28,8 +28,8 @@ from trainyard.checkpoint.formats.nxd.names import (
     QkvKind,
 )
 from trainyard.checkpoint.formats.tensor_map import StoredTensor, padded_shard, unfused_tensors
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.section import nearest_divisor
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families import ModelConfig, all_families, family_of

@@ -32,8 +32,8 @@ from trainyard.checkpoint.formats.nxd.optimizer_files import (
 )
 from trainyard.checkpoint.formats.tensor_map import ShardedWeights, TrainingState
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.tensor_slice import TensorSlice
 from trainyard.families.decoder import DecoderConfig
 from trainyard.models import ModelConfig

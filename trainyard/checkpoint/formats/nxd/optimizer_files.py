@@ -24,8 +24,8 @@ from trainyard.checkpoint.formats.nxd.files import (
 )
 from trainyard.checkpoint.formats.nxd.layout import NxdRank
 from trainyard.checkpoint.io.torch_file import LazyTensor, open_torch_file
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 from trainyard.core.tensor_slice import TensorIndex, TensorSlice
 
 OLD_OPTIMIZER_NAME = re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)")

@@ -29,8 +29,8 @@ from trainyard.cluster.submit import (
     submit_to_slurm,
 )
 from trainyard.config.load import load
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.devices.names import always_compiles
 from trainyard.parallel.layout import Layout
 

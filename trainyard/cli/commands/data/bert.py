@@ -9,8 +9,8 @@ from typer import Option
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Inputs, Overwrite, Strict, Workers, split_keys, worker_count
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.prepare.bert_files import MAX_SAMPLES_PER_FILE, BertFileSet, build_bert_files
 from trainyard.data.prepare.bert_samples import BertOptions

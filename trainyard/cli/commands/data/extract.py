@@ -10,8 +10,8 @@ from typer import Argument, Option
 from trainyard.cli.console import ProgressDisplay, SkipReporter
 from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Strict, Workers, worker_count
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats.documents import expand_patterns
 from trainyard.data.wikipedia.dump import open_dump
 from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles

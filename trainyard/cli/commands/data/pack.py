@@ -23,8 +23,8 @@ from trainyard.cli.options import (
     worker_count,
 )
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file
 from trainyard.data.prepare import pack as packing

@@ -12,8 +12,8 @@ from trainyard.cli.console import print_line
 from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.constants import IGNORE_INDEX
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.loggers.base import EVENTS_FILE

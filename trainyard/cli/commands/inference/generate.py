@@ -13,8 +13,8 @@ from typer import Argument, Option
 from trainyard.cli.console import print_line, terminal_safe
 from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import AsJson, TokenizerName
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 

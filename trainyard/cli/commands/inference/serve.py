@@ -18,8 +18,8 @@ from trainyard.cli.commands.inference.generate import (
 from trainyard.cli.downloads import prefetch_weights
 from trainyard.cli.options import TokenizerName
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.core.counts import counted
 from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.quantities import counted
 from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 

@@ -12,9 +12,8 @@ from typer import Argument, Option
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
-from trainyard.core.sizes import size_text
+from trainyard.core.quantities import counted, size_text
 
 if TYPE_CHECKING:
     from trainyard.download.samples import Sample

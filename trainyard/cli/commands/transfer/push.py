@@ -16,9 +16,8 @@ from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
-from trainyard.core.sizes import size_text
+from trainyard.core.quantities import counted, size_text
 from trainyard.download.fetch import check_space
 from trainyard.download.location import HubLocation, parse_hub_location
 from trainyard.families.hf_config import from_hf

@@ -10,8 +10,8 @@ from rich.table import Table
 from typer import Argument, Option
 
 from trainyard.cli.console import print_line, terminal_safe
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 from trainyard.metrics.span_trace import write_trace
 from trainyard.metrics.span_waits import WaitSummary, mean_parts, summarize_waits
 from trainyard.metrics.span_window import RankWindow, read_window

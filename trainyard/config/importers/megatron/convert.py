@@ -33,8 +33,8 @@ from trainyard.config.importers.shell.script import (
     read_commands,
 )
 from trainyard.config.yaml_io import format_value
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 
 TRAINING_PROGRAM = re.compile(r"(?:.*/)?(pretrain_\w+|train_\w+)\.py")
 GPT_PROGRAM = re.compile(r"pretrain_gpt(_mp|_core)?")

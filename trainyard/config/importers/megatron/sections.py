@@ -17,8 +17,8 @@ from trainyard.config.importers.megatron_semantics import (
     vocab_size,
 )
 from trainyard.config.yaml_io import format_value
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 
 Flags = dict[str, Any]
 REQUIRED_VALUES: dict[str, dict[str, object]] = {

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from trainyard.config.importers.shell.conditions import OpenBlock, evaluate_test
 from trainyard.config.importers.shell.lexer import ShellWord, read_segment, split_words
-from trainyard.core.counts import counted
 from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
 
 UNKNOWN_MARK = "\0"
 """Encloses the name of an unknown value inside a word."""
