@@ -206,7 +206,8 @@ def test_run_continues_with_another_checkpoint_directory(tmp_path: Path, continu
     for steps, place in enumerate(places, 2):
         directory = str(place) if place else None
         config = named(tmp_path, "exp", steps, directory=directory, keep=1)
-        run, _ = train(config, run_directory=path if continued and path.exists() else None)
+        run, lines = train(config, run_directory=path if continued and path.exists() else None)
+        assert steps == 2 or any(line.startswith(f"resuming from step {steps - 1}: ") for line in lines)
         assert list(losses(run.directory)) == list(range(1, steps + 1))
     assert run.directory == path
     assert [committed_steps(place or path / "checkpoints") for place in places] == [[2], [3], [4]]

@@ -22,7 +22,7 @@ from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.config.load import parse
 from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
-from trainyard.core.errors import DirectoryInUse, UserError
+from trainyard.core.errors import UserError
 from trainyard.metrics.run_directory import RunDirectory, is_training
 from trainyard.train.checkpointing.config_check import FREE_KEYS, changed_keys
 
@@ -115,7 +115,7 @@ class DirectoryClaim:
             raise
 
     def _replace(self, name: str) -> None:
-        """Remove the claim of a killed process of this run, or raise DirectoryInUse."""
+        """Remove the claim of a killed process of this run, or raise UserError."""
         try:
             with self.storage.open(name) as file:
                 owner: Owner = json.loads(bytes(file.read(0, file.size)))
@@ -129,7 +129,7 @@ class DirectoryClaim:
             return
         except (ValueError, TypeError, KeyError, EOFError):
             run = "another run"
-        raise DirectoryInUse(
+        raise UserError(
             f"{run} is training in this directory, or was killed before its first save; nearest: another directory, or "
             f"remove {self.storage}/{name} if it was killed"
         )
