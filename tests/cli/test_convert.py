@@ -2,12 +2,14 @@
 
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoint.formats.test_nxd import GQA, RandomWeights, llama
@@ -25,6 +27,22 @@ ZERO = re.compile(r"^largest logit difference 0 \(logits up to \S+\)$", re.M)
 def hf(tmp_path: Path) -> Path:
     write_hf(tmp_path / "hf", RandomWeights(llama(**GQA)))
     return tmp_path / "hf"
+
+
+def test_the_check_loads_config_json_with_transformers(
+    call: Call, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses some models that train here."""
+    loaded = f"config.json: transformers {transformers.__version__} "
+    assert f"{loaded}loads it\n" in succeed(call("convert", "hf", "good", "--check"))
+    write_hf(tmp_path / "odd", RandomWeights(llama(hidden=30, head_dim=8)))
+    code, _, line = call("convert", "odd", "bad", "--check")
+    assert code == 1
+    assert "bad/config.json: transformers " in line
+    assert "hidden size (30) is not a multiple" in line
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    out = succeed(call("convert", "odd", "unchecked", "--check"))
+    assert "config.json: not checked with transformers, which is not installed\n" in out
 
 
 def test_a_round_trip_through_all_formats_passes_the_check(call: Call, hf: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from trainyard.checkpoint.formats.tensor_map import TrainingState, WeightSource,
 from trainyard.checkpoint.io.storage import resolve_new_directory
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.writer import checkpoint_bytes, weights_only_state, write_checkpoint
-from trainyard.checkpoint.registry import OpenedCheckpoint, find_tokenizer_files, read_model_files
+from trainyard.checkpoint.registry import OpenedCheckpoint, check_hf_export, find_tokenizer_files, read_model_files
 from trainyard.checkpoint.transfer import check_link
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
@@ -79,6 +79,7 @@ def total_bytes(opened: OpenedCheckpoint, target: ConversionTarget) -> int:
         Layout.from_config(*_target_config(weights, target.layout))
         return checkpoint_bytes(_source_state(opened, target))
     if target.format == "hf":
+        check_hf_export(weights.model)
         tensors = hf.stored_tensors(weights.model)
     elif target.format == "dcp":
         tensors = dcp_tensors(weights.model, target.layout.get("names", "hf"))

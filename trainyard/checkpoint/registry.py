@@ -1,5 +1,6 @@
 """Detects the format of a checkpoint and opens it."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,7 +24,7 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
 from trainyard.core.errors import UserError
 from trainyard.download.local_copies import is_remote_model, local_weights
-from trainyard.families.hf_config import from_hf
+from trainyard.families.hf_config import from_hf, read_hf, to_hf
 
 TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""
@@ -169,6 +170,18 @@ def first_model_difference(model_a: models.ModelConfig, model_b: models.ModelCon
         if not ignored and a.get(key) != b.get(key):
             return key, a.get(key), b.get(key)
     return None
+
+
+def check_hf_export(model: models.ModelConfig) -> None:
+    """Raise UserError if a Hugging Face directory cannot hold the model: a tensor has no name there, or its config.json
+    does not read back as the same model."""
+    if model.without_router_bias is not model:
+        raise UserError("Hugging Face's format has no place for model.router_bias")
+    hf.stored_tensors(model)
+    read = read_hf(json.loads(json.dumps(to_hf(model))), models.family_of(model))
+    if difference := first_model_difference(model, read.model_copy(update={"family": model.family})):
+        key, value, found = difference
+        raise UserError(f"its config.json would give model.{key}={found} instead of {value}")
 
 
 def _open_full_file(path: Path, model: models.ModelConfig) -> WeightSource:

@@ -358,10 +358,6 @@ class Config(Section):
                 f"train.loss={train.loss}: its count divides all gradients, those of the router's losses too; "
                 "nearest: model.balance_loss=0 and model.z_loss=0"
             )
-        if self.checkpoint.export_hf and model.without_router_bias is not model:
-            raise ValueError(
-                "checkpoint.export_hf=true: Hugging Face's format has no place for model.router_bias; nearest: false"
-            )
         evaluate = self.evaluate
         holds_out = data.validation_fraction or data.split or is_user_path(data.source)
         if evaluate.every and not (holds_out or evaluate.function or evaluate.sets):

@@ -61,16 +61,21 @@ def from_hf(source: str | Path | dict[str, Any]) -> ModelConfig:
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         raise UserError(f"{name}: model_type={kind}: not supported; one of {', '.join(families)}")
+    return read_hf(data, families[kind], name)
+
+
+def read_hf(data: dict[str, Any], family: Family, name: str = "config.json") -> ModelConfig:
+    """Return the model section for the contents of the config.json `name` of a family."""
     try:
-        return _read(data, families[kind])
+        return _read(data, family)
     except KeyError as error:
         raise UserError(f"{name}: {error.args[0]}: missing") from None
     except (TypeError, AttributeError):
-        raise UserError(f"{name}: not a config.json of {kind}: a value has the wrong type") from None
+        raise UserError(f"{name}: not a config.json of {family.hf.model_type}: a value has the wrong type") from None
     except ValidationError as error:
         mistake = error.errors()[0]
         key = ".".join(map(str, mistake["loc"]))
-        hf_key, _ = families[kind].hf.keys.get(key, (key, None))
+        hf_key, _ = family.hf.keys.get(key, (key, None))
         raise UserError(f"{name}: {hf_key}={mistake['input']}: {mistake['msg']}") from None
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None

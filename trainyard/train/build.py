@@ -11,6 +11,7 @@ import torch
 
 from trainyard import devices, models
 from trainyard.checkpoint.formats.tensor_map import local_values
+from trainyard.checkpoint.registry import check_hf_export
 from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
@@ -63,6 +64,14 @@ def build_loss(
     head_recipe = fp8.recipe if fp8 and config.precision.head_dtype == "fp8" else None
     head_loss = make_head_loss(kernels, compile_fn, head_recipe, device.max_logits_bytes)
     return make_loss(models.family_of(config.model), head_loss)
+
+
+def check_export(config: Config) -> None:
+    """Raise UserError if the run cannot export its weights, as checkpoint.export_hf asks."""
+    try:
+        check_hf_export(config.model)
+    except UserError as error:
+        raise UserError(f"checkpoint.export_hf=true: {error}; nearest: false") from None
 
 
 def fp8_layers(config: Config) -> models.Fp8Layers | None:

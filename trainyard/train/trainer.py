@@ -167,6 +167,8 @@ class Trainer:
     def run(self) -> RunSummary:
         """Train until config.train.steps or a signal, and write the run directory."""
         log = self.config.log
+        if self.config.checkpoint.export_hf:  # before anything is written
+            build.check_export(self.config)
         create = partial(RunDirectory.create, Path(log.directory).expanduser(), log.name, self.lost_run)
         run_directory = self.run_directory or self.mesh.broadcast_object(create, self.device)
         self.directory = run_directory.path

@@ -1,5 +1,6 @@
 """`trainyard convert`: convert a checkpoint to another format or layout."""
 
+import json
 import math
 import time
 from contextlib import ExitStack
@@ -22,12 +23,13 @@ from trainyard.checkpoint.convert import (
     parse_layout,
     total_bytes,
 )
+from trainyard.checkpoint.formats.hf import stored_tensors
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.core.errors import RunStopped, UserError
+from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.core.quantities import counted, size_text
 from trainyard.download.fetch import check_space
 from trainyard.download.location import is_url
@@ -58,7 +60,9 @@ def convert(
         ),
     ] = "",
     weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
-    check: Annotated[bool, Option("--check", help="Run both models and print the largest logit difference.")] = False,
+    check: Annotated[
+        bool, Option("--check", help="Run both models, and load the result's config.json with transformers.")
+    ] = False,
     check_bits: Annotated[bool, Option("--check-bits", help="Compare every weight bit for bit afterwards.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything and print what would be written.")] = False,
 ) -> int:
@@ -108,6 +112,8 @@ def convert(
             converted = open_weights(directory, opened.weights.model, known)
             if check:
                 check_logits(opened, converted, target, spec)
+                if to == "hf":
+                    check_config_json(directory, target)
             if check_bits:
                 check_equal_bits(opened, converted, target, spec)
     if is_url(target):
@@ -176,6 +182,31 @@ def check_logits(opened: OpenedCheckpoint, converted: OpenedCheckpoint, target: 
         raise RunStopped(f"{target}: differs from {source} although nothing was rounded; this is a bug")
     if math.isinf(result.max_difference):
         raise RunStopped(f"{target}: some logits are finite in {source} only; nearest: a --dtype of wider range")
+
+
+def check_config_json(directory: Path, target: str) -> None:
+    """Load the written config.json with transformers, if that is installed, and compare the shapes of its model with
+    the written tensors; print the result in one line. Raises RunStopped if transformers refuses it."""
+    try:
+        import transformers
+    except ImportError:
+        print("config.json: not checked with transformers, which is not installed", flush=True)
+        return
+    version, config = f"transformers {transformers.__version__}", json.loads((directory / "config.json").read_text())
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        print(f"config.json: not checked: {version} has no model_type={config['model_type']}", flush=True)
+        return
+    try:
+        loaded = transformers.AutoConfig.from_pretrained(directory)
+        with torch.device("meta"):
+            model = getattr(transformers, config["architectures"][0])(loaded)
+    except Exception as error:  # of any kind: transformers validates with several libraries
+        raise RunStopped(f"{target}/config.json: {version} does not load it: {one_line(error)}") from None
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for stored in stored_tensors(from_hf(directory)):
+        if shapes.get(stored.name, stored.shape) != stored.shape:
+            raise RunStopped(f"{target}/config.json: {version} expects {stored.name} of {list(shapes[stored.name])}")
+    print(f"config.json: {version} loads it", flush=True)
 
 
 def check_equal_bits(
