@@ -462,6 +462,30 @@ def test_older_supervisor_leaves_the_job_alone(tmp_path: Path) -> None:
     assert harness.job.processes[0].returncode == -signal.SIGKILL
 
 
+def test_older_supervisor_does_not_requeue_the_job(tmp_path: Path, disk: list[int]) -> None:
+    """Its node had neither disk nor network, and asks Slurm as soon as that answers again."""
+    harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
+
+    def lose_node() -> None:
+        replace(harness.record, supervisor="another").write(tmp_path)
+        (tmp_path / "job.json").rename(tmp_path / "away")
+        disk.extend([errno.EIO] * 100)
+        harness.job.unanswered = 3
+        ask_to_stop()
+
+    harness.job.attempts[0].event = lose_node
+    answer = harness.job._answer
+
+    def come_back() -> None:
+        if harness.job.unanswered == 1:
+            (tmp_path / "away").rename(tmp_path / "job.json")
+        answer()
+
+    harness.job._answer = come_back  # type: ignore[method-assign]
+    assert harness.supervise() == 130
+    assert harness.job.requeues == 0
+
+
 def test_directory_that_nodes_do_not_share(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.job.shares_files = False

@@ -82,14 +82,15 @@ class Supervisor:
             if asked_to_stop:
                 self.signals.append(signal.SIGUSR1)
             try:
-                self._patiently(partial(self.record.write, self.directory))
-                return self._run_attempts()
+                try:
+                    self._patiently(lambda: self.record.write(self.directory))
+                    return self._run_attempts()
+                except NotWritableForLong:
+                    print_line(f"{self.directory} cannot be written; requeueing the job")
+                    return self._requeue()
             except Superseded:
                 print_line(f"job {self.scheduler.job_id} has another supervisor; this one ends")
                 return EXIT_INTERRUPTED
-            except NotWritableForLong:
-                print_line(f"{self.directory} cannot be written; requeueing the job")
-                return self._requeue()
             finally:
                 if self.process and self.process.poll() is None:
                     self.process.kill()
@@ -233,7 +234,12 @@ class Supervisor:
 
     def _requeue(self) -> int:
         """Requeue the job, unless a user cancelled it, and wait to be ended."""
-        if not self._is_cancelled() and self._ask(self.scheduler.requeue):
+
+        def requeue() -> bool:
+            self._read_changes()  # a newer supervisor must not be requeued when Slurm answers again
+            return self.scheduler.requeue()
+
+        if not self._is_cancelled() and self._ask(requeue):
             self._sleep(REQUEUE_WAIT_S)
         return EXIT_INTERRUPTED
 
@@ -264,7 +270,7 @@ class Supervisor:
     def _write(self) -> None:
         """Write the record, unless the job has another supervisor."""
         self._read_changes()
-        self._patiently(partial(self.record.write, self.directory))
+        self._patiently(lambda: self.record.write(self.directory))
 
     def _read_changes(self) -> None:
         """Look at what others write to the record: `trainyard cancel`, and another supervisor of the job."""
