@@ -172,7 +172,7 @@ def write_hf(
         return tensor
 
     with atomic_directory(directory) as temporary:
-        write_model_files(temporary, weights.model, dtypes[0], other_files)
+        write_model_files(temporary, weights.model, dtypes[0], other_files, with_checksums=True)
         with background_fsync() as close:
             for name, specs_in_file in files.items():
                 file = (temporary / name).open("wb")
@@ -182,13 +182,19 @@ def write_hf(
 
 
 def write_model_files(
-    directory: Path, model: models.ModelConfig, dtype: torch.dtype, model_files: ModelFiles | None = None
+    directory: Path,
+    model: models.ModelConfig,
+    dtype: torch.dtype,
+    model_files: ModelFiles | None = None,
+    with_checksums: bool = False,
 ) -> None:
-    """Write config.json, `model_files` and their checksums."""
+    """Write config.json and `model_files`; with CHECKSUM_FILE, if the format allows other files than its own."""
     config = config_to_hf(model, str(dtype).removeprefix("torch."))
     files = {**(model_files or {}), "config.json": _json_bytes(config)}
-    lines = (f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()))
-    for name, data in {**files, CHECKSUM_FILE: "".join(lines).encode()}.items():
+    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items())]
+    if with_checksums:
+        files[CHECKSUM_FILE] = "".join(lines).encode()
+    for name, data in files.items():
         _write_file(directory / name, data)
 
 
