@@ -8,6 +8,7 @@ of start-up itself (import time, `python -m trainyard`) must use `subprocess`.
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -73,9 +74,10 @@ class ForkServer:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         terminal: str | None = None,
+        memory_bytes: int | None = None,
     ) -> ForkedProcess:
         """Start `trainyard *args`. stdout and stderr are files that can be read while the command runs, or `terminal`,
-        the path of a terminal device, which is then also stdin."""
+        the path of a terminal device, which is then also stdin. `memory_bytes` limits the data of the process."""
         if not self._process or self._process.poll() is not None:
             self._start_server()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -88,6 +90,7 @@ class ForkServer:
             "stdin": terminal or os.devnull,
             "stdout": terminal or files["stdout"].name,
             "stderr": terminal or files["stderr"].name,
+            "memory_bytes": memory_bytes,
         }
         body = json.dumps(request).encode()
         connection.sendall(len(body).to_bytes(4, "little") + body)
@@ -100,8 +103,9 @@ class ForkServer:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
+        memory_bytes: int | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        process = self.start(args, cwd, env)
+        process = self.start(args, cwd, env, memory_bytes=memory_bytes)
         try:
             stdout, stderr = process.communicate(timeout)
         except subprocess.TimeoutExpired:
@@ -181,6 +185,8 @@ def _command(request: dict[str, Any]) -> None:
     code = 1
     try:
         os.setsid()
+        if request["memory_bytes"]:
+            resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
         for name, number, flags in (
             (request["stdin"], 0, os.O_RDONLY),
             (request["stdout"], 1, os.O_WRONLY | os.O_APPEND),

@@ -55,9 +55,12 @@ class ChatTemplate:
         config = read_json(files, "tokenizer_config.json")
         template: Any = config.get("chat_template")
         if isinstance(template, list):  # named templates
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+            template = next(named, {}).get("template")
         if "chat_template.jinja" in files:
-            template = files["chat_template.jinja"].decode()
+            template = files["chat_template.jinja"].decode(errors="replace")
+        if template is not None and not isinstance(template, str):
+            raise UserError("tokenizer_config.json: chat_template is not text")
         tokens = {**read_json(files, "special_tokens_map.json"), **config}
         special = {name: text for name in SPECIAL_TOKENS if (text := _token_text(tokens.get(name))) is not None}
         return cls(template, special)

@@ -44,7 +44,7 @@ def model_end_ids(model_files: Mapping[str, bytes], model: ModelConfig) -> tuple
     """The tokens that end a text: eos_token_id of generation_config.json, or else of the model; empty without any."""
     ids: Any = read_json(model_files, "generation_config.json").get("eos_token_id")
     ids = model.eos_token_id if ids is None else ids
-    ids = [ids] if isinstance(ids, int) else ids or []
+    ids = [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
     if not all(type(number) is int for number in ids):
         raise UserError(f"generation_config.json: eos_token_id is {ids!r}, not a token id or a list of them")
     return tuple(ids)
