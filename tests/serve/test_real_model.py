@@ -31,7 +31,7 @@ def save_llama(directory: Path) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=256,
         initializer_range=0.2,
     )
     model = LlamaForCausalLM(config).eval()
@@ -95,15 +95,15 @@ def test_completions_are_those_of_transformers(cli: ForkServer, tmp_path: Path, 
         for seed in (1, 1, 2)
     ]
     assert chats[0].message.content == chats[1].message.content != chats[2].message.content
-    long = "Once upon a time there was a model. " * 3
+    long = "Once upon a time there was a model. " * 4
     first, second, other = (
         client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0, n=2)
         for prompt in (long, long, long[:-1] + "x")
     )
     assert [choice.text for choice in first.choices] == [choice.text for choice in second.choices]
     cached = [found.usage and found.usage.prompt_tokens_details for found in (first, second, other)]
-    assert [found and found.cached_tokens for found in cached] == [0, 64, 64]
-    assert "trainyard_prompt_tokens_cached_total 320\n" in httpx.get(url.removesuffix("/v1") + "/metrics").text
+    assert [found and found.cached_tokens for found in cached] == [0, 128, 128]
+    assert "trainyard_prompt_tokens_cached_total 640\n" in httpx.get(url.removesuffix("/v1") + "/metrics").text
     animal = {"type": "object", "properties": {"legs": {"enum": [0, 2, 4]}}, "required": ["legs"]}
     animal |= {"additionalProperties": False}
     answers = [

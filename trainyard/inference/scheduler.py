@@ -13,7 +13,7 @@ from trainyard.inference.text.json_schema import SchemaCompiler, SchemaMatcher
 
 PREFILL_CHUNK = 1024
 """Tokens of a long prompt that are computed at a time, so that other requests do not wait for all of it."""
-CPU_PREFILL_CHUNK = 64
+CPU_PREFILL_CHUNK = 128
 """The same on a CPU, where few tokens are computed as quickly as many: what prompts share is reused in these units."""
 PREFILL_TOKENS = 8192
 """Tokens of several short prompts, padding included, that are computed together."""
