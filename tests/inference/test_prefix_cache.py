@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.inference.test_generate import MODELS, load, run, save
+from tests.inference import test_generate
+from tests.inference.test_generate import MODELS, run, save
 from trainyard.inference import scheduler as scheduler_module
 from trainyard.inference.load import InferenceModel
 from trainyard.inference.prefix_cache import PrefixCache
@@ -24,6 +25,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(autouse=True)
 def _small_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "CPU_PREFILL_CHUNK", UNIT)
+
+
+def load(directory: Path, **options: int) -> InferenceModel:
+    return test_generate.load(directory, shares_prefixes=True, **options)
 
 
 def request_for(number: int, prompt: list[int]) -> Request:

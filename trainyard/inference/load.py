@@ -43,6 +43,8 @@ class InferenceOptions:
     fused_kernels: bool = True
     fp8_weights: bool = False
     """Keep the matrices of linear layers in fp8."""
+    shares_prefixes: bool = False
+    """Many prompts begin alike, as those of a server do."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def load_for_inference(
         found: Tokenizer | None = load_tokenizer(TokenizerSpec(tokenizer))
     else:
         found = load_model_tokenizer(model_files)
-    scheduler = RequestScheduler(engine, config.vocab)
+    scheduler = RequestScheduler(engine, config.vocab, options.shares_prefixes)
     model = InferenceModel(config, engine.model, scheduler, found, model_files, device, mesh)
     if found:
         scheduler.schemas = SchemaCompiler(found, config.vocab, model.end_ids)

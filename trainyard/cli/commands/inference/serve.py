@@ -87,7 +87,7 @@ def serve(
             return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
         if world.size != tp:
             raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
-        options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights)
+        options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights, shares_prefixes=True)
         if world.rank > 0:
             return follow_first_rank(source, options, tokenizer, world)
         model = load_model(source, model_name, options, tokenizer, world)
