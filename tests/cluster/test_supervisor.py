@@ -432,7 +432,7 @@ def test_notice_on_a_full_disk_requeues_at_once(tmp_path: Path, disk: list[int])
 
 def test_cancelled_job_is_not_requeued_because_of_its_disk(tmp_path: Path, disk: list[int]) -> None:
     harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
-    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100), ask_to_stop())
+    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100), os.kill(os.getpid(), signal.SIGTERM))
     harness.job.cancelled = True
     assert harness.supervise() == 130
     assert harness.job.requeues == 0
@@ -470,7 +470,7 @@ def test_older_supervisor_does_not_requeue_the_job(tmp_path: Path, disk: list[in
         replace(harness.record, supervisor="another").write(tmp_path)
         (tmp_path / "job.json").rename(tmp_path / "away")
         disk.extend([errno.EIO] * 100)
-        harness.job.unanswered = 3
+        harness.job.unanswered = 2
         ask_to_stop()
 
     harness.job.attempts[0].event = lose_node

@@ -37,7 +37,7 @@ class Scheduler(Protocol):
         """Nodes of a host list that cannot run another attempt, with their state."""
 
     def is_cancelled(self) -> bool:
-        """True if a user ended the job."""
+        """True if a user ended the job. Asked after a SIGTERM that no notice of a time limit preceded."""
 
     def requeue(self) -> bool:
         """Run the job again from its start, on other nodes if some failed. False if that is not possible."""
@@ -78,7 +78,9 @@ class SlurmJob:
 
     def is_cancelled(self) -> bool:
         info = slurm.job_info(self.job_id)
-        return info is not None and info.state == "CANCELLED"
+        if info is None or info.state != "COMPLETING":  # which hides what the job will be
+            return info is not None and info.state == "CANCELLED"
+        return not slurm.troubled_nodes(self.nodes)
 
     def requeue(self) -> bool:
         slurm.requeue(self.job_id)

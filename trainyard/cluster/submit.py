@@ -163,6 +163,7 @@ def open_run(config: Config) -> RunDirectory:
     """The locked directory of the run to continue, or of a new run."""
     parent = Path(config.log.directory).expanduser().absolute()
     if path := existing_run(config):
+        check_no_job(path)  # before the lock, which the ranks of a running job have
         run = RunDirectory.open(path, config.log.name)
         try:
             check_no_job(path)  # with the lock: another submit of the run may have just made one

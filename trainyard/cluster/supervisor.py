@@ -244,7 +244,8 @@ class Supervisor:
         return EXIT_INTERRUPTED
 
     def _is_cancelled(self) -> bool:
-        return self.record.cancelled or self._ask(self.scheduler.is_cancelled)
+        ended = signal.SIGTERM in self.signals and signal.SIGUSR1 not in self.signals
+        return self.record.cancelled or (ended and self._ask(self.scheduler.is_cancelled))
 
     def _last_checkpoint(self) -> int:
         """The step of the latest checkpoint that is known; 0 if there is none. The metrics name every checkpoint, but a
