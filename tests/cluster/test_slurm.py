@@ -295,6 +295,17 @@ def test_cancelled_job_saves_and_leaves_no_process(cli: ForkServer, slurm: Slurm
 
 
 @pytest.mark.nightly
+def test_scancel_ends_the_job_for_good(cli: ForkServer, slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm shows COMPLETING while it ends a job, whatever the reason."""
+    job = SubmittedJob(cli, slurm, tmp_path, "--nodes", "1", "--nproc", "1", "train.steps=100000")
+    job.wait_for_step(2)
+    slurm.run("scancel", job.job_id)
+    job.wait_for_state("CANCELLED")
+    assert "cancelled; the latest checkpoint is of step" in job.log()
+    assert "Restarts=0" in slurm.run("scontrol", "-o", "show", "job", job.job_id)
+
+
+@pytest.mark.nightly
 def test_run_that_always_fails_gives_up(cli: ForkServer, slurm: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(output, batch):\n    raise RuntimeError('boom')\n")
     slurm.environment["PYTHONPATH"] = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
