@@ -106,12 +106,13 @@ def put_object(path: Path, key: str) -> None:
 
 
 def hub_files(servers: Servers, repo: str) -> State:
-    """The files of the latest commit."""
+    """The files of the latest commit, without the one that the Hub itself adds to a new repository."""
     request = Request(f"{servers.hub}/api/models/{repo}/tree/main?recursive=true")
     request.add_header("Authorization", f"Bearer {HUB_TOKEN}")
     try:
         with urlopen(request) as answer:
             files = {entry["path"]: entry["oid"] for entry in json.loads(answer.read())}
+            files.pop(".gitattributes", None)
             return files | {"README.md": "has the name of the model"} if files else {}
     except OSError:
         return {}

@@ -155,6 +155,8 @@ def digest(path: Path) -> str:
         except ValueError:
             return "not a header"
         content = json.dumps({key: tensors[key] for key in tensors if key != "__metadata__"}).encode() + content[start:]
+    elif path.suffix == ".html":
+        content = re.sub(rb"Report of [\d: -]+", b"", content)
     return hashlib.sha256(content).hexdigest()
 
 
