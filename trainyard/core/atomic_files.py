@@ -96,13 +96,8 @@ def replace_directory(new: Path, path: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Exchange two names. False if the file system, or this platform, cannot."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if not function or function(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
-        code = ctypes.get_errno()
-        if function and code not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
-            raise OSError(code, os.strerror(code), str(second))
-        return False
-    return True
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and not rename(AT_FDCWD, bytes(first), AT_FDCWD, bytes(second), RENAME_EXCHANGE)
 
 
 def fsync_directory(path: Path) -> None:
