@@ -26,8 +26,9 @@ from tests.support.s3_server import s3_server
 from tests.train.test_resume import RunAtStep
 from trainyard import Callback
 from trainyard.checkpoint.io.storage import Storage, StorageUnavailable, open_storage
-from trainyard.core.errors import UserError
+from trainyard.core.errors import NotWritable, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
+from trainyard.train.checkpointing import saver
 
 ROOT = Path(__file__).parents[3]
 KINDS = ["path", "file", "memory", "s3"]
@@ -333,7 +334,9 @@ def test_two_processes_do_not_save_in_one_directory(urls: dict[str, str], tmp_pa
     assert open_storage(url).listdir() == ["step_00000001"]  # no claim is left
 
 
-def test_a_killed_process_does_not_block_its_run(urls: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_process_does_not_block_its_run(
+    urls: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed before its first save, by the loss of its host, whose process may yet be alive: it saves nothing more."""
     url = urls["memory"]
     lines: list[str] = []
@@ -344,9 +347,11 @@ def test_a_killed_process_does_not_block_its_run(urls: dict[str, str], tmp_path:
         shutil.move(tmp_path / "alice", tmp_path / "new")
         shutil.move(tmp_path / "lost", tmp_path / "alice")
 
-    _, messages = train(url, tmp_path / "alice", 3, resume="auto", callbacks=[RunAtStep({1: lose_the_host})])
+    monkeypatch.setattr(saver, "LAST_SAVE_PAUSES_S", ())
+    message = f"of step 3, could not be written: {url}: another process has taken over this directory"
+    with pytest.raises(NotWritable, match=message):
+        train(url, tmp_path / "alice", 3, resume="auto", callbacks=[RunAtStep({1: lose_the_host})])
     assert "checkpoint.resume=auto: starting from step 0" in lines
-    assert f"checkpoint of step 3 was not written: {url}: another process has taken over this directory" in messages
     assert verified_steps(url) == [2, 1]
 
 

@@ -21,6 +21,7 @@ from trainyard.checkpoint.native import checkpoint
 from trainyard.cli.main import main
 from trainyard.core.errors import NotWritable, RunStopped, UserError
 from trainyard.metrics.run_directory import LOCK_FILE
+from trainyard.train.checkpointing import saver
 
 MIB = 2**20
 
@@ -163,6 +164,31 @@ def test_a_disk_that_fills_during_a_write(
     assert not any(path.suffix == ".part" for path in listings[0])
     assert directory / "step_00000002" / "complete.json" not in listings[0]
     assert verified_steps(directory) == [4, 3, 1]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_run_has_not_succeeded_without_its_last_checkpoint(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    """Its save is repeated: the disk may be full for a moment only."""
+    directory = disk.path / "saved"
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if recovers and len(pauses) == 2:
+            disk.empty()
+
+    monkeypatch.setattr(saver.time, "sleep", pause)
+    config, actions = checkpoint_config(tmp_path, directory=str(directory)), {4: lambda: disk.fill(leave=MIB + 1000)}
+    if recovers:
+        messages = train(config, actions)
+        assert [line.split(":")[0] for line in save_failures(messages)] == ["checkpoint of step 4 was not written"] * 3
+        assert verified_steps(directory)[0] == 4
+    else:
+        with pytest.raises(NotWritable, match=r"the last checkpoint, of step 4, could not .*: a checkpoint needs"):
+            train(config, actions)
+        assert verified_steps(directory)[0] == 3
 
 
 def test_on_failure_stop_stops_the_run(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ from trainyard.train.status import StepStatus
 PROBE_FILE = ".probe.part"
 SLACK_BYTES = 2**20
 """Allowance for a checkpoint beyond its tensors, once and for each rank."""
+LAST_SAVE_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 20.0, 20.0)
+"""Pauses before the save of the last step is repeated, the same on all ranks."""
 logger = logging.getLogger(__name__)
 
 
@@ -69,7 +71,9 @@ class Saver:
     last_save_time: float = field(init=False, default_factory=time.monotonic)
     last_step: int = field(init=False, default=0)
     last_saved_step: int = field(init=False, default=0)
-    """The last step whose save was started."""
+    """The last step whose save was started; 0 if that save failed."""
+    failure: str = field(init=False, default="")
+    """Why the last save that failed did."""
     owners: dict[int, str | None] = field(init=False, default_factory=dict)
     """The runs of committed checkpoints, as far as they are known."""
     claim: DirectoryClaim | None = field(init=False, default=None)
@@ -227,10 +231,16 @@ class Saver:
 
     def finish(self) -> None:
         """Save the last step unless that is done (a signal may come after the decision not to save it), and wait for
-        the save in progress. All ranks call this together at the end of a run."""
-        if self.last_saved_step < self.last_step:
-            self.begin(self.last_step)
-        self._wait()
+        the save in progress. All ranks call this together at the end of a run. A disk may be full for a moment, so a
+        failed save is repeated; a run without its last checkpoint has not succeeded, whatever checkpoint.on_failure."""
+        for pause_s in (*LAST_SAVE_PAUSES_S, 0.0):
+            if self.last_saved_step < self.last_step:
+                self.begin(self.last_step)
+            self._wait()
+            if self.last_saved_step == self.last_step:
+                return
+            time.sleep(pause_s)
+        raise NotWritable(f"the last checkpoint, of step {self.last_step}, could not be written: {self.failure}")
 
     def _wait(self) -> None:
         waiting_since = time.monotonic()
@@ -300,9 +310,9 @@ class Saver:
             raise NotWritable(f"{self.storage}: a checkpoint {shortage_text(required, free)}")
 
     def _abort(self, save: PendingSave) -> None:
-        self.current = None
-        line = next(filter(None, self.mesh.all_gather_object(save.error)))
-        text = f"checkpoint of step {save.step} was not written: {line}"
+        self.current, self.last_saved_step = None, 0  # `finish` tries again
+        self.failure = next(filter(None, self.mesh.all_gather_object(save.error)))
+        text = f"checkpoint of step {save.step} was not written: {self.failure}"
         if self.config.checkpoint.on_failure == "stop":
             raise RunStopped(f"{text} (checkpoint.on_failure=stop)")
         logger.warning(text)
