@@ -109,16 +109,17 @@ def test_site_options_hold_for_every_job(
             assert "srun" not in calls
 
 
-FAKE_SLURM = {
+IDLE_SLURM = {
     "sbatch": 'case "$*" in *--test-only*) ;; *) echo x >> jobs; wc -l < jobs ;; esac',
     "scontrol": 'case "$*" in *show*) echo "JobId=$4 JobState=COMPLETED Reason=None" ;; esac',
     "squeue": "",
     "sinfo": 'case "$*" in *%R*) echo main ;; *) echo "main* 4" ;; esac',
 }
+"""Commands of a Slurm whose jobs are complete."""
 
 
 def test_resubmission_has_the_site_options_of_its_command(cli: ForkServer, tmp_path: Path) -> None:
-    for name, text in FAKE_SLURM.items():
+    for name, text in IDLE_SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "site.sh").write_text("export SITE=1\n")

@@ -74,7 +74,7 @@ MISTAKES = [
     (["layout.pp=2", "layout.pipeline_schedule=zero_bubble", "layout.zero=2"], ["layout.zero=2", "nearest: zero=1"]),
     (["layout.cp_method=rings"], ["layout.cp_method=rings", "nearest: ring"]),
     (["evaluate.sets={a/b: x.txt}"], ["evaluate.sets", "a/b", "wrong form"]),
-    (["evaluate.sets.web=[]"], ["evaluate.sets=", "web names no file"]),
+    (["evaluate.sets.web=[]"], ["evaluate.sets.web=[]", "names no file"]),
     (["evaluate.sets=valid.txt"], ["evaluate.sets=valid.txt", "not a mapping"]),
     (["evaluate.sets.web=3"], ["evaluate.sets.web=3", "not a list", "nearest: [3]"]),
     (["evaluate.sets.web=a.txt", "evaluate.function=a:b"], ["evaluate.function=a:b", "set only one"]),

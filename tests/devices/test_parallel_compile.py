@@ -149,8 +149,8 @@ def test_precompile_removes_stale_locks_and_cached_failures_first(tool: dict[str
     lines: list[str] = []
     precompile(["train", "my.yaml"], 3, tool, lines.append)
     assert [line.partition(": ")[2] for line in lines[:2]] == [
-        "1 stale locks removed",
-        "1 failed graphs removed, to be compiled again",
+        "1 stale lock removed",
+        "1 failed graph removed, to be compiled again",
     ]
     assert lines[2].startswith("arguments --command collect")
     assert [path.name for path in entries.rglob("*.lock")] == ["a.lock"], "a new lock may have a holder"

@@ -173,7 +173,7 @@ def test_half_an_upload_is_not_complete(
     names = {path.partition("/half/")[2] for path in s3.find(url.removeprefix("s3://"))}
     assert len(names) > 1
     assert not any(name.endswith("complete.json") for name in names)
-    fail(call("get", url, "copy"), f"{url}: an upload that did not finish: {len(names) - 1} of .* files are there; ")
+    fail(call("get", url, "copy"), f"{url}: an upload that did not finish: {len(names) - 1} of .* files arrived; ")
     fail(call("get", f"{url}/checkpoints", "copy"), ".*/half/checkpoints: an upload that did not finish: ")
     fail(call("convert", f"{url}/checkpoints", "copy"), ".*/half/checkpoints: an upload that did not finish: ")
     assert not (tmp_path / "copy").exists()

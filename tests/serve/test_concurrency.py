@@ -140,7 +140,7 @@ def test_a_scheduler_that_loses_requests_is_a_fault(start_server: StartServer) -
     scheduler = FakeScheduler(step_s=0.002)
     running = start_server(scheduler=scheduler)
     scheduler.lose_requests = True
-    with pytest.raises(openai.InternalServerError, match="the scheduler lost 1 requests"):
+    with pytest.raises(openai.InternalServerError, match="the scheduler lost 1 request"):
         running.client().completions.create(model="tiny", prompt="x", max_tokens=400)
     scheduler.lose_requests = False
     assert running.client().completions.create(model="tiny", prompt="say:hi").choices[0].text == "hi"

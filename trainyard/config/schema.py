@@ -156,7 +156,7 @@ class EvaluateSection(Section):
     @classmethod
     def _check_sets(cls, sets: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         if empty := [name for name, paths in sets.items() if not paths]:
-            raise ValueError(f"{empty[0]} names no file; nearest: {empty[0]}: valid.jsonl")
+            raise ValueError(f"{empty[0]}=[]: names no file; nearest: {empty[0]}: valid.jsonl")
         return sets
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.quantities import counted
 from trainyard.download.credentials import redact
 from trainyard.download.sources.remote_file import Checksum, RemoteFile, SourceChanged, TransferError
 from trainyard.download.sources.retry import with_retries
@@ -168,7 +169,7 @@ def _check_manifest(filesystem: Any, path: str, pattern: str, sizes: dict[str, i
     if expected and not manifest.is_complete:
         there = sum(sizes.get(name) == size for name, (size, _) in expected.items())
         raise UserError(
-            f"{label}: an upload that did not finish: {there} of {len(expected)} files are there; "
+            f"{label}: an upload that did not finish: {there} of {counted(len(expected), 'file')} arrived; "
             "the same `trainyard push` completes it"
         )
     for name, (size, _) in expected.items():

@@ -91,6 +91,8 @@ def find_resume_point(config: Config, mesh: Mesh, device: Device, own_directory:
     says.
     """
     section = config.checkpoint
+    if not own_directory and section.resume == "none" and not (section.directory and section.saving_enabled):
+        return ResumePoint()  # there is no directory that could be another run's
     paths, lost_run = mesh.broadcast_object(partial(_runs_to_continue, config, own_directory), device)
     is_source = section.resume not in ("auto", "none") and not section.weights_only
     for path, run_id in paths.items():

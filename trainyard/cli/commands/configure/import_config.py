@@ -56,7 +56,7 @@ def import_config(
 
       trainyard import pretrain_gpt3.sh DATA_PATH=/data/my-gpt2 train.steps=1000
 
-      trainyard import train.sh --drop-flag apply-layernorm-1p -- --normalization RMSNorm
+      trainyard import train.sh --drop-flag fp8-format -- --lr 1e-4
 
       trainyard import -- --num-layers 12 --hidden-size 768 ...
     """
