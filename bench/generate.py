@@ -114,6 +114,8 @@ def measure(
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         theirs.save_pretrained(directory)
+        # `to(bfloat16)` has rounded the inverse frequencies of RoPE, too, which from_pretrained keeps in fp32
+        theirs = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
         for batch in batches:
             prompts = torch.randint(0, shape["vocab_size"], (batch, prompt_length), device=device)
             options = InferenceOptions(device, max_batch=batch, max_seq_len=1024, compiled=device == "cpu")

@@ -58,7 +58,8 @@ class TokenMasks:
         self.allowed[slot] = -1
 
     def set(self, slot: int, words: Tensor) -> None:
-        self.on_host[slot] = words
+        """`words` may have more of them than the vocabulary needs."""
+        self.on_host[slot] = words[: self.on_host.shape[1]]
         self.allowed[slot].copy_(self.on_host[slot], non_blocking=True)
 
     def apply(self, logits: Tensor, index: Any) -> Tensor:
