@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support import configs
+from tests.support.forkserver import ForkServer
 from tests.support.hf_reference import MOE_VARIANTS, hf_forward, hf_model
 from trainyard import Trainer, models
 from trainyard.checkpoint.formats.hf import open_hf, save_hf
@@ -247,6 +248,14 @@ def test_the_step_of_a_bias_equals_megatron_core() -> None:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def test_a_job_that_could_not_export_is_refused(cli: ForkServer, tmp_path: Path) -> None:
+    command = ["submit", "mixtral-8x7b", "--smoke", "--nproc", "1", "--dry-run", "model.router_bias=true"]
+    done = cli.run(command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "checkpoint.export_hf=true: Hugging Face's format has no place for model.router_bias" in done.stderr
+    assert cli.run([*command, "checkpoint.export_hf=false"], cwd=tmp_path).returncode == 0
 
 
 def test_a_bias_has_no_place_in_other_formats(tmp_path: Path) -> None:

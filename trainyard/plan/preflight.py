@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainyard.checkpoint.io.storage import open_storage
+from trainyard.checkpoint.registry import check_hf_export
 from trainyard.config.schema import Config
 from trainyard.core.constants import GIB
 from trainyard.core.errors import UserError
@@ -26,6 +27,11 @@ def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
     if plan.hardware.entry.kind == "trainium" and not plan.config.model.has_static_shapes:
         message = "model.capacity_factor=null: the graphs of Trainium have static shapes; nearest: 2.0"
         problems.append(PlanProblem(message, True))
+    if plan.config.checkpoint.export_hf:
+        try:
+            check_hf_export(plan.config.model)
+        except UserError as error:
+            problems.append(PlanProblem(f"checkpoint.export_hf=true: {error}; nearest: false", True))
     problems += [*_memory_problems(plan, fixes), *_disk_problems(plan), *_host_memory_problems(plan)]
     return [*problems, *_data_problems(plan.config)]
 

@@ -103,6 +103,10 @@ def submit(
         raise UserError(f"--nodes {nodes}: this machine has no Slurm; nearest: --nodes 1, or --dry-run")
     ranks = high * (nproc or gpus_per_node or 1)
     config = load_run_config(source, override_list, smoke, ranks) if smoke else load(source, override_list)
+    if config.checkpoint.export_hf and config.model.without_router_bias is not config.model:  # the job would not start
+        raise UserError(
+            "checkpoint.export_hf=true: Hugging Face's format has no place for model.router_bias; nearest: false"
+        )
     nproc = nproc or ranks_per_node(config, high, gpus_per_node)
     layouts = {}
     if low == high:
