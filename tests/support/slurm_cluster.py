@@ -116,7 +116,7 @@ class SlurmCluster:
         try:
             self._start_munge()
             self._start_switch()
-            self._daemon(["slurmctld"])
+            self._start_controller()
             for name in self.names:
                 self.start_node(name)
             self._wait_for(lambda: len(self.idle_nodes()) == num_nodes, "idle nodes")
@@ -197,6 +197,12 @@ class SlurmCluster:
         if cancel:
             self._wait_for(lambda: len(self.idle_nodes()) == len(self.names), "idle nodes")
 
+    def restart_daemon(self, name: str, after_s: float) -> None:
+        """Kill munged or slurmctld, and start it again after a while."""
+        os.kill(int((self.directory / f"{name}.pid").read_text()), signal.SIGKILL)
+        time.sleep(after_s)
+        (self._start_munge if name == "munged" else self._start_controller)()
+
     def stop(self) -> None:
         """End everything that this cluster started."""
         for name in list(self.inits):
@@ -223,10 +229,14 @@ class SlurmCluster:
         self.configuration.write_text(text)
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # asks for nothing at start-up
 
+    def _start_controller(self) -> None:
+        self._daemon(["slurmctld"])
+
     def _start_munge(self) -> None:
         key = self.directory / "munge.key"
-        key.touch(mode=0o600)
-        key.write_bytes(os.urandom(1024))
+        if not key.exists():
+            key.touch(mode=0o600)
+            key.write_bytes(os.urandom(1024))
         files = {name: self.directory / f"munge.{name}" for name in ("socket", "log", "seed")}
         options = [f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in files.items()]
         self._daemon(["munged", "--force", f"--key-file={key}", f"--pid-file={self.directory}/munged.pid", *options])
