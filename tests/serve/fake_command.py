@@ -19,6 +19,7 @@ class InferenceOptions:
     max_batch: int
     max_seq_len: int | None
     fp8_weights: bool
+    shares_prefixes: bool
 
 
 def load_for_inference(source: str, options: InferenceOptions, tokenizer: str | None, world: World) -> SimpleNamespace:

@@ -185,10 +185,10 @@ def _command(request: dict[str, Any]) -> None:
     code = 1
     try:
         os.setsid()
-        if request["memory_bytes"]:
+        if request.get("memory_bytes"):
             resource.setrlimit(resource.RLIMIT_DATA, (request["memory_bytes"],) * 2)
         for name, number, flags in (
-            (request["stdin"], 0, os.O_RDONLY),
+            (request.get("stdin", os.devnull), 0, os.O_RDONLY),
             (request["stdout"], 1, os.O_WRONLY | os.O_APPEND),
             (request["stderr"], 2, os.O_WRONLY | os.O_APPEND),
         ):
