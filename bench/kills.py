@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="names of writers, separated by commas")
-    parser.add_argument("--processes", type=int, default=1, help="share the writers among so many processes")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes that share the writers")
     parser.add_argument("--plant", action="store_true", help="write in place, to see that losses are found")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -361,7 +361,7 @@ def test_killed_command_is_repeated_with_a_bound(tmp_path: Path, fault: str, cod
 
 
 def test_notice_before_the_supervisor_is_ready(tmp_path: Path) -> None:
-    """A signal ends a Python that has not come to its handlers. The next one is told."""
+    """A signal ends a Python process that has not installed its handlers yet; the next one gets the notice."""
     command = ["sh", "-c", f'echo "$TRAINYARD_NOTICED" >> {tmp_path}/starts; [ "$TRAINYARD_NOTICED" ] || sleep 600']
     (tmp_path / "script").write_text(render_script("name", tmp_path, BatchOptions("1"), [command], "", max_starts=100))
     process = subprocess.Popen(["bash", str(tmp_path / "script")])

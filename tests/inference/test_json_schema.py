@@ -13,6 +13,7 @@ from tests.support.hf_folders import VOCAB, save_hf_folder
 from trainyard.core.errors import UserError
 from trainyard.data.text.tokenizer import ByteTokenizer
 from trainyard.devices.cpu import CpuDevice
+from trainyard.inference.logit_rules import TokenMasks
 from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.text.json_schema import SchemaCompiler
 
@@ -123,3 +124,12 @@ def test_steps_without_schemas_have_no_masks(llama: Path) -> None:
     loaded = load(llama)
     run(loaded, [Request(0, [1], SamplingOptions(1.0, max_new_tokens=4))])
     assert loaded.scheduler.engine.masks is None
+
+
+def test_masks_fit_a_vocabulary_that_fills_its_last_word() -> None:
+    """llguidance pads the mask of such a vocabulary by another word."""
+    words = SchemaCompiler(ByteTokenizer(), 288, frozenset([END])).start(json.dumps(PERSON)).next_tokens()
+    masks = TokenMasks(1, 288, CpuDevice())
+    masks.set(0, words)
+    allowed = masks.apply(torch.zeros(1, 288), slice(1)).isfinite().nonzero()[:, 1].tolist()
+    assert allowed == [ord("{")]
