@@ -15,11 +15,13 @@ from tests.support.hf_reference import MOE_VARIANTS, hf_forward, hf_model
 from trainyard import Trainer, models
 from trainyard.checkpoint.formats.hf import open_hf, save_hf
 from trainyard.checkpoint.formats.tensor_map import local_values
+from trainyard.config.schema import RecomputeSection
 from trainyard.core.errors import UserError
 from trainyard.families.hf_config import from_hf, to_hf
 from trainyard.kernels.grouped_linear import grouped_linear
 from trainyard.models.init import initial_values
 from trainyard.models.moe import MoeMLP
+from trainyard.parallel.recompute import apply_recompute
 from trainyard.train.losses import CausalLoss
 from trainyard.train.records import expert_load
 
@@ -319,8 +321,11 @@ def test_a_run_reports_the_load_of_experts(recompute: str, tmp_path: Path) -> No
     assert all(value != value for value in load.values())  # nothing was counted since the last record
 
 
-def test_blocks_compile_into_one_graph() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_compile_into_one_graph(recompute: bool) -> None:
     layer, c = moe_layer(balance_loss=0.3)
+    if recompute:
+        assert apply_recompute([torch.nn.Sequential(layer)], RecomputeSection(kind="selective", modules=["mlp"])) == 1
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, dy = torch.randn(2, 8, c.hidden, requires_grad=True), torch.randn(2, 8, c.hidden)
     for a, b in zip(

@@ -49,7 +49,7 @@ class MoeMLP(Recomputable):
         pairs_BE = self._count(expert_NK.view(*x_BTD.shape[:2], -1))
         if self.training and torch.is_grad_enabled():
             count_BE = pairs_BE.float()
-            self.pair_counts += count_BE.sum(0)
+            self.pair_counts.add_(count_BE.sum(0))
             if self.c.balance_loss or self.c.z_loss or self.c.router_bias:
                 x_BTD = _AddLoss.apply(x_BTD, self._router_loss(logits_BTE, count_BE))  # type: ignore[no-untyped-call]
         has_capacity = self.c.capacity_factor is not None and (self.training or not self.has_grouped_products)

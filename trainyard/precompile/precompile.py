@@ -7,6 +7,7 @@ its compiler ends; a failed one leaves a log and no entry, and is retried the ne
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,6 +172,12 @@ def read_records(cache_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
+def first_error(log: str) -> str | None:
+    """The first exception in a log: the cause of those that followed, whose last line may be empty."""
+    line = re.search(r"^(?:\[rank\d+\]: )?([\w.]*[A-Z]\w*: \S.*)$", log, re.M)
+    return line[1] if line else None
+
+
 def _log_path(cache_dir: Path, rank: int) -> Path:
     return cache_dir / "logs" / f"collect-{rank}.log"
 
@@ -214,7 +221,7 @@ def _run_collector(
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
     if code:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        report.problems.append(f"rank {request.rank}: {lines[-1] if lines else f'exit code {code}'} (log: {log})")
+        cause = first_error(log.read_text(errors="replace"))
+        report.problems.append(f"rank {request.rank}: {cause or f'exit code {code}'} (log: {log})")
     else:
         log.unlink(missing_ok=True)
