@@ -30,7 +30,9 @@ HISTORY = 50
 HANG_FACTOR = 10
 """A hang takes at least this many times the median step."""
 MIN_STEPS = 3
-"""Steps before a median means anything; the first one compiles."""
+"""Steps before a median means anything; the first ones compile."""
+EARLY_FACTOR = 6
+"""Until then, a hang takes this many times the time limit."""
 COLLECTIVE_FRAME = re.compile(r"(process_group|collectives|distributed_c10d|_functional_collectives|rendezvous)\.py")
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
@@ -86,8 +88,10 @@ class StepTimes:
 
     def hang_limit(self, timeout: float) -> float | None:
         """Seconds without a step that mean a hang; None while the rank is not training."""
-        if self.step < self.first_step + MIN_STEPS or not self.durations:
+        if self.step <= 0:
             return None
+        if self.step < self.first_step + MIN_STEPS or not self.durations:
+            return EARLY_FACTOR * timeout
         return max(HANG_FACTOR * median(self.durations), timeout)
 
 
