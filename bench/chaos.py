@@ -61,6 +61,9 @@ CABLE_S, OUTAGE_S = 15.0, (3.0, 15.0)
 LIMIT_S = 300.0
 """Longest recovery."""
 DISK_MIB = 256
+REPAIR_S = 60.0
+"""When faults of one moment have left too few nodes for the next of them, what lasts is repaired after this time."""
+Repair = Callable[[], None]
 
 
 class Run:
@@ -68,6 +71,8 @@ class Run:
 
     def __init__(self, cluster: SlurmCluster, directory: Path, steps: int) -> None:
         self.cluster, self.path = cluster, directory / RUN_NAME
+        self.repairs: list[Repair] = []
+        """Of the faults of this moment so far."""
         directory.mkdir()
         self.arguments = [*TRAIN, f"train.steps={steps}", f"log.directory={directory}"]
         if code := self.start("submit", *self.arguments, *SUBMIT).wait(120):
@@ -116,15 +121,36 @@ class Run:
         """Wait, and return the seconds that it took."""
         start = time.monotonic()
         while not condition():
+            if time.monotonic() > start + REPAIR_S:
+                self.repair()
             if time.monotonic() > start + limit_s:
                 raise SystemExit(f"waited {limit_s:.0f} s for {what}; job is {self.state()}\n{self.log()[-4000:]}")
             time.sleep(0.1)
         return time.monotonic() - start
 
+    def wait_for_one(self, find: Callable[[], list[Any]], what: str, generator: random.Random) -> Any:
+        """Wait until there are some, and return one of them."""
+        found: list[Any] = []
+
+        def look() -> list[Any]:
+            found[:] = find()
+            return found
+
+        self.wait_for(look, what)
+        return generator.choice(found)
+
+    def repair(self) -> None:
+        while self.repairs:
+            self.repairs.pop()()
+
     def nodes(self) -> list[str]:
-        """The nodes of the job; the supervisor is on the first."""
-        used = self.cluster.run("squeue", "-h", "-j", self.record["job_id"], "-o", "%N").strip()
-        return self.cluster.run("scontrol", "show", "hostnames", used).split()
+        """The nodes of the job that have power; the supervisor is on the first."""
+        try:
+            used = self.cluster.run("squeue", "-h", "-j", self.record["job_id"], "-o", "%N").strip()
+        except AssertionError:  # slurmctld is starting
+            return []
+        names = self.cluster.run("scontrol", "show", "hostnames", used).split() if used else []
+        return [name for name in names if name in self.cluster.inits]
 
     def processes(self, *words: str) -> list[int]:
         """Processes of the nodes whose command has all these words."""
@@ -149,12 +175,8 @@ def _command(pid: int) -> list[str]:
         return []
 
 
-Repair = Callable[[], None]
-
-
 def kill_rank(run: Run, generator: random.Random, signum: int = signal.SIGKILL) -> tuple[str, Repair]:
-    run.wait_for(run.ranks, "ranks")  # they may be starting again
-    return kill(generator.choice(run.ranks()), signum)
+    return kill(run.wait_for_one(run.ranks, "ranks", generator), signum)  # they may be starting again
 
 
 def hang_rank(run: Run, generator: random.Random) -> tuple[str, Repair]:
@@ -175,23 +197,17 @@ def nothing() -> None:
 
 
 def kill_one_of(words: tuple[str, ...], run: Run, generator: random.Random) -> tuple[str, Repair]:
-    run.wait_for(lambda: run.processes(*words), words[-1])
-    return kill(generator.choice(run.processes(*words)))
+    return kill(run.wait_for_one(lambda: run.processes(*words), words[-1], generator))
 
 
 def kill_slurmstepd(run: Run, generator: random.Random) -> tuple[str, Repair]:
     """Slurm's own process of the step on one node: its launcher and rank end, and srun may never hear of it."""
-    found: list[int] = []
 
     def find() -> list[int]:
         job = run.record["job_id"]
-        found[:] = [
-            pid for pid in numbers_in_proc() if re.match(rf"slurmstepd: \[{job}\.\d+\]", " ".join(_command(pid)))
-        ]
-        return found
+        return [pid for pid in numbers_in_proc() if re.match(rf"slurmstepd: \[{job}\.\d+\]", " ".join(_command(pid)))]
 
-    run.wait_for(find, "slurmstepd")
-    return kill(generator.choice(found))
+    return kill(run.wait_for_one(find, "slurmstepd", generator))
 
 
 def numbers_in_proc() -> list[int]:
@@ -199,8 +215,13 @@ def numbers_in_proc() -> list[int]:
 
 
 def notice(run: Run, generator: random.Random) -> tuple[str, Repair]:
-    run.wait_for(run.nodes, "nodes")
-    run.cluster.run("scancel", "--batch", "--signal=USR1", run.record["job_id"])
+    def send() -> bool:
+        with suppress(AssertionError):  # the job waits for nodes
+            run.cluster.run("scancel", "--batch", "--signal=USR1", run.record["job_id"])
+            return True
+        return False
+
+    run.wait_for(lambda: run.nodes() and send(), "nodes")
     return "the job", nothing
 
 
@@ -237,15 +258,13 @@ def make_read_only(run: Run, generator: random.Random) -> tuple[str, Repair]:
 
 
 def lose_power(run: Run, generator: random.Random) -> tuple[str, Repair]:
-    run.wait_for(run.nodes, "nodes")  # the job may be waiting after another fault
-    node = generator.choice(run.nodes())
+    node = run.wait_for_one(run.nodes, "nodes", generator)  # the job may be waiting after another fault
     run.cluster.kill_node(node)
     return node, lambda: run.cluster.recover(cancel=False)
 
 
 def pull_cable(run: Run, generator: random.Random) -> tuple[str, Repair]:
-    run.wait_for(run.nodes, "nodes")
-    node = generator.choice(run.nodes())
+    node = run.wait_for_one(run.nodes, "nodes", generator)
     run.cluster.cut_cable(node)
     time.sleep(CABLE_S)
     run.cluster.mend_cable(node)
@@ -305,15 +324,17 @@ def resumed_step(log: str) -> int:
 def strike(names: list[str], run: Run, generator: random.Random) -> dict[str, Any]:
     """Cause faults, one right after the other, and wait until the run is past them."""
     step, attempts, start = run.step(), run.record["attempts"], time.monotonic()
-    struck = [FAULTS[name].inject(run, generator) for name in names]
+    places = []
+    for name in names:
+        place, repair = FAULTS[name].inject(run, generator)
+        places.append(place)
+        run.repairs.append(repair)
     if any(FAULTS[name].restarts for name in names):
         run.wait_for(lambda: run.record["attempts"] > attempts, f"a new attempt after {names}")
-    for _, repair in struck:
-        repair()  # a job that waits for a node gets it
+    run.repair()  # a job that waits for a node gets it
     run.wait_for(lambda: run.step() > step, f"progress after {names}")
     seconds = time.monotonic() - start
     lost = max(0, step - resumed_step(run.log())) if run.record["attempts"] > attempts else 0
-    places = [place for place, _ in struck]
     return {"faults": names, "where": places, "step": step, "steps_lost": lost, "seconds": round(seconds, 1)}
 
 
@@ -357,10 +378,6 @@ def main() -> None:
     with small_disk() as runs, temporary_cluster(NUM_NODES) as cluster:
         (runs / "slow_steps.py").write_text(SLOW_STEPS)
         cluster.environment["PYTHONPATH"] = f"{runs}:{os.environ.get('PYTHONPATH', '')}"
-        undisturbed = Run(cluster, runs / "undisturbed", steps)
-        seconds = undisturbed.wait_for(lambda: undisturbed.state() == "COMPLETED", "the undisturbed run", 1800)
-        expected = undisturbed.losses()
-        print(f"undisturbed: {len(expected)} steps in {seconds:.0f} s", flush=True)
         run, rows = Run(cluster, runs / "disturbed", steps), []
         slow = run.path.parent / "slow"
         slow.touch()
@@ -377,6 +394,10 @@ def main() -> None:
         losses = run.losses()
         time.sleep(2)
         leftover = len(cluster.processes())
+        undisturbed = Run(cluster, runs / "undisturbed", steps)
+        seconds = undisturbed.wait_for(lambda: undisturbed.state() == "COMPLETED", "the undisturbed run", 1800)
+        expected = undisturbed.losses()
+        print(f"undisturbed: {len(expected)} steps in {seconds:.0f} s", flush=True)
         result = {
             "faults": arguments.count,
             "by_name": {name: sum(names.count(name) for names in plan) for name in arguments.names},
