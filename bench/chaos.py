@@ -63,6 +63,7 @@ LIMIT_S = 300.0
 DISK_MIB = 256
 REPAIR_S = 60.0
 """When faults of one moment have left too few nodes for the next of them, what lasts is repaired after this time."""
+RESUMING = "resuming from step "
 Repair = Callable[[], None]
 
 
@@ -316,14 +317,14 @@ FAULTS = {
 
 def resumed_step(log: str) -> int:
     """Where the last attempt that made a step began."""
-    marks = [line for line in log.splitlines() if line.startswith(("trainyard: attempt", "resuming from step"))]
-    resumed = [line for line in marks if line.startswith("resuming")]
-    return int(resumed[-1].split("step ")[1].split(":")[0]) if resumed else 0
+    resumed = [line for line in log.splitlines() if line.startswith(RESUMING)]
+    return int(resumed[-1].removeprefix(RESUMING).split(":")[0]) if resumed else 0
 
 
 def strike(names: list[str], run: Run, generator: random.Random) -> dict[str, Any]:
     """Cause faults, one right after the other, and wait until the run is past them."""
     step, attempts, start = run.step(), run.record["attempts"], time.monotonic()
+    resumed = run.log().count(RESUMING)
     places = []
     for name in names:
         place, repair = FAULTS[name].inject(run, generator)
@@ -332,6 +333,8 @@ def strike(names: list[str], run: Run, generator: random.Random) -> dict[str, An
     if any(FAULTS[name].restarts for name in names):
         run.wait_for(lambda: run.record["attempts"] > attempts, f"a new attempt after {names}")
     run.repair()  # a job that waits for a node gets it
+    if any(FAULTS[name].restarts for name in names):  # steps of the attempt before are no progress
+        run.wait_for(lambda: run.log().count(RESUMING) > resumed, f"resumed ranks after {names}")
     run.wait_for(lambda: run.step() > step, f"progress after {names}")
     seconds = time.monotonic() - start
     lost = max(0, step - resumed_step(run.log())) if run.record["attempts"] > attempts else 0
