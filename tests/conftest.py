@@ -27,7 +27,7 @@ LEFT_OUT = pytest.StashKey[int]()
 POOL_TESTS = "tests/distributed/"
 """The tests that use a pool of ranks."""
 SLURM_TESTS = ("tests/cluster/test_slurm.py", "tests/doctor/test_nodes.py")
-"""The tests that use the Slurm cluster, of which a machine can have one."""
+"""The tests that share one Slurm cluster."""
 LONG_GROUPS = (*SLURM_TESTS, POOL_TESTS, "tests/cli/test_precompile.py", "tests/launch/", "tests/cluster/")
 
 

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -427,3 +429,39 @@ def test_bad_input_is_one_line(
     cli: ForkServer, slurm: SlurmCluster, tmp_path: Path, options: list[str], message: str
 ) -> None:
     assert message in refused(cli, slurm, tmp_path, "--nproc", "1", *options)
+
+
+ABANDON = """
+import os, signal
+from pathlib import Path
+from tests.support.slurm_cluster import SlurmCluster
+
+cluster = SlurmCluster(Path(os.environ["TMPDIR"]), 1)
+print(*(process.pid for process in cluster.daemons.values()), *cluster.inits.values(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_cluster_ends_with_the_process_that_started_it(slurm: SlurmCluster) -> None:
+    """A test run that is killed would otherwise leave daemons for the next one. It runs beside the cluster of the
+    tests."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as directory:
+        environment = {**os.environ, "TMPDIR": directory}
+        done = subprocess.run(
+            [sys.executable, "-c", ABANDON], env=environment, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+    assert slurm.idle_nodes()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

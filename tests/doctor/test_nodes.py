@@ -262,7 +262,7 @@ def test_nodes_of_a_cluster(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert max(map(abs, report["clock_offsets_s"].values())) < 1
     by_subject = {finding["subject"]: finding for finding in report["findings"] if finding["level"] == "ok"}
     assert by_subject["versions"]["nodes"] == names(4)
-    assert by_subject["host name"]["text"] == "each node is 10.213.77.11 to 10.213.77.14"
+    assert by_subject["host name"]["text"] == f"each node is {slurm.network}.11 to {slurm.network}.14"
     assert by_subject["shared directory"]["text"].endswith("all nodes see the same files and locks")
     assert_nothing_is_left(slurm, tmp_path)
 
@@ -330,7 +330,7 @@ def test_node_that_is_lost_during_the_survey_is_named(
 
 @pytest.mark.nightly
 def test_node_that_only_slurm_reaches_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
-    routes = [f"unreachable 10.213.77.{host}" for host in (11, 12, 14)]
+    routes = [f"unreachable {slurm.network}.{host}" for host in (11, 12, 14)]
     for route in routes:
         slurm.in_node("n3", ["ip", "route", "add", *route.split()])
     try:

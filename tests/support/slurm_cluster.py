@@ -1,7 +1,8 @@
 """A real Slurm cluster on this machine: munged, slurmctld, and a slurmd for each node in namespaces of its own.
 
 A node has its own address, host name, process ids and shared memory, and the file system of this machine. Killing it is
-a loss of power: all its processes end at once. Its cable can be cut and mended. Needs root and Debian's packages
+a loss of power: all its processes end at once. Its cable can be cut and mended. Several clusters may run beside each
+other, and a cluster ends with the process that started it, however that ends. Needs root and Debian's packages
 slurmctld, slurmd, slurm-client, munge and iproute2, which scripts/prepare installs.
 """
 
@@ -16,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter")
+from trainyard.launch.launcher import reserved_port
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "setpriv")
 SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-NETWORK = "10.213.77"
-"""This machine is .1, node K is .10+K."""
-HOST_INTERFACE = "trainyard0"
+END_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"]
+MAX_CLUSTERS = 20
 WAIT_S = 90
 NODE_INIT = """
 echo {name} > /proc/sys/kernel/hostname
@@ -33,7 +35,7 @@ while :; do sleep 3600 & wait; done
 CONFIGURATION = """
 ClusterName=trainyard
 SlurmctldHost={host}({network}.1)
-SlurmctldPort=26817
+SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -112,10 +114,14 @@ class SlurmCluster:
         self.inits: dict[str, int] = {}
         """Process 1 of each node, in the process ids of this machine."""
         self.namespace_holders: dict[str, subprocess.Popen[bytes]] = {}
-        self._write_configuration()
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        directory.mkdir(parents=True, exist_ok=True)
         try:
-            self._start_munge()
             self._start_switch()
+            self.network = self._connect_host()
+            """The first three bytes of all addresses. This machine is .1, node K is .10+K."""
+            self._write_configuration()
+            self._start_munge()
             self._start_controller()
             for name in self.names:
                 self.start_node(name)
@@ -142,16 +148,13 @@ class SlurmCluster:
         init = NODE_INIT.format(name=name, directory=self.directory)
         spaces = ["--net", "--uts", "--ipc", "--pid", "--mount", "--mount-proc"]
         command = ["unshare", *spaces, "--fork", "--kill-child=KILL", "bash", "-c", init]
-        with (self.directory / "daemons.log").open("ab") as log:
-            holder = self.namespace_holders[name] = subprocess.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
-            )
+        holder = self.namespace_holders[name] = self._start(command)
         self._wait_for(booted.exists, f"{name} to boot")
         self.inits[name] = pid = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0])
         number = self.names.index(name) + 1
         self._ip(f"link add p{number} netns {self.switch.pid} type veth peer name eth0 netns {pid}")
         self._in_switch(f"link set p{number} master br0 up")
-        address = f"{NETWORK}.{10 + number}/24"
+        address = f"{self.network}.{10 + number}/24"
         self.in_node(name, ["ip", "addr", "add", address, "dev", "eth0"])
         self.in_node(name, ["ip", "link", "set", "eth0", "up"])
         self.in_node(name, ["slurmd", "-N", name, "-f", str(self.configuration)])
@@ -199,7 +202,7 @@ class SlurmCluster:
 
     def restart_daemon(self, name: str, after_s: float) -> None:
         """Kill munged or slurmctld, and start it again after a while."""
-        os.kill(int((self.directory / f"{name}.pid").read_text()), signal.SIGKILL)
+        self._end(self.daemons[name])
         time.sleep(after_s)
         (self._start_munge if name == "munged" else self._start_controller)()
 
@@ -207,30 +210,46 @@ class SlurmCluster:
         """End everything that this cluster started."""
         for name in list(self.inits):
             self.kill_node(name)
-        for pid_file in ("slurmctld.pid", "munged.pid"):
-            with suppress(OSError, ValueError):
-                os.kill(int((self.directory / pid_file).read_text()), signal.SIGKILL)
-        if hasattr(self, "switch"):
-            self.switch.kill()
-            self.switch.wait()
-        subprocess.run(["ip", "link", "del", HOST_INTERFACE], env=self.environment, capture_output=True, check=False)
+        for process in self.daemons.values():
+            self._end(process)
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        process.kill()
+        process.wait()
+
+    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """Start a process that ends with this one."""
+        with (self.directory / "daemons.log").open("ab") as log:
+            return subprocess.Popen(
+                [*END_WITH_PARENT, *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def _write_configuration(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "state").mkdir(exist_ok=True)
         host = os.uname().nodename.split(".")[0]
-        lines = [f"{NETWORK}.{10 + index} {name}" for index, name in enumerate(self.names, 1)]
-        (self.directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{NETWORK}.1 {host}", *lines]) + "\n")
+        addresses = {name: f"{self.network}.{10 + index}" for index, name in enumerate(self.names, 1)}
+        lines = [f"{address} {name}" for name, address in addresses.items()]
+        own = ["127.0.0.1 localhost", f"{self.network}.1 {host}"]
+        (self.directory / "hosts").write_text("\n".join([*own, *lines]) + "\n")
         nodes = "\n".join(
-            f"NodeName={name} NodeHostname={name} NodeAddr={NETWORK}.{10 + index} Port=26818 CPUs=8 RealMemory=100000"
-            for index, name in enumerate(self.names, 1)
+            f"NodeName={name} NodeHostname={name} NodeAddr={address} Port=26818 CPUs=8 RealMemory=100000"
+            for name, address in addresses.items()
         )
-        text = CONFIGURATION.format(host=host, network=NETWORK, directory=self.directory, nodes=nodes)
+        with reserved_port() as port:
+            text = CONFIGURATION.format(
+                host=host, network=self.network, port=port, directory=self.directory, nodes=nodes
+            )
         self.configuration.write_text(text)
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # asks for nothing at start-up
 
     def _start_controller(self) -> None:
-        self._daemon(["slurmctld"])
+        self.daemons["slurmctld"] = self._start(["slurmctld", "-D"])
+        self._wait_for_answer(["scontrol", "ping"])
 
     def _start_munge(self) -> None:
         key = self.directory / "munge.key"
@@ -239,20 +258,36 @@ class SlurmCluster:
             key.write_bytes(os.urandom(1024))
         files = {name: self.directory / f"munge.{name}" for name in ("socket", "log", "seed")}
         options = [f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in files.items()]
-        self._daemon(["munged", "--force", f"--key-file={key}", f"--pid-file={self.directory}/munged.pid", *options])
+        command = ["munged", "--foreground", "--force", f"--key-file={key}", f"--pid-file={self.directory}/munged.pid"]
+        self.daemons["munged"] = self._start([*command, *options])
+        self._wait_for_answer(["munge", "-n", "-S", str(files["socket"])])
+
+    def _wait_for_answer(self, command: list[str]) -> None:
+        def answers() -> bool:
+            return not subprocess.run(command, env=self.environment, capture_output=True, check=False).returncode
+
+        self._wait_for(answers, " ".join(command))
 
     def _start_switch(self) -> None:
         """A bridge in a namespace of its own, where no firewall rule of this machine applies."""
-        self.switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], env=self.environment)
+        self.daemons["switch"] = self.switch = self._start(["unshare", "--net", "sleep", "infinity"])
         own = os.readlink("/proc/self/ns/net")
         self._wait_for(lambda: os.readlink(f"/proc/{self.switch.pid}/ns/net") != own, "the switch")
-        subprocess.run(["ip", "link", "del", HOST_INTERFACE], env=self.environment, capture_output=True, check=False)
         self._in_switch("link add br0 type bridge")
         self._in_switch("link set br0 up")
-        self._ip(f"link add {HOST_INTERFACE} type veth peer name p0 netns {self.switch.pid}")
-        self._in_switch("link set p0 master br0 up")
-        self._ip(f"addr add {NETWORK}.1/24 dev {HOST_INTERFACE}")
-        self._ip(f"link set {HOST_INTERFACE} up")
+
+    def _connect_host(self) -> str:
+        """Connect this machine to the switch; the interface is gone when the switch is. Returns the network, which no
+        other cluster of this machine has, because the name of an interface is unique."""
+        for number in range(MAX_CLUSTERS):
+            interface, network = f"trainyard{number}", f"10.213.{77 + number}"
+            with suppress(AssertionError):  # another cluster has it
+                self._ip(f"link add {interface} type veth peer name p0 netns {self.switch.pid}")
+                self._in_switch("link set p0 master br0 up")
+                self._ip(f"addr add {network}.1/24 dev {interface}")
+                self._ip(f"link set {interface} up")
+                return network
+        raise AssertionError(f"no interface for a cluster; {MAX_CLUSTERS} are in use")
 
     def _daemon(self, command: Sequence[str]) -> None:
         done = subprocess.run(
