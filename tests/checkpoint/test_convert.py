@@ -701,7 +701,7 @@ def losses(directory: Path, model: dict[str, Any], **checkpoint: Any) -> tuple[l
         pytest.param(RUN, {"dp": 2}, "", marks=pytest.mark.nightly),
         (RUN, {"tp": 4, "replicas": 2, "pp": 2, "dp": 3, "xser": True}, "tp=2,dp=2"),
         pytest.param(RUN, {"tp": 2, "dp": 2, "groups": two_groups}, "pp=3,cp=2", marks=pytest.mark.nightly),
-        (MOE_RUN, {"tp": 2, "pp": 2, "dp": 2}, "tp=2"),
+        pytest.param(MOE_RUN, {"tp": 2, "pp": 2, "dp": 2}, "tp=2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_resumed_nxd_run_has_the_same_losses(

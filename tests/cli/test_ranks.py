@@ -68,7 +68,8 @@ def test_a_user_error_that_only_ranks_detect_is_shown_once(cli: ForkServer, tmp_
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_run(cli: ForkServer, tmp_path: Path, victim: int) -> None:
     process, ranks = start_long_run(cli, tmp_path)
     assert len(ranks) == 2

@@ -154,8 +154,9 @@ def test_compiled_run_equals_eager_run(pool: Pool, tmp_path: Path, backend: str,
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
-@pytest.mark.parametrize("capacity", [pytest.param(None, id="all"), pytest.param(0.75, id="capacity", marks=SLOW)])
+@SLOW  # tests/models/test_moe.py compiles one layer
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("capacity", [pytest.param(None, id="all"), pytest.param(0.75, id="capacity")])
 def test_compiled_experts_equal_eager_ones(pool: Pool, tmp_path: Path, backend: str, capacity: float | None) -> None:
     """One graph for all numbers of rows that a rank receives."""
     model = {**configs.MOE, "capacity_factor": capacity}

@@ -115,7 +115,7 @@ def test_a_kill_before_every_filesystem_change(run_once: RunOnce, tmp_path: Path
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_kills_of_one_of_two_ranks(run_once: RunOnce, tmp_path: Path, victim: int, kills: int) -> None:
     run = KilledRun(run_once, tmp_path, ranks=2)
     assert run.resume(last_step=2).exit_codes == [0, 0]

@@ -364,7 +364,7 @@ def command(source: Path, out: Path, vocab: TokenizerSpec, *flags: str) -> list[
     return ["bert", *files, "--seq-len", "64", "--max-predictions", "10", *flags]
 
 
-@pytest.mark.parametrize("kill_at", ["5", "3.hdf5"])
+@pytest.mark.parametrize("kill_at", [pytest.param("5", marks=pytest.mark.nightly), "3.hdf5"])
 def test_killed_run_leaves_no_files_and_can_be_repeated(
     vocab: TokenizerSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str], kill_at: str
 ) -> None:
