@@ -22,7 +22,7 @@ Outputs = dict[str, frozenset[tuple[str, str]]]
 """Files and digests of every complete output, by its name."""
 Run = Callable[[list[str], Path], tuple[int | None, str]]
 
-VOLATILE_KEYS = {"complete.json": ("time", "run", "files"), "run.json": ("id",)}
+VOLATILE_KEYS = {"complete.json": ("time", "run", "run_directory", "files"), "run.json": ("id",)}
 """Keys that differ between two undisturbed runs. So does the state of Python's generator in a shard's metadata."""
 VOLATILE_FILES = re.compile(r"(^|/)(events\.jsonl|spans/.*|[^/]*lock)$")
 PREPARE = tuple(f"trainyard.{name}" for name in ("data.prepare", "data.formats", "data.text", "cli.commands.data"))
