@@ -422,17 +422,29 @@ def test_directory_that_stays_full_requeues(tmp_path: Path, disk: list[int], mon
     assert "the job or its supervisor was ended on n[1-2] and started again; restart 1 of 3" in harness.events
 
 
-def test_notice_on_a_full_disk_requeues_at_once(tmp_path: Path, disk: list[int]) -> None:
+def test_notice_while_nothing_can_be_written_waits_before_it_requeues(tmp_path: Path, disk: list[int]) -> None:
+    """Slurm fails a job that starts again while its log cannot be opened."""
     harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
-    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100), ask_to_stop())
+    harness.job.attempts[0].event = lambda: (disk.extend([errno.EROFS] * 5), ask_to_stop())
     assert harness.supervise() == 130
     assert harness.job.requeues == 1
-    assert len(disk) > 95
+    assert not disk
+
+
+def test_notice_on_a_disk_that_stays_full_requeues_in_time(
+    tmp_path: Path, disk: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "NOTICE_WAIT_S", 0.1)
+    harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
+    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100_000), ask_to_stop())
+    assert harness.supervise() == 130
+    assert harness.job.requeues == 1
+    assert disk
 
 
 def test_cancelled_job_is_not_requeued_because_of_its_disk(tmp_path: Path, disk: list[int]) -> None:
     harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
-    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100), os.kill(os.getpid(), signal.SIGTERM))
+    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 10), os.kill(os.getpid(), signal.SIGTERM))
     harness.job.cancelled = True
     assert harness.supervise() == 130
     assert harness.job.requeues == 0

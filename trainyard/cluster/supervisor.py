@@ -43,6 +43,9 @@ RETRY_S = 10.0
 WAIT_LIMIT_S = 1800.0
 """How long another process may still hold the run directory, the directory may not be writable, or Slurm may not
 answer."""
+NOTICE_WAIT_S = 30.0
+"""How long the directory may not be writable after a signal, which leaves little time. Slurm cannot open the log of a
+job that starts again too early, and fails it."""
 MAX_IDLE_STOPS = 5
 """Stops in a row without a new checkpoint; a job whose start takes longer than its time would be requeued for ever."""
 EXIT_USER_ERROR = 2
@@ -56,7 +59,7 @@ class Superseded(Exception):
 
 
 class NotWritableForLong(Exception):
-    """The run directory could not be written for too long, or until a signal came."""
+    """The run directory could not be written for too long."""
 
 
 class Supervisor:
@@ -285,13 +288,15 @@ class Supervisor:
 
     def _patiently(self, write: Callable[[], None]) -> None:
         """Write something to the run directory, and wait while that is not possible."""
-        start = time.monotonic()
+        limit = time.monotonic() + WAIT_LIMIT_S
         while True:
             try:
                 return write()
             except OSError as error:
                 self._note(f"{self.directory}: {error.strerror}; waiting until it can be written")
-            if self.signals or time.monotonic() > start + WAIT_LIMIT_S:
+            if self.signals:
+                limit = min(limit, time.monotonic() + NOTICE_WAIT_S)
+            if time.monotonic() > limit:
                 raise NotWritableForLong
             self._sleep(RETRY_S)
 
