@@ -33,7 +33,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.slurm_cluster import SlurmCluster, exit_on_sigterm, missing_for_cluster, temporary_cluster
+from tests.support.slurm_cluster import (
+    NODE_PROGRAMS,
+    SlurmCluster,
+    exit_on_sigterm,
+    missing_for_cluster,
+    temporary_cluster,
+)
 
 NUM_NODES, USED_NODES, RANKS_PER_NODE = 3, 2, 1
 RUN_NAME = "tiny-llama-smoke"
@@ -205,14 +211,10 @@ def kill_slurmstepd(run: Run, generator: random.Random) -> tuple[str, Repair]:
     """Slurm's own process of the step on one node: its launcher and rank end, and srun may never hear of it."""
 
     def find() -> list[int]:
-        job = run.record["job_id"]
-        return [pid for pid in numbers_in_proc() if re.match(rf"slurmstepd: \[{job}\.\d+\]", " ".join(_command(pid)))]
+        step = re.compile(rf"slurmstepd: \[{run.record['job_id']}\.\d+\]")
+        return [pid for pid in run.cluster.processes(NODE_PROGRAMS) if step.match(" ".join(_command(pid)))]
 
     return kill(run.wait_for_one(find, "slurmstepd", generator))
-
-
-def numbers_in_proc() -> list[int]:
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
 def notice(run: Run, generator: random.Random) -> tuple[str, Repair]:

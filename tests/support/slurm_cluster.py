@@ -23,6 +23,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter
 SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 END_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"]
 MAX_CLUSTERS = 20
+NODE_PROGRAMS = ("bash", "sleep", "slurmd", "unshare")
+"""Run on every node."""
 WAIT_S = 90
 NODE_INIT = """
 echo {name} > /proc/sys/kernel/hostname
@@ -170,15 +172,14 @@ class SlurmCluster:
     def mend_cable(self, name: str) -> None:
         self._in_switch(f"link set p{self.names.index(name) + 1} up")
 
-    def processes(self) -> list[int]:
+    def processes(self, hidden: Sequence[str] = (*NODE_PROGRAMS, "slurmstepd")) -> list[int]:
         """All processes of all nodes, except process 1 of each, its sleep and Slurm's own."""
-        own = ("bash", "sleep", "slurmd", "slurmstepd", "unshare")
         found = []
         for init in self.inits.values():
             namespace = os.readlink(f"/proc/{init}/ns/pid")
             for path in Path("/proc").glob("[0-9]*"):
                 with suppress(OSError):
-                    if os.readlink(path / "ns/pid") == namespace and (path / "comm").read_text().strip() not in own:
+                    if os.readlink(path / "ns/pid") == namespace and (path / "comm").read_text().strip() not in hidden:
                         found.append(int(path.name))
         return found
 
