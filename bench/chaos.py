@@ -3,7 +3,7 @@
     sudo python bench/chaos.py [FAULT ...] [--count 30] [--seed 0] [--out bench/results/chaos-cpu.json]
 
 Three nodes in network namespaces of this machine (tests/support/slurm_cluster.py), a run of two nodes with a rank each,
-and a spare. Needs root and Debian's packages for Slurm. Faults come at random steps, up to four at once:
+and a spare. Needs root and Debian's packages for Slurm. Faults come at random steps, up to six at once:
 
     rank        a rank is killed                        power         a node loses power; it boots after the recovery
     segfault    a rank crashes                          cable         a node loses its network for a while
@@ -61,7 +61,7 @@ class SlowSteps(Callback):
 """A callback of the disturbed run, so that faults that last for seconds do not last for the rest of it."""
 STEPS_BETWEEN, STEPS_PER_MOMENT = 4, 45
 """Steps from one moment of faults to the next, and of the whole run for each moment: some pass while faults last."""
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 6
 CABLE_S, OUTAGE_S = 15.0, (3.0, 15.0)
 """How long faults last that last."""
 LIMIT_S = 300.0
@@ -187,9 +187,9 @@ def kill_rank(run: Run, generator: random.Random, signum: int = signal.SIGKILL) 
 
 
 def hang_rank(run: Run, generator: random.Random) -> tuple[str, Repair]:
-    """Stop a rank that trains: the time of a start-up has no limit."""
+    """Stop a rank that trains: a start-up has no time limit, and the first steps have a longer one."""
     step = run.step()
-    run.wait_for(lambda: run.step() > step + 1, "steps after the faults before this one")
+    run.wait_for(lambda: run.step() > step + 4, "steps after the faults before this one")
     return kill_rank(run, generator, signal.SIGSTOP)
 
 
@@ -211,8 +211,10 @@ def kill_slurmstepd(run: Run, generator: random.Random) -> tuple[str, Repair]:
     """Slurm's own process of the step on one node: its launcher and rank end, and srun may never hear of it."""
 
     def find() -> list[int]:
-        step = re.compile(rf"slurmstepd: \[{run.record['job_id']}\.\d+\]")
-        return [pid for pid in run.cluster.processes(NODE_PROGRAMS) if step.match(" ".join(_command(pid)))]
+        pattern = re.compile(rf"slurmstepd: \[{run.record['job_id']}\.(\d+)\]")
+        processes = {pid: pattern.match(" ".join(_command(pid))) for pid in run.cluster.processes(NODE_PROGRAMS)}
+        steps = {pid: int(match[1]) for pid, match in processes.items() if match}
+        return [pid for pid, step in steps.items() if step == max(steps.values())]  # older ones may not have ended yet
 
     return kill(run.wait_for_one(find, "slurmstepd", generator))
 
