@@ -110,6 +110,8 @@ def test_ctrl_c_stops_after_the_step_and_leaves_no_process(cli: ForkServer, tmp_
             "no such file; without data.paths, a run reads a built-in text",
         ),
         (["verify", "llama3-70b"], 2, "use --smoke"),
+        (["verify", "tiny-llama", "--result", "a"], 2, "--result a: only for the ranks that verify starts"),
+        (["plan", "a\nb\x1b[31m"], 2, "a\\nb\\x1b[31m: no such file or recipe"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], code: int, message: str, call: Call) -> None:

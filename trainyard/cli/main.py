@@ -291,5 +291,7 @@ def _on_thread_error(error: threading.ExceptHookArgs) -> None:
 
 
 def _exit_with_error(line: str, code: int) -> None:
+    """A name in the line may have a newline, or what a terminal takes for a command."""
+    line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
     print(f"trainyard: {line}", file=sys.stderr)
     sys.exit(code)

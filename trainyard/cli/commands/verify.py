@@ -68,6 +68,8 @@ def verify(
     """
     override_list = list(overrides or [])
     named = {override.partition("=")[0] for override in override_list}
+    if result and "WORLD_SIZE" not in os.environ:
+        raise UserError(f"--result {result}: only for the ranks that verify starts; nearest: verify --nproc 2")
     ranks = int(os.environ["WORLD_SIZE"]) if result else nproc or default_rank_count(source, override_list, named)
     warn = (lambda line: None) if result else None  # the ranks repeat no notes
     if smoke:
