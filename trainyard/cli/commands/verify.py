@@ -21,6 +21,7 @@ from trainyard.config.schema import Config
 from trainyard.config.smoke import fit_to_ranks
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
@@ -68,9 +69,10 @@ def verify(
     """
     override_list = list(overrides or [])
     named = {override.partition("=")[0] for override in override_list}
-    if result and "WORLD_SIZE" not in os.environ:
+    world = World.from_environment() if result else World()
+    if result and world.size == 1:
         raise UserError(f"--result {result}: only for the ranks that verify starts; nearest: verify --nproc 2")
-    ranks = int(os.environ["WORLD_SIZE"]) if result else nproc or default_rank_count(source, override_list, named)
+    ranks = world.size if result else nproc or default_rank_count(source, override_list, named)
     warn = (lambda line: None) if result else None  # the ranks repeat no notes
     if smoke:
         config = load_run_config(source, override_list, smoke, ranks, warn)
@@ -84,7 +86,7 @@ def verify(
     config = parse(config.model_dump(mode="json"), [*chain(*strict), *BASE_OVERRIDES])
     if result:  # this process is one of the ranks
         record = record_training(config, steps)
-        if os.environ["RANK"] == "0":
+        if world.rank == 0:
             torch.save(asdict(record), result)
         shutdown_distributed()
         return 0
