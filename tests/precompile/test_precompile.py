@@ -21,6 +21,7 @@ CHAINED = """[rank0]:[W1118 14:55:28.261127885 ProcessGroup.hpp:1006] Warning: N
     [
         (CHAINED, "torch._dynamo.exc.Unsupported: HOP: Unsafe side effect"),
         ('Traceback (most recent call last):\n  File "a.py"\nValueError: no loss today\n', "ValueError: no loss today"),
+        ("FutureWarning: soon gone\nTraceback (most recent call last):\nKeyError: 'x'\n", "KeyError: 'x'"),
         ("", None),
         ("Killed\n", None),
     ],

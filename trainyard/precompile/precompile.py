@@ -174,7 +174,8 @@ def read_records(cache_dir: Path) -> list[dict[str, Any]]:
 
 def first_error(log: str) -> str | None:
     """The first exception in a log: the cause of those that followed, whose last line may be empty."""
-    line = re.search(r"^(?:\[rank\d+\]: )?([\w.]*[A-Z]\w*: \S.*)$", log, re.M)
+    _, _, traces = log.partition("Traceback (most recent call last)")  # warnings come before it
+    line = re.search(r"^(?:\[rank\d+\]: )?([\w.]*[A-Z]\w*: \S.*)$", traces, re.M)
     return line[1] if line else None
 
 
