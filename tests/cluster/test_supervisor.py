@@ -442,6 +442,15 @@ def test_notice_on_a_disk_that_stays_full_requeues_in_time(
     assert disk
 
 
+def test_short_notice_on_a_disk_that_stays_full_requeues_before_the_time_limit(tmp_path: Path, disk: list[int]) -> None:
+    harness = Harness(tmp_path, Attempt(130, INTERRUPTED), notice_s=1)
+    harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 100_000), ask_to_stop())
+    start = time.monotonic()
+    assert harness.supervise() == 130
+    assert time.monotonic() - start < 10  # NOTICE_WAIT_S is 30
+    assert harness.job.requeues == 1
+
+
 def test_cancelled_job_is_not_requeued_because_of_its_disk(tmp_path: Path, disk: list[int]) -> None:
     harness = Harness(tmp_path, Attempt(130, INTERRUPTED))
     harness.job.attempts[0].event = lambda: (disk.extend([errno.ENOSPC] * 10), os.kill(os.getpid(), signal.SIGTERM))

@@ -30,6 +30,8 @@ class JobRecord:
     layouts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of an elastic job: NodeLayout by number of nodes."""
     max_restarts: int = 3
+    notice_s: int = 120
+    """Seconds between the notice and the time limit."""
     cancelled: bool = False
     """`trainyard cancel` was called: the job must not be requeued."""
     attempts: int = 0

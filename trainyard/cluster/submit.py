@@ -198,7 +198,8 @@ def submit_to_slurm(submission: Submission) -> SubmittedRun:
             raise
         nodes, nproc = submission.options.nodes, submission.nproc
         layouts = {str(count): layout.as_json() for count, layout in submission.layouts.items()}
-        record = JobRecord("slurm", job_id, nodes, nproc, precompile_id, layouts, submission.max_restarts)
+        notice_s = submission.options.notice_s
+        record = JobRecord("slurm", job_id, nodes, nproc, precompile_id, layouts, submission.max_restarts, notice_s)
         record.write(run.path)
     slurm.release(job_id)
     return SubmittedRun(run.path, record)
