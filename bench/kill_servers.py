@@ -14,7 +14,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
-from trainyard.download.sources.object_store import MANIFEST_FILE
+from trainyard.remote.sources.object_store import MANIFEST_FILE
 
 BUCKET = "yard"
 HUB_TOKEN = "hf_goodgoodgoodgoodgoodgood"

@@ -25,7 +25,7 @@ Run = Callable[[list[str], Path], tuple[int | None, str]]
 VOLATILE_KEYS = {"complete.json": ("time", "run", "run_directory", "files"), "run.json": ("id",)}
 """Keys that differ between two undisturbed runs. So does the state of Python's generator in a shard's metadata."""
 VOLATILE_FILES = re.compile(r"(^|/)(events\.jsonl|spans/.*|[^/]*lock)$")
-PREPARE = tuple(f"trainyard.{name}" for name in ("data.prepare", "data.formats", "data.text", "cli.commands.data"))
+PREPARE = tuple(f"trainyard.{name}" for name in ("prepare", "data.formats", "data.text", "cli.commands.data"))
 """What the commands import that prepare data; they need neither torch nor a server."""
 SMALL_RUN = (
     *("tiny-llama", "--smoke", "model.hidden=16", "model.layers=1", "model.heads=2", "model.kv_heads=1"),

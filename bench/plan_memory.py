@@ -1,4 +1,4 @@
-"""Measured memory of runs next to what `trainyard/plan/memory` predicts.
+"""Measured memory of runs next to what `trainyard/preflight/plan/memory` predicts.
 
     python bench/plan_memory.py gpu --out FILE                 every case on one GPU, each in its own process
     python bench/plan_memory.py cpu --out FILE                 the same on a CPU, some with two or four ranks
@@ -35,7 +35,7 @@ from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.launch.launcher import reserved_port
 from trainyard.parallel.layout import Layout
-from trainyard.plan.memory.peak import estimate_memory
+from trainyard.preflight.plan.memory.peak import estimate_memory
 from trainyard.train.callbacks import Callback, TrainerView
 
 LLAMA: dict[str, Any] = {

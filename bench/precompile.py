@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainyard.compile import inductor_cache
 from trainyard.config.load import dump, parse
 from trainyard.config.schema import Config
-from trainyard.precompile.precompile import PrecompiledGraph, precompile
+from trainyard.preflight.precompile.precompile import PrecompiledGraph, precompile
+from trainyard.train.compile import inductor_cache
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "vocab": 512, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192},

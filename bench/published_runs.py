@@ -16,7 +16,7 @@ from typing import Any
 
 from trainyard.config.load import parse
 from trainyard.config.schema import Config
-from trainyard.plan.hardware.spec import Hardware, parse_hardware
+from trainyard.preflight.plan.hardware.spec import Hardware, parse_hardware
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 import openai
 import psutil
 
-from tests.serve.fake_scheduler import fake_text
+from tests.inference.serve.fake_scheduler import fake_text
 
 ROOT = Path(__file__).parents[1]
 MAX_TOKENS = 64
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    module = "trainyard" if arguments.checkpoint else "tests.serve.fake_command"
+    module = "trainyard" if arguments.checkpoint else "tests.inference.serve.fake_command"
     command = [sys.executable, "-m", module, "serve", arguments.checkpoint or "fake", "--port", "0"]
     command += ["--model-name", "bench", "--device", arguments.device]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Draw docs/internals/architecture.svg: the packages of the tree and which imports which.
+"""Draw docs/internals/architecture.svg: the packages of the tree, spine (green) and wings, and which imports which.
 
     python scripts/architecture.py
 
@@ -13,39 +13,36 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "trainyard"
 TARGET = ROOT / "docs" / "internals" / "architecture.svg"
 
-PURPOSE = {
-    "audit": "Trainium rules",
+SPINE = {
     "checkpoint": "save, load, convert",
-    "cli": "one file per command",
-    "cluster": "Slurm jobs, ParallelCluster",
     "compat": "private torch APIs",
-    "compile": "compile blocks, cache",
-    "config": "YAML, schema, importers",
+    "config": "YAML, schema, recipes",
     "core": "errors, files, RNG",
     "data": "formats, order, loader",
     "devices": "cpu, cuda, neuron, xla",
-    "doctor": "checks of a machine",
-    "download": "Hub, S3, web, caches",
-    "dryrun": "trainer without memory",
-    "evaluate": "any checkpoint, any data",
     "families": "model families as data",
-    "inference": "KV cache, batching, text",
     "kernels": "reference, Triton, fp8",
-    "launch": "ranks of a host",
-    "metrics": "logs, MFU",
     "models": "blueprint, llama, gpt, bert",
-    "page": "runs in a browser",
     "parallel": "layout, tp, cp, pp, ZeRO",
-    "plan": "memory, time, cost",
-    "precompile": "graphs ahead of time",
-    "publish": "to the Hub and to S3",
-    "serve": "OpenAI's API",
     "train": "trainer, optimizer, step",
-    "tune": "measured settings",
-    "verify": "layout = one rank?",
-    "web": "sockets, tokens, signals",
 }
-"""One line per package; a new package needs one."""
+"""What a training step needs."""
+WINGS = {
+    "cli": "one file per command",
+    "cluster": "Slurm, ParallelCluster, doctor",
+    "dashboard": "page, report, model card",
+    "evaluate": "any checkpoint, any data",
+    "importers": "NxD Training, Megatron-LM",
+    "inference": "generate, serve",
+    "launch": "ranks of a host",
+    "metrics": "run files, loggers, spans",
+    "preflight": "plan, audit, precompile, ...",
+    "prepare": "tokenize, pack, extract",
+    "remote": "Hub, S3, web, caches",
+}
+"""What surrounds it. A new package needs a line in one of the two."""
+PURPOSE = SPINE | WINGS
+SPINE_FILL, WING_FILL = "#dbe8d3", "#eef3f8"
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 150, 46, 18, 42, 24
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 
@@ -123,7 +120,7 @@ def draw() -> str:
         x, y = center[name]
         lines += [
             f'<rect x="{x - BOX_WIDTH / 2:g}" y="{y:g}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6" '
-            'fill="#eef3f8" stroke="#33475b" stroke-width="1.2"/>',
+            f'fill="{SPINE_FILL if name in SPINE else WING_FILL}" stroke="#33475b" stroke-width="1.2"/>',
             f'<text x="{x:g}" y="{y + 19:g}" text-anchor="middle" font-size="14" font-weight="bold">{name}</text>',
             f'<text x="{x:g}" y="{y + 36:g}" text-anchor="middle" font-size="11" fill="#33475b">{PURPOSE[name]}</text>',
         ]

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trainyard.config.importers.foreign_keys import HF_TRAINER, TORCHTITAN, Rows
-from trainyard.config.importers.key_table import KeyRule
-from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
-from trainyard.config.importers.nxdt.keys import NXDT_KEYS
-from trainyard.config.importers.nxdt.sections import PRECISION_KINDS, RECOMPUTE_MODULES, SCHEDULES
-from trainyard.config.yaml_io import format_value
+from trainyard.config.foreign_keys import HF_TRAINER, TORCHTITAN, Rows
+from trainyard.core.yaml_io import format_value
+from trainyard.importers.key_table import KeyRule
+from trainyard.importers.megatron.keys import MEGATRON_FLAGS
+from trainyard.importers.nxdt.keys import NXDT_KEYS
+from trainyard.importers.nxdt.sections import PRECISION_KINDS, RECOMPUTE_MODULES, SCHEDULES
 
 DOCS = Path(__file__).parent.parent / "docs" / "coming-from"
 GENERATED = re.compile(r"(<!-- generated: keys -->\n).*?(<!-- /generated -->)", re.DOTALL)

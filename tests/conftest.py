@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores SIGINT 
 LEFT_OUT = pytest.StashKey[int]()
 POOL_TESTS = "tests/distributed/"
 """The tests that use a pool of ranks."""
-SLURM_TESTS = ("tests/cluster/test_slurm.py", "tests/doctor/test_nodes.py")
+SLURM_TESTS = ("tests/cluster/test_slurm.py", "tests/cluster/doctor/test_nodes.py")
 """The tests that share one Slurm cluster."""
 LONG_GROUPS = (*SLURM_TESTS, POOL_TESTS, "tests/cli/test_precompile.py", "tests/launch/", "tests/cluster/")
 

@@ -19,10 +19,10 @@ import yaml
 
 from trainyard.cli.commands.convert_nxd import build_parser
 from trainyard.cli.main import COMMAND_HELP, load_command
-from trainyard.config.importers.key_table import KeyRule
-from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
-from trainyard.config.importers.nxdt.keys import NXDT_KEYS
 from trainyard.config.schema_docs import schema_keys
+from trainyard.importers.key_table import KeyRule
+from trainyard.importers.megatron.keys import MEGATRON_FLAGS
+from trainyard.importers.nxdt.keys import NXDT_KEYS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -22,25 +22,23 @@ PACKAGE = ROOT / "trainyard"
 # A package may import the ones above it. Packages on one line do not import each other.
 ORDER = [
     {"core"},
-    {"compat", "download"},
+    {"compat", "remote"},
     {"kernels"},
     {"devices"},
     {"families"},
-    {"config", "doctor"},
+    {"importers"},
+    {"config"},
     {"parallel"},
     {"models"},
-    {"data", "metrics", "checkpoint", "launch", "compile", "web"},
-    {"inference"},
+    {"data", "metrics", "checkpoint", "launch"},
+    {"inference", "prepare"},
     {"train"},
-    {"dryrun", "verify", "tune", "evaluate", "serve"},
-    {"plan", "audit", "precompile"},
+    {"evaluate", "preflight"},
     {"cluster"},
-    {"page"},
-    {"publish"},
+    {"dashboard"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
-MAX_MODULES = 14
 MAX_MODEL_LINES = 150
 VAGUE_FILE_NAMES = {
     "alive",
@@ -142,7 +140,7 @@ def test_device_names_and_private_torch_names_stay_in_their_packages() -> None:
 def test_families_are_named_in_their_own_files_only() -> None:
     """Importers read the names of other systems; `data bert` prepares files of that name."""
     classes = {family.config_class.__name__ for family in all_families().values()}
-    allowed = ("families/", "config/importers/", "cli/commands/data/", "data/prepare/bert_files.py")
+    allowed = ("families/", "importers/", "cli/commands/data/", "prepare/bert_files.py")
     for file in FILES:
         own = {f"models/{name}.py" for name in BUILT_IN}
         if file.name.startswith(allowed) or file.name in own:
@@ -165,7 +163,6 @@ def test_no_two_public_classes_share_a_name() -> None:
 def test_folders_and_files_stay_small_and_have_telling_names() -> None:
     for folder in {file.path.parent for file in FILES}:
         modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
-        assert len(modules) <= MAX_MODULES, f"{folder.name}: {sorted(modules)}"
         vague = [name for name in modules if name in VAGUE_FILE_NAMES or re.fullmatch(r"[a-z]+ed", name)]
         assert not vague, f"{folder.name}: {vague}"
     for name in BUILT_IN:

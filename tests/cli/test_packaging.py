@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Call, fail
 from trainyard.cli.main import EXTRA_BY_MODULE
 from trainyard.config.recipes import recipe_names
-from trainyard.page.app import static_files
+from trainyard.dashboard.app import static_files
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,5 +72,7 @@ def test_wheel_contains_types_recipes_and_the_page(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "trainyard/py.typed" in names
-    assert {f"trainyard/page/static/{name}" for name in (*static_files(), "uplot/LICENSE", "uplot/VERSION")} <= names
+    assert {
+        f"trainyard/dashboard/static/{name}" for name in (*static_files(), "uplot/LICENSE", "uplot/VERSION")
+    } <= names
     assert {f"trainyard/recipes/{name}.yaml" for name in recipe_names()} <= names

@@ -21,10 +21,10 @@ from tests.support import configs
 from tests.support.compiler import install_unoptimized_compiler
 from tests.support.forkserver import ForkServer
 from trainyard.compat import GraphRequest
-from trainyard.compile import inductor_cache
 from trainyard.config.load import dump
 from trainyard.config.recipes import recipe_names
-from trainyard.precompile.collect_graphs import GraphCollector
+from trainyard.preflight.precompile.collect_graphs import GraphCollector
+from trainyard.train.compile import inductor_cache
 
 TIMEOUT_S = 900.0
 PROBES = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trainyard-tests" / "probes"

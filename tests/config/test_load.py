@@ -12,6 +12,7 @@ import yaml
 
 from tests.support import configs
 from trainyard import devices
+from trainyard.cli.run_config import load_source
 from trainyard.config.load import dump, load, parse
 from trainyard.config.recipes import recipe_names
 from trainyard.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES, upgrade_keys
@@ -344,7 +345,7 @@ def test_base_may_be_a_run_or_a_file_of_nxd_training(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(f"base: {theirs}\ntrain: {{steps: 5}}\n")
     notes: list[str] = []
     overrides = ["data.paths=[data]"]
-    assert load(tmp_path / "my.yaml", overrides, notes.append) == load(
+    assert load_source(tmp_path / "my.yaml", overrides, notes.append) == load_source(
         theirs, [*overrides, "train.steps=5"], notes.append
     )
     assert any("a file of NxD Training" in note for note in notes)

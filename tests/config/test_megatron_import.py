@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from tests.config.conftest import RunMain
 from tests.support.examples import examples
-from trainyard.config.importers.megatron.convert import import_flags, import_script
-from trainyard.config.importers.megatron.keys import MEGATRON_FLAGS
-from trainyard.config.importers.shell.script import UNKNOWN_MARK, read_commands
-from trainyard.config.load import load, parse, validate_imported
+from trainyard.cli.run_config import validate_imported
+from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import schema_keys, without_tags
 from trainyard.core.errors import UserError
 from trainyard.families.builtin.mixtral import MixtralConfig
+from trainyard.importers.megatron.convert import import_flags, import_script
+from trainyard.importers.megatron.keys import MEGATRON_FLAGS
+from trainyard.importers.shell.script import UNKNOWN_MARK, read_commands
 from trainyard.parallel.layout import Layout
 
 HERE = Path(__file__).parent / "megatron"

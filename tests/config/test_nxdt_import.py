@@ -15,19 +15,20 @@ from tests.config.conftest import RunMain
 from tests.config.nxdt_documented_keys import DOCUMENTED
 from tests.support.examples import examples
 from trainyard import models
-from trainyard.config.importers.key_table import ImportedConfig
-from trainyard.config.importers.nxdt import is_nxdt
-from trainyard.config.importers.nxdt.convert import import_nxdt
-from trainyard.config.importers.nxdt.interpolation import resolve
-from trainyard.config.importers.nxdt.keys import NXDT_KEYS
+from trainyard.cli.run_config import load_source
 from trainyard.config.load import load, parse
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import schema_keys, without_tags
 from trainyard.config.smoke import smoke_config
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
+from trainyard.core.yaml_io import read_yaml
+from trainyard.importers.key_table import ImportedConfig
+from trainyard.importers.nxdt import is_nxdt
+from trainyard.importers.nxdt.convert import import_nxdt
+from trainyard.importers.nxdt.interpolation import resolve
+from trainyard.importers.nxdt.keys import NXDT_KEYS
 from trainyard.parallel.layout import Layout
-from trainyard.plan.hardware.spec import needed_hardware, parse_hardware
+from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware
 from trainyard.train.trainer import Trainer
 
 HERE = Path(__file__).parent / "nxdt"
@@ -105,7 +106,7 @@ def test_every_example_file_is_listed() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_imports_with_its_layout(name: str) -> None:
-    config = load(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
+    config = load_source(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
     assert config.layout.ranks
     layout = Layout.from_config(config, config.layout.ranks)
     assert (layout.tp, layout.pp, layout.cp, layout.dp) == EXAMPLES[name][1]
@@ -127,7 +128,7 @@ def test_experts_of_mixtral(dropless: bool) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_hardware_comes_from_devices_and_nodes(name: str) -> None:
     """`plan` of an imported file used this CPU, because the file named no hardware."""
-    config = load(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
+    config = load_source(HERE / f"{name}.yaml", VOCAB.get(name, ()), warn=ignore_warning)
     assert re.fullmatch(r"\d+ x trn\S+xlarge", config.hardware)
     assert parse_hardware(needed_hardware(config)).ranks == config.layout.ranks
 
@@ -135,7 +136,7 @@ def test_hardware_comes_from_devices_and_nodes(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_example_is_refused_by_key(name: str) -> None:
     with pytest.raises(UserError) as caught:
-        load(HERE / "refused" / f"{name}.yaml", warn=ignore_warning)
+        load_source(HERE / "refused" / f"{name}.yaml", warn=ignore_warning)
     assert REFUSED[name] in str(caught.value)
     assert "nearest: " in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -165,13 +166,13 @@ def differences(config: Config, recipe: Config) -> dict[str, tuple[object, objec
     ],
 )
 def test_70b_example_matches_the_recipe(name: str, recipe: str, also: dict[str, object]) -> None:
-    changed = differences(load(HERE / f"{name}.yaml", warn=ignore_warning), load(recipe))
+    changed = differences(load_source(HERE / f"{name}.yaml", warn=ignore_warning), load(recipe))
     assert changed == {"layout.bucket_mib": (1024, 256), "log.name": ("hf_llama", recipe), **also}
 
 
 @pytest.mark.parametrize("name", ["hf_llama3_8B", "megatron_gpt"])
 def test_imported_config_trains_as_smoke_trial(name: str, tmp_path: Path) -> None:
-    small = smoke_config(load(HERE / f"{name}.yaml", warn=ignore_warning))
+    small = smoke_config(load_source(HERE / f"{name}.yaml", warn=ignore_warning))
     overrides = [f"log.directory={tmp_path}", "device.name=cpu", "train.steps=3"]
     summary = Trainer(parse(small.model_dump(mode="json"), overrides)).run()
     assert (summary.steps, summary.skipped_steps) == (3, 0)
@@ -380,9 +381,9 @@ def test_missing_key_error_tells_where_its_value_comes_from(tmp_path: Path) -> N
     path = tmp_path / "own.yaml"
     path.write_text(yaml.safe_dump(tree(model__hidden_size=4352, model__num_layers=3)))
     with pytest.raises(UserError, match=r"model\.vocab: missing.*config\.json is missing.*vocab_size"):
-        load(path, warn=ignore_warning)
+        load_source(path, warn=ignore_warning)
     overrides = ["model.vocab=300", "model.heads=34", "model.ffn=64", "layout.tp=1"]
-    assert load(path, overrides, warn=ignore_warning).model.vocab == 300
+    assert load_source(path, overrides, warn=ignore_warning).model.vocab == 300
 
 
 def test_config_json_next_to_the_file_is_read(tmp_path: Path) -> None:
@@ -468,15 +469,15 @@ def test_exponential_aliases_and_interpolations_are_rejected(tmp_path: Path) -> 
     path = tmp_path / "x.yaml"
     path.write_text("model_source: hf\ntrainer: &a {devices: 1, more: *a}\n")
     with pytest.raises(UserError, match="an anchor contains itself"):
-        load(path)
+        load_source(path)
     lines = ["a0: &a0 {x: 1}"] + [f"a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, 40)]
     path.write_text("model_source: hf\n" + "\n".join(lines))
     with pytest.raises(UserError, match="its aliases stand for more than"):
-        load(path)
+        load_source(path)
     lines = ["a0: x"] + [f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 40)]
     path.write_text("model_source: hf\n" + "\n".join(lines))
     with pytest.raises(UserError, match="too many or too deeply"):
-        load(path)
+        load_source(path)
 
 
 def test_our_files_are_not_recognized_as_nxdt() -> None:
@@ -541,7 +542,7 @@ def test_any_yaml_text_fails_on_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "fuzz.yaml"
     path.write_text(f"model_source: hf\nx: {text}\n", encoding="utf-8")
     with pytest.raises(UserError) as caught:
-        load(path, warn=ignore_warning)
+        load_source(path, warn=ignore_warning)
     assert "\n" not in str(caught.value)
 
 
@@ -549,7 +550,7 @@ def test_import_command_prints_our_yaml_and_reports_every_key(tmp_path: Path, ru
     file = str(HERE / "hf_llama3_8B.yaml")
     done = run_main(["import", file, "train.steps=5"])
     assert done.returncode == 0
-    config = load(file, ["train.steps=5"], warn=ignore_warning)
+    config = load_source(file, ["train.steps=5"], warn=ignore_warning)
     (tmp_path / "ours.yaml").write_text(done.stdout)
     assert load(tmp_path / "ours.yaml") == config
     assert "trainer.num_nodes = 4" in done.stderr

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.compile import inductor_cache
 from trainyard.core.user_cache import user_cache
 from trainyard.data.remote import remote_path
 from trainyard.devices.neuron.device import neff_cache_dir
-from trainyard.download.caches import file_cache
+from trainyard.remote.caches import file_cache
+from trainyard.train.compile import inductor_cache
 
 CACHES: list[Callable[[], Path]] = [
     neff_cache_dir,

@@ -17,9 +17,9 @@ from trainyard.models.layers import CoreAttention
 from trainyard.parallel import expert_parallel, ring_attention
 from trainyard.parallel.process_group import Group
 from trainyard.parallel.zero1 import GradientReducer
+from trainyard.preflight.verify.compare_layouts import VerifyRecord, record_training
 from trainyard.train import build, cross_entropy
 from trainyard.train.optim.replicated_params import ReplicaSync
-from trainyard.verify.compare_layouts import VerifyRecord, record_training
 
 
 def record_with_error(config: Config, steps: int, planted: str = "") -> VerifyRecord:

@@ -11,11 +11,11 @@ from tests.support import configs
 from trainyard.core.errors import UserError
 from trainyard.core.world import World
 from trainyard.devices.cpu import CpuDevice
-from trainyard.dryrun.dry_run import dry_run
 from trainyard.launch.launcher import reserved_port
 from trainyard.parallel import rendezvous
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
+from trainyard.preflight.dryrun.dry_run import dry_run
 
 
 def test_an_explicit_world_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def _serve(address: str) -> None:
 
     import trainyard.cli.main
     import trainyard.launch.launcher
-    import trainyard.plan.report
+    import trainyard.preflight.plan.report
     import trainyard.train.trainer  # noqa: F401
     from trainyard.devices.cpu import CpuDevice
 

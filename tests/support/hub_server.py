@@ -295,7 +295,7 @@ def use_hub(patch: pytest.MonkeyPatch, server: HubServer, home: Path) -> None:
     """Point huggingface_hub, which reads its variables when it is imported, at a server."""
     from huggingface_hub import constants
 
-    from trainyard.download.local_copies import forget_sources
+    from trainyard.remote.local_copies import forget_sources
 
     for name, value in hub_environment(server, home).items():
         patch.setenv(name, value)
@@ -306,5 +306,5 @@ def use_hub(patch: pytest.MonkeyPatch, server: HubServer, home: Path) -> None:
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
-    patch.setattr("trainyard.download.sources.retry.FIRST_WAIT_S", 0.02)
+    patch.setattr("trainyard.remote.sources.retry.FIRST_WAIT_S", 0.02)
     forget_sources()

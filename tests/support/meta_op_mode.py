@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from trainyard import compat
-from trainyard.dryrun.meta_ops import NOT_REPLACED, stand_in
 from trainyard.parallel import ring_attention
+from trainyard.preflight.dryrun.meta_ops import NOT_REPLACED, stand_in
 
 OPAQUE_OPS = {
     torch.ops.trainyard.context_attention.default: ring_attention.context_attention,

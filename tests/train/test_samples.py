@@ -26,7 +26,7 @@ from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
 from trainyard.data.text.tokenizer import TokenizerSpec
 from trainyard.devices.base import CompileOptions
 from trainyard.devices.cpu import CpuDevice
-from trainyard.dryrun.dry_run import without_io
+from trainyard.preflight.dryrun.dry_run import without_io
 from trainyard.train.records import RunSummary
 from trainyard.train.text_samples.generate import continue_prompts
 

@@ -23,7 +23,7 @@ from trainyard.config.schema import Config
 from trainyard.config.smoke import smoke_config
 from trainyard.core.errors import UserError
 from trainyard.data.loading.build import build_datasets
-from trainyard.dryrun.dry_run import without_io
+from trainyard.preflight.dryrun.dry_run import without_io
 from trainyard.train.build import build_loaders
 from trainyard.train.callbacks import build_callbacks
 from trainyard.train.optim.lr_schedule import check_schedule, learning_rate

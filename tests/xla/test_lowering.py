@@ -11,7 +11,7 @@ from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.devices.neuron.xla_device import XlaDevice
 from trainyard.parallel.layout import Layout
-from trainyard.plan.time.comm_volume import MessageCounts, step_messages
+from trainyard.preflight.plan.time.comm_volume import MessageCounts, step_messages
 
 RECIPE = "llama3-70b"
 STAGE_RANKS = 64

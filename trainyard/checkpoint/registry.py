@@ -23,8 +23,8 @@ from trainyard.checkpoint.native import checkpoint as native_checkpoint
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.native.file_names import COMMIT_FILE, step_directory
 from trainyard.core.errors import UserError
-from trainyard.download.local_copies import is_remote_model, local_weights
 from trainyard.families.hf_config import from_hf, read_hf, to_hf
+from trainyard.remote.local_copies import is_remote_model, local_weights
 
 TRAINING_KEYS = ("init_std", "scaled_init", "balance_loss", "z_loss", "capacity_factor", "bias_update_rate")
 """Keys of the model section that matter to training only, besides dropout and fused matrices."""

@@ -16,11 +16,11 @@ from threading import Event
 from trainyard.checkpoint.io.storage import FsspecStorage, open_storage
 from trainyard.checkpoint.registry import detect_format, latest_checkpoint
 from trainyard.core.errors import UserError, one_line
-from trainyard.download.credentials import redact
-from trainyard.download.fetch import check_space, download
-from trainyard.download.local_copies import is_remote_model, local_weights
-from trainyard.download.location import is_url
-from trainyard.download.sources.object_store import list_stored_files
+from trainyard.remote.credentials import redact
+from trainyard.remote.fetch import check_space, download
+from trainyard.remote.local_copies import is_remote_model, local_weights
+from trainyard.remote.location import is_url
+from trainyard.remote.sources.object_store import list_stored_files
 
 FINAL_FILES = ("config.json", "model.safetensors.index.json", ".metadata", "done", "complete.json")
 """Files that readers look for first. They are uploaded last, in this order."""

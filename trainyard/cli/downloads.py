@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from trainyard.cli.console import ProgressDisplay
 from trainyard.core.world import World
-from trainyard.download.local_copies import is_remote_model, local_inputs, local_weights
-from trainyard.download.location import is_url
+from trainyard.remote.local_copies import is_remote_model, local_inputs, local_weights
+from trainyard.remote.location import is_url
 
 
 def prefetch_weights(source: str, world: World) -> None:

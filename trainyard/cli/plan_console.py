@@ -10,11 +10,11 @@ from rich.text import Text
 
 from trainyard.core.quantities import counted
 from trainyard.models import family_of
-from trainyard.plan.compare_measured import ComparisonRow
-from trainyard.plan.group_rules import PlanProblem
-from trainyard.plan.report import ConfigChange, Plan
-from trainyard.plan.search import SEARCHED_KEYS, LayoutRanking
-from trainyard.plan.time.step_time import distinct_pipeline_ranks
+from trainyard.preflight.plan.compare_measured import ComparisonRow
+from trainyard.preflight.plan.group_rules import PlanProblem
+from trainyard.preflight.plan.report import ConfigChange, Plan
+from trainyard.preflight.plan.search import SEARCHED_KEYS, LayoutRanking
+from trainyard.preflight.plan.time.step_time import distinct_pipeline_ranks
 
 TABLE_WIDTH = 100
 INDENT = 10

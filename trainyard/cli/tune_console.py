@@ -13,8 +13,8 @@ from rich.text import Text
 
 from trainyard import devices
 from trainyard.core.quantities import counted
-from trainyard.tune.search import TuneSearch
-from trainyard.tune.trial import Choice, Trial
+from trainyard.preflight.tune.search import TuneSearch
+from trainyard.preflight.tune.trial import Choice, Trial
 
 COLUMNS = ("trial", "changes", "speed", "ratio", "memory", "first step", "total", "state")
 LEFT_ALIGNED = ("changes", "state")

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import format_value
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
+from trainyard.core.yaml_io import format_value
 from trainyard.parallel.layout import Layout
-from trainyard.plan.hardware.catalog import CatalogEntry
-from trainyard.plan.hardware.microbenchmark import measure_cpu
-from trainyard.plan.hardware.spec import Hardware, needed_hardware, parse_hardware
-from trainyard.plan.search import OVERRIDE_KEYS, RankedLayout, search_layouts
+from trainyard.preflight.plan.hardware.catalog import CatalogEntry
+from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
+from trainyard.preflight.plan.hardware.spec import Hardware, needed_hardware, parse_hardware
+from trainyard.preflight.plan.search import OVERRIDE_KEYS, RankedLayout, search_layouts
 
 
 @dataclass(frozen=True)

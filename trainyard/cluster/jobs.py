@@ -7,8 +7,8 @@ import psutil
 
 from trainyard.cluster import slurm
 from trainyard.cluster.job_record import RECORD_FILE, JobRecord
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
+from trainyard.core.yaml_io import read_yaml
 from trainyard.metrics.json_lines import read_json_lines
 
 

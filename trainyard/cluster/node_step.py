@@ -17,10 +17,10 @@ from typing import IO, Any
 
 from trainyard.cluster import slurm
 from trainyard.cluster.allocation import Allocation
+from trainyard.cluster.doctor.messages import MessageReader
+from trainyard.cluster.doctor.node_findings import NodeFinding
 from trainyard.core.finding import Finding
 from trainyard.core.quantities import counted
-from trainyard.doctor.messages import MessageReader
-from trainyard.doctor.node_findings import NodeFinding
 
 START_LIMIT_S = 90.0
 """For the first answer of all nodes. Python may be on a slow file system."""
@@ -51,7 +51,7 @@ class NodeStep:
         self.answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         command = ["srun", f"--jobid={job_id}", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
         command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--overlap", "--input=all", "--no-kill"]
-        command += ["--kill-on-bad-exit=0", sys.executable, "-m", "trainyard.doctor.node_worker"]
+        command += ["--kill-on-bad-exit=0", sys.executable, "-m", "trainyard.cluster.doctor.node_worker"]
         self.process = subprocess.Popen(
             command,
             env=worker_environment(os.environ),

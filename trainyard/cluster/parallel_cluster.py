@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError, one_line
+from trainyard.core.yaml_io import read_yaml
 
 SETUP_SCRIPT, INSTALL_SCRIPT = "setup-node.sh", "install.sh"
 NEURON_REPOSITORY, NEURON_INDEX = "https://apt.repos.neuron.amazonaws.com", "https://pip.repos.neuron.amazonaws.com"

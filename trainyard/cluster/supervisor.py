@@ -44,8 +44,8 @@ WAIT_LIMIT_S = 1800.0
 """How long another process may still hold the run directory, the directory may not be writable, or Slurm may not
 answer."""
 NOTICE_WAIT_S = 30.0
-"""How long the directory may not be writable after a signal, which leaves little time; at most half of the notice. Slurm
-cannot open the log of a job that starts again too early, and fails it."""
+"""How long the directory may not be writable after a signal, which leaves little time; at most half of the notice.
+Slurm cannot open the log of a job that starts again too early, and fails it."""
 MAX_IDLE_STOPS = 5
 """Stops in a row without a new checkpoint; a job whose start takes longer than its time would be requeued for ever."""
 EXIT_USER_ERROR = 2

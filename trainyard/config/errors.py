@@ -10,9 +10,9 @@ from pydantic_core import ErrorDetails
 from trainyard.config.renamed_keys import NEW_VALUES, RENAMED_KEYS, RENAMED_VALUES
 from trainyard.config.schema import Config
 from trainyard.config.schema_docs import allowed_values, field_docstrings, schema_keys, tagged_unions, without_tags
-from trainyard.config.yaml_io import format_value
 from trainyard.core.section import Section
 from trainyard.core.user_code import nearest_name
+from trainyard.core.yaml_io import format_value
 from trainyard.families import find_family
 
 EXPECTED_TYPES = {
@@ -127,7 +127,7 @@ def _unknown_key_hint(key: str, section: type[Section] | None, value: object) ->
     tags = [TAG.findall(doc.name) for doc in schema_keys() if without_tags(doc.name) == key]
     if owners := [tag[-1] for tag in tags if tag]:
         return f"unknown key here; {' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
-    from trainyard.config.importers.suggest_key import suggest_key  # its tables are large; few files need them
+    from trainyard.config.suggest_key import suggest_key  # its tables are large; few files need them
 
     return f"unknown key; {suggest_key(key, siblings)}"
 

@@ -11,53 +11,44 @@ import yaml
 from pydantic import ValidationError
 
 from trainyard.config.errors import first_error_line, is_rule_of_section
-from trainyard.config.importers.key_table import ImportedConfig
-from trainyard.config.importers.nxdt import is_nxdt
 from trainyard.config.recipes import find_config
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import ConfigYamlLoader, format_value, read_yaml
 from trainyard.core.errors import UserError
 from trainyard.core.section import Section
 from trainyard.core.user_code import search_current_directory
-from trainyard.download.credentials import keys_with_credentials, redact
+from trainyard.core.yaml_io import ConfigYamlLoader, format_value, read_yaml
 from trainyard.families import find_family
 from trainyard.families.hf_config import from_hf
+from trainyard.remote.credentials import keys_with_credentials, redact
 
 SECTION_TAGS = {"model": ("family", "from_hf"), "model.rope_scaling": ("kind",)}
 """Keys that decide which other keys a section has: another value replaces the section of the base."""
 
 
-def load(source: str | Path, overrides: Iterable[str] = (), warn: Callable[[str], None] | None = None) -> Config:
+Reader = Callable[[Path, str], dict[str, Any]]
+"""Reads a file, which messages call by the given name, as plain data of our schema."""
+
+
+def load(
+    source: str | Path, overrides: Iterable[str] = (), read: Reader = lambda path, name: read_yaml(path)
+) -> Config:
     """Load a YAML file, or a recipe by its name, merge it into its `base`, and apply overrides.
 
-    A file of NxD Training is imported; `warn` (default: print to standard error) receives what the import changes.
+    `read` reads the file and its bases; commands pass one that imports files of other systems.
     """
-    data, missing_hint = _read_with_bases(find_config(source), str(source), warn or warn_on_stderr, ())
+    data = _read_with_bases(find_config(source), str(source), read, ())
     model = data.get("model")
     if isinstance(model, dict) and ":" in str(model.get("family", "")):
         search_current_directory()
-    return validate_imported(ImportedConfig(data, [], [], missing_hint), overrides, str(source))
+    return parse(data, overrides, str(source))
 
 
-def _read_with_bases(
-    path: Path, name: str, warn: Callable[[str], None], chain: tuple[Path, ...]
-) -> tuple[dict[str, Any], str]:
-    """Read a file, merged into the one that it names as `base`; also the hint about missing keys of an imported file.
-
-    `chain` are the files that lead to this one.
-    """
+def _read_with_bases(path: Path, name: str, read: Reader, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """Read a file, merged into the one that it names as `base`. `chain` are the files that lead to this one."""
     chain = (*chain, path.resolve())
-    data = read_yaml(path)
-    if is_nxdt(data):
-        from trainyard.config.importers.nxdt.convert import import_nxdt  # its tables are large; few files need them
-
-        imported = import_nxdt(data, name, path.parent)
-        note = f"{name}: a file of NxD Training; `trainyard import {name}` shows what its keys become"
-        for line in (note, *imported.warnings):
-            warn(f"note: {line}")
-        return imported.data, imported.missing_hint
+    data = read(path, name)
     if "base" not in data:
-        return data, ""
+        return data
     base = data.pop("base")
     if not isinstance(base, str) or not base:
         raise UserError(f"{name}: base={format_value(base)}: not a recipe or file; nearest: tiny-llama")
@@ -68,8 +59,7 @@ def _read_with_bases(
     if base_path.resolve() in chain:
         cycle = " -> ".join(file.name for file in (*chain[chain.index(base_path.resolve()) :], base_path))
         raise UserError(f"{name}: base={base}: the files are each other's base: {cycle}; remove one `base`")
-    below, missing_hint = _read_with_bases(base_path, str(base_path), warn, chain)
-    return _merge(below, data), missing_hint
+    return _merge(_read_with_bases(base_path, str(base_path), read, chain), data)
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -135,15 +125,6 @@ def dump(config: Config) -> str:
     """Return the resolved configuration as YAML, which `load` reads back to an equal Config. Credentials, which `parse`
     refuses, are left out."""
     return redact(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
-
-
-def validate_imported(imported: ImportedConfig, overrides: Iterable[str] = (), source: str = "") -> Config:
-    """Validate an imported configuration. The error for a missing key tells where its value usually comes from."""
-    try:
-        return parse(imported.data, overrides, source)
-    except UserError as error:
-        hint = f" ({imported.missing_hint})" if imported.missing_hint and ": missing" in str(error) else ""
-        raise UserError(f"{error}{hint}") from None
 
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> set[str]:

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import format_value
 from trainyard.core.section import NameOrPath, Section
+from trainyard.core.yaml_io import format_value
 from trainyard.families import all_families
 from trainyard.families.decoder import ROPE_SCALING_CLASSES
 

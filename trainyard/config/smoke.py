@@ -11,8 +11,8 @@ from typing import Any
 
 from trainyard.config.load import apply_overrides, check_keys, parse, warn_on_stderr
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import format_value
 from trainyard.core.user_code import is_user_path
+from trainyard.core.yaml_io import format_value
 from trainyard.families import find_family
 
 SMOKE_SEQ_LEN = 64

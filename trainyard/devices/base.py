@@ -78,7 +78,7 @@ class Device(ABC):
     attention_kernels: tuple[str, ...] = ()
     """Attention kernels that `device.attention` can select."""
     memory_model = "cpu"
-    """Memory model for `plan`: a name in plan/memory/device_kinds.py."""
+    """Memory model for `plan`: a name in preflight/plan/memory/device_kinds.py."""
     has_grouped_products = True
     """Products of groups of rows with a matrix of their own, for mixtures of experts."""
     decomposes_attention = False
@@ -87,7 +87,7 @@ class Device(ABC):
     fork_safe = False
     """True if a process may fork after using tensors of this device, and the child may compile for it."""
     has_precompile_tool = False
-    """True if the vendor's tool precompiles graphs (neuron/parallel_compile.py) instead of `trainyard.precompile`."""
+    """True if the vendor's tool precompiles graphs (neuron/parallel_compile.py) instead of `preflight/precompile`."""
     device_index_in_code = False
     """True if compiled code contains the device index, so that each device of a machine needs its own."""
     copies_during_steps = True

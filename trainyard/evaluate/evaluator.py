@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trainyard import models
 from trainyard.checkpoint.formats.tensor_map import WeightSource, local_values
-from trainyard.compile.compile_blocks import make_compile_fn
 from trainyard.config.schema import Config
 from trainyard.core.batch import Batch
 from trainyard.core.world import World
@@ -22,6 +21,7 @@ from trainyard.evaluate.eval_config import with_sample_shape
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
+from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import PERPLEXITY_TERMS, Metric, evaluate
 from trainyard.train.micro_batches.runner import MicroBatchRunner

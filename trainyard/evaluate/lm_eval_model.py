@@ -23,7 +23,6 @@ from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.checkpoint.registry import open_weights, read_model_files
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.world import World
-from trainyard.download.local_copies import is_remote_model, local_weights
 from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
@@ -33,6 +32,7 @@ from trainyard.inference.requests import Request, SamplingOptions
 from trainyard.inference.run_requests import run_requests
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.tokenizer_files import model_end_ids, tokenizer_directory
+from trainyard.remote.local_copies import is_remote_model, local_weights
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """The harness's default."""

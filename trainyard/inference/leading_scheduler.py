@@ -81,7 +81,7 @@ def follow(scheduler: RequestScheduler, store: Any) -> None:
 
 
 def _key(step: int) -> str:
-    return f"trainyard/serve/{step}"
+    return f"trainyard/inference/serve/{step}"
 
 
 def _encode(request: Request) -> dict[str, Any]:

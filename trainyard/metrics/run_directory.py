@@ -15,8 +15,8 @@ import uuid
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import DirectoryInUse, NotWritable, UserError, is_not_writable, one_line
+from trainyard.core.yaml_io import read_yaml
 
 IDENTITY_FILE = "run.json"
 LOCK_FILE = ".lock"

@@ -4,8 +4,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
+from trainyard.core.yaml_io import read_yaml
 from trainyard.metrics.json_lines import read_json_lines
 from trainyard.metrics.record_numbers import to_count, to_finite
 from trainyard.metrics.run_directory import IDENTITY_FILE, is_training

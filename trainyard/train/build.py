@@ -12,7 +12,6 @@ import torch
 from trainyard import devices, models
 from trainyard.checkpoint.formats.tensor_map import local_values
 from trainyard.checkpoint.registry import check_hf_export
-from trainyard.compile.compile_blocks import CompileFn, compile_model
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import import_function, is_user_path
@@ -32,6 +31,7 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.recompute import apply_recompute
 from trainyard.parallel.tensor_parallel import TensorAxis
 from trainyard.train.checkpointing.initial_weights import open_initial_weights
+from trainyard.train.compile.compile_blocks import CompileFn, compile_model
 from trainyard.train.cross_entropy import make_head_loss
 from trainyard.train.decisions import fp8_layer_range
 from trainyard.train.evaluate import RESERVED_NAMES, Metric

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from trainyard.compat import add_matmul_
-from trainyard.compile.compile_blocks import CompileFn
 from trainyard.core.constants import IGNORE_INDEX
 from trainyard.kernels.fp8_linear import SIZE_MULTIPLE, Fp8Options, compute_amax, matmul, quantize
 from trainyard.kernels.reference import Kernels
 from trainyard.models import ModelOutput
 from trainyard.parallel.tensor_parallel import TensorAxis
+from trainyard.train.compile.compile_blocks import CompileFn
 from trainyard.train.decisions import loss_chunk_tokens
 
 MAX_LOGITS_BYTES = 1 << 25

@@ -10,7 +10,7 @@ from trainyard.checkpoint.registry import find_tokenizer_files, latest_checkpoin
 from trainyard.config.schema import Config
 from trainyard.data.loading.build import tokenizer_spec
 from trainyard.data.text.hf_tokenizer import hf_tokenizer_files
-from trainyard.download.local_copies import is_remote_model, local_tokenizer
+from trainyard.remote.local_copies import is_remote_model, local_tokenizer
 
 logger = logging.getLogger(__name__)
 

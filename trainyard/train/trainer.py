@@ -16,7 +16,6 @@ import torch
 from trainyard import devices, models
 from trainyard.checkpoint.formats.hf import save_hf
 from trainyard.checkpoint.io.storage import LocalStorage, open_storage
-from trainyard.compile.compile_blocks import CompileCounter, make_compile_fn
 from trainyard.config.load import dump
 from trainyard.config.schema import Config
 from trainyard.core.atomic_files import atomic_write_text
@@ -38,6 +37,7 @@ from trainyard.train.checkpointing.rank_agreement import RankAgreement
 from trainyard.train.checkpointing.resume import find_resume_point, load_state
 from trainyard.train.checkpointing.rng_state import restore_rng_state
 from trainyard.train.checkpointing.saver import Saver
+from trainyard.train.compile.compile_blocks import CompileCounter, make_compile_fn
 from trainyard.train.decisions import packs_batches
 from trainyard.train.evaluate import Metric, evaluate
 from trainyard.train.losses import LossFunction

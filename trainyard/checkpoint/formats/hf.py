@@ -39,10 +39,10 @@ from trainyard.checkpoint.io.torch_file import LazyTensor, named_tensors, open_t
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.download.model_files import MODEL_FILES
 from trainyard.families.hf_config import from_hf as config_from_hf
 from trainyard.families.hf_config import to_hf as config_to_hf
 from trainyard.models.sharding import fused_index, fused_starts
+from trainyard.remote.model_files import MODEL_FILES
 
 SAFETENSORS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5 * 10**9

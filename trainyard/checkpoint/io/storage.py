@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from trainyard.core.atomic_files import atomic_file, fsync_directory
 from trainyard.core.errors import UserError, one_line
-from trainyard.download.sources.object_store import open_filesystem
+from trainyard.remote.sources.object_store import open_filesystem
 
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 """Protocols of object stores: a file becomes visible when it is closed, and directories are only name prefixes."""

@@ -32,9 +32,9 @@ from trainyard.config.renamed_keys import upgrade_keys
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError, one_line
 from trainyard.core.tensor_slice import TensorSlice
-from trainyard.download.model_files import MODEL_FILES
 from trainyard.families.blueprint import Blueprint
 from trainyard.parallel.layout import Layout
+from trainyard.remote.model_files import MODEL_FILES
 
 FORMAT_VERSION = 1
 STATE_KINDS = ("weights", "first", "second")

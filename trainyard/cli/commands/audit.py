@@ -16,7 +16,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 
 if TYPE_CHECKING:
-    from trainyard.audit.audit import AuditReport
+    from trainyard.preflight.audit.audit import AuditReport
 
 GIB = 1 << 30
 GENERATIONS = ("trn1", "trn2", "trn3")
@@ -49,9 +49,9 @@ def audit(
       trainyard audit my.yaml --smoke train.loss=mine:loss
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing torch, which warns about every group
-    from trainyard.audit.audit import audit as audit_run
     from trainyard.cli.run_config import load_run_config
     from trainyard.devices.neuron.topology import LNC_CHOICES, check_lnc
+    from trainyard.preflight.audit.audit import audit as audit_run
 
     config = load_run_config(source, list(overrides or []), smoke, _named_ranks(overrides or []))
     generation = hardware or next((name for name in GENERATIONS if name in config.hardware), GENERATIONS[0])

@@ -8,13 +8,13 @@ from typer import Argument, Option, Typer
 
 from trainyard import devices
 from trainyard.cli.console import ProgressDisplay
-from trainyard.compile import inductor_cache
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.devices.neuron import compile_cache
-from trainyard.precompile import cache_entries
-from trainyard.precompile.archive import pack_cache, unpack_cache
-from trainyard.precompile.precompile import read_records
+from trainyard.preflight.precompile import cache_entries
+from trainyard.preflight.precompile.archive import pack_cache, unpack_cache
+from trainyard.preflight.precompile.precompile import read_records
+from trainyard.train.compile import inductor_cache
 
 app = Typer(
     help="Manage compiled code, which precompile and train store under ~/.cache/trainyard or TRAINYARD_CACHE.",

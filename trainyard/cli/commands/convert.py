@@ -31,9 +31,9 @@ from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.core.quantities import counted, size_text
-from trainyard.download.fetch import check_space
-from trainyard.download.location import is_url
 from trainyard.families.hf_config import from_hf
+from trainyard.remote.fetch import check_space
+from trainyard.remote.location import is_url
 
 UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
 """Layout properties that NxD files do not reveal."""

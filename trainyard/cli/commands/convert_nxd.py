@@ -23,8 +23,8 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK
-from trainyard.download.local_copies import local_weights
 from trainyard.families.hf_config import from_hf
+from trainyard.remote.local_copies import local_weights
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Typer passes all arguments through to argparse, which accepts the reference's flag syntax."""

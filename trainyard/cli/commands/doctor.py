@@ -13,12 +13,12 @@ from trainyard.cli.options import AsJson
 from trainyard.cli.stage_display import StageDisplay
 from trainyard.cluster import slurm
 from trainyard.cluster.allocation import allocated_nodes
+from trainyard.cluster.doctor.node_findings import NodeFinding, compress_hosts
+from trainyard.cluster.doctor.node_worker import finding_record, local_findings
+from trainyard.cluster.doctor.survey import Survey, survey_nodes
 from trainyard.cluster.node_step import started_step
 from trainyard.core.errors import UserError
 from trainyard.core.finding import Finding
-from trainyard.doctor.node_findings import NodeFinding, compress_hosts
-from trainyard.doctor.node_worker import finding_record, local_findings
-from trainyard.doctor.survey import Survey, survey_nodes
 
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL", "red")}
 

@@ -10,14 +10,14 @@ from typer import Option
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, ConfigSource, Overrides
 from trainyard.cli.plan_console import print_comparison, print_plan, print_search
-from trainyard.config.load import load
+from trainyard.cli.run_config import load_source
 from trainyard.core.errors import UserError
-from trainyard.plan import report
-from trainyard.plan.compare_measured import compare_with_measured, load_run_config, run_hardware
-from trainyard.plan.hardware.microbenchmark import measure_cpu
-from trainyard.plan.hardware.spec import needed_hardware, parse_hardware, read_catalog
-from trainyard.plan.preflight import find_problems
-from trainyard.plan.search import search_layouts
+from trainyard.preflight.plan import report
+from trainyard.preflight.plan.compare_measured import compare_with_measured, load_run_config, run_hardware
+from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
+from trainyard.preflight.plan.hardware.spec import needed_hardware, parse_hardware, read_catalog
+from trainyard.preflight.plan.preflight import find_problems
+from trainyard.preflight.plan.search import search_layouts
 
 SEARCH_ROWS = 10
 """Layouts that `--search` lists."""
@@ -61,7 +61,7 @@ def plan(
     run_directory = Path(source).expanduser()
     override_list = list(overrides or [])
     is_run = run_directory.is_dir()
-    config = load_run_config(run_directory, override_list) if is_run else load(source, override_list)
+    config = load_run_config(run_directory, override_list) if is_run else load_source(source, override_list)
     catalog = read_catalog(hardware_file) if hardware_file else None
     name = hardware or (run_hardware(run_directory) if is_run else None) or needed_hardware(config)
     spec = parse_hardware(name, catalog, measure_cpu)

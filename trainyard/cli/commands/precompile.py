@@ -15,8 +15,8 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import parse
 from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank
-from trainyard.precompile.precompile import PrecompiledGraph
-from trainyard.precompile.precompile import precompile as precompile_graphs
+from trainyard.preflight.precompile.precompile import PrecompiledGraph
+from trainyard.preflight.precompile.precompile import precompile as precompile_graphs
 
 
 class GraphProgress:

@@ -24,12 +24,12 @@ from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.quantities import counted
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
-from trainyard.download.location import find_model_location, is_url
-from trainyard.dryrun.dry_run import SYNTHETIC_DATA
-from trainyard.tune.search import MAX_DRIFT, TuneSearch, run_search
-from trainyard.tune.search_space import KEY_MICRO_BATCH, SearchSpace
-from trainyard.tune.trial import Choice, Trial, trial_from_process
-from trainyard.tune.trial_process import run_with_timeout
+from trainyard.preflight.dryrun.dry_run import SYNTHETIC_DATA
+from trainyard.preflight.tune.search import MAX_DRIFT, TuneSearch, run_search
+from trainyard.preflight.tune.search_space import KEY_MICRO_BATCH, SearchSpace
+from trainyard.preflight.tune.trial import Choice, Trial, trial_from_process
+from trainyard.preflight.tune.trial_process import run_with_timeout
+from trainyard.remote.location import find_model_location, is_url
 
 
 def tune(

@@ -15,8 +15,8 @@ from typer import Option
 
 from trainyard import devices, models
 from trainyard.cli.options import ConfigSource, Overrides, Smoke
-from trainyard.cli.run_config import load_run_config
-from trainyard.config.load import load, parse
+from trainyard.cli.run_config import load_run_config, load_source
+from trainyard.config.load import parse
 from trainyard.config.schema import Config
 from trainyard.config.smoke import fit_to_ranks
 from trainyard.core.errors import UserError
@@ -25,7 +25,7 @@ from trainyard.core.world import World
 from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 from trainyard.parallel.mesh import shutdown_distributed
-from trainyard.verify.compare_layouts import (
+from trainyard.preflight.verify.compare_layouts import (
     VerifyFinding,
     VerifyRecord,
     compare_records,
@@ -77,7 +77,7 @@ def verify(
     if smoke:
         config = load_run_config(source, override_list, smoke, ranks, warn)
     else:
-        config = fit_to_ranks(load(source, override_list, warn), ranks, named)
+        config = fit_to_ranks(load_source(source, override_list, warn), ranks, named)
     strict = [
         strict_overrides
         for prefix, strict_overrides in STRICT_OVERRIDES.items()
@@ -126,7 +126,7 @@ def default_rank_count(source: str, overrides: list[str], named: set[str]) -> in
     """Return two ranks per axis that the layout uses (all ranks of an axis named on the command line), limited by this
     machine."""
     relevant = [override for override in overrides if override.startswith(("layout.", "device."))]
-    config = load(source, relevant, warn=lambda line: None)
+    config = load_source(source, relevant, warn=lambda line: None)
     layout = config.layout
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp")}
     kept = prod(size if f"layout.{axis}" in named else min(size, 2) for axis, size in sizes.items())

@@ -9,7 +9,7 @@ from trainyard.core.user_code import is_user_path
 from trainyard.data.formats.documents import arrow_files, match_paths
 from trainyard.data.remote.remote_path import DataPath, RemoteFiles, RemotePath, has_urls, open_files
 from trainyard.data.text.tokenizer import TOKENIZER_FILES
-from trainyard.download.location import is_url
+from trainyard.remote.location import is_url
 
 UNPACKED_HDF5 = 4
 """Size of HDF5 files and their unpacked samples together, in sizes of the files."""

@@ -15,7 +15,7 @@ from trainyard.core.user_cache import user_cache
 from trainyard.data.remote.chunk_cache import ChunkCache, open_cache
 from trainyard.data.remote.object_store import GLOB_CHARACTERS, ObjectStore, StoredObject, root_of
 from trainyard.data.remote.remote_file import LARGE_CHUNK_BYTES, SMALL_CHUNK_BYTES, CachedFile
-from trainyard.download.location import is_url
+from trainyard.remote.location import is_url
 
 
 class RemoteFiles:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from trainyard.core.errors import UserError, one_line
-from trainyard.download.local_copies import local_inputs, local_tokenizer
+from trainyard.remote.local_copies import local_inputs, local_tokenizer
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>", "[SEP]")
 """Usual end-of-text tokens, in order of preference."""

@@ -12,9 +12,9 @@ from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.devices import Device
-from trainyard.download.local_copies import is_remote_model, pin_revision
-from trainyard.download.location import is_url
 from trainyard.parallel.mesh import Mesh
+from trainyard.remote.local_copies import is_remote_model, pin_revision
+from trainyard.remote.location import is_url
 
 POLL_S = 0.5
 _calls = count()

@@ -16,8 +16,8 @@ from trainyard.checkpoint.native.partition import rank_slices
 from trainyard.checkpoint.native.shard_file import CorruptCheckpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, CheckpointFormat, detect_format
 from trainyard.config.schema import Config
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.errors import UserError
+from trainyard.core.yaml_io import read_yaml
 from trainyard.devices import Device
 from trainyard.families.blueprint import Blueprint
 from trainyard.metrics.run_directory import RunDirectory, find_run_directories, read_identity

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from trainyard.compile.compile_blocks import CompileFn
 from trainyard.config.schema import Config
 from trainyard.core.counter_rng import key32
 from trainyard.devices import Device
@@ -16,6 +15,7 @@ from trainyard.kernels.reference import Kernels
 from trainyard.models import ParameterValues, TransformerStage
 from trainyard.parallel.mesh import Mesh
 from trainyard.parallel.zero1 import Waiting
+from trainyard.train.compile.compile_blocks import CompileFn
 from trainyard.train.decisions import fuses_wgrad
 from trainyard.train.optim.flat_state import ADAM_STATE, FlatState
 from trainyard.train.optim.gradient_sync import GradientSync

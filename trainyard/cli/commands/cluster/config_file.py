@@ -9,9 +9,9 @@ from typer import Argument, Option, Typer
 
 from trainyard.cluster import parallel_cluster
 from trainyard.cluster.parallel_cluster import INSTALL_SCRIPT, PRESETS, SETUP_SCRIPT, ClusterOptions
-from trainyard.config.yaml_io import read_yaml
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
+from trainyard.core.yaml_io import read_yaml
 
 app = Typer(
     help="Create, check and explain configuration files of AWS ParallelCluster.",

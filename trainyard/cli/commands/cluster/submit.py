@@ -14,7 +14,7 @@ from trainyard.cli.options import (
     Overrides,
     Smoke,
 )
-from trainyard.cli.run_config import load_run_config
+from trainyard.cli.run_config import load_run_config, load_source
 from trainyard.cluster import slurm
 from trainyard.cluster.batch_script import BatchOptions, read_setup
 from trainyard.cluster.container import Container
@@ -28,7 +28,6 @@ from trainyard.cluster.submit import (
     submit_locally,
     submit_to_slurm,
 )
-from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.devices.names import always_compiles
@@ -102,7 +101,7 @@ def submit(
     if high > 1 and not dry_run and not on_slurm:
         raise UserError(f"--nodes {nodes}: this machine has no Slurm; nearest: --nodes 1, or --dry-run")
     ranks = high * (nproc or gpus_per_node or 1)
-    config = load_run_config(source, override_list, smoke, ranks) if smoke else load(source, override_list)
+    config = load_run_config(source, override_list, smoke, ranks) if smoke else load_source(source, override_list)
     if config.checkpoint.export_hf and config.model.without_router_bias is not config.model:  # the job would not start
         raise UserError(
             "checkpoint.export_hf=true: Hugging Face's format has no place for model.router_bias; nearest: false"

@@ -10,14 +10,15 @@ from rich.text import Text
 from typer import Argument, Option
 
 from trainyard import __version__
-from trainyard.config.importers.key_table import ImportedConfig
-from trainyard.config.importers.megatron.convert import import_flags, import_script
-from trainyard.config.importers.nxdt import is_nxdt
-from trainyard.config.importers.nxdt.convert import import_nxdt
-from trainyard.config.load import dump, validate_imported
-from trainyard.config.yaml_io import format_value, read_yaml
+from trainyard.cli.run_config import validate_imported
+from trainyard.config.load import dump
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
+from trainyard.core.yaml_io import format_value, read_yaml
+from trainyard.importers.key_table import ImportedConfig
+from trainyard.importers.megatron.convert import import_flags, import_script
+from trainyard.importers.nxdt import is_nxdt
+from trainyard.importers.nxdt.convert import import_nxdt
 
 YAML_SUFFIXES = {".yaml", ".yml"}
 PLAIN_WIDTH = 140

@@ -18,12 +18,12 @@ from trainyard.core.errors import UserError
 from trainyard.data.formats.documents import match_paths
 from trainyard.data.formats.megatron_bin import is_token_file
 from trainyard.data.loading.vocab import data_vocab_size
-from trainyard.download.location import is_url
 from trainyard.evaluate.data_sets import ARROW_STATE_FILE, HDF5_SUFFIXES
-from trainyard.plan.compare_measured import catalog_hardware
-from trainyard.plan.hardware.microbenchmark import measure_cpu
-from trainyard.plan.hardware.spec import Hardware, parse_hardware
-from trainyard.plan.search import search_layouts
+from trainyard.preflight.plan.compare_measured import catalog_hardware
+from trainyard.preflight.plan.hardware.microbenchmark import measure_cpu
+from trainyard.preflight.plan.hardware.spec import Hardware, parse_hardware
+from trainyard.preflight.plan.search import search_layouts
+from trainyard.remote.location import is_url
 
 BASE = "tiny-llama"
 SIZES: dict[str, tuple[int, int, int, int, int, int, float]] = {

@@ -12,9 +12,9 @@ from trainyard.cli.options import Inputs, Overwrite, Strict, Workers, split_keys
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
-from trainyard.data.prepare.bert_files import MAX_SAMPLES_PER_FILE, BertFileSet, build_bert_files
-from trainyard.data.prepare.bert_samples import BertOptions
 from trainyard.data.text.tokenizer import TokenizerSpec, localize
+from trainyard.prepare.bert_files import MAX_SAMPLES_PER_FILE, BertFileSet, build_bert_files
+from trainyard.prepare.bert_samples import BertOptions
 
 PHASE_SIZES = {1: (128, 20), 2: (512, 80)}
 """Sequence length and masked positions per sample of each pre-training phase."""

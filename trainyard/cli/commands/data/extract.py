@@ -13,9 +13,9 @@ from trainyard.cli.options import Strict, Workers, worker_count
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats.documents import expand_patterns
-from trainyard.data.wikipedia.dump import open_dump
-from trainyard.data.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles
-from trainyard.data.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
+from trainyard.prepare.wikipedia.dump import open_dump
+from trainyard.prepare.wikipedia.extract import ARTICLE_COUNT, BYTE_COUNT, SKIP_REASONS, extract_articles
+from trainyard.prepare.wikipedia.progress import ExtractOptions, ExtractState, load_state, lock_output, shard_name
 
 BYTE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -12,10 +12,10 @@ from trainyard.cli.commands.data.tokenize import tokenizer_spec
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.options import AsJson, JsonKey, MergeFile, TokenizerName, VocabFile
 from trainyard.core.errors import UserError
-from trainyard.data.prepare.inspect import inspect_path
-from trainyard.data.prepare.length_stats import InspectOptions, InspectReport
 from trainyard.data.text.tokenizer import Tokenizer, load_tokenizer
-from trainyard.download.location import is_url
+from trainyard.prepare.inspect import inspect_path
+from trainyard.prepare.length_stats import InspectOptions, InspectReport
+from trainyard.remote.location import is_url
 
 PROGRESS_DELAY_S = 2.0
 """Seconds before progress is shown."""

@@ -27,10 +27,10 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
 from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file
-from trainyard.data.prepare import pack as packing
-from trainyard.data.prepare.pack import PackCounts, PackOptions, TokenChunk
-from trainyard.data.prepare.tokenize import TokenizeOptions
 from trainyard.data.text.tokenizer import load_tokenizer
+from trainyard.prepare import pack as packing
+from trainyard.prepare.pack import PackCounts, PackOptions, TokenChunk
+from trainyard.prepare.tokenize import TokenizeOptions
 
 
 def pack(

@@ -24,8 +24,8 @@ from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.data.formats import documents
-from trainyard.data.prepare.tokenize import TokenizeCounts, TokenizeOptions, output_prefix, tokenize_files
 from trainyard.data.text.tokenizer import TokenizerSpec, localize
+from trainyard.prepare.tokenize import TokenizeCounts, TokenizeOptions, output_prefix, tokenize_files
 
 TOKENIZER_TYPES = {
     "GPT2BPETokenizer": ("gpt2", True),

@@ -11,9 +11,9 @@ from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.options import Inputs, JsonKey, Overwrite, Strict
 from trainyard.core.errors import UserError
 from trainyard.data.formats import documents
-from trainyard.data.prepare.train_tokenizer import KINDS, TokenizerOptions
-from trainyard.data.prepare.train_tokenizer import train_tokenizer as run_training
 from trainyard.data.text.tokenizer import NAMED_TOKENIZERS
+from trainyard.prepare.train_tokenizer import KINDS, TokenizerOptions
+from trainyard.prepare.train_tokenizer import train_tokenizer as run_training
 
 
 def train_tokenizer(

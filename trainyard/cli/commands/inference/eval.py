@@ -19,8 +19,8 @@ from trainyard.cli.console import ProgressDisplay, print_line
 from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.eval_console import EvalProgress, results_table, task_table
 from trainyard.cli.options import AsJson, JsonKey, TokenizerName
+from trainyard.cli.run_config import load_source
 from trainyard.cli.signals import interrupt_on_terminate
-from trainyard.config.load import load
 from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
@@ -167,7 +167,7 @@ def data_paths(argument: str) -> tuple[str, ...]:
     """The data sets that an argument stands for: itself, or those of a blend in a YAML file."""
     if not argument.endswith((".yaml", ".yml")):
         return (argument,)
-    paths = load(argument).data.paths
+    paths = load_source(argument).data.paths
     if not paths:
         raise UserError(f"{argument}: its data.paths names no data")
     return paths

@@ -25,8 +25,8 @@ from trainyard.launch.launcher import launch
 
 if TYPE_CHECKING:  # imports torch; `serve --help` does not wait for it
     from trainyard.inference.load import InferenceModel, InferenceOptions
-    from trainyard.serve.served_model import ServedModel
-    from trainyard.serve.worker import SchedulerWorker
+    from trainyard.inference.serve.served_model import ServedModel
+    from trainyard.inference.serve.worker import SchedulerWorker
 
 TOKEN_VARIABLE = "TRAINYARD_SERVE_TOKEN"
 PENDING_PER_SLOT = 4
@@ -67,10 +67,9 @@ def serve(
 
       trainyard serve hf-model --host 0.0.0.0 --token-file token.txt
     """
-    from trainyard.serve.app import create_app
-    from trainyard.serve.server import ModelServer
-    from trainyard.web.sockets import base_url, bind_socket, is_loopback
-    from trainyard.web.tokens import read_token
+    from trainyard.core.sockets import base_url, bind_socket, is_loopback, read_token
+    from trainyard.inference.serve.app import create_app
+    from trainyard.inference.serve.server import ModelServer
 
     token = read_token(token_file, TOKEN_VARIABLE)
     if not token and not is_loopback(host):
@@ -103,7 +102,7 @@ def load_model(
     source: str, name: str | None, options: "InferenceOptions", tokenizer: str | None, world: World
 ) -> "ServedModel":
     from trainyard.inference.load import load_for_inference
-    from trainyard.serve.served_model import ServedModel
+    from trainyard.inference.serve.served_model import ServedModel
 
     loaded = load_for_inference(source, options, tokenizer, world)
     if loaded.tokenizer is None:
@@ -122,7 +121,7 @@ def load_model(
 
 def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "SchedulerWorker":
     """The worker of one rank, or of the first of several, which the others follow."""
-    from trainyard.serve.worker import SchedulerWorker
+    from trainyard.inference.serve.worker import SchedulerWorker
 
     if world.size == 1:
         return SchedulerWorker(loaded.scheduler, max_pending)

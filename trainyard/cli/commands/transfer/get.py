@@ -16,7 +16,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 
 if TYPE_CHECKING:
-    from trainyard.download.samples import Sample
+    from trainyard.remote.samples import Sample
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -63,10 +63,10 @@ def get(
 
       trainyard get https://example.com/text.tar.gz text --unpack
     """
-    from trainyard.download.catalog import DATASETS
-    from trainyard.download.get import GetOptions, check_existing, choose_target, list_source
-    from trainyard.download.get import get as run_get
-    from trainyard.download.samples import SAMPLES
+    from trainyard.remote.catalog import DATASETS
+    from trainyard.remote.get import GetOptions, check_existing, choose_target, list_source
+    from trainyard.remote.get import get as run_get
+    from trainyard.remote.samples import SAMPLES
 
     if list_names:
         print_datasets()
@@ -129,9 +129,9 @@ def write_sample(sample: "Sample", destination: str | None, dry_run: bool, overw
 
 def print_datasets() -> None:
     """The named data sets with size, license and the next command."""
-    from trainyard.download.catalog import DATASETS
-    from trainyard.download.get import ask_sizes
-    from trainyard.download.samples import SAMPLES
+    from trainyard.remote.catalog import DATASETS
+    from trainyard.remote.get import ask_sizes
+    from trainyard.remote.samples import SAMPLES
 
     if sys.stderr.isatty():
         print("asking the sources for sizes ...", file=sys.stderr)

@@ -12,20 +12,20 @@ from trainyard import models
 from trainyard.checkpoint.convert import DTYPE_CHOICES, ConversionTarget, convert_checkpoint, total_bytes
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify_checksums
+from trainyard.checkpoint.store_upload import files_to_upload, upload_files
 from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
-from trainyard.download.fetch import check_space
-from trainyard.download.location import HubLocation, parse_hub_location
+from trainyard.dashboard.model_card import MARKER, CardFacts, make_card, read_run
+from trainyard.dashboard.plan_process import compare
 from trainyard.families.hf_config import from_hf
-from trainyard.page.plan_process import compare
-from trainyard.plan.compare_measured import ComparisonRow
-from trainyard.publish.hub_upload import CARD, parse_target, upload_directory
-from trainyard.publish.model_card import CardFacts, make_card, read_run
-from trainyard.publish.store_upload import files_to_upload, upload_files
+from trainyard.preflight.plan.compare_measured import ComparisonRow
+from trainyard.remote.fetch import check_space
+from trainyard.remote.hub_upload import CARD, parse_target, upload_directory
+from trainyard.remote.location import HubLocation, parse_hub_location
 
 
 def push(
@@ -83,7 +83,7 @@ def push(
             (directory / CARD).write_text(make_card(facts), encoding="utf-8")
             summary = message or (f"Step {facts.step:,} of {facts.name}" if facts.step else f"Add {facts.name}")
             start = time.monotonic()
-            url, wrote_card = upload_directory(directory, location, summary, private=not public)
+            url, wrote_card = upload_directory(directory, location, summary, not public, MARKER)
             size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     if not wrote_card:
         print(f"note: {location} has a {CARD} of its own, which stays")

@@ -41,10 +41,9 @@ def page(
 
       trainyard page --host 0.0.0.0 --token-file token.txt
     """
-    from trainyard.page.app import RunPages, create_app
-    from trainyard.web.signal_server import SignalServer
-    from trainyard.web.sockets import base_url, bind_socket, is_loopback
-    from trainyard.web.tokens import read_token
+    from trainyard.core.sockets import base_url, bind_socket, is_loopback, read_token
+    from trainyard.core.web_server import SignalServer
+    from trainyard.dashboard.app import RunPages, create_app
 
     root = require_directory(directory)
     token = read_token(token_file, TOKEN_VARIABLE)

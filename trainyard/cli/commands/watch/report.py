@@ -10,7 +10,7 @@ from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 
 if TYPE_CHECKING:
-    from trainyard.page.run_files import RunDirectoryReader
+    from trainyard.dashboard.run_files import RunDirectoryReader
 
 
 def report(
@@ -31,7 +31,7 @@ def report(
 
       trainyard report runs/my-run --compare runs/baseline --out report.html
     """
-    from trainyard.page.report import MARKER, create_report
+    from trainyard.dashboard.report import MARKER, create_report
 
     runs = [open_run(path) for path in (run, compare) if path]
     target = (out or run / "report.html").expanduser()
@@ -54,8 +54,8 @@ def report(
 
 
 def open_run(path: Path) -> "RunDirectoryReader":
-    from trainyard.page.run_files import RunDirectoryReader
-    from trainyard.page.run_summary import is_run
+    from trainyard.dashboard.run_files import RunDirectoryReader
+    from trainyard.dashboard.run_summary import is_run
 
     directory = path.expanduser().resolve()
     if not directory.is_dir():

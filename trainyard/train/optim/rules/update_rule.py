@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from trainyard.compile.compile_blocks import CompileFn
 from trainyard.config.optimizer_schema import OptimizerSection
 from trainyard.families.blueprint import Blueprint
 from trainyard.kernels.reference import Kernels
 from trainyard.parallel.mesh import Mesh
+from trainyard.train.compile.compile_blocks import CompileFn
 from trainyard.train.optim.flat_state import FlatState
 from trainyard.train.optim.replicated_params import ReplicaSync
 from trainyard.train.optim.stochastic_rounding import RoundingRange, stochastic_round_to_bf16

@@ -1,0 +1,183 @@
+"""The list of runs: status, changes, and files that lead out of the directory."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.dashboard.run_writer import write_lines, write_run
+from tests.support.examples import examples
+from trainyard.core.errors import UserError
+from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
+from trainyard.dashboard.run_files import RunDirectoryReader
+from trainyard.dashboard.run_list import RunList
+from trainyard.dashboard.run_summary import KILLED
+from trainyard.dashboard.step_times import heat_map, read_step_times
+from trainyard.metrics.run_directory import RunDirectory
+
+
+def test_evaluation_of_a_run_with_named_sets_only_is_that_of_the_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "sets")
+    lines = (run / "metrics.jsonl").read_text().replace('"evaluate/', '"evaluate/web/')
+    (run / "metrics.jsonl").write_text(lines)
+    write_run(tmp_path, "held-out")
+    runs = RunList(tmp_path)
+    runs.changes()
+    assert (row := runs.summary("sets"))
+    assert row.evaluation == runs.summary("held-out").evaluation is not None
+
+
+def test_status_comes_from_the_lock_and_the_events(tmp_path: Path) -> None:
+    write_run(tmp_path, "done")
+    write_run(tmp_path, "broken", outcome="failed", error="step 3: the weights\nare not finite")
+    write_run(tmp_path, "stopped", outcome="interrupted")
+    write_run(tmp_path, "killed", outcome=None)
+    old = write_run(tmp_path, "old")  # written before runs had events
+    (old / "events.jsonl").unlink()
+    older = write_run(tmp_path, "older", steps=20)
+    (older / "events.jsonl").unlink()
+    away = write_run(tmp_path, "away", outcome=None)
+    write_lines(away / "events.jsonl", [{"step": 0, "time": 1.0, "event": "start", "host": "another-host"}])
+    runs = RunList(tmp_path)
+    with RunDirectory.create(tmp_path, "training"):
+        rows = {name: runs.summary(name) for name in runs.changes()["names"]}
+        statuses = {name: row.status for name, row in rows.items()}
+    assert statuses == {
+        "away": "running",
+        "broken": "failed",
+        "done": "completed",
+        "killed": "interrupted",
+        "old": "completed",
+        "older": "unknown",
+        "stopped": "interrupted",
+        "training": "running",
+    }
+    assert rows["broken"].note == "step 3: the weights are not finite"
+    assert rows["killed"].note == KILLED
+    assert "another-host" in rows["away"].note
+    assert (rows["older"].step, rows["older"].steps, rows["done"].ranks) == (20, 200, 2)
+    assert runs.summary("training").status == "unknown"
+    os.utime(away / "metrics.jsonl", (1, 1))
+    os.utime(away / "events.jsonl", (1, 1))
+    assert runs.summary("away").status == "unknown"
+
+
+def test_only_changes_are_sent(tmp_path: Path) -> None:
+    write_run(tmp_path, "a")
+    runs = RunList(tmp_path)
+    first = runs.changes()
+    assert [run["name"] for run in first["runs"]] == ["a"]
+    assert runs.changes(first["version"])["runs"] == []
+    write_run(tmp_path, "b", steps=10)
+    (tmp_path / "empty").mkdir()  # not a run
+    second = runs.changes(first["version"])
+    assert [run["name"] for run in second["runs"]] == ["b"]
+    assert second["names"] == ["a", "b"]
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss": "nan"}\n{"step": 12, "lo')
+    (third,) = runs.changes(second["version"])["runs"]
+    assert (third["name"], third["step"], third["loss_text"]) == ("b", 11, "nan")
+    assert "loss" not in third
+    (tmp_path / "a").rename(tmp_path / ".hidden")
+    assert runs.changes(second["version"])["names"] == ["b"]
+    assert len(runs.changes("another-server-7")["runs"]) == 1
+    assert RunList(tmp_path / "nothing").changes()["names"] == []
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Files outside of the directory of runs, and links to them from inside."""
+    secret = write_run(tmp_path / "elsewhere", "secret")
+    (secret / "logs").mkdir()
+    (secret / "logs" / "x.log").write_text("secret")
+    (secret / "samples.jsonl").write_text('{"step": 1, "prompt": "", "text": "secret"}\n')
+    root = tmp_path / "runs"
+    (root / "links").mkdir(parents=True)
+    (root / "linked-run").symlink_to(secret)
+    (root / "links" / "run.json").write_text("{}")
+    for name in ("metrics.jsonl", "events.jsonl", "config.yaml", "samples.jsonl", "logs", "spans", "checkpoints"):
+        (root / "links" / name).symlink_to(secret / name)
+    return root
+
+
+def test_links_lead_nowhere(outside: Path) -> None:
+    runs = RunList(outside)
+    assert runs.changes()["names"] == ["links"]
+    with pytest.raises(UserError, match="no such run"):
+        runs.open("linked-run")
+    run = runs.open("links")
+    assert runs.summary("links").step is None
+    assert read_config(run)["problem"] == "this run has no config.yaml"
+    assert [read_events(run), read_texts(run), list_logs(run), read_checkpoints(run)] == [[], [], [], []]
+    with pytest.raises(UserError, match="no such log"):
+        read_log(run, "x.log")
+    (outside / "links" / "logs").unlink()
+    (outside / "links" / "logs").mkdir()
+    (outside / "links" / "logs" / "y.log").symlink_to(outside.parent / "elsewhere" / "secret" / "logs" / "x.log")
+    for file in ("y.log", "../config.yaml", "..", "../../../elsewhere/secret/logs/x.log", "/etc/hostname", "a\0.log"):
+        with pytest.raises(UserError, match="no such log"):
+            read_log(run, file)
+
+
+def test_pipes_do_not_block(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    for name in ("run.json", "metrics.jsonl", "events.jsonl", "config.yaml", "samples.jsonl"):
+        os.mkfifo(directory / name)
+    done = threading.Thread(target=lambda: RunList(tmp_path).changes(), daemon=True)
+    done.start()
+    done.join(10)
+    assert not done.is_alive()
+
+
+@examples(200)
+@given(
+    name=st.text("./\\run~\0\n é\ud800", max_size=12)
+    | st.sampled_from(["..", ".", "../runs", "/etc", "run/..", "run/../run", "run\0", ""])
+)
+def test_names_open_a_run_or_nothing(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    root = tmp_path_factory.getbasetemp() / "names"
+    if not root.exists():
+        write_run(root, "run")
+    try:
+        assert RunDirectoryReader(root, name).path.parent == root
+    except UserError:
+        assert name != "run"
+
+
+CONTENT = st.binary(max_size=400) | st.text(max_size=400).map(lambda text: text.encode(errors="replace"))
+YAML = st.sampled_from(
+    [b"a: &x [1, 2]\nb: [*x, *x]\n", b"a: 1\na: 2\n", b"[1]", b"{" * 300, b"[" * 300, b"a: !!python/name:os.x", b""]
+)
+
+
+@examples(400)
+@given(files=st.fixed_dictionaries({}, optional=dict.fromkeys(
+    ["run.json", "metrics.jsonl", "events.jsonl", "samples.jsonl", "spans/rank-00000.spans", "logs/1.log"], CONTENT,
+) | {"config.yaml": CONTENT | YAML}))  # fmt: skip
+def test_any_bytes_in_the_files_are_survived(tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]) -> None:
+    root = tmp_path_factory.mktemp("any")
+    (root / "run").mkdir()
+    for name, content in files.items():
+        (root / "run" / name).parent.mkdir(exist_ok=True)
+        (root / "run" / name).write_bytes(content)
+    RunList(root).changes()
+    run = RunDirectoryReader(root, "run")
+    for read in (read_config, read_events, read_texts, list_logs, read_checkpoints):
+        read(run)
+    heat_map(read_step_times(run))
+
+
+def test_a_small_file_that_is_a_huge_tree_is_cut(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, "run")
+    (directory / "config.yaml").write_text("[" * 60_000)
+    read_config(RunDirectoryReader(tmp_path, "run"))
+    levels = ["a0: &a0 {x: 1, y: 2}"] + [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
+    (directory / "config.yaml").write_text("\n".join(levels))
+    assert len(read_config(RunDirectoryReader(tmp_path, "run"))["keys"]) <= 2000
+    lists = ["a0: &a0 [1, 2]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+    (directory / "config.yaml").write_text("\n".join(lists))
+    assert all(len(value) < 100 for value in read_config(RunDirectoryReader(tmp_path, "run"))["keys"].values())

@@ -1,0 +1,99 @@
+"""A family that the plan has no line for: its memory, messages and time follow from its module and its blueprint."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.preflight.plan.exact_peak import exact_peak
+from tests.preflight.plan.test_memory import SHAPE, TOLERANCE, allocated
+from trainyard.config.load import load
+from trainyard.config.schema import Config
+from trainyard.devices.cpu import CpuDevice
+from trainyard.families import Blueprint, ParamSpec, find_family
+from trainyard.families.builtin.llama import LlamaConfig
+from trainyard.models import llama
+from trainyard.models.factory import ModuleFactory
+from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.fit_check import check_fits
+from trainyard.preflight.plan.hardware.spec import parse_hardware
+from trainyard.preflight.plan.report import make_plan
+
+NORM = "layers.*.attention.{}_head_norm.weight"
+FAMILY = "head_norm_family:FAMILY"
+
+
+class HeadNormAttention(llama.LlamaAttention):
+    """Llama's attention with an RMS norm of each head of queries and keys after RoPE."""
+
+    def __init__(self, c: Any, make: ModuleFactory, name: str) -> None:
+        super().__init__(c, make, name)
+        self.q_head_norm, self.k_head_norm = (make.rms_norm(f"{name}.{part}_head_norm", c.norm_eps) for part in "qk")
+
+    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, documents_BT: Tensor | None) -> Tensor:
+        (qkv,) = self.tp.column_parallel(x_BTD, *self.qkv_linears, keep_gathered=self.keep_gathered)
+        q_BHTK, k_BGTK, v_BGTK = self.kernels.rope(qkv, cos_TK, sin_TK, *self.local_heads)
+        q_BHTK, k_BGTK = self.q_head_norm(q_BHTK)[1], self.k_head_norm(k_BGTK)[1]
+        y_BHTK = self.core_attention(q_BHTK, k_BGTK, v_BGTK, documents_BT)
+        return self.tp.reduce_output(self.output(y_BHTK.transpose(1, 2).flatten(2)))
+
+
+class HeadNormModel(llama.Llama):
+    def __init__(self, c: Any, make: ModuleFactory) -> None:
+        super().__init__(c, make)
+        for index, block in self.layers.items():
+            block.attention = HeadNormAttention(c, make, f"layers.{index}.attention")
+
+
+def head_norm_blueprint(c: Any) -> Blueprint:
+    table = find_family("llama").blueprint(c)
+    norms = tuple(ParamSpec(NORM.format(x), (c.head_size,), init_value=1.0, tp_gradient="partial") for x in "qk")
+    return replace(table, specs=(*table.specs, *norms))
+
+
+@pytest.fixture(autouse=True)
+def head_norm_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = ModuleType("head_norm_family")
+    module.FAMILY = replace(  # type: ignore[attr-defined]
+        find_family("llama"), config_class=LlamaConfig, module=HeadNormModel, blueprint=head_norm_blueprint
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield
+    find_family.cache_clear()
+
+
+def make_config(*overrides: str) -> Config:
+    keys = [f"model.family={FAMILY}", "data.source=synthetic", "checkpoint.every=0"]
+    return load("tiny-llama", [*SHAPE.split(), *overrides, *keys])
+
+
+@pytest.mark.parametrize(
+    "layout", ["layout.zero=0", "layout.tp=2 layout.sequence_parallel=true", "recompute.kind=full"]
+)
+def test_memory_equals_exact_peak_of_a_dry_run(layout: str) -> None:
+    config = make_config(*layout.split())
+    ranks = 2 if "tp" in layout else 1
+    estimate = allocated(config, Layout.from_config(config, ranks), 0, "trainium")
+    assert estimate == pytest.approx(exact_peak(config, 0, ranks), rel=TOLERANCE)
+    plain = load("tiny-llama", [*SHAPE.split(), *layout.split()])
+    if "recompute" not in layout:  # the new norms keep activations
+        assert estimate > 1.02 * allocated(plain, Layout.from_config(plain, ranks), 0, "trainium")
+
+
+@pytest.mark.parametrize("hardware", ["trn1.32xlarge:1", "h200:2"])
+def test_a_plan_has_time_and_messages(hardware: str) -> None:
+    config, plain = make_config("layout.tp=2"), load("tiny-llama", [*SHAPE.split(), "layout.tp=2"])
+    sizes = {"train": config.train.model_copy(update={"global_batch": 256})}
+    plans = [make_plan(c.model_copy(update=sizes), parse_hardware(hardware)) for c in (config, plain)]
+    assert plans[0].traffic["tp"].messages == plans[1].traffic["tp"].messages + 1  # gradients of the norms are summed
+    assert plans[0].step_time.components["memory"] > plans[1].step_time.components["memory"]
+    assert plans[0].step_time.components["matmul"] == plans[1].step_time.components["matmul"]
+
+
+def test_a_run_is_checked_before_it_starts() -> None:
+    config = make_config()
+    check_fits(config, Layout.from_config(config, 1), CpuDevice(), lambda line: None)

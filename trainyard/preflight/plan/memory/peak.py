@@ -1,0 +1,72 @@
+"""Peak memory of a rank, computed from the configuration alone: no device, and tensors without memory.
+
+Optimizer state uses the `FlatBuffer` layout of a run. Activations come from a trace of a few layers of each stage, and
+the pipeline schedule tells how many micro batches have saved theirs at the same time. The peak is the largest of a few
+points: a pass of some micro batch, gradients in flight, the update, initialization. docs/internals/memory-model.md
+explains each of them, docs/lab/memory-evidence.md compares with measurements.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from trainyard.config.schema import Config
+from trainyard.models import family_of
+from trainyard.parallel.layout import Layout, StageSpec
+from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
+from trainyard.preflight.plan.memory.local_sizes import RankSizes
+from trainyard.preflight.plan.memory.optimizer_state import OptimizerMemory
+from trainyard.preflight.plan.memory.pass_memory import PassMemory, pass_memory
+from trainyard.preflight.plan.memory.rank_memory import RankMemory
+from trainyard.preflight.plan.memory.schedule_order import schedule_actions
+
+
+def estimate_memory(config: Config, layout: Layout, pp: int, device_kind: str) -> RankMemory:
+    """The peak of a rank at pipeline position `pp`; `device_kind` is a key of DEVICE_KINDS."""
+    device = DEVICE_KINDS[device_kind]
+    stages = layout.stages_on(pp)
+    state = OptimizerMemory.from_config(config, layout, stages)
+    sizes = RankSizes(config, layout, device)
+    passes = [pass_memory(config, sizes, stage) for stage in stages]
+    buffers = _batch_and_receive_bytes(config, layout, sizes, stages, device_kind) + device.workspace_bytes
+    candidates = (
+        *_schedule_peaks(layout, config, pp, passes, state),
+        *state.gradient_exchange(config, [memory.live_after_layer for memory in passes], device),
+        state.update_workspace(config, device),
+        state.initialization(buffers),
+    )
+    peak = max(candidates, key=lambda candidate: candidate.total)
+    allocated = state.resident + RankMemory(buffers=buffers) + peak
+    return replace(allocated, fragmentation=int(allocated.total * device.fragmentation))
+
+
+def _batch_and_receive_bytes(
+    config: Config, layout: Layout, sizes: RankSizes, stages: list[StageSpec], device_kind: str
+) -> int:
+    """The batches of a step on the device, and receive buffers: torch's pipeline schedules allocate one for each micro
+    batch and neighbor."""
+    batch = layout.micro_batches * sizes.micro_batch.full_bytes(family_of(config.model))
+    neighbors = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+    received = neighbors * layout.micro_batches * sizes.local_hidden_bytes
+    return batch * (2 if device_kind == "cpu" else 1) + (received if layout.pp > 1 else 0)
+
+
+def _schedule_peaks(
+    layout: Layout, config: Config, pp: int, passes: list[PassMemory], state: OptimizerMemory
+) -> Iterator[RankMemory]:
+    """The peak of each pass in the rank's schedule, with what the other micro batches in flight have saved."""
+    saved = 0
+    splits_backward = config.layout.pipeline_schedule != "1f1b" and layout.pp > 1
+    at_loss, in_forward, in_backward = state.gathered_weights(config)
+    for action, stage in schedule_actions(config.layout.pipeline_schedule, layout, pp):
+        memory = passes[stage]
+        deferred = memory.deferred_grads if splits_backward else 0
+        if action == "forward":
+            weights = at_loss if memory.forward.logits else in_forward
+            yield memory.forward + RankMemory(weights, activations=saved)
+            saved += memory.saved
+        elif action == "backward":
+            yield memory.backward + RankMemory(in_backward, activations=saved - memory.saved)
+            saved += deferred
+            yield RankMemory(activations=saved)
+        else:
+            saved -= memory.saved + deferred

@@ -1,0 +1,105 @@
+"""Problems of a run that are known before it starts, each in one line with the nearest fix."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainyard.checkpoint.io.storage import open_storage
+from trainyard.checkpoint.registry import check_hf_export
+from trainyard.config.schema import Config
+from trainyard.core.constants import GIB
+from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted, size_text
+from trainyard.data.loading.build import build_datasets
+from trainyard.models import family_of
+from trainyard.preflight.plan.group_rules import PlanProblem, group_problems
+from trainyard.preflight.plan.report import ConfigChange, Plan
+
+COUNTABLE_SOURCES = ("tokens", "arrow", "hdf5")
+"""Data sources whose samples can be counted without reading them all."""
+
+
+def find_problems(plan: Plan, fixes: list[ConfigChange]) -> list[PlanProblem]:
+    """`fixes` are changes that fit in memory."""
+    problems = group_problems(plan.layout, plan.hardware)
+    if plan.original_config.layout.cp_method != plan.config.layout.cp_method:
+        message = "layout.cp_method=ring: Trainium gathers keys and values instead, and so does this plan"
+        problems.append(PlanProblem(f"{message}; nearest: layout.cp_method=all_gather", False))
+    if plan.hardware.entry.kind == "trainium" and not plan.config.model.has_static_shapes:
+        message = "model.capacity_factor=null: the graphs of Trainium have static shapes; nearest: 2.0"
+        problems.append(PlanProblem(message, True))
+    if plan.config.checkpoint.export_hf:
+        try:
+            check_hf_export(plan.config.model)
+        except UserError as error:
+            problems.append(PlanProblem(f"checkpoint.export_hf=true: {error}; nearest: false", True))
+    problems += [*_memory_problems(plan, fixes), *_disk_problems(plan), *_host_memory_problems(plan)]
+    return [*problems, *_data_problems(plan.config)]
+
+
+def _memory_problems(plan: Plan, fixes: list[ConfigChange]) -> Iterator[PlanProblem]:
+    if plan.fits:
+        return
+    needed, pp = max((memory.total, pp) for pp, memory in enumerate(plan.stage_memory))
+    rank = f"a rank at pipeline position {pp}" if plan.layout.pp > 1 else "a rank"
+    fix = f"nearest: {fixes[0].overrides} ({fixes[0].memory / GIB:.1f} GiB)" if fixes else "try --search"
+    message = f"memory: {rank} needs {needed / GIB:.1f} GiB and has {plan.hardware.memory / GIB:.1f}; {fix}"
+    yield PlanProblem(message, True)
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Size of one checkpoint, over all ranks: master weights and two moments."""
+    per_weight = 8 + (2 if config.precision.kind == "bf16_sr" else 4)
+    return family_of(config.model).blueprint(config.model).parameter_count() * per_weight
+
+
+def _disk_problems(plan: Plan) -> Iterator[PlanProblem]:
+    """Space for all kept checkpoints and the next one. Checked only for a named directory or on this machine's CPU:
+    otherwise the run uses another disk."""
+    config, section = plan.config, plan.config.checkpoint
+    local = section.directory or plan.hardware.entry.kind == "cpu"
+    if not section.saving_enabled or not local or "://" in (section.directory or ""):
+        return
+    directory = Path(section.directory or Path(config.log.directory) / config.log.name).expanduser()
+    size, free = checkpoint_bytes(config), open_storage(directory.absolute()).free_bytes()
+    count = section.keep + 1
+    if not section.keep:
+        count = -(-config.train.steps // section.every) if section.every else 1
+    if free is not None and size * count > free:
+        nearest = f"checkpoint.keep={free // size - 1}" if free >= 2 * size else "another checkpoint.directory"
+        space = f"{counted(count, 'checkpoint')} of {size_text(size)}, {directory} has {size_text(free)} free"
+        yield PlanProblem(f"disk: {space}; nearest: {nearest}", size > free)
+
+
+def _host_memory_problems(plan: Plan) -> Iterator[PlanProblem]:
+    """While a checkpoint is written, the ranks of a host hold copies of their shards in host memory."""
+    section, host_memory = plan.config.checkpoint, plan.hardware.entry.host_memory
+    if not section.saving_enabled or section.blocking or not host_memory or plan.hardware.entry.kind == "cpu":
+        return
+    shard = checkpoint_bytes(plan.config) / plan.layout.world_size
+    ranks = plan.hardware.ranks_per_node
+    copies = shard * min(ranks, section.writers_per_host or ranks)
+    if copies > host_memory / 2:
+        writers = max(int(host_memory / 2 / shard), 1)
+        size = f"copies of a checkpoint take {copies / GIB:.0f} GiB of a host's {host_memory / GIB:.0f}"
+        message = f"host memory: {size}; nearest: checkpoint.writers_per_host={writers}"
+        yield PlanProblem(message, copies > host_memory)
+
+
+def _data_problems(config: Config) -> Iterator[PlanProblem]:
+    """Repetitions of the training data, if the files are on this machine."""
+    if config.data.source not in COUNTABLE_SOURCES:
+        return
+    try:
+        samples = len(build_datasets(config).train)
+    except UserError as error:
+        missing = "no such" in str(error)
+        paths = ", ".join(config.data.paths)
+        yield PlanProblem(
+            f"data.paths={paths}: not on this machine, length unknown" if missing else str(error), not missing
+        )
+        return
+    needed = config.train.steps * config.train.global_batch
+    if config.data.order == "shuffled" and not config.data.weights and needed > samples:
+        epochs = f"{counted(needed, 'sample', ',')} needed, data.paths has {samples:,}: {needed / samples:.1f} epochs"
+        steps = max(samples // config.train.global_batch, 1)
+        yield PlanProblem(f"data: {epochs}; one epoch is train.steps={steps}", False)

@@ -1,0 +1,196 @@
+"""The plan of one configuration: memory of every stage, traffic by axis, step time, cost, bottleneck, suggestions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from trainyard.config.load import parse
+from trainyard.config.schema import Config
+from trainyard.core.errors import UserError
+from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.group_rules import config_as_run
+from trainyard.preflight.plan.hardware.spec import Hardware
+from trainyard.preflight.plan.memory.peak import estimate_memory
+from trainyard.preflight.plan.memory.rank_memory import RankMemory
+from trainyard.preflight.plan.time.cost import RunCost, estimate_cost
+from trainyard.preflight.plan.time.efficiency import fitted_efficiency
+from trainyard.preflight.plan.time.step_time import StepTime, distinct_pipeline_ranks, predict_step, traffic_by_axis
+
+MEMORY_FILL_LIMIT = 0.95
+"""Share of a rank's memory that a suggestion may fill: estimates are not exact."""
+MIN_SPEEDUP = 1.02
+"""Least speedup that makes a change worth suggesting."""
+MAX_SUGGESTIONS = 3
+COMPUTE_COMPONENTS = ("matmul", "attention")
+BOTTLENECK_NAMES = {
+    "compute": "compute (matrix multiplications and attention)",
+    "memory": "memory bandwidth (norms, activations, losses)",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
+    "pp": "communication between pipeline stages",
+    "dp": "data-parallel communication",
+    "bubble": "the pipeline bubble",
+    "update": "the optimizer's update",
+    "all": "all-reduces over all ranks",
+}
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """Messages of one axis in a step, on the slowest pipeline rank."""
+
+    messages: int
+    nbytes: int
+    """Bytes of all messages, each by its input or output, whichever is larger."""
+    seconds: float
+    overlapped: float
+    """The part of `seconds` that overlaps with computation."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    original_config: Config
+    config: Config
+    """The configuration as the hardware runs it."""
+    layout: Layout
+    hardware: Hardware
+    stage_memory: list[RankMemory]
+    """Memory of a rank at each pipeline position."""
+    traffic: dict[str, AxisTraffic]
+    step_time: StepTime
+    cost: RunCost
+
+    @property
+    def fits(self) -> bool:
+        return max(memory.total for memory in self.stage_memory) <= self.hardware.memory
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Share of the step by key of BOTTLENECK_NAMES."""
+        components = dict(self.step_time.components)
+        compute = sum(components.pop(name) for name in COMPUTE_COMPONENTS)
+        return {name: value / self.step_time.seconds for name, value in {"compute": compute, **components}.items()}
+
+    @property
+    def bottleneck(self) -> str:
+        if not self.fits:
+            return "memory: the run does not fit"
+        name, share = max(self.time_shares.items(), key=lambda item: item[1])
+        return f"{BOTTLENECK_NAMES[name]}, {share:.0%} of the step"
+
+
+def make_plan(original_config: Config, hardware: Hardware, price_per_hour: float | None = None) -> Plan:
+    config = config_as_run(original_config, hardware)
+    layout = Layout.from_config(config, hardware.ranks)
+    efficiency = fitted_efficiency(hardware)
+    step_time = predict_step(config, layout, hardware, efficiency)
+    traffic = {
+        axis: AxisTraffic(count, size, ideal.at_efficiency(efficiency), step_time.overlapped.get(axis, 0.0))
+        for axis, (count, size, ideal) in traffic_by_axis(config, layout, step_time.slowest_pp, hardware).items()
+    }
+    return Plan(
+        original_config,
+        config,
+        layout,
+        hardware,
+        [estimate_memory(config, layout, pp, hardware.entry.kind) for pp in range(layout.pp)],
+        traffic,
+        step_time,
+        estimate_cost(config, hardware, step_time.seconds, price_per_hour),
+    )
+
+
+def with_overrides(config: Config, overrides: list[str]) -> Config:
+    return parse(config.model_dump(mode="json"), overrides)
+
+
+def max_rank_memory(config: Config, layout: Layout, device_kind: str, limit: float = inf) -> int:
+    """Bytes of the rank with the highest peak, or of the first one found above `limit`. Among pipeline ranks with the
+    same work that is the first one, which has the most micro batches in flight."""
+    most = 0
+    for pp in distinct_pipeline_ranks(layout):
+        most = max(most, estimate_memory(config, layout, pp, device_kind).total)
+        if most > limit:
+            break
+    return most
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    overrides: str
+    speedup: float
+    """Speed relative to the original configuration."""
+    memory: int
+
+
+def suggest_changes(plan: Plan) -> list[ConfigChange]:
+    """Single changes that fit and make the step faster or, if the configuration does not fit, make it fit."""
+    changes = []
+    hardware, efficiency = plan.hardware, fitted_efficiency(plan.hardware)
+    for overrides, config, layout in single_key_variants(plan.config, hardware.ranks):
+        speedup = plan.step_time.seconds / predict_step(config, layout, hardware, efficiency).seconds
+        if plan.fits and speedup < MIN_SPEEDUP:
+            continue
+        limit = MEMORY_FILL_LIMIT * hardware.memory
+        memory = max_rank_memory(config, layout, hardware.entry.kind, limit)
+        if memory <= limit:
+            changes.append(ConfigChange(overrides, speedup, memory))
+    return sorted(changes, key=lambda change: -change.speedup)[:MAX_SUGGESTIONS]
+
+
+def single_key_variants(config: Config, ranks: int) -> Iterator[tuple[str, Config, Layout]]:
+    """(overrides, config, layout) of each valid variant of `config` that changes one choice."""
+    for overrides in _candidate_overrides(config):
+        try:
+            variant = with_overrides(config, overrides)
+            layout = Layout.from_config(variant, ranks)
+        except UserError:
+            continue
+        yield " ".join(overrides), variant, layout
+
+
+def _candidate_overrides(config: Config) -> list[list[str]]:
+    """Other values of keys that change speed or memory but not the result of training."""
+    layout, train, recompute = config.layout, config.train, config.recompute
+    candidates = [[f"train.micro_batch={train.micro_batch * 2}"]]
+    if train.micro_batch % 2 == 0:
+        candidates.append([f"train.micro_batch={train.micro_batch // 2}"])
+    for kind in ("none", "attention", "full"):
+        if kind != recompute.kind:
+            candidates.append([f"recompute.kind={kind}", *(["recompute.modules=[]"] if recompute.modules else [])])
+    candidates += [[f"layout.zero={zero}"] for zero in (1, 3) if zero != layout.zero]
+    if layout.tp > 1 and not layout.sequence_parallel:
+        candidates.append(["layout.sequence_parallel=true"])
+    if layout.pp > 1 and not layout.pipeline_cuts and layout.pipeline_schedule == "1f1b":
+        candidates.append([f"layout.vpp={layout.vpp * 2}"])
+    if config.precision.kind != "fp32" and config.precision.grad_reduce_dtype == "fp32":
+        candidates.append(["precision.reduce_dtype=bf16"])
+    cuts = ["layout.pipeline_cuts=[]"] if layout.pipeline_cuts else []
+    for name, size in (("tp", layout.tp), ("pp", layout.pp)):
+        candidates += [[f"layout.{name}={other}", *cuts] for other in (size // 2, size * 2) if other and size > 1]
+    return candidates
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    hardware, step_time = plan.hardware, plan.step_time
+    return {
+        "hardware": {
+            "name": hardware.name,
+            "count": hardware.count,
+            "lnc": hardware.lnc,
+            "ranks": hardware.ranks,
+            "memory_bytes": hardware.memory,
+            "flops": {dtype: hardware.peak_flops(dtype) for dtype in ("bf16", "fp8", "fp32")},
+            "sources": hardware.entry.sources,
+        },
+        "layout": {name: getattr(plan.layout, name) for name in ("tp", "pp", "cp", "ep", "dp", "vpp", "micro_batches")},
+        "efficiency": fitted_efficiency(hardware)._asdict(),
+        "memory": [{**vars(memory), "total": memory.total} for memory in plan.stage_memory],
+        "fits": plan.fits,
+        "messages": {axis: vars(traffic) for axis, traffic in plan.traffic.items()},
+        "step": {"seconds": step_time.seconds, "slowest": step_time.slowest_pp, **step_time.components},
+        "cost": vars(plan.cost),
+        "limit": plan.bottleneck,
+    }

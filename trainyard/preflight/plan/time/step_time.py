@@ -1,0 +1,243 @@
+"""Predicted time of a step: the least work that the hardware must do, divided by the efficiency that runs reach.
+
+For every pipeline rank the work of a micro batch is counted in a trace: FLOPs of matrix products and of attention,
+bytes that other passes move through memory, bytes that messages move over links and over the network. Each count
+divided by its peak rate is an ideal time. Each ideal time divided by an efficiency, a number below 1 that
+bench/calibrate.py fits to measured runs, is the predicted time. Overlap is subtracted; the pipeline bubble and the
+update are added. docs/internals/time-model.md has the formulas.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from math import log2, prod
+
+from trainyard.config.schema import Config
+from trainyard.core.constants import DTYPE_BYTES
+from trainyard.core.splits import ModelShard
+from trainyard.families.blueprint import Blueprint
+from trainyard.models import ModelConfig, family_of
+from trainyard.parallel.layout import Layout
+from trainyard.preflight.plan.hardware.spec import Hardware
+from trainyard.preflight.plan.memory.device_kinds import DEVICE_KINDS
+from trainyard.preflight.plan.rank_parameters import local_params_by_stage
+from trainyard.preflight.plan.time.comm_volume import GROUP_AXES, Message, step_messages
+from trainyard.preflight.plan.time.efficiency import Efficiency, IdealTime
+from trainyard.preflight.plan.trace.work_trace import FP8_LAYER, PLAIN_LAYER, trace_work
+from trainyard.train.decisions import fp8_layer_range, packs_batches
+
+UPDATE_BYTES_PER_WEIGHT = 30
+"""Bytes that AdamW moves for each weight; LAMB moves twice as many."""
+LOSS_BYTES_PER_LOGIT = 8
+"""Bytes that the loss moves for each logit."""
+NON_PADDING_SHARE = 0.75
+"""Share of tokens that are not padding, where padding is removed (the share of synthetic samples)."""
+SCHEDULE_BUBBLE = {"1f1b": 1.0, "zero_bubble": 1 / 3, "zbv": 1 / 6}
+"""Bubble of a pipeline schedule, relative to 1F1B."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A predicted step, in seconds of the slowest pipeline rank."""
+
+    components: dict[str, float]
+    """matmul, attention, memory, tp, cp, pp, bubble, dp, update, all: their sum is the step."""
+    overlapped: dict[str, float]
+    """Communication during computation, by axis."""
+    slowest_pp: int
+    """The pipeline rank that the others wait for."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.components.values())
+
+    @property
+    def micro_batch_seconds(self) -> float:
+        """Seconds of all micro batches, without what occurs once a step."""
+        return sum(self.components[name] for name in ("matmul", "attention", "memory", "tp", "cp", "ep", "pp"))
+
+
+def predict_step(config: Config, layout: Layout, hardware: Hardware, efficiency: Efficiency) -> StepTime:
+    distinct = distinct_pipeline_ranks(layout)
+    times = [_pipeline_rank_time(config, layout, pp, hardware, efficiency) for pp in distinct]
+    slowest = max(times, key=lambda time: time.micro_batch_seconds)
+    # While the first micro batch travels down to the slowest rank and the last gradient travels up from it, that rank
+    # waits for all others, one micro batch each.
+    ranks = zip(times, distinct.values(), strict=True)
+    others = sum(time.micro_batch_seconds * len(alike) for time, alike in ranks) - slowest.micro_batch_seconds
+    bubble = others / layout.micro_batches / layout.vpp * SCHEDULE_BUBBLE[config.layout.pipeline_schedule]
+    return replace(slowest, components=slowest.components | {"bubble": bubble})
+
+
+def distinct_pipeline_ranks(layout: Layout) -> dict[int, list[int]]:
+    """One pipeline rank of each kind, with all ranks that have the same work."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for pp in range(layout.pp):
+        stages = layout.stages_on(pp)
+        kinds.setdefault(tuple((len(stage.layers), stage.is_first, stage.is_last) for stage in stages), []).append(pp)
+    return {alike[0]: alike for alike in kinds.values()}
+
+
+def traffic_by_axis(
+    config: Config, layout: Layout, pp: int, hardware: Hardware
+) -> dict[str, tuple[int, int, IdealTime]]:
+    """(messages, bytes, time at peak rates) by axis, of the first rank at pipeline position `pp`."""
+    traffic: dict[str, tuple[int, int, IdealTime]] = {}
+    first_rank = pp * layout.dp * layout.cp * layout.tp
+    messages = step_messages(config, layout, first_rank, DEVICE_KINDS[hardware.entry.kind].logits_bytes)
+    for message, times in messages.items():
+        axis = GROUP_AXES[message.group]
+        count, size, ideal = traffic.get(axis, (0, 0, IdealTime()))
+        ideal = ideal.plus(message_time(message, layout, hardware), times)
+        traffic[axis] = count + times, size + times * message.nbytes, ideal
+    return traffic
+
+
+def message_time(message: Message, layout: Layout, hardware: Hardware) -> IdealTime:
+    """Time of one message: rings inside an instance, then rings between instances, whose network all ranks of an
+    instance share."""
+    # A rank receives while it sends. On Trainium both are an all-gather of two ranks, one after the other.
+    if message.kind == "receive" and hardware.entry.kind != "trainium":
+        return IdealTime()
+    stage = layout.tp * layout.cp * layout.dp
+    strides = {"cp": layout.tp, "dp_cp": layout.tp, "ep": layout.tp, "expert_dp": layout.tp * layout.ep}
+    stride = {**strides, "pp": stage, "tied_embedding": stage}.get(message.group, 1)
+    point_to_point = message.kind in ("send", "receive")
+    ranks = 2 if point_to_point else message.group_size
+    in_instance = max(min(ranks, hardware.ranks_per_node // stride), 1)
+    to_neighbor = point_to_point or (message.kind == "all_to_all" and message.group == "cp")  # ring attention
+    ring_share = 1.0 if to_neighbor else (ranks - 1) / ranks
+    emulated = (
+        message.kind in ("all_gather", "reduce_scatter") and DEVICE_KINDS[hardware.entry.kind].gathers_by_all_reduce
+    )
+    rounds = 2 if message.kind == "all_reduce" or emulated else 1
+    size = message.nbytes * ring_share * rounds
+    crosses = in_instance < ranks
+    network = hardware.entry.network_bandwidth * in_instance / hardware.ranks_per_node
+    return IdealTime(
+        link=size / hardware.link_bandwidth if in_instance > 1 else 0.0,
+        network=size / network if crosses else 0.0,
+        fixed=hardware.entry.link_latency * log2(ranks) + hardware.entry.network_latency * crosses,
+    )
+
+
+def _pipeline_rank_time(
+    config: Config, layout: Layout, pp: int, hardware: Hardware, efficiency: Efficiency
+) -> StepTime:
+    """The step of one pipeline rank, without its bubble."""
+    ideal = micro_batch_time(config, layout, pp, hardware)
+    count = layout.micro_batches
+    names = ("matmul", "attention", "memory")
+    compute = {name: count * getattr(ideal, name) / getattr(efficiency, name) for name in names}
+    traffic = traffic_by_axis(config, layout, pp, hardware)
+    axes = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "all"), 0.0)
+    axes |= {axis: ideal.at_efficiency(efficiency) for axis, (_, _, ideal) in traffic.items()}
+    # A ring sends keys and values while a block of attention is computed.
+    hidden_cp = min(axes["cp"], compute["attention"]) if config.layout.cp_method == "ring" else 0.0
+    passes = 2 if config.optimizer.kind == "lamb" else 1
+    update_bytes = passes * UPDATE_BYTES_PER_WEIGHT * local_weight_count(config, layout, pp, bool(config.layout.zero))
+    update = update_bytes / hardware.memory_bandwidth / efficiency.memory
+    # Gradients are reduced during the last backward pass and weights gathered during the next forward pass; with ZeRO-2
+    # and 3 in every micro batch. The published Trainium runs did not overlap them.
+    can_hide_dp = sum(compute.values()) / (1 if config.layout.zero >= 2 else count)
+    hidden_dp = min(axes["dp"], can_hide_dp) if hardware.entry.kind == "gpu" else 0.0
+    exposed = {"tp": axes["tp"], "cp": axes["cp"] - hidden_cp, "ep": axes["ep"], "pp": axes["pp"]}
+    per_step = {"bubble": 0.0, "dp": axes["dp"] - hidden_dp, "update": update, "all": axes["all"]}
+    return StepTime(compute | exposed | per_step, {"cp": hidden_cp, "dp": hidden_dp}, pp)
+
+
+@cache
+def _blueprint(model: ModelConfig) -> Blueprint:
+    return family_of(model).blueprint(model)
+
+
+def local_weight_count(config: Config, layout: Layout, pp: int, sharded: bool = False) -> int:
+    """Weights of a rank, or of its ZeRO shard."""
+    shards = layout.dp * layout.cp if sharded else 1
+    expert_shards = shards // layout.ep if sharded else 1
+    sizes = _weights_by_stage(config.model, layout.model_shard(0), shards, expert_shards)
+    stages = layout.stages_on(pp)
+    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    ends = sizes["first"] * first + sizes["last"] * last + sizes["both"] * (first or last)
+    return ends + sizes["block"] * sum(len(stage.layers) for stage in stages)
+
+
+@cache
+def _weights_by_stage(model: ModelConfig, model_shard: ModelShard, shards: int, expert_shards: int) -> dict[str, int]:
+    """Weights in a shard of one block, of the first and last stage, and of parameters that both have."""
+    params = local_params_by_stage(model, model_shard)
+    return {
+        stage: sum(prod(param.shape) // (expert_shards if param.spec.experts else shards) for param in members)
+        for stage, members in params.items()
+    }
+
+
+def micro_batch_time(config: Config, layout: Layout, pp: int, hardware: Hardware) -> IdealTime:
+    """Forward and backward pass of one micro batch on one rank."""
+    stages, fp8_layers = layout.stages_on(pp), fp8_layer_range(config)
+    layers = Counter(FP8_LAYER if layer in fp8_layers else PLAIN_LAYER for stage in stages for layer in stage.layers)
+    total = IdealTime()
+    for part, count in layers.items():
+        total = total.plus(layer_time(config, layout, hardware, part), count)
+    if any(stage.is_last for stage in stages):
+        total = total.plus(_head_time(config, layout, hardware))
+    if hardware.entry.kind != "gpu":  # without fused wgrad accumulation gradients are added in a pass over memory
+        gradient = DTYPE_BYTES[config.precision.grad_accum_dtype]
+        compute = DTYPE_BYTES[config.precision.compute_dtype]
+        moved = local_weight_count(config, layout, pp) * (2 * gradient + compute)
+        total = total.plus(IdealTime(memory=moved / hardware.memory_bandwidth))
+    return total
+
+
+def layer_time(config: Config, layout: Layout, hardware: Hardware, part: int) -> IdealTime:
+    """One transformer block, from its trace: matrix products, attention, and all other passes over memory."""
+    work, trainium = trace_work(config, layout)[part], hardware.entry.kind == "trainium"
+    share = _token_share(config, layout, hardware)
+    kind = "fp32" if config.precision.kind == "fp32" else "bf16"
+    backward_factor = 2.0 if trainium else 2.5  # kernels that do not save scores recompute them
+    score_passes = family_of(config.model).score_passes if trainium else 0
+    causal_share = min(
+        0.5, family_of(config.model).visible_keys(config.model, config.data.seq_len) / config.data.seq_len
+    )
+    attention, moved = 0.0, share * work.moved_bytes
+    for (call, backward), times in work.attention.items():
+        visible = causal_share if call.causal and not trainium else 1.0
+        attention += times * share**2 * call.flops * visible * (backward_factor if backward else 1.0)
+        moved += times * share**2 * score_passes * call.scores * call.dtype.itemsize * (2 / 3 if backward else 1 / 3)
+    products = work.product_flops / hardware.peak_flops(kind)
+    if work.fp8_flops:
+        products += work.fp8_flops / hardware.peak_flops("fp8")
+    return IdealTime(share * products, attention / hardware.peak_flops(kind), moved / hardware.memory_bandwidth)
+
+
+def _head_time(config: Config, layout: Layout, hardware: Hardware) -> IdealTime:
+    """The output head and its loss. The embedding, a look-up, is not counted."""
+    model, tp = config.model, layout.tp
+    local_vocab = -(-model.vocab // tp)
+    masked = config.train.micro_batch * config.data.max_predictions
+    rows: dict[str, float] = {
+        "tokens": config.train.micro_batch * config.data.seq_len / layout.cp * _token_share(config, layout, hardware),
+        "masked": masked,
+        "first": config.train.micro_batch,
+        "nothing": 0,
+    }
+    blueprint = _blueprint(model)
+    forward = sum(
+        2 * prod(blueprint.local_shape(spec.name, ModelShard(tp))) * rows[spec.flops_tokens]
+        for spec in blueprint.specs
+        if spec.pipeline_stage == "last"
+    )
+    if blueprint.tied_head:
+        forward += 2 * local_vocab * model.hidden * rows[blueprint.tied_head[2]]
+    logits = local_vocab * (masked if family_of(model).has_masked_positions else rows["tokens"])
+    kind = "fp32" if config.precision.kind == "fp32" else "bf16"
+    return IdealTime(
+        matmul=3 * forward / hardware.peak_flops(kind),
+        memory=LOSS_BYTES_PER_LOGIT * logits / hardware.memory_bandwidth,
+    )
+
+
+def _token_share(config: Config, layout: Layout, hardware: Hardware) -> float:
+    """Share of the tokens that are computed."""
+    fused = DEVICE_KINDS[hardware.entry.kind].fused_kernels and config.device.kernels == "fused"
+    return NON_PADDING_SHARE if packs_batches(config, layout, fused) else 1.0

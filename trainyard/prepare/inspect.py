@@ -1,0 +1,257 @@
+"""Inspection of data files: counts, lengths, samples, and with `check` the validation of every value.
+
+Each kind of file has a function that fills an InspectReport. Files are read in blocks, so memory stays small. With
+`check`, the first invalid value raises an error that names its position.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.core.constants import IGNORE_INDEX
+from trainyard.core.errors import UserError
+from trainyard.core.quantities import counted
+from trainyard.data.formats import documents
+from trainyard.data.formats.arrow_dataset import METADATA_FILES, data_files, list_column, open_stream
+from trainyard.data.formats.bert_hdf5 import open_hdf5
+from trainyard.data.formats.megatron_bin import MegatronTokens, is_token_file, prefix_of
+from trainyard.data.remote.remote_path import DataPath
+from trainyard.prepare.length_stats import (
+    InspectOptions,
+    InspectReport,
+    LengthStats,
+    check_range,
+    count_values,
+    evenly_spaced,
+)
+
+ELEMENTS_PER_READ = 1 << 22
+SAMPLE_TOKENS = 48
+"""Tokens shown of a sample."""
+SAMPLE_CHARACTERS = 200
+"""Characters shown of a text sample."""
+DOCUMENT_KINDS = {
+    ".txt": "text",
+    ".parquet": "Parquet",
+    **dict.fromkeys((".json", ".jsonl", *documents.COMPRESSION_BY_SUFFIX), "JSON lines"),
+}
+MAX_COMPRESSION_RATIO = 1100
+"""Bound on the size of HDF5 data divided by the size of its file; more means that the file is damaged."""
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes read and the total."""
+
+
+def inspect_path(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    path = path.expanduser()
+    if is_token_file(path):
+        return _inspect_megatron(prefix_of(path), options, on_progress)
+    if path.is_dir():
+        if any((path / name).is_file() for name in METADATA_FILES):
+            return _inspect_arrow(path, options, on_progress)
+    elif not path.is_file():
+        raise UserError(f"{path}: no such file")
+    else:
+        with path.open("rb") as file:
+            is_hdf5 = file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
+        if is_hdf5:
+            with open_hdf5(path) as hdf5:
+                return _inspect_hdf5(path, hdf5, options, on_progress)
+    return _inspect_documents(path, options, on_progress)
+
+
+def _inspect_megatron(prefix: DataPath, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    data = MegatronTokens(prefix)
+    report = InspectReport(str(prefix), "token files (.bin and .idx)")
+    lengths = np.diff(data.sequence_bounds[data.document_bounds])
+    report.facts = {
+        "dtype": data.dtype.name,
+        "documents": len(lengths),
+        "empty documents": int((lengths == 0).sum()),
+        "sequences": len(data),
+        "tokens": int(data.sequence_lengths.sum(dtype=np.int64)),
+        "bytes": sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
+    }
+    by_document, by_sequence = LengthStats(), LengthStats()
+    by_document.add(lengths)
+    by_sequence.add(data.sequence_lengths)
+    report.lengths["tokens per document"] = by_document.summary()
+    if by_sequence.counts != by_document.counts:
+        report.lengths["tokens per sequence"] = by_sequence.summary()
+    for document in evenly_spaced(len(lengths), options.num_samples):
+        first, last = data.document_bounds[document : document + 2].tolist()
+        tokens: list[int] = []
+        while first < last and len(tokens) < SAMPLE_TOKENS:
+            tokens += data.sequence(first)[: SAMPLE_TOKENS - len(tokens)].tolist()
+            first += 1
+        report.samples.append((f"document {document}", tokens))
+    if options.check:
+        report.facts |= _check_megatron(data, options, on_progress)
+    return report
+
+
+def _check_megatron(data: MegatronTokens, options: InspectOptions, on_progress: OnProgress) -> dict[str, Any]:
+    last_tokens = np.unique(data.sequence_bounds[data.document_bounds])[1:] - 1
+    end_counts: Counter[int] = Counter()
+    for start in range(0, len(data.tokens), ELEMENTS_PER_READ):
+        tokens = data.tokens[start : start + ELEMENTS_PER_READ]
+        check_range(f"{data.prefix}.bin", tokens, start, options.vocab_size or 2**31)
+        here = last_tokens[slice(*np.searchsorted(last_tokens, (start, start + len(tokens))))] - start
+        end_counts.update(count_values(tokens[here]))
+        on_progress((start + len(tokens)) * data.dtype.itemsize, data.tokens.nbytes)
+    end_token = options.end_token
+    if end_token is None:
+        end_token = max(end_counts, key=end_counts.__getitem__, default=0)
+    return {"checked": "all tokens", "end token": end_token, "documents ending with it": end_counts[end_token]}
+
+
+def _inspect_arrow(directory: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    files = data_files(directory)
+    schema = open_stream(files[0]).schema if files else None
+    if schema and "input_ids" not in schema.names:
+        return _inspect_documents(directory, options, on_progress)
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    stats, limit = LengthStats(), options.vocab_size or 2**31
+    num_rows = num_tokens = spans = ignored = done = 0
+    for file in files:
+        for batch in open_stream(file).batches:
+            lengths, values = list_column(file, batch, "input_ids")
+            stats.add(lengths)
+            if options.check:
+                check_range(str(file), values, num_tokens, limit)
+                batch_ignored, batch_spans = _check_columns(file, batch, lengths, num_tokens, limit)
+                ignored, spans = ignored + batch_ignored, spans + batch_spans
+                done += batch.nbytes
+                on_progress(done, size)
+            num_rows += batch.num_rows
+            num_tokens += len(values)
+    report = InspectReport(str(directory), "Arrow dataset (save_to_disk)")
+    report.facts = {
+        "columns": {name: str(kind) for name, kind in zip(schema.names, schema.types, strict=True)} if schema else {},
+        "files": len(files),
+        "sequences": num_rows,
+        "tokens": num_tokens,
+        "bytes": size,
+    }
+    if options.check:
+        report.facts |= {"checked": "all rows", "ignored labels": ignored}
+        if schema and "position_ids" in schema.names:
+            report.facts["document spans"] = spans
+    report.lengths["tokens per sequence"] = stats.summary()
+    report.samples = [(f"row {row}", _arrow_sample(files, row)) for row in evenly_spaced(num_rows, options.num_samples)]
+    return report
+
+
+def _check_columns(
+    file: DataPath, batch: Any, lengths: NDArray[np.int64], position: int, limit: int
+) -> tuple[int, int]:
+    """Check the columns next to input_ids; returns the number of ignored labels and of document spans."""
+    ignored = spans = 0
+    for name in ("attention_mask", "labels", "position_ids"):
+        if name not in batch.schema.names:
+            continue
+        column_lengths, values = list_column(file, batch, name)
+        if not np.array_equal(column_lengths, lengths):
+            raise UserError(f"{file}: a row of {name!r} has not the length of its input_ids")
+        if name == "attention_mask":
+            check_range(str(file), values, position, 2, "attention_mask")
+        elif name == "labels":
+            ignored = int(np.count_nonzero(values == IGNORE_INDEX))
+            check_range(str(file), np.where(values == IGNORE_INDEX, 0, values), position, limit, "label")
+        elif len(values):
+            check_range(str(file), values, position, 2**31, "position")
+            starts = np.append(True, values[1:] != values[:-1] + 1)
+            starts[(np.cumsum(lengths) - lengths)[lengths > 0]] = True
+            spans = int(np.count_nonzero(starts))
+    return ignored, spans
+
+
+def _arrow_sample(files: list[DataPath], row: int) -> list[int]:
+    for file in files:
+        for batch in open_stream(file).batches:
+            if row < batch.num_rows:
+                lengths, values = list_column(file, batch, "input_ids")
+                start = int(lengths[:row].sum())
+                return values[start : start + min(lengths[row], SAMPLE_TOKENS)].tolist()
+            row -= batch.num_rows
+    raise AssertionError(row)
+
+
+def _inspect_documents(path: Path, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    stats, size = LengthStats(), documents.total_bytes([path])
+    num_documents = empty = characters = unreadable = done = 0
+    report = InspectReport(str(path), f"documents ({DOCUMENT_KINDS.get(path.suffix, path.suffix or 'a directory')})")
+    for input_slice in documents.input_slices([path]):
+        texts, skipped = documents.read_documents(input_slice, [options.text_key])
+        if skipped and options.check:
+            raise UserError(str(skipped[0]))
+        for index, (text,) in enumerate(texts[: max(options.num_samples - num_documents, 0)], num_documents):
+            report.samples.append((f"document {index}", text[:SAMPLE_CHARACTERS]))
+        lengths = [len(text) for (text,) in texts]
+        stats.add(np.array(lengths, np.int64))
+        num_documents, characters = num_documents + len(lengths), characters + sum(lengths)
+        empty, unreadable = empty + lengths.count(0), unreadable + len(skipped)
+        done += input_slice.input_bytes
+        on_progress(done, size)
+    report.facts = {
+        "documents": num_documents,
+        "empty documents": empty,
+        "malformed": unreadable,
+        "characters": characters,
+        "bytes": size,
+    }
+    if options.check:
+        report.facts["checked"] = "all documents"
+    report.lengths["characters per document"] = stats.summary()
+    return report
+
+
+def _inspect_hdf5(path: Path, file: Any, options: InspectOptions, on_progress: OnProgress) -> InspectReport:
+    """Inspect BERT samples: padded sentence pairs, one per row."""
+    datasets = {name: file[name] for name in file}
+    input_ids = datasets.get("input_ids")
+    if input_ids is None or len(getattr(input_ids, "shape", ())) != 2:
+        raise UserError(f"{path}: no dataset 'input_ids' with two dimensions; has: {', '.join(datasets) or 'nothing'}")
+    (num_rows, width), file_bytes = input_ids.shape, path.stat().st_size
+    for name, dataset in datasets.items():
+        if not getattr(dataset, "shape", ()) or dataset.shape[0] != num_rows or dataset.dtype.kind not in "iu":
+            raise UserError(
+                f"{path}: {name!r} does not have {counted(num_rows, 'row')} of integers, as 'input_ids' has"
+            )
+        if name in ("input_mask", "segment_ids") and dataset.shape != input_ids.shape:
+            raise UserError(f"{path}: {name!r} is {list(dataset.shape)}, but 'input_ids' {list(input_ids.shape)}")
+        if dataset.nbytes > MAX_COMPRESSION_RATIO * file_bytes:
+            raise UserError(f"{path}: {name!r} is {list(dataset.shape)}, more than the file can hold; it is damaged")
+    limits = {"input_mask": 2, "segment_ids": 2, "masked_lm_positions": width, "next_sentence_labels": 2}
+    stats, num_tokens = LengthStats(), 0
+    rows_per_read = max(ELEMENTS_PER_READ // max(width, 1), 1)
+    for start in range(0, num_rows, rows_per_read):
+        rows = slice(start, min(start + rows_per_read, num_rows))
+        lengths = np.full(rows.stop - start, width)
+        if "input_mask" in datasets:
+            lengths = np.count_nonzero(datasets["input_mask"][rows], axis=1)
+        stats.add(lengths)
+        num_tokens += int(lengths.sum())
+        for name, dataset in datasets.items() if options.check else ():
+            position = start * (dataset.shape[1] if len(dataset.shape) > 1 else 1)
+            limit = limits.get(name, options.vocab_size or 2**31)
+            check_range(str(path), dataset[rows].reshape(-1), position, limit, name)
+        on_progress(file_bytes * rows.stop // num_rows, file_bytes)
+    report = InspectReport(str(path), "HDF5 (BERT)")
+    report.facts = {
+        "columns": {name: f"{dataset.dtype} {list(dataset.shape)}" for name, dataset in datasets.items()},
+        "sequences": num_rows,
+        "tokens": num_tokens,
+        "bytes": file_bytes,
+    }
+    if options.check:
+        report.facts["checked"] = "all rows"
+    report.lengths["tokens per sequence"] = stats.summary()
+    for row in evenly_spaced(num_rows, options.num_samples):
+        report.samples.append((f"row {row}", input_ids[row][:SAMPLE_TOKENS].tolist()))
+    return report
