@@ -28,6 +28,7 @@ from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
 from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.options import HfConfig, SourceLayout
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.core.quantities import counted, size_text
@@ -50,15 +51,8 @@ def convert(
         Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: that of the source.")
     ] = None,
     xser: Annotated[bool, Option("--xser", help="nxd: one file per tensor.")] = False,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
-    ] = None,
-    source_layout: Annotated[
-        str,
-        Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
-        ),
-    ] = "",
+    config: HfConfig = None,
+    source_layout: SourceLayout = "",
     weights_only: Annotated[bool, Option("--weights-only", help="native: omit the optimizer state.")] = False,
     check: Annotated[
         bool, Option("--check", help="Run both models, and load the result's config.json with transformers.")

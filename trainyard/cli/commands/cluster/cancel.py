@@ -3,17 +3,14 @@
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
 
-from typer import Argument
-
+from trainyard.cli.options import RunDirectory
 from trainyard.cluster import slurm
 from trainyard.cluster.jobs import require_record, run_state
 
 
 def cancel(
-    directory: Annotated[Path, Argument(metavar="RUN", help="Run directory.")],
+    directory: RunDirectory,
 ) -> int:
     """End the job of a run. The ranks save a checkpoint first, as far as the time that Slurm gives them allows.
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from trainyard import devices
 from trainyard.checkpoint.convert import parse_layout
 from trainyard.checkpoint.formats.tensor_map import WeightSource
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
@@ -18,7 +17,8 @@ from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay, print_line
 from trainyard.cli.downloads import fetch_inputs
 from trainyard.cli.eval_console import EvalProgress, results_table, task_table
-from trainyard.cli.options import AsJson, JsonKey, TokenizerName
+from trainyard.cli.options import AsJson, HfConfig, JsonKey, Nproc, SourceLayout, TokenizerName
+from trainyard.cli.ranks import check_nproc, launch_ranks
 from trainyard.cli.run_config import load_source
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.schema import Config
@@ -29,13 +29,13 @@ from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
 from trainyard.families import family_of
 from trainyard.families.hf_config import from_hf
-from trainyard.launch.launcher import launch
 from trainyard.parallel.layout import Layout
 
 OVERRIDE = re.compile(rf"({'|'.join(Config.model_fields)})\.[\w.]+=")
 
 
 def eval(
+    context: Context,
     checkpoint: Annotated[
         str, Argument(metavar="CKPT", help="Checkpoint or run, a path or URL; its format is detected.")
     ],
@@ -47,7 +47,7 @@ def eval(
             "YAML file with data.paths. Keys to override, such as layout.tp=2.",
         ),
     ] = None,
-    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks to start on this host, one process each.")] = 1,
+    nproc: Nproc = 1,
     stride: Annotated[
         int | None,
         Option("--stride", min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap."),
@@ -64,15 +64,8 @@ def eval(
         int | None, Option("--num-fewshot", min=0, help="--tasks: examples in the prompt. Default: the task's.")
     ] = None,
     limit: Annotated[int | None, Option("--limit", min=1, help="--tasks: documents per task. Default: all.")] = None,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a checkpoint without one.")
-    ] = None,
-    source_layout: Annotated[
-        str,
-        Option(
-            "--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."
-        ),
-    ] = "",
+    config: HfConfig = None,
+    source_layout: SourceLayout = "",
     as_json: AsJson = False,
 ) -> int:
     """Evaluate a checkpoint of any format that convert reads, without conversion, on one rank or many. Without DATA,
@@ -107,8 +100,7 @@ def eval(
     if tokenizer:
         overrides.append(f"data.tokenizer={tokenizer}")
     world = World.from_environment()
-    if nproc > 1 and world.local_size > 1:
-        raise UserError(f"--nproc {nproc}: this process is one of {world.local_size} ranks on this host already")
+    check_nproc(nproc, world)
     data = fetch_inputs(data)
     ranks, hints = world.size * nproc, parse_layout("nxd", source_layout, "--source-layout")
     with ExitStack() as stack:
@@ -121,13 +113,9 @@ def eval(
         sets = {} if data or tasks else validation_sets(checkpoint, opened.weights)
         Layout.from_config(run_config, ranks)  # report an impossible layout before any process starts
         if nproc > 1:
-            options = {"--stride": stride, "--json-key": json_key, "--tasks": tasks, "--include-path": include_path}
-            options |= {"--num-fewshot": num_fewshot, "--limit": limit, "--config": config}
-            options |= {"--source-layout": source_layout or None}
-            flags = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-            flags += ["--json"] if as_json else []
-            environment = devices.select(run_config.device.name).rank_environment()
-            return launch(["eval", str(path), *data, *overrides, *flags], nproc, environment, hosts=world)
+            # The ranks read what this process has downloaded; --tokenizer is among the overrides.
+            changes = {"checkpoint": path, "arguments": [*data, *overrides], "tokenizer": None}
+            return launch_ranks(context, nproc, run_config.device.name, world, changes)
         console = Console(highlight=False, stderr=as_json, quiet=world.rank > 0)
         notes = [*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)]
         print_header(console, checkpoint, opened, notes, run_config, world)

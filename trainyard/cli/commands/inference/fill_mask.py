@@ -7,14 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from trainyard.cli.commands.inference.generate import CheckpointArgument, DeviceName
 from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.cli.options import AsJson, CheckpointSource, DeviceName, TokenizerName
 from trainyard.core.world import ONE_RANK
 
 
 def fill_mask(
-    source: CheckpointArgument,
+    source: CheckpointSource,
     texts: Annotated[list[str], Argument(metavar="TEXT...", help="Text with [MASK], one or several times.")],
     top: Annotated[int, Option("--top", min=1, help="Candidates to print for each mask.")] = 5,
     device: DeviceName = "auto",

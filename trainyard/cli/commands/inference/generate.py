@@ -5,41 +5,36 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Context, Option
 
 from trainyard.cli.console import print_line, terminal_safe
 from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.options import AsJson, TokenizerName
+from trainyard.cli.options import (
+    AsJson,
+    CheckpointSource,
+    DeviceName,
+    Fp8Weights,
+    InferenceDtype,
+    MaxSeqLen,
+    TensorParallel,
+    TokenizerName,
+)
+from trainyard.cli.ranks import launch_tensor_parallel, starts_tensor_parallel
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted
 from trainyard.core.world import World
-from trainyard.launch.launcher import launch
 
 if TYPE_CHECKING:  # imports torch; `generate --help` does not wait for it
     from trainyard.inference.generate import Completion, Prompt
     from trainyard.inference.load import InferenceModel
 
-CheckpointArgument = Annotated[
-    str, Argument(metavar="CKPT", help="Run directory, or a checkpoint of any format: a path, URL or OWNER/NAME.")
-]
-InferenceDtype = Annotated[
-    Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: bf16 on accelerators, fp32 on the CPU.")
-]
-MaxSeqLen = Annotated[
-    int | None, Option("--max-seq-len", min=2, help="Longest prompt plus new tokens. Default: the model's limit.")
-]
-Fp8Weights = Annotated[
-    bool, Option("--fp8-weights", help="Keep weight matrices in fp8: half the memory, results differ slightly.")
-]
-TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]
-DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
-
 
 def generate(
-    source: CheckpointArgument,
+    context: Context,
+    source: CheckpointSource,
     prompt: Annotated[list[str] | None, Option("--prompt", "-p", help="Text to continue; repeatable.")] = None,
     batch: Annotated[
         Path | None,
@@ -98,18 +93,12 @@ def generate(
     if batch and prompt:
         raise UserError("--batch: not together with --prompt")
     prefetch_weights(source, world)
-    if tp > 1 and world.size == 1:
+    if starts_tensor_parallel(tp, world):
         if chat and not prompt:
             raise UserError("--chat needs --prompt if --tp is larger than 1: ranks have no terminal")
         if batch and str(batch) == "-":
             raise UserError("--batch -: not with --tp; write the prompts to a file")
-        from trainyard import devices
-        from trainyard.inference.load import check_tensor_parallel
-
-        check_tensor_parallel(source, tp)
-        return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
-    if world.size != tp:
-        raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
+        return launch_tensor_parallel(context, source, tp, device, world)
     from trainyard.inference.generate import generate_texts
     from trainyard.inference.load import InferenceOptions, load_for_inference
     from trainyard.inference.requests import SamplingOptions

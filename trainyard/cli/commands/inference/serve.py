@@ -1,27 +1,27 @@
 """`trainyard serve`: answer OpenAI's API with a checkpoint, to look at a model while it trains."""
 
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Context, Option
 
-from trainyard.cli.commands.inference.generate import (
-    CheckpointArgument,
+from trainyard.cli.downloads import prefetch_weights
+from trainyard.cli.options import (
+    CheckpointSource,
     DeviceName,
     Fp8Weights,
+    Host,
     InferenceDtype,
     MaxSeqLen,
+    Port,
     TensorParallel,
+    TokenizerName,
 )
-from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.options import TokenizerName
+from trainyard.cli.ranks import launch_tensor_parallel, starts_tensor_parallel
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
-from trainyard.core.quantities import counted
 from trainyard.core.world import World
-from trainyard.launch.launcher import launch
 
 if TYPE_CHECKING:  # imports torch; `serve --help` does not wait for it
     from trainyard.inference.load import InferenceModel, InferenceOptions
@@ -34,11 +34,10 @@ PENDING_PER_SLOT = 4
 
 
 def serve(
-    source: CheckpointArgument,
-    host: Annotated[
-        str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    context: Context,
+    source: CheckpointSource,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     model_name: Annotated[
         str | None, Option("--model-name", metavar="NAME", help="Name in the API. Default: that of the directory.")
     ] = None,
@@ -77,15 +76,11 @@ def serve(
     world = World.from_environment()
     prefetch_weights(source, world)
     with interrupt_on_terminate(), bind_socket(host, port if world.rank == 0 else 0) as bound:
-        from trainyard import devices
-        from trainyard.inference.load import InferenceOptions, check_tensor_parallel
-
-        if tp > 1 and world.size == 1:
+        if starts_tensor_parallel(tp, world):
             bound.close()  # the first rank binds it again
-            check_tensor_parallel(source, tp)
-            return launch(sys.argv[1:], tp, devices.select(device).rank_environment(), hosts=world)
-        if world.size != tp:
-            raise UserError(f"--tp {tp}: this run has {counted(world.size, 'rank')}")
+            return launch_tensor_parallel(context, source, tp, device, world)
+        from trainyard.inference.load import InferenceOptions
+
         options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights, shares_prefixes=True)
         if world.rank > 0:
             return follow_first_rank(source, options, tokenizer, world)

@@ -15,6 +15,7 @@ from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify
 from trainyard.checkpoint.store_upload import files_to_upload, upload_files
 from trainyard.checkpoint.transfer import local_source
 from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.options import HfConfig
 from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
@@ -39,9 +40,7 @@ def push(
     public: Annotated[bool, Option("--public", help="Hub: create a public repository. Default: private.")] = False,
     message: Annotated[str | None, Option("--message", "-m", help="Hub: message of the commit.")] = None,
     plan: Annotated[bool, Option("--plan/--no-plan", help="Hub: compare the plan with the run in the card.")] = True,
-    config: Annotated[
-        Path | None, Option("--config", metavar="FILE", help="Hugging Face config.json, for a source without one.")
-    ] = None,
+    config: HfConfig = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Object stores: replace existing files.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the files, and the card; upload nothing.")] = False,
 ) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from trainyard.cli.options import Host, Port
 from trainyard.core.errors import UserError
 
 TOKEN_VARIABLE = "TRAINYARD_PAGE_TOKEN"
@@ -16,10 +17,8 @@ def page(
     directory: Annotated[
         Path, Argument(metavar="RUNS_DIR", help="Directory of runs.", show_default=False)
     ] = DEFAULT_DIRECTORY,
-    host: Annotated[
-        str, Option("--host", help="Address to listen on. Any address but loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, Option("--port", min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8265,
+    host: Host = "127.0.0.1",
+    port: Port = 8265,
     token_file: Annotated[
         Path | None,
         Option(

@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Option
 
+from trainyard.cli.options import RunDirectory
 from trainyard.core.atomic_files import atomic_write_text
 from trainyard.core.errors import UserError
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run directory.")],
+    run: RunDirectory,
     out: Annotated[Path | None, Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
     compare: Annotated[Path | None, Option("--compare", metavar="RUN2", help="Another run, to compare with.")] = None,
     plan: Annotated[
