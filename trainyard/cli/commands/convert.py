@@ -27,9 +27,8 @@ from trainyard.checkpoint.formats.hf import stored_tensors
 from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_new_target, local_source, local_target
-from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import HfConfig, SourceLayout
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError, one_line
 from trainyard.core.quantities import counted, size_text
 from trainyard.families.hf_config import from_hf

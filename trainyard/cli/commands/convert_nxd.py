@@ -17,9 +17,7 @@ from trainyard.checkpoint.io.torch_writer import TorchFileWriter
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights
 from trainyard.checkpoint.transfer import check_links
 from trainyard.cli.commands.convert import run_conversion
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.downloads import prefetch_weights
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate, prefetch_weights
 from trainyard.core.atomic_files import atomic_directory
 from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK

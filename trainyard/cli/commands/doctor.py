@@ -9,8 +9,8 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
+from trainyard.cli.console import StageDisplay
 from trainyard.cli.options import AsJson
-from trainyard.cli.stage_display import StageDisplay
 from trainyard.cluster import slurm
 from trainyard.cluster.allocation import allocated_nodes
 from trainyard.cluster.doctor.node_findings import NodeFinding, compress_hosts

@@ -15,9 +15,8 @@ from trainyard.checkpoint.formats.tensor_map import unfused_tensors
 from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import FORMAT_DESCRIPTIONS, OpenedCheckpoint, open_weights, verify_checksums
 from trainyard.checkpoint.transfer import local_source
-from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import AsJson, HfConfig, SourceLayout
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped
 from trainyard.core.quantities import counted
 from trainyard.families.hf_config import from_hf

@@ -8,10 +8,9 @@ from rich.console import Console
 from typer import Option
 
 from trainyard import devices
-from trainyard.cli.console import print_line
+from trainyard.cli.console import interrupt_on_terminate, print_line
 from trainyard.cli.options import ConfigSource, Overrides, Smoke, check_workers
 from trainyard.cli.run_config import load_run_config
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import parse
 from trainyard.devices.neuron import parallel_compile
 from trainyard.launch.launcher import threads_per_rank

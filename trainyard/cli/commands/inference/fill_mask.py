@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from trainyard.cli.downloads import prefetch_weights
+from trainyard.cli.console import prefetch_weights
 from trainyard.cli.options import AsJson, CheckpointSource, DeviceName, TokenizerName
 from trainyard.core.world import ONE_RANK
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.console import Console
 from typer import Context, Option
 
-from trainyard.cli.console import print_line, terminal_safe
-from trainyard.cli.downloads import prefetch_weights
+from trainyard.cli.console import prefetch_weights, print_line, terminal_safe
 from trainyard.cli.options import (
     AsJson,
     CheckpointSource,

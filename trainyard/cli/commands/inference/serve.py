@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from trainyard.cli.downloads import prefetch_weights
+from trainyard.cli.console import interrupt_on_terminate, prefetch_weights
 from trainyard.cli.options import (
     CheckpointSource,
     DeviceName,
@@ -19,7 +19,6 @@ from trainyard.cli.options import (
     TokenizerName,
 )
 from trainyard.cli.ranks import launch_tensor_parallel, starts_tensor_parallel
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.core.errors import RunStopped, UserError
 from trainyard.core.world import World
 

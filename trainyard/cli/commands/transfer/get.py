@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from trainyard.cli.console import ProgressDisplay
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 

@@ -14,9 +14,8 @@ from trainyard.checkpoint.native.checkpoint import Checkpoint
 from trainyard.checkpoint.registry import OpenedCheckpoint, open_weights, verify_checksums
 from trainyard.checkpoint.store_upload import files_to_upload, upload_files
 from trainyard.checkpoint.transfer import local_source
-from trainyard.cli.console import ProgressDisplay
+from trainyard.cli.console import ProgressDisplay, interrupt_on_terminate
 from trainyard.cli.options import HfConfig
-from trainyard.cli.signals import interrupt_on_terminate
 from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text

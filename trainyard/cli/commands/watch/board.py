@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import interrupt_on_terminate
 from trainyard.core.errors import UserError, one_line
 from trainyard.metrics.loggers.tensorboard_logger import DIRECTORY
 

@@ -17,7 +17,7 @@ from rich.live import Live
 from typer import Argument, Option
 
 from trainyard.cli.commands.watch.top_screen import Snapshot, plain_line, screen
-from trainyard.cli.signals import interrupt_on_terminate
+from trainyard.cli.console import interrupt_on_terminate
 from trainyard.core.errors import UserError
 from trainyard.devices.monitors import open_monitors
 from trainyard.devices.utilization import DeviceMonitor, HostMonitor
