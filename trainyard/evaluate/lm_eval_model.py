@@ -27,10 +27,9 @@ from trainyard.evaluate.eval_config import evaluation_config
 from trainyard.evaluate.evaluator import Evaluator
 from trainyard.evaluate.score_continuations import TokenPair, score_continuations
 from trainyard.families import family_of
-from trainyard.inference.build import EngineShape, build_engine
+from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.requests import Request, SamplingOptions
-from trainyard.inference.run_requests import run_requests
-from trainyard.inference.scheduler import RequestScheduler
+from trainyard.inference.scheduler import RequestScheduler, run_requests
 from trainyard.inference.text.tokenizer_files import model_end_ids, tokenizer_directory
 from trainyard.remote.local_copies import is_remote_model, local_weights
 

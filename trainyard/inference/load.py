@@ -12,7 +12,7 @@ from trainyard.core.errors import UserError
 from trainyard.core.world import ONE_RANK, World
 from trainyard.data.text.tokenizer import FastTokenizer, Tokenizer, TokenizerSpec, load_tokenizer
 from trainyard.devices import Device
-from trainyard.inference.build import EngineShape, build_engine
+from trainyard.inference.build_engine import EngineShape, build_engine
 from trainyard.inference.scheduler import RequestScheduler
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
@@ -24,7 +24,7 @@ from trainyard.parallel.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAT_FUSIONS = {"fuse_qkv": True, "fuse_gate_up": True}
-"""Whatever the run stored: one product instead of three, and one instead of two."""
+"""Whatever the run stored: one matrix multiplication instead of three, and one instead of two."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Command = Request | int | None
 
 
 class StepScheduler(Protocol):
-    """What the worker needs of a scheduler: RequestScheduler has it, and LeadingScheduler."""
+    """What the worker needs of a scheduler: RequestScheduler has it, and BroadcastScheduler."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if the model cannot continue it."""

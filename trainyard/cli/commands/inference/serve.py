@@ -119,10 +119,10 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
 
     if world.size == 1:
         return SchedulerWorker(loaded.scheduler, max_pending)
-    from trainyard.inference.leading_scheduler import LeadingScheduler
+    from trainyard.inference.broadcast_scheduler import BroadcastScheduler
     from trainyard.parallel.mesh import shutdown_distributed
 
-    leader = LeadingScheduler(loaded.scheduler, loaded.mesh.store)
+    leader = BroadcastScheduler(loaded.scheduler, loaded.mesh.store)
 
     def close() -> None:
         leader.close()
@@ -135,7 +135,7 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
 def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> int:
     """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
     decides when they end."""
-    from trainyard.inference.leading_scheduler import follow
+    from trainyard.inference.broadcast_scheduler import follow
     from trainyard.inference.load import load_for_inference
     from trainyard.parallel.mesh import shutdown_distributed
 

@@ -19,8 +19,9 @@ POLL = timedelta(minutes=1)
 """How long a follower waits for a message before it asks again. A server may have nothing to do for days."""
 
 
-class LeadingScheduler:
-    """The scheduler of the first rank. It has the methods of RequestScheduler."""
+class BroadcastScheduler:
+    """The scheduler of the first rank, which sends every command to the others. It has the methods of
+    RequestScheduler."""
 
     def __init__(self, scheduler: RequestScheduler, store: Any) -> None:
         self.scheduler, self.store = scheduler, store
