@@ -1,4 +1,4 @@
-"""The model that a server serves: prompts become sequences for the scheduler."""
+"""The model that a server serves: prompts become sequences for the scheduler, tokens become texts."""
 
 import asyncio
 import secrets
@@ -14,10 +14,10 @@ from trainyard.inference.requests import SamplingOptions
 from trainyard.inference.serve.api_types import MAX_CHOICES, GenerationFields
 from trainyard.inference.serve.chat_types import ChatMessage, TokenizeRequest
 from trainyard.inference.serve.errors import ApiError
-from trainyard.inference.serve.logprobs import TokenTexts
 from trainyard.inference.serve.worker import SchedulerWorker
 from trainyard.inference.text.chat import ChatTemplate
 from trainyard.inference.text.json_schema import SchemaCompiler
+from trainyard.inference.text.text_stream import REPLACEMENT
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """Distance of the seeds of a request's choices: that of a later choice is nobody's first."""
@@ -173,3 +173,26 @@ class ServedModel:
             num_logprobs=fields.num_logprobs,
             json_schema=schema,
         )
+
+
+class TokenTexts:
+    """The text of single tokens, as it is inside a text: SentencePiece drops the space of a first token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode(["a"])[0].tolist()
+        self._before_text = tokenizer.decode(self._before)
+        self._texts: dict[int, str] = {}
+
+    def text(self, token: int) -> str:
+        """Text of a token; `token_id:N` for one that is only a part of a character, or nothing."""
+        if token not in self._texts:
+            text = self._tokenizer.decode([*self._before, token])
+            known = text.startswith(self._before_text)
+            text = text[len(self._before_text) :] if known else self._tokenizer.decode([token])
+            self._texts[token] = f"token_id:{token}" if not text or REPLACEMENT in text else text
+        return self._texts[token]
+
+    def utf8(self, token: int) -> list[int] | None:
+        text = self.text(token)
+        return None if text == f"token_id:{token}" else list(text.encode())
