@@ -1,1 +1,1 @@
-"""The web page and the report that show runs: they read run directories and change nothing."""
+"""The dashboard and the report that show runs: they read run directories and change nothing."""

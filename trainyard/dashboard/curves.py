@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 18
 DIRECT_BYTES = 1 << 21
 """Up to this many new bytes are read within the request."""
 START_DELAY_S = 0.5
-"""Before a large file is read: the answers that a page needs at its start come first."""
+"""Before a large file is read: the answers that the dashboard needs at its start come first."""
 SAMPLED_LINES = 400
 SAMPLE_BYTES = 1 << 12
 MAX_EVALUATIONS_SENT = 1000

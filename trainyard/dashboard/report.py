@@ -1,4 +1,4 @@
-"""A report: the page of one or two runs as one HTML file, with data, script and style in it."""
+"""A report: the dashboard of one or two runs as one HTML file, with data, script and style in it."""
 
 import base64
 import hashlib
@@ -42,7 +42,7 @@ def create_report(runs: list[RunDirectoryReader], with_plan: bool = True) -> str
 
 
 def collect_parts(run: RunDirectoryReader, with_plan: bool) -> dict[str, Any]:
-    """Everything that the page would ask the server about a run."""
+    """Everything that the dashboard would ask the server about a run."""
     curves = CurveStore()
     curves.read_all(run)
     logs = sorted(list_logs(run), key=lambda log: -log["time"])[:MAX_LOGS]
@@ -84,7 +84,7 @@ def build_html(data: dict[str, Any], title: str) -> str:
 
 
 def join_modules(name: str, seen: set[str] | None = None) -> str:
-    """A module of the page and all that it imports as one script: a page without a server cannot import files."""
+    """A module of the dashboard and all that it imports as one script: a page without a server cannot import files."""
     seen = set() if seen is None else seen
     seen.add(name)
     text = (STATIC / f"{name}.js").read_text()

@@ -5,8 +5,9 @@ each. Every token of a stream except the first is scored exactly once, whatever 
 and sentence pairs are scored as they are stored.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from trainyard.data.loading.dataset import Dataset, Indices, concatenate
 from trainyard.data.loading.token_samples import TokenSamples, TokenStream, token_stream
 from trainyard.data.samples import Sample
 from trainyard.data.text.tokenizer import Tokenizer
-from trainyard.evaluate.text_bytes import row_bytes, stream_bytes
 from trainyard.families import family_of
 
 HDF5_SUFFIXES = (".hdf5", ".h5")
@@ -175,3 +175,25 @@ def _has_column(directory: Path, name: str) -> bool:
 
     files = data_files(directory)
     return bool(files) and name in open_stream(files[0]).schema.names
+
+
+def row_bytes(rows: Iterable[list[int]], tokenizer: Tokenizer) -> int:
+    """Bytes of the texts that rows of tokens decode to, without special tokens."""
+    special_ids = tokenizer.special_ids
+    texts = (tokenizer.decode([token for token in row if token not in special_ids]) for row in rows)
+    return sum(len(text.encode()) for text in texts)
+
+
+def stream_bytes(stream: TokenStream, tokenizer: Tokenizer, skip_document_starts: bool) -> int:
+    """Bytes of the text of a stream without its first token, which is not scored; with `skip_document_starts`, without
+    the first token of every document. Documents are decoded one by one."""
+    starts = stream.document_starts(0, len(stream)).tolist()
+    bounds = [*starts, len(stream)] if starts and starts[0] == 0 else [0, *starts, len(stream)]
+
+    def documents() -> Iterable[list[int]]:
+        for start, end in pairwise(bounds):
+            first = start + int(start == 0 or skip_document_starts)
+            if first < end:
+                yield stream.tokens(first, end - first).tolist()
+
+    return row_bytes(documents(), tokenizer)

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -24,7 +24,6 @@ from trainyard.config.schema import Config
 from trainyard.core.errors import UserError
 from trainyard.core.user_code import is_user_path
 from trainyard.core.world import World
-from trainyard.evaluate.checkpoint_source import CheckpointSource
 from trainyard.evaluate.eval_config import config_of_run, evaluation_config, keys_of_run, notes_of_run
 from trainyard.families import family_of
 from trainyard.families.hf_config import from_hf
@@ -122,35 +121,27 @@ def eval(
         notes = [*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)]
         print_header(console, checkpoint, opened, notes, run_config, world)
         progress = stack.enter_context(EvalProgress(enabled=world.rank == 0))
-        stack.enter_context(distributed_shutdown())
+        from trainyard.evaluate.evaluator import CheckpointSource, evaluate_data
+        from trainyard.parallel.mesh import shutdown_distributed
+
         source = CheckpointSource(path, opened, run_config, world, progress.update)
         report: dict[str, Any] = {"checkpoint": checkpoint, "format": opened.format}
         report |= {"precision": run_config.precision.kind}
         keys = {override.partition("=")[0] for override in overrides}
         named_tokenizer = run_config.data.tokenizer if "data.tokenizer" in keys else None
         if tasks:
-            from trainyard.evaluate.harness import run_tasks
+            from trainyard.evaluate.lm_eval_model import run_tasks
 
             names = tasks.split(",")
             report |= run_tasks(source, names, include_path, num_fewshot, limit, named_tokenizer)
         else:
-            from trainyard.evaluate.evaluate_data import evaluate_data
-
             reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys)
             report |= {"stride": stride, "results": evaluate_data(source, sets or data, *reading)}
+        shutdown_distributed()  # not after an error: other ranks may wait in the groups
     if world.rank == 0:
         table = task_table(report["results"]) if tasks else results_table(report["results"])
         print_results(console, report, table, as_json)
     return 0
-
-
-@contextmanager
-def distributed_shutdown() -> Iterator[None]:
-    """Destroy the process groups after the block, if it succeeds: otherwise other ranks may wait in them."""
-    from trainyard.parallel.mesh import shutdown_distributed
-
-    yield
-    shutdown_distributed()
 
 
 def data_paths(argument: str) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from trainyard.config.load import load
 from trainyard.core.errors import UserError
 from trainyard.core.quantities import counted, size_text
 from trainyard.dashboard.model_card import MARKER, CardFacts, make_card, read_run
-from trainyard.dashboard.plan_process import compare
+from trainyard.dashboard.plan_comparison import compare
 from trainyard.families.hf_config import from_hf
 from trainyard.preflight.plan.compare_measured import ComparisonRow
 from trainyard.remote.fetch import check_space

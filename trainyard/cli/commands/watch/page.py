@@ -42,7 +42,7 @@ def page(
     """
     from trainyard.core.sockets import base_url, bind_socket, is_loopback, read_token
     from trainyard.core.web_server import SignalServer
-    from trainyard.dashboard.app import RunPages, create_app
+    from trainyard.dashboard.app import DashboardData, create_app
 
     root = require_directory(directory)
     token = read_token(token_file, TOKEN_VARIABLE)
@@ -52,12 +52,12 @@ def page(
     else:
         query = "/"
     with bind_socket(host, port) as bound:
-        pages = RunPages(root, str(directory))
+        data = DashboardData(root, str(directory))
         ready = f"runs of {directory} at {base_url(bound, query)}"
         try:
-            SignalServer(create_app(pages, host, token), lambda: print(ready, flush=True)).run_on(bound)
+            SignalServer(create_app(data, host, token), lambda: print(ready, flush=True)).run_on(bound)
         finally:
-            pages.close()
+            data.close()
     return 0
 
 
