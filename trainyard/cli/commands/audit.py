@@ -27,7 +27,7 @@ def audit(
     source: ConfigSource,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None, Option("--hardware", help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1.")
+        str | None, Option(help="trn1, trn2 or trn3. Default: the file's hardware key, otherwise trn1.")
     ] = None,
     smoke: Smoke = False,
     workers: Workers = None,

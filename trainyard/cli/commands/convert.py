@@ -42,13 +42,11 @@ UNRECORDED_LAYOUT_KEYS = ("kv_order", "by_head")
 def convert(
     source: Annotated[str, Argument(metavar="SRC", help="Checkpoint, a path or URL; its format is detected.")],
     target: Annotated[str, Argument(metavar="DST", help="New output directory, a path or URL.")],
-    to: Annotated[TargetFormat, Option("--to", help="Output format.")] = "hf",
+    to: Annotated[TargetFormat, Option(help="Output format.")] = "hf",
     layout: Annotated[
-        str, Option("--layout", metavar="KEY=VALUE,...", help="nxd, native, dcp: output layout, such as tp=8,pp=4.")
+        str, Option(metavar="KEY=VALUE,...", help="nxd, native, dcp: output layout, such as tp=8,pp=4.")
     ] = "",
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Default: that of the source.")
-    ] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option(help="Default: that of the source.")] = None,
     xser: Annotated[bool, Option("--xser", help="nxd: one file per tensor.")] = False,
     config: HfConfig = None,
     source_layout: SourceLayout = "",

@@ -24,13 +24,11 @@ MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL",
 
 
 def doctor(
-    directory: Annotated[Path, Option("--directory", help="Where runs are written (log.directory).")] = Path("runs"),
+    directory: Annotated[Path, Option(help="Where runs are written (log.directory).")] = Path("runs"),
     nodes: Annotated[
-        int | None, Option("--nodes", metavar="N", help="Check N nodes of Slurm, and the network between them.")
+        int | None, Option(metavar="N", help="Check N nodes of Slurm, and the network between them.")
     ] = None,
-    partition: Annotated[
-        str | None, Option("--partition", help="With --nodes: their partition. Unused inside an allocation.")
-    ] = None,
+    partition: Annotated[str | None, Option(help="With --nodes: their partition. Unused inside an allocation.")] = None,
     sbatch_option: Annotated[
         list[str] | None,
         Option(

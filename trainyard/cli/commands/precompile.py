@@ -43,15 +43,12 @@ def precompile(
     source: ConfigSource,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int | None, Option("--nproc", min=1, help="Ranks per machine, as for train.")] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks per machine, as for train.")] = None,
     ranks: Annotated[
-        int | None, Option("--ranks", min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
+        int | None, Option(min=1, help="Total ranks. Default: --nproc, or layout.ranks of the file.")
     ] = None,
     workers: Annotated[
-        int | None,
-        Option(
-            "--workers", min=1, callback=check_workers, help="Graphs to compile in parallel. Default: one per core."
-        ),
+        int | None, Option(min=1, callback=check_workers, help="Graphs to compile in parallel. Default: one per core.")
     ] = None,
 ) -> int:
     """Compile all graphs of a run ahead of time, for any number of ranks, without their memory.

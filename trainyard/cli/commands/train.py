@@ -41,11 +41,10 @@ def train(
         bool, Option("--continue", help="Train in the directory RUN itself, from its latest checkpoint.")
     ] = False,
     logs: Annotated[
-        Path | None, Option("--logs", metavar="DIR", help="With --nproc: keep the logs of all ranks in DIR/HOST.")
+        Path | None, Option(metavar="DIR", help="With --nproc: keep the logs of all ranks in DIR/HOST.")
     ] = None,
     hang_timeout: Annotated[
-        float,
-        Option("--hang-timeout", min=0, help="With --nproc: end a run that makes no step for N seconds; 0: never."),
+        float, Option(min=0, help="With --nproc: end a run that makes no step for N seconds; 0: never.")
     ] = 0,
 ) -> int:
     """Train a model. Without arguments: a small Llama on built-in text.

@@ -47,14 +47,11 @@ def tune(
     source: ConfigSource,
     overrides: Overrides = None,
     smoke: Smoke = False,
-    nproc: Annotated[int, Option("--nproc", min=1, help="Ranks of each trial, on this machine.")] = 1,
-    budget: Annotated[
-        float, Option("--budget", min=0.01, metavar="MINUTES", help="Time limit for all trials together.")
-    ] = 10.0,
-    steps: Annotated[int, Option("--steps", min=2, help="Steps per trial; the first two are not timed.")] = 6,
+    nproc: Annotated[int, Option(min=1, help="Ranks of each trial, on this machine.")] = 1,
+    budget: Annotated[float, Option(min=0.01, metavar="MINUTES", help="Time limit for all trials together.")] = 10.0,
+    steps: Annotated[int, Option(min=2, help="Steps per trial; the first two are not timed.")] = 6,
     out: Annotated[
-        Path | None,
-        Option("--out", metavar="FILE", help="Output file. Default: NAME.tuned.yaml in the current directory."),
+        Path | None, Option(metavar="FILE", help="Output file. Default: NAME.tuned.yaml in the current directory.")
     ] = None,
 ) -> int:
     """Measure which settings are fastest on this machine and write the file with them. Losses stay the same.

@@ -52,10 +52,10 @@ def verify(
     overrides: Overrides = None,
     smoke: Smoke = False,
     nproc: Annotated[
-        int | None, Option("--nproc", min=2, help="Ranks. Default: enough for each axis of the layout, up to 8.")
+        int | None, Option(min=2, help="Ranks. Default: enough for each axis of the layout, up to 8.")
     ] = None,
-    steps: Annotated[int, Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
-    result: Annotated[Path | None, Option("--result", hidden=True)] = None,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps to compare.")] = 3,
+    result: Annotated[Path | None, Option(hidden=True)] = None,
 ) -> int:
     """Train a few steps on several ranks and on one rank, in fp32, and compare everything.
 

@@ -63,18 +63,14 @@ def new(
     data: Annotated[
         str | None,
         Option(
-            "--data",
             metavar="PATH",
             help="Text, JSON lines, Parquet, PREFIX of .bin and .idx, packed rows, or a glob. Default: built-in text.",
         ),
     ] = None,
     size: Annotated[
-        str | None,
-        Option("--size", metavar="SIZE", help=f"Weights of the model: {', '.join(SIZE_NAMES)}. Default: tiny."),
+        str | None, Option(metavar="SIZE", help=f"Weights of the model: {', '.join(SIZE_NAMES)}. Default: tiny.")
     ] = None,
-    hardware: Annotated[
-        str | None, Option("--hardware", metavar="NAME:COUNT", help="Such as h200:8. Default: this machine.")
-    ] = None,
+    hardware: Annotated[str | None, Option(metavar="NAME:COUNT", help="Such as h200:8. Default: this machine.")] = None,
 ) -> None:
     """Write a configuration file of about ten lines for your data, model size and hardware.
 

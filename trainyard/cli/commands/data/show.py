@@ -28,11 +28,11 @@ DEFAULT_SAMPLES = 8
 
 def show(
     run: RunDirectory,
-    step: Annotated[int, Option("--step", metavar="N", help="Step whose samples to print; the first is 1.")],
+    step: Annotated[int, Option(metavar="N", help="Step whose samples to print; the first is 1.")],
     rank: Annotated[
-        int | None, Option("--rank", min=0, metavar="R", help="Only the samples of this rank. Default: all ranks.")
+        int | None, Option(min=0, metavar="R", help="Only the samples of this rank. Default: all ranks.")
     ] = None,
-    limit: Annotated[int, Option("--limit", min=1, metavar="K", help="Samples to print.")] = DEFAULT_SAMPLES,
+    limit: Annotated[int, Option(min=1, metavar="K", help="Samples to print.")] = DEFAULT_SAMPLES,
 ) -> None:
     """Print the samples that a run trains on in one step: index, source and text.
 

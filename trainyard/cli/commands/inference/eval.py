@@ -50,21 +50,20 @@ def eval(
     ] = None,
     nproc: Nproc = 1,
     stride: Annotated[
-        int | None,
-        Option("--stride", min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap."),
+        int | None, Option(min=1, help="Tokens between the starts of windows. Default: data.seq_len, no overlap.")
     ] = None,
     tokenizer: TokenizerName = None,
     json_key: JsonKey = "text",
     tasks: Annotated[
-        str | None, Option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness, instead of DATA.")
+        str | None, Option(metavar="NAME,...", help="Tasks of lm-evaluation-harness, instead of DATA.")
     ] = None,
     include_path: Annotated[
-        Path | None, Option("--include-path", metavar="DIR", help="--tasks: a directory with YAML files of more tasks.")
+        Path | None, Option(metavar="DIR", help="--tasks: a directory with YAML files of more tasks.")
     ] = None,
     num_fewshot: Annotated[
-        int | None, Option("--num-fewshot", min=0, help="--tasks: examples in the prompt. Default: the task's.")
+        int | None, Option(min=0, help="--tasks: examples in the prompt. Default: the task's.")
     ] = None,
-    limit: Annotated[int | None, Option("--limit", min=1, help="--tasks: documents per task. Default: all.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="--tasks: documents per task. Default: all.")] = None,
     config: HfConfig = None,
     source_layout: SourceLayout = "",
     as_json: AsJson = False,

@@ -15,7 +15,7 @@ from trainyard.core.world import ONE_RANK
 def fill_mask(
     source: CheckpointSource,
     texts: Annotated[list[str], Argument(metavar="TEXT...", help="Text with [MASK], one or several times.")],
-    top: Annotated[int, Option("--top", min=1, help="Candidates to print for each mask.")] = 5,
+    top: Annotated[int, Option(min=1, help="Candidates to print for each mask.")] = 5,
     device: DeviceName = "auto",
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,

@@ -38,27 +38,25 @@ def generate(
     batch: Annotated[
         Path | None,
         Option(
-            "--batch",
             metavar="FILE",
             help="A prompt per line: text, or JSON with prompt, tokens or messages; - reads standard input.",
         ),
     ] = None,
     chat: Annotated[bool, Option("--chat", help="Talk to the model; with --prompt, ask each as a user.")] = False,
-    system: Annotated[str, Option("--system", help="With --chat: the system message.")] = "",
+    system: Annotated[str, Option(help="With --chat: the system message.")] = "",
     max_new_tokens: Annotated[
         int, Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens to generate.")
     ] = 128,
-    temperature: Annotated[float, Option("--temperature", min=0, help="0: always the most likely token.")] = 0.0,
+    temperature: Annotated[float, Option(min=0, help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[
-        float,
-        Option("--top-p", min=0, max=1, help="Sample among the most likely tokens whose probabilities sum to this."),
+        float, Option(min=0, max=1, help="Sample among the most likely tokens whose probabilities sum to this.")
     ] = 1.0,
-    top_k: Annotated[int, Option("--top-k", min=0, help="Sample among the K most likely tokens; 0: all.")] = 0,
-    seed: Annotated[int, Option("--seed", help="The same seed, prompt and options give the same text.")] = 0,
-    stop: Annotated[list[str] | None, Option("--stop", help="Text that ends a completion; repeatable.")] = None,
+    top_k: Annotated[int, Option(min=0, help="Sample among the K most likely tokens; 0: all.")] = 0,
+    seed: Annotated[int, Option(help="The same seed, prompt and options give the same text.")] = 0,
+    stop: Annotated[list[str] | None, Option(help="Text that ends a completion; repeatable.")] = None,
     ignore_end: Annotated[bool, Option("--ignore-end", help="Continue after the end-of-text token.")] = False,
     tp: TensorParallel = 1,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Maximum number of prompts per batch.")] = 8,
+    max_batch: Annotated[int, Option(min=1, help="Maximum number of prompts per batch.")] = 8,
     max_seq_len: MaxSeqLen = None,
     device: DeviceName = "auto",
     dtype: InferenceDtype = None,

@@ -38,13 +38,12 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     model_name: Annotated[
-        str | None, Option("--model-name", metavar="NAME", help="Name in the API. Default: that of the directory.")
+        str | None, Option(metavar="NAME", help="Name in the API. Default: that of the directory.")
     ] = None,
     token_file: Annotated[
-        Path | None,
-        Option("--token-file", metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set."),
+        Path | None, Option(metavar="FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}, if set.")
     ] = None,
-    max_batch: Annotated[int, Option("--max-batch", min=1, help="Maximum number of sequences per batch.")] = 64,
+    max_batch: Annotated[int, Option(min=1, help="Maximum number of sequences per batch.")] = 64,
     max_seq_len: MaxSeqLen = None,
     tp: TensorParallel = 1,
     device: DeviceName = "auto",

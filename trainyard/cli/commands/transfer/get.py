@@ -29,17 +29,15 @@ def get(
     ] = None,
     list_names: Annotated[bool, Option("--list", help="List the data sets that have a NAME.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print files and sizes; download nothing.")] = False,
-    sha256: Annotated[str | None, Option("--sha256", metavar="HEX", help="SHA-256 that the file must have.")] = None,
+    sha256: Annotated[str | None, Option(metavar="HEX", help="SHA-256 that the file must have.")] = None,
     unpack: Annotated[bool, Option("--unpack", help="Unpack a .tar, .tar.gz or .zip into DEST.")] = False,
-    max_size: Annotated[str, Option("--max-size", metavar="SIZE", help="Maximum size of the unpacked archive.")] = "1T",
-    include: Annotated[
-        list[str] | None, Option("--include", metavar="GLOB", help="Only files that match; repeatable.")
-    ] = None,
+    max_size: Annotated[str, Option(metavar="SIZE", help="Maximum size of the unpacked archive.")] = "1T",
+    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only files that match; repeatable.")] = None,
     all_files: Annotated[
         bool, Option("--all", help="All files of a model; default: configuration, tokenizer, safetensors.")
     ] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace DEST if it exists.")] = False,
-    streams: Annotated[int, Option("--streams", min=1, max=64, help="Number of parallel transfers.")] = 8,
+    streams: Annotated[int, Option(min=1, max=64, help="Number of parallel transfers.")] = 8,
 ) -> int:
     """Download a model, a data set or a file, in parallel, checked and resumable.
 

@@ -34,7 +34,7 @@ def push(
         str, Argument(metavar="DST", help="hf://OWNER/NAME[@BRANCH], or a URL such as s3://bucket/name.")
     ],
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, Option("--dtype", help="Hub: dtype of weights. Default: as they are.")
+        Literal["fp32", "bf16", "fp16"] | None, Option(help="Hub: dtype of weights. Default: as they are.")
     ] = None,
     public: Annotated[bool, Option("--public", help="Hub: create a public repository. Default: private.")] = False,
     message: Annotated[str | None, Option("--message", "-m", help="Hub: message of the commit.")] = None,

@@ -23,8 +23,7 @@ SCAN_INTERVAL_S = 5.0
 def board(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories, or directories with runs.")],
     port: Annotated[
-        int | None,
-        Option("--port", min=0, max=65535, help=f"Port; 0: any free one. Default: {DEFAULT_PORT}, or one near it."),
+        int | None, Option(min=0, max=65535, help=f"Port; 0: any free one. Default: {DEFAULT_PORT}, or one near it.")
     ] = None,
 ) -> int:
     """Start TensorBoard for one or more runs on this machine. Ctrl-C ends it.

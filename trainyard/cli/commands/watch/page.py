@@ -22,7 +22,6 @@ def page(
     token_file: Annotated[
         Path | None,
         Option(
-            "--token-file",
             metavar="FILE",
             help=f"File with the token. Default: ${TOKEN_VARIABLE}; else one is generated if others can connect.",
         ),

@@ -20,8 +20,8 @@ OTHER_COLUMNS = 48
 
 def profile(
     run: Annotated[Path, Argument(metavar="RUN", help="Run directory, such as runs/my-run.")],
-    rank: Annotated[int | None, Option("--rank", min=0, help="Rank. Default: the first with a trace.")] = None,
-    top: Annotated[int, Option("--top", min=0, help="Kernels to list.")] = 10,
+    rank: Annotated[int | None, Option(min=0, help="Rank. Default: the first with a trace.")] = None,
+    top: Annotated[int, Option(min=0, help="Kernels to list.")] = 10,
     as_json: AsJson = False,
 ) -> int:
     """Print where the time of the steps of profile.steps went: by kind of kernel, and the longest kernels.

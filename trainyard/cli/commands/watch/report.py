@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def report(
     run: RunDirectory,
-    out: Annotated[Path | None, Option("--out", metavar="FILE", help="Default: RUN/report.html.")] = None,
-    compare: Annotated[Path | None, Option("--compare", metavar="RUN2", help="Another run, to compare with.")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Default: RUN/report.html.")] = None,
+    compare: Annotated[Path | None, Option(metavar="RUN2", help="Another run, to compare with.")] = None,
     plan: Annotated[
         bool, Option("--plan/--no-plan", help="Compare the measurements with the plan, which takes some seconds.")
     ] = True,

@@ -36,7 +36,7 @@ def top(
         Path | None,
         Argument(metavar="RUN", help="Run directory. Default: the one that trains in ./runs.", show_default=False),
     ] = None,
-    interval: Annotated[float, Option("--interval", min=0.2, help="Seconds between two readings.")] = 2.0,
+    interval: Annotated[float, Option(min=0.2, help="Seconds between two readings.")] = 2.0,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per interval instead of a screen.")] = False,
     once: Annotated[bool, Option("--once", help="Print one reading and exit.")] = False,
 ) -> int:

@@ -23,11 +23,11 @@ MAX_HOST_WIDTH = 24
 def trace(
     run: Annotated[Path, Argument(metavar="RUN", help="Run directory, such as runs/my-run.")],
     steps: Annotated[
-        str, Option("--steps", metavar="A:B", help="First and last step, such as 100:150. Default: the last 50.")
+        str, Option(metavar="A:B", help="First and last step, such as 100:150. Default: the last 50.")
     ] = "",
-    ranks: Annotated[str, Option("--ranks", metavar="LIST", help="Ranks, such as 0-3,8. Default: all.")] = "",
+    ranks: Annotated[str, Option(metavar="LIST", help="Ranks, such as 0-3,8. Default: all.")] = "",
     out: Annotated[
-        Path | None, Option("--out", metavar="FILE", help="Default: trace-A-B.json.gz in RUN.", show_default=False)
+        Path | None, Option(metavar="FILE", help="Default: trace-A-B.json.gz in RUN.", show_default=False)
     ] = None,
 ) -> int:
     """Write what each rank did as a trace for Perfetto (ui.perfetto.dev), and print which rank the others wait for.
