@@ -28,6 +28,12 @@ def check_workers(workers: int | None) -> int | None:
     return workers
 
 
+def require_directory(run: Path) -> Path:
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run directory")
+    return run
+
+
 CONFIG_SOURCE_HELP = "YAML file (trainyard's or NxD Training's), run directory or recipe name."
 
 ConfigSource = Annotated[
@@ -57,6 +63,9 @@ SourceLayout = Annotated[
     Option("--source-layout", metavar="KEY=VALUE,...", help="What NxD files do not record, such as kv_order, by_head."),
 ]
 RunDirectory = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+ExistingRun = Annotated[
+    Path, Argument(metavar="RUN", help="Run directory, such as runs/my-run.", callback=require_directory)
+]
 
 DeviceName = Annotated[str, Option("--device", help="auto, cpu, cuda or neuron.")]
 TensorParallel = Annotated[int, Option("--tp", min=1, help="Ranks that share the model (tensor parallelism).")]

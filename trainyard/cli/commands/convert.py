@@ -56,7 +56,7 @@ def convert(
     ] = False,
     check_bits: Annotated[bool, Option("--check-bits", help="Compare every weight bit for bit afterwards.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything and print what would be written.")] = False,
-) -> int:
+) -> None:
     """Convert a checkpoint to Hugging Face, NxD, DCP or native format, at any layout, one tensor at a time.
 
     Reads native checkpoints and run directories; Hugging Face directories (safetensors, .bin, sharded or not); NxD and
@@ -95,7 +95,7 @@ def convert(
             print(f"note: {note}")
         if dry_run:
             print_plan(opened, source, target, spec)
-            return 0
+            return
         directory = stack.enter_context(local_target(target, upload.update))
         run_conversion(opened, path, directory, spec, (source, target), config)
         if check or check_bits:
@@ -109,7 +109,6 @@ def convert(
                 check_equal_bits(opened, converted, target, spec)
     if is_url(target):
         print(f"{target}: uploaded")
-    return 0
 
 
 def print_source(opened: OpenedCheckpoint, source: str, spec: ConversionTarget) -> None:
@@ -143,9 +142,21 @@ def run_conversion(
     the config.json next to which the tokenizer may be."""
     source_label, target_label = labels or (str(source), str(target))
     print_source(opened, source_label, spec)
-    total, done, start = total_bytes(opened, spec), 0, time.monotonic()
+    start = time.monotonic()
+    with interrupt_on_terminate():
+        done = convert_with_progress(opened, source, target, spec, config)
+    seconds = max(time.monotonic() - start, 1e-9)
+    print(f"{target_label}: {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
+
+
+def convert_with_progress(
+    opened: OpenedCheckpoint, source: str | Path, target: Path, spec: ConversionTarget, config: Path | None = None
+) -> int:
+    """Convert with a progress bar, if the disk has room. Returns the bytes written."""
+    total, done = total_bytes(opened, spec), 0
     lock = Lock()  # several threads write files
-    with ProgressDisplay("convert") as progress, interrupt_on_terminate():
+    check_space(target, total)
+    with ProgressDisplay("convert") as progress:
 
         def on_bytes(count: int) -> None:
             nonlocal done
@@ -153,10 +164,8 @@ def run_conversion(
                 done += count
                 progress.update(done, total)
 
-        check_space(target, total)
         convert_checkpoint(opened, Path(source), target, spec, on_bytes, config)
-    seconds = max(time.monotonic() - start, 1e-9)
-    print(f"{target_label}: {size_text(done)} in {seconds:.1f} s ({size_text(done / seconds)}/s)")
+    return done
 
 
 def check_logits(opened: OpenedCheckpoint, converted: OpenedCheckpoint, target: str, spec: ConversionTarget) -> None:

@@ -29,7 +29,7 @@ def inspect(
     config: HfConfig = None,
     source_layout: SourceLayout = "",
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Report format, model, step, layout, dtypes and size of a checkpoint of any format that convert reads.
 
     Tensors have trainyard's names. With --check, a corrupt file or a value that is not finite ends with exit code 2 or
@@ -64,7 +64,6 @@ def inspect(
             check_values(opened, checkpoint)
             if not as_json:
                 print(f"{checkpoint}: all values are finite; {checksums}")
-    return 0
 
 
 def describe(opened: OpenedCheckpoint) -> dict[str, Any]:

@@ -155,16 +155,15 @@ def summary_lines(summary: "RunSummary") -> list[str]:
     if summary.evaluation:
         lines.append("  evaluation   " + ", ".join(f"{k} {v:.4f}" for k, v in summary.evaluation.items()))
     directory = summary.directory
-    config = directory / "config.yaml"
-    lines += [
-        f"  config       {config}",
-        f"  metrics      {directory / 'metrics.jsonl'}",
-        f"  events       {directory / 'events.jsonl'}",
-    ]
-    if (directory / "tensorboard").is_dir():
-        lines.append(f"  tensorboard  {directory / 'tensorboard'}   (view: trainyard board {directory})")
-    if (directory / "samples.jsonl").is_file():
-        lines.append(f"  samples      {directory / 'samples.jsonl'}")
+    for name, file, note in (
+        ("config", "config.yaml", ""),
+        ("metrics", "metrics.jsonl", ""),
+        ("events", "events.jsonl", ""),
+        ("tensorboard", "tensorboard", f"   (view: trainyard board {directory})"),
+        ("samples", "samples.jsonl", ""),
+    ):
+        if name in ("config", "metrics", "events") or (directory / file).exists():
+            lines.append(f"  {name:<12} {directory / file}{note}")
     if summary.exported_weights:
         lines.append(f"  weights      {summary.exported_weights}   (Hugging Face format, for from_pretrained)")
     if summary.last_checkpoint:

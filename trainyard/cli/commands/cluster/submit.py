@@ -77,7 +77,7 @@ def submit(
     ] = True,
     smoke: Smoke = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the batch scripts; write and submit nothing.")] = False,
-) -> int:
+) -> None:
     """Train as a Slurm job that restarts automatically: after a preemption, a time limit, or a failed rank or node.
 
     Creates the run directory with the configuration, the batch scripts and the logs of every node. On a machine without
@@ -137,10 +137,9 @@ def submit(
         print(f"{'# ' * dry_run}{used}{counted(count, 'node')}: {layout.layout} ({origin})")
     if dry_run:
         print_scripts(submission)
-        return 0
+        return
     run = submit_to_slurm(submission) if on_slurm else submit_locally(submission)
     print_submitted(run.directory, run.record.precompile_job_id, run.record.job_id, on_slurm)
-    return 0
 
 
 def print_scripts(submission: Submission) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
@@ -119,7 +119,8 @@ def eval(
         console = Console(highlight=False, stderr=as_json, quiet=world.rank > 0)
         notes = [*opened.notes, *notes_of_run(opened.weights, run_keys, overrides)]
         print_header(console, checkpoint, opened, notes, run_config, world)
-        progress = stack.enter_context(EvalProgress(enabled=world.rank == 0))
+        progress = EvalProgress(enabled=world.rank == 0)
+        stack.callback(progress.close)
         from trainyard.evaluate.evaluator import CheckpointSource, evaluate_data
         from trainyard.parallel.mesh import shutdown_distributed
 
@@ -137,9 +138,10 @@ def eval(
             reading = (named_tokenizer, stride, json_key, "data.seq_len" in keys)
             report |= {"stride": stride, "results": evaluate_data(source, sets or data, *reading)}
         shutdown_distributed()  # not after an error: other ranks may wait in the groups
-    if world.rank == 0:
-        table = task_table(report["results"]) if tasks else results_table(report["results"])
-        print_results(console, report, table, as_json)
+    if world.rank == 0 and as_json:
+        print(json.dumps(report, default=str))
+    elif world.rank == 0:
+        console.print(task_table(report["results"]) if tasks else results_table(report["results"]))
     return 0
 
 
@@ -176,32 +178,19 @@ def print_header(
     print_line(console, f"{name}: {FORMAT_DESCRIPTIONS[opened.format]}, {weights}; {config.precision.kind}{ranks}")
 
 
-def print_results(console: Console, report: dict[str, Any], table: Any, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report, default=str))
-    else:
-        console.print(table)
-
-
 class EvalProgress:
     """A progress bar for each phase: reading tensors, then the batches of each data set."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self.label, self.display = "", None
-
-    label: str
-    display: ProgressDisplay | None
-
-    def __enter__(self) -> Self:
-        return self
+        self.display: ProgressDisplay | None = None
 
     def update(self, label: str, done: int, total: int) -> None:
         if not self.enabled:
             return
-        if self.display is None or self.label != label:
+        if self.display is None or self.display.label != label:
             self.close()
-            self.label, self.display = label, ProgressDisplay(label, items=True)
+            self.display = ProgressDisplay(label, items=True)
         self.display.update(done, total)
         if done == total:
             self.close()
@@ -210,9 +199,6 @@ class EvalProgress:
         if self.display:
             self.display.__exit__()
         self.display = None
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def results_table(results: Sequence[Mapping[str, Any]]) -> Table:

@@ -19,7 +19,7 @@ def fill_mask(
     device: DeviceName = "auto",
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
-) -> int:
+) -> None:
     """Print the most likely tokens for each [MASK] of a text, with a BERT model of any checkpoint format.
 
     Example:
@@ -38,7 +38,7 @@ def fill_mask(
             for text, masks in results
         ]
         print(json.dumps(entries, ensure_ascii=False, indent=1))
-        return 0
+        return
     console = Console(highlight=False)
     for text, masks in results:
         console.print(text, markup=False)
@@ -49,4 +49,3 @@ def fill_mask(
             for candidate in mask:
                 table.add_row(str(number), candidate.text, f"{candidate.probability:.4f}")
         console.print(table)
-    return 0

@@ -111,7 +111,8 @@ def generate(
     ends = frozenset() if ignore_end else model.end_ids
     sampling = SamplingOptions(temperature, top_p, top_k, seed, max_new_tokens=max_new_tokens, end_ids=ends)
     if chat and not prompt and not batch:
-        return _talk(model, sampling, tuple(stop or ()) + model.chat_template.stop, system, console)
+        _talk(model, sampling, tuple(stop or ()) + model.chat_template.stop, system, console)
+        return 0
     stops = tuple(stop or ()) + (model.chat_template.stop if chat else ())
     prompts = [_make_prompt(model, text, index, chat, system) for index, text in enumerate(texts)]
     begin, tokens = time.monotonic(), 0
@@ -207,7 +208,7 @@ def _print_completion(completion: "Completion", as_json: bool, streams: bool, ch
         print(_safe(completion.text if chat else completion.prompt.text + completion.text), end="\n\n", flush=True)
 
 
-def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system: str, console: Console) -> int:
+def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system: str, console: Console) -> None:
     """Read messages from the terminal until the end of the input, and answer each."""
     from trainyard.inference.generate import Prompt, generate_texts
 
@@ -218,7 +219,6 @@ def _talk(model: "InferenceModel", sampling: Any, stop: tuple[str, ...], system:
         (answer,) = generate_texts(model, [prompt], sampling, stop, _print_now)
         print()
         messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer.text}]
-    return 0
 
 
 def _lines() -> Iterator[str]:

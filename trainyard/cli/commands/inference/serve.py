@@ -81,7 +81,8 @@ def serve(
 
         options = InferenceOptions(device, dtype, max_batch, max_seq_len, fp8_weights=fp8_weights, shares_prefixes=True)
         if world.rank > 0:
-            return follow_first_rank(source, options, tokenizer, world)
+            follow_first_rank(source, options, tokenizer, world)
+            return 0
         model = load_model(source, model_name, options, tokenizer, world)
         ready = f"serving {model.name} at {base_url(bound, '/v1')}"
         server = ModelServer(create_app(model, token, host), model.worker, lambda: print(ready, flush=True))
@@ -100,16 +101,8 @@ def load_model(
     loaded = load_for_inference(source, options, tokenizer, world)
     if loaded.tokenizer is None:
         raise UserError(f"{source}: has no tokenizer; give --tokenizer")
-    return ServedModel(
-        name or Path(source).resolve().name,
-        loaded.tokenizer,
-        create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world),
-        loaded.max_seq_len,
-        loaded.chat_template,
-        loaded.end_ids,
-        loaded.encode_prompt,
-        loaded.scheduler.schemas,
-    )
+    worker = create_worker(loaded, PENDING_PER_SLOT * options.max_batch, world)
+    return ServedModel(name or Path(source).resolve().name, loaded, loaded.tokenizer, worker)
 
 
 def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "SchedulerWorker":
@@ -131,7 +124,7 @@ def create_worker(loaded: "InferenceModel", max_pending: int, world: World) -> "
     return SchedulerWorker(leader, max_pending, max_faults=1, close=close)
 
 
-def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> int:
+def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str | None, world: World) -> None:
     """Compute what the first rank computes, until it closes. The launcher sends signals to all ranks; the first one
     decides when they end."""
     from trainyard.inference.broadcast_scheduler import follow
@@ -143,4 +136,3 @@ def follow_first_rank(source: str, options: "InferenceOptions", tokenizer: str |
     loaded = load_for_inference(source, options, tokenizer, world)
     follow(loaded.scheduler, loaded.mesh.store)
     shutdown_distributed()
-    return 0

@@ -25,7 +25,7 @@ def board(
     port: Annotated[
         int | None, Option(min=0, max=65535, help=f"Port; 0: any free one. Default: {DEFAULT_PORT}, or one near it.")
     ] = None,
-) -> int:
+) -> None:
     """Start TensorBoard for one or more runs on this machine. Ctrl-C ends it.
 
     Runs appear under the names of their directories. New runs in a directory with runs appear while it is open. It
@@ -48,7 +48,6 @@ def board(
                 link_logs(runs, Path(directory))
         except KeyboardInterrupt:
             print("TensorBoard ended", flush=True)
-    return 0
 
 
 def find_logs(runs: list[Path]) -> dict[str, Path]:

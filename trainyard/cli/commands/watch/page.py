@@ -26,7 +26,7 @@ def page(
             help=f"File with the token. Default: ${TOKEN_VARIABLE}; else one is generated if others can connect.",
         ),
     ] = None,
-) -> int:
+) -> None:
     """Show runs in a browser: live curves of several runs, events, step times, plan, configuration, checkpoints.
 
     It only reads, and only below RUNS_DIR (default: runs). New runs and steps appear without a reload. Ctrl-C ends it.
@@ -57,7 +57,6 @@ def page(
             SignalServer(create_app(data, host, token), lambda: print(ready, flush=True)).run_on(bound)
         finally:
             data.close()
-    return 0
 
 
 def require_directory(directory: Path) -> Path:

@@ -21,7 +21,7 @@ def report(
     plan: Annotated[
         bool, Option("--plan/--no-plan", help="Compare the measurements with the plan, which takes some seconds.")
     ] = True,
-) -> int:
+) -> None:
     """Write curves, events, step times, plan, configuration, checkpoints and texts of a run to one HTML file.
 
     The file needs no server and no network: send it to anybody, open it in any browser.
@@ -51,7 +51,6 @@ def report(
     except OSError as error:
         raise UserError(f"--out {target}: {error.strerror}") from None
     print(f"{target}: {target.stat().st_size / 1024:.0f} KiB")
-    return 0
 
 
 def open_run(path: Path) -> "RunDirectoryReader":

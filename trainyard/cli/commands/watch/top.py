@@ -39,7 +39,7 @@ def top(
     interval: Annotated[float, Option(min=0.2, help="Seconds between two readings.")] = 2.0,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object per interval instead of a screen.")] = False,
     once: Annotated[bool, Option("--once", help="Print one reading and exit.")] = False,
-) -> int:
+) -> None:
     """Show a run and the devices of this machine live: utilization, memory, power; step, loss, speed, time left, and
     the rank that the others wait for.
 
@@ -70,7 +70,6 @@ def top(
     finally:
         for monitor in monitors:
             monitor.close()
-    return 0
 
 
 class View:
