@@ -5,10 +5,10 @@ import hashlib
 import json
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 from trainyard import __version__
+from trainyard.dashboard.app import STATIC
 from trainyard.dashboard.curves import CurveStore
 from trainyard.dashboard.plan_comparison import PlanComparisons
 from trainyard.dashboard.run_details import list_logs, read_checkpoints, read_config, read_events, read_log, read_texts
@@ -16,7 +16,6 @@ from trainyard.dashboard.run_files import RunDirectoryReader
 from trainyard.dashboard.run_summary import read_summary, run_state
 from trainyard.dashboard.step_times import heat_map, read_step_times
 
-STATIC = Path(__file__).parent / "static"
 MARKER = '<meta name="generator" content="trainyard report'
 """Begins near the start of every report, so that a report can be told from other files."""
 BUCKETS = 500

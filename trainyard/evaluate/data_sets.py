@@ -7,6 +7,7 @@ and sentence pairs are scored as they are stored.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,13 +124,8 @@ def _windows(name: str, streams: list[TokenStream], options: DataOptions) -> Eva
     windows: list[Dataset] = [TokenWindows(stream, *shape) for stream in streams]
     if not sum(map(len, windows)):
         raise UserError(f"{name}: has no token to predict: fewer than two tokens")
-    tokenizer = options.tokenizer
-
-    def count_bytes() -> int:
-        assert tokenizer is not None
-        return sum(stream_bytes(stream, tokenizer, data.mask_eod_loss) for stream in streams)
-
-    return EvaluationData(name, concatenate(windows), data.seq_len, count_bytes=count_bytes if tokenizer else None)
+    count_bytes = partial(stream_bytes, streams, options.tokenizer, data.mask_eod_loss) if options.tokenizer else None
+    return EvaluationData(name, concatenate(windows), data.seq_len, count_bytes=count_bytes)
 
 
 def _open_packed_rows(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
@@ -140,18 +136,13 @@ def _open_packed_rows(name: str, paths: list[Path], options: DataOptions) -> Eva
         raise UserError(f"--stride {options.stride}: {name} has packed rows, which cannot overlap")
     seq_len = data.seq_len if options.seq_len_is_given else row_length(paths[0])
     rows = ArrowDataset(paths, seq_len, data.document_mask, options.config.model.vocab)
-    tokenizer = options.tokenizer
 
-    def labels() -> Iterator[list[int]]:
-        for index in range(len(rows)):
-            (row,) = rows.samples(np.array([index]))["labels"]
-            yield row[row != IGNORE_INDEX].tolist()
+    def count_bytes(tokenizer: Tokenizer) -> int:
+        labels = (rows.samples(np.array([index]))["labels"][0] for index in range(len(rows)))
+        return row_bytes((row[row != IGNORE_INDEX].tolist() for row in labels), tokenizer)
 
-    def count_bytes() -> int:
-        assert tokenizer is not None
-        return row_bytes(labels(), tokenizer)
-
-    return EvaluationData(name, rows, seq_len, count_bytes=count_bytes if tokenizer else None)
+    bound = partial(count_bytes, options.tokenizer) if options.tokenizer else None
+    return EvaluationData(name, rows, seq_len, count_bytes=bound)
 
 
 def _open_sentence_pairs(name: str, paths: list[Path], options: DataOptions) -> EvaluationData:
@@ -184,16 +175,17 @@ def row_bytes(rows: Iterable[list[int]], tokenizer: Tokenizer) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def stream_bytes(stream: TokenStream, tokenizer: Tokenizer, skip_document_starts: bool) -> int:
-    """Bytes of the text of a stream without its first token, which is not scored; with `skip_document_starts`, without
-    the first token of every document. Documents are decoded one by one."""
-    starts = stream.document_starts(0, len(stream)).tolist()
-    bounds = [*starts, len(stream)] if starts and starts[0] == 0 else [0, *starts, len(stream)]
+def stream_bytes(streams: Iterable[TokenStream], tokenizer: Tokenizer, skip_document_starts: bool) -> int:
+    """Bytes of the texts of streams without their first tokens, which are not scored; with `skip_document_starts`,
+    without the first token of every document. Documents are decoded one by one."""
 
-    def documents() -> Iterable[list[int]]:
-        for start, end in pairwise(bounds):
-            first = start + int(start == 0 or skip_document_starts)
-            if first < end:
-                yield stream.tokens(first, end - first).tolist()
+    def documents() -> Iterator[list[int]]:
+        for stream in streams:
+            starts = stream.document_starts(0, len(stream)).tolist()
+            bounds = [*starts, len(stream)] if starts and starts[0] == 0 else [0, *starts, len(stream)]
+            for start, end in pairwise(bounds):
+                first = start + int(start == 0 or skip_document_starts)
+                if first < end:
+                    yield stream.tokens(first, end - first).tolist()
 
     return row_bytes(documents(), tokenizer)

@@ -28,7 +28,7 @@ from trainyard.parallel.mesh import Mesh
 from trainyard.train import build
 from trainyard.train.compile.compile_blocks import make_compile_fn
 from trainyard.train.decisions import packs_batches
-from trainyard.train.evaluate import PERPLEXITY_TERMS, Metric, evaluate
+from trainyard.train.evaluate import PERPLEXITY_TERMS, evaluate
 from trainyard.train.micro_batches.runner import MicroBatchRunner
 from trainyard.train.micro_batches.split import rank_samples
 from trainyard.train.optim.flat_state import DTYPES
@@ -84,10 +84,9 @@ class Evaluator:
         config: Config,
         weights: WeightSource,
         world: World | None = None,
-        metrics: Mapping[str, Metric] | None = None,
         on_progress: OnProgress = lambda what, done, total: None,
     ) -> None:
-        """Build the stages of this rank and read its part of `weights`. `metrics` are added to evaluate.metrics."""
+        """Build the stages of this rank and read its part of `weights`."""
         self.config, self.on_progress = config, on_progress
         self.world = world = world or World.from_environment()
         self.layout = Layout.from_config(config, world.size)
@@ -97,7 +96,7 @@ class Evaluator:
         compile_fn = make_compile_fn(config.compile, self.device, world.local_rank)
         kernels = self.device.kernels(fused=config.device.kernels == "fused")
         self.loss_fn = build.build_loss(config, None, kernels, compile_fn, self.device)
-        self.metrics = build.build_metrics(config, metrics, self.loss_fn)
+        self.metrics = build.build_metrics(config, None, self.loss_fn)
         self.models = build.build_stages(config, self.mesh, self.device, kernels)
         """This rank's pipeline stages; without a pipeline, the full model alone."""
         self._load(weights)

@@ -33,7 +33,7 @@ class BroadcastScheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError as RequestScheduler does."""
         self.scheduler.check(request)
-        self.commands.append(_encode(request))
+        self.commands.append(asdict(request))
 
     def cancel(self, request_id: int) -> None:
         self.commands.append(request_id)
@@ -57,7 +57,7 @@ class BroadcastScheduler:
         self._send(None)
 
     def _send(self, message: Any) -> None:
-        self.store.set(_key(self.steps), json.dumps(message))
+        self.store.set(_key(self.steps), json.dumps(message, default=sorted))  # end_ids are a set
         if self.steps >= KEPT_MESSAGES:
             self.store.delete_key(_key(self.steps - KEPT_MESSAGES))
         self.steps += 1
@@ -83,12 +83,6 @@ def follow(scheduler: RequestScheduler, store: Any) -> None:
 
 def _key(step: int) -> str:
     return f"trainyard/inference/serve/{step}"
-
-
-def _encode(request: Request) -> dict[str, Any]:
-    fields = asdict(request)
-    fields["options"]["end_ids"] = sorted(request.options.end_ids)
-    return fields
 
 
 def _apply(scheduler: RequestScheduler, commands: list[Any]) -> None:

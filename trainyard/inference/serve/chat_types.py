@@ -72,9 +72,7 @@ class ChatMessage(ApiModel):
     """Of an assistant, which then needs no content."""
     tool_call_id: Text | None = None
     """Of a tool: the call that it answers."""
-    content: Annotated[Text | Annotated[list[TextPart], Field(min_length=1)] | None, Field(validate_default=True)] = (
-        None
-    )
+    content: Annotated[Text | TextParts | None, Field(validate_default=True)] = None
     name: Text | None = None
     refusal: Annotated[Any, Neutral()] = None
     annotations: Annotated[Any, Neutral([])] = None

@@ -151,9 +151,7 @@ class SchedulerWorker:
 
     def fail_all(self, error: ApiError) -> None:
         """Answer all requests in flight with `error`."""
-        for subscription in set(self._subscriptions.values()):
-            subscription.put(error)
-            subscription.close()
+        self._fail(list(self._subscriptions), error)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread. False if the engine does not return from a step in time."""
